@@ -30,6 +30,7 @@ from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from benchmarks.common.scheduler_load import BLOCK_SIZE, Case
 from benchmarks.peers.process import PeerProcess, can_import, peer_process
+from scheduler_svc.front.process_memory import collect_rarely
 
 NAME = "scheduler_cost"
 SIZES = (64, 256, 1024, 4096)
@@ -54,6 +55,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
+    collect_rarely()  # As in the service.
     cases = cases_of(options)
     memory = {case: memory_per_sequence(case, options.seed) for case in dict.fromkeys(map(_steady, cases))}
     with _peer(options.peer_python) as peer:

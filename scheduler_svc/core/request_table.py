@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
@@ -149,6 +150,14 @@ class RequestTable:
             group.was_admitted = True
             self.policies.order.on_admission(group)
 
+    def record_new_admissions(self, groups: list[SequenceGroup], lane: Lane) -> None:
+        """Record that the oldest groups of the waiting queue, in its order, were admitted to a lane, the first time."""
+        self.waiting.remove_first(len(groups))
+        lane_id, numerics, on_admission = lane.executor_id, lane.spec.numerics, self.policies.order.on_admission
+        for group in groups:
+            group.lane_id, group.numerics, group.was_admitted = lane_id, numerics, True
+            on_admission(group)
+
     def requeue(self, sequence: Sequence, *, swapped: bool = False) -> None:
         """Put a sequence that ran back into the waiting queue, at its old place.
 
@@ -195,8 +204,36 @@ class RequestTable:
                     lane.unexplained -= {group}
         self.policies.order.on_finish(sequence)
 
+    def finish_all(self, lane: Lane, finishes: dict[Sequence, Finish]) -> None:
+        """Finish sequences that a lane runs: as `finish` for each, but those in a row that decode alone all at once."""
+        if self.suspects or self.begun or any(each.unexplained for each in self.lanes.values()):
+            for sequence, finish in finishes.items():
+                self.finish(sequence, finish)
+            return
+        for decodes_alone, found in groupby(finishes, key=_decodes_alone):
+            sequences = list(found)
+            if decodes_alone:
+                self._finish_alone(lane, sequences, finishes)
+            else:
+                for sequence in sequences:
+                    self.finish(sequence, finishes[sequence])
+
+    def _finish_alone(self, lane: Lane, sequences: list[Sequence], finishes: dict[Sequence, Finish]) -> None:
+        lane.finish_all(sequences)
+        self._finished += sequences
+        groups, outputs, on_finish = self.groups, self._outputs.finishes, self.policies.order.on_finish
+        for sequence in sequences:
+            sequence.finish = outputs[sequence] = finishes[sequence]
+            del groups[sequence.group.key]
+            on_finish(sequence)
+
     def finish_group(self, group: SequenceGroup, finish: Finish) -> None:
         """Finish all unfinished sequences of a group."""
         for sequence in group.sequences:
             if sequence.state is not SequenceState.FINISHED:
                 self.finish(sequence, finish)
+
+
+def _decodes_alone(sequence: Sequence) -> bool:
+    """Whether a sequence is in the decode batch, and the only one of its group."""
+    return sequence.is_decoding and sequence.described and len(sequence.group.sequences) == 1

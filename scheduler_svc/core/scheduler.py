@@ -64,6 +64,10 @@ class Scheduler:
         self._requests = RequestTable(policies or Policies())
         self._num_arrivals = 0
         self._num_sequences = 0
+        self._executors: list[ExecutorSpec] = []
+        """The limits of each executor."""
+        self._max_model_len = 0
+        """The largest of them."""
 
     @property
     def waiting(self) -> WaitingQueue:
@@ -129,6 +133,7 @@ class Scheduler:
             forget_kv(self._requests, former)
             lane.succeed(former)
         self.lanes[executor_id] = lane
+        self._note_limits()
         self._requests.placer.on_lane_changed(executor_id)
 
     def executor_lost(self, executor_id: int, now: float, end: SessionEnd | None = None) -> StepOutputs:
@@ -187,6 +192,7 @@ class Scheduler:
     def remove_executor(self, executor_id: int, now: float) -> StepOutputs:
         """Forget an executor: its KV is given up, its requests go on elsewhere; `stranded` names those that cannot."""
         lane_changes.remove(self._requests, self.lanes[executor_id])
+        self._note_limits()
         return self.take_outputs()
 
     @property
@@ -195,20 +201,26 @@ class Scheduler:
         lanes = self.lanes.values()
         return [key for key, group in self.groups.items() if not any(may_continue(lane, group) for lane in lanes)]
 
+    def _note_limits(self) -> None:
+        """Note the limits of the present executors: each new request is checked against them."""
+        self._executors = [lane.spec for lane in self.lanes.values()]
+        self._max_model_len = max((executor.max_model_len for executor in self._executors), default=0)
+
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add_request(self, spec: RequestSpec, now: float) -> None:
         """Queue a request; raises RequestRejectedError, RequestExistsError."""
-        if spec.key in self.groups:
+        if spec.key in self._requests.groups:
             raise RequestExistsError(f"request {spec.request_id!r} is being served already")
-        self._check_fits(spec)
-        max_model_len = max(lane.spec.max_model_len for lane in self.lanes.values())
-        group = SequenceGroup(spec, self._num_arrivals, now, max_model_len)
+        count = spec.num_sequences
+        _check_fits(spec, self._executors, count)
+        group = SequenceGroup(spec, self._num_arrivals, now, self._max_model_len)
         self._num_arrivals += 1
-        for index in range(spec.num_sequences):
+        for index in range(count):
             self._num_sequences += 1
             group.sequences.append(Sequence(self._num_sequences, group, index))
-        start_beam_search(group)
+        if spec.beams is not None:
+            start_beam_search(group)
         if spec.known_outputs:
             _restore_outputs(group)
         self._requests.add(group)
@@ -318,25 +330,6 @@ class Scheduler:
         if {sequence for sequence in unfinished if sequence.suspected is not None} != suspected & unfinished:
             raise InvariantError("a sequence is suspected that its request's suspicion does not name, or the reverse")
 
-    def _check_fits(self, spec: RequestSpec) -> None:
-        """Reject a request that no executor can hold; the message has the numbers."""
-        if not spec.prompt_token_ids:
-            raise RequestRejectedError("prompt", "the prompt has no tokens")
-        count, num_prompt = spec.num_sequences, len(spec.prompt_token_ids)
-        check_fits_one(spec, [lane.spec for lane in self.lanes.values()], count)
-        if count > 1 and count * num_prompt > MAX_GROUP_TOKENS:
-            raise RequestRejectedError(
-                count_field(spec),
-                f"{count} sequences of {num_prompt} prompt tokens have over {MAX_GROUP_TOKENS} tokens in all",
-            )
-        # Sequences after the first take the prompt from its slot.
-        if count > 1 and num_prompt + count * spec.sampling.num_values > MAX_ADMITTED_VALUES:
-            raise RequestRejectedError(
-                count_field(spec),
-                f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_values} numbers each in "
-                f"their sampling parameters exceed {MAX_ADMITTED_VALUES} numbers in a plan",
-            )
-
 
 def _restore_outputs(group: SequenceGroup) -> None:
     """Give samples the output that they had in an earlier process. As after a preemption, no KV is there."""
@@ -344,3 +337,25 @@ def _restore_outputs(group: SequenceGroup) -> None:
         sequence.set_output(list(output))
         sequence.reset_computed_tokens()
     group.forked = True
+
+
+def _check_fits(spec: RequestSpec, executors: list[ExecutorSpec], count: int) -> None:
+    """Reject a request of `count` sequences that no executor can hold; the message has the numbers."""
+    num_prompt = len(spec.prompt_token_ids)
+    if not num_prompt:
+        raise RequestRejectedError("prompt", "the prompt has no tokens")
+    check_fits_one(spec, executors, count)
+    if count == 1:
+        return
+    if count * num_prompt > MAX_GROUP_TOKENS:
+        raise RequestRejectedError(
+            count_field(spec),
+            f"{count} sequences of {num_prompt} prompt tokens have over {MAX_GROUP_TOKENS} tokens in all",
+        )
+    # Sequences after the first take the prompt from its slot.
+    if num_prompt + count * spec.sampling.num_values > MAX_ADMITTED_VALUES:
+        raise RequestRejectedError(
+            count_field(spec),
+            f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_values} numbers each in "
+            f"their sampling parameters exceed {MAX_ADMITTED_VALUES} numbers in a plan",
+        )

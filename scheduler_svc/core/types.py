@@ -55,11 +55,12 @@ class Finish:
 SamplingValue = float | tuple[float, ...] | tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampling:
     """How an executor chooses tokens: SamplingParams resolved to numbers and token ids. Ranges as in types.proto.
 
-    The core reads the fields that are named here. The others pass through it unread, in `values`.
+    The core reads the fields that are named here. The others pass through it unread, in `values`. Never changed; not
+    frozen, because constructing a frozen object takes three times as long.
     """
 
     seed: int = 0
@@ -76,7 +77,8 @@ class Sampling:
     @property
     def num_values(self) -> int:
         """Numbers in its lists: what it adds to a plan."""
-        return len(self.stop_token_ids) + sum(map(_num_listed, self.values.values()))
+        num_stop_ids = len(self.stop_token_ids)
+        return num_stop_ids + sum(map(_num_listed, self.values.values())) if self.values else num_stop_ids
 
 
 def _num_listed(value: SamplingValue) -> int:
@@ -102,9 +104,9 @@ class BeamSpec:
     """True: done once `width` beams have ended; False: when a better one is unlikely; None ("never"): impossible."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestSpec:
-    """A validated and tokenized request with a seed."""
+    """A validated and tokenized request with a seed. Never changed; not frozen, as `Sampling`."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]

@@ -120,24 +120,22 @@ def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
     It is filled in place: protobuf would copy each part of a message that it is put together from.
     """
     request = pb.ExecuteRequest(plan=_without_admissions(plan, epoch))
-    num_items = sum(map(_num_items, plan.admitted))
-    if num_items <= _PLAN_ITEMS:
-        for sequence in plan.admitted:
-            message = request.plan.admitted.add()
-            message.token_ids.extend(sequence.token_ids)
-            _fill_admitted(message, sequence)
-        return request
-    yield
+    admitted = request.plan.admitted
     num_items = 0
     for sequence in plan.admitted:
-        message = request.plan.admitted.add()
+        size = _num_items(sequence)
+        if num_items + size > SLICE_ITEMS:
+            yield  # Making the rest of the plan was a slice of its own, if this is the first sequence.
+            num_items = 0
+        num_items += size
+        message = admitted.add()
+        if size <= SLICE_ITEMS:
+            message.token_ids.extend(sequence.token_ids)
+            _fill_admitted(message, sequence)
+            continue
         yield from _extend(message.token_ids, sequence.token_ids)
         _fill_admitted(message, sequence, with_allowed_ids=False)
         yield from _extend(message.sampling.allowed_token_ids, _allowed_ids(sequence.sampling))
-        num_items += _num_items(sequence)
-        if num_items > SLICE_ITEMS:
-            num_items = 0
-            yield
     return request
 
 
@@ -155,8 +153,8 @@ def _allowed_ids(sampling: Sampling) -> Any:
 
 def _num_items(sequence: AdmittedSequence) -> int:
     """The work of describing a sequence, in numbers that take as long."""
-    num_blocks = len(sequence.block_ids) - (sequence.source.num_blocks if sequence.source else 0)
-    return _SEQUENCE_ITEMS + len(sequence.token_ids) + num_blocks + sequence.sampling.num_values
+    num_items = _SEQUENCE_ITEMS + len(sequence.token_ids) + len(sequence.block_ids) + sequence.sampling.num_values
+    return num_items if sequence.source is None else num_items - sequence.source.num_blocks
 
 
 def _without_admissions(plan: StepPlan, epoch: int) -> pb.StepPlan:
@@ -245,22 +243,23 @@ def _moves(pairs: BlockPairs) -> pb.BlockMoves:
 
 
 def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, with_allowed_ids: bool = True) -> None:
-    """Fill in all but the token ids."""
-    source, block_ids = sequence.source, sequence.block_ids
+    """Fill in all but the token ids; what is 0 or false stays absent."""
+    source, sampling, block_ids = sequence.source, sequence.sampling, sequence.block_ids
     if source is not None:
         block_ids = block_ids[source.num_blocks :]
         message.source.slot = source.slot
         message.source.num_tokens, message.source.num_blocks = source.num_tokens, source.num_blocks
     message.slot = sequence.slot
     message.num_prompt_tokens = sequence.num_prompt_tokens
-    message.num_computed_tokens = sequence.num_computed_tokens
+    if sequence.num_computed_tokens:
+        message.num_computed_tokens = sequence.num_computed_tokens
     message.block_tables.add().block_ids.extend(block_ids)
-    sampling = sequence.sampling
     if not with_allowed_ids and _allowed_ids(sampling):
         values = {name: value for name, value in sampling.values.items() if name != _ALLOWED}
         sampling = dataclasses.replace(sampling, values=values)
     _fill_sampling(message.sampling, sampling, sequence.sample_index)
-    message.held = sequence.held
+    if sequence.held:
+        message.held = True
 
 
 def sequence_sampling(sampling: Sampling, sample_index: int) -> types_pb2.SequenceSampling:

@@ -7,6 +7,11 @@ import gc
 import os
 import threading
 
+_NEW_OBJECTS = 10_000
+"""Objects that are new, and not freed since, at which they are collected: walking over one takes 0.15 us."""
+_YOUNG_COLLECTIONS = 1
+"""Collections of new objects after which their survivors are walked over once more; each adds 10,000 to that walk."""
+
 
 def resident_bytes() -> int:
     """Resident memory in bytes; 0 on systems without /proc/self/statm."""
@@ -42,6 +47,15 @@ def leave_out_long_prompt(num_tokens: int) -> None:
 def _leave_out_survivors(phase: str, info: dict[str, int]) -> None:
     if phase == "stop" and info["generation"] > 0:
         gc.freeze()
+
+
+def collect_rarely() -> None:
+    """Let the garbage collector look for cycles among new objects rarely, and in pieces that take 2 ms or less.
+
+    A step in which 200 requests join and 200 end makes some 5,000 objects and frees as many, without a cycle. The
+    default threshold, 700 more than were freed, would be crossed eight times in each such step.
+    """
+    gc.set_threshold(_NEW_OBJECTS, _YOUNG_COLLECTIONS, 10)
 
 
 def release_free_memory() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Collection, KeysView
+from collections.abc import Collection, KeysView
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.batching_state import BatchingState
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.lanes.slot_pool import SlotPool
+from scheduler_svc.core.lanes.stop_ids import StopIds
 from scheduler_svc.core.lanes.stored_tokens import fill_of, num_reserved_blocks, num_stored_tokens
 from scheduler_svc.core.lanes.turnover import Turnover
 from scheduler_svc.core.memory.block_manager import BlockManager
@@ -21,8 +21,8 @@ from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, SequenceState, StepResult
 
-_discard: Callable[[int], None] = deque[int](maxlen=0).append
-"""Discards a token."""
+_NO_TOKENS: list[int] = []
+"""Stands for the tokens of a slot from which none are expected."""
 
 
 class Lane:
@@ -71,8 +71,7 @@ class Lane:
         """Running sequences: each holds a slot and blocks."""
         self.swapped: dict[Sequence, None] = {}
         """Sequences whose KV is in the host pool."""
-        self._known: set[Sequence] = set()
-        self._num_with_stop_id: dict[int, int] = {}
+        self._stop_ids = StopIds()
         self.reset_session()
 
     def reset_session(self) -> None:
@@ -106,10 +105,10 @@ class Lane:
 
         None once these results are in: a sequence that has ended is not kept.
         """
-        self.append_at: list[Callable[[int], None]] = [
-            _discard if sequence is None else sequence.output_ids.append for sequence in self.sequence_at
+        self.tokens_at: list[list[int]] = [
+            _NO_TOKENS if sequence is None else sequence.output_ids for sequence in self.sequence_at
         ]
-        """By slot: the function that takes a sampled token."""
+        """By slot: the tokens of this sequence, to which those that the slot samples are appended."""
         self.discarding_slots: set[int] = set()
         """Slots of finished sequences, for which tokens may still arrive."""
         self._vacated: dict[int, int] = {}
@@ -130,7 +129,7 @@ class Lane:
     @property
     def stop_ids(self) -> KeysView[int]:
         """The union of the stop ids of all unfinished sequences that have run here."""
-        return self._num_with_stop_id.keys()
+        return self._stop_ids.union
 
     def holds(self, group: SequenceGroup, *, swapped: bool = True) -> bool:
         """Whether something of a group is here: a running or swapped sequence, or a plan in flight that refers to it.
@@ -164,9 +163,7 @@ class Lane:
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a waiting sequence that is about to run on another executor; nothing here refers to it."""
-        if sequence in self._known:
-            self._known.discard(sequence)
-            self._drop_stop_ids(sequence.group.stop_ids)
+        self._stop_ids.remove((sequence,))
 
     def start_running(self, sequence: Sequence, *, prefills: bool = True) -> None:
         """Give a waiting sequence a slot; the caller allocates its blocks.
@@ -177,19 +174,44 @@ class Lane:
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
         self.sequence_at[slot] = sequence
-        self.append_at[slot] = sequence.output_ids.append
+        self.tokens_at[slot] = sequence.output_ids
         self.discarding_slots.discard(slot)
         self._vacated.pop(slot, None)
         if self.swapped:
             self.swapped.pop(sequence, None)
-        if sequence not in self._known and not sequence.is_beam:
-            self._known.add(sequence)
-            counts = self._num_with_stop_id
-            for stop_id in sequence.group.stop_ids:
-                counts[stop_id] = counts.get(stop_id, 0) + 1
+        self._stop_ids.add((sequence,))
         self.running.add(sequence)
         if prefills and not (sequence.awaits_fork or sequence.is_spare_beam):
             self.prefilling.add(sequence)
+
+    def start_all(self, sequences: list[Sequence]) -> list[int]:
+        """Start sequences that have never run, each alone in its group, for a step that computes all of their tokens.
+
+        They have blocks, and decode from the next step on. Returns their slots, in the same order. It does what
+        `start_running` and `start_decoding` do for each.
+        """
+        slots = self.slots.take_all(len(sequences))
+        self.decode_batch.start_all(sequences, slots)
+        for sequence, slot in zip(sequences, slots, strict=True):
+            self.sequence_at[slot] = sequence
+            self.tokens_at[slot] = sequence.output_ids
+            self._vacated.pop(slot, None)
+        self.discarding_slots.difference_update(slots)
+        self._stop_ids.add(sequences)
+        self.running.add_all(sequences)
+        return slots
+
+    def finish_all(self, sequences: list[Sequence]) -> None:
+        """Finish sequences of the decode batch, each alone in its group: what `drop` does for each.
+
+        Tokens that still arrive from their slots are discarded.
+        """
+        slots = self.decode_batch.finish_all(sequences)
+        self.blocks.free_all(sequences)
+        self.running.remove_all(sequences)
+        self.slots.release_all(slots)
+        self.discarding_slots.update(slots)
+        self._stop_ids.remove(sequences)
 
     def start_decoding(self, sequence: Sequence) -> None:
         """Add a sequence to the decode batch, from the next step on."""
@@ -230,7 +252,12 @@ class Lane:
     def on_result(self, step_id: int) -> None:
         """Record a step's result: slots become free, and the last holders of vacated slots are forgotten."""
         self.slots.on_result(step_id)
-        for slot in list(itertools.takewhile(lambda slot: self._vacated[slot] <= step_id, self._vacated)):
+        passed = []
+        for slot, newest_step_id in self._vacated.items():
+            if newest_step_id > step_id:
+                break
+            passed.append(slot)
+        for slot in passed:
             del self._vacated[slot]
             self._forget_holder(slot)
 
@@ -243,7 +270,7 @@ class Lane:
 
     def _forget_holder(self, slot: int) -> None:
         self.sequence_at[slot] = None
-        self.append_at[slot] = _discard
+        self.tokens_at[slot] = _NO_TOKENS
         self.discarding_slots.discard(slot)
 
     def swap_out(self, sequences: list[Sequence]) -> None:
@@ -290,7 +317,6 @@ class Lane:
         slot = sequence.last_slot
         # The slot may date from an executor with more slots.
         if slot is not None and slot < self.spec.num_slots and self.sequence_at[slot] is sequence:
-            self.append_at[slot] = _discard
             self.discarding_slots.add(slot)
 
     @property
@@ -333,14 +359,6 @@ class Lane:
             self.turnover.observe(num_finished, now)
         if not len(self.running):
             self.turnover.pause()
-
-    def _drop_stop_ids(self, stop_ids: Collection[int]) -> None:
-        counts = self._num_with_stop_id
-        for stop_id in stop_ids:
-            if counts[stop_id] == 1:
-                del counts[stop_id]
-            else:
-                counts[stop_id] -= 1
 
     def check_integrity(self) -> None:
         """Check that blocks, slots and states of this lane are consistent; raises InvariantError."""

@@ -215,14 +215,13 @@ class BlockManager:
         """
         if sequence.block_ids or sequence.host_block_ids:
             raise InvariantError(f"sequence {sequence.sequence_id} has blocks already")
-        num_blocks = self.num_blocks_for(num_tokens)
-        num_found = found.num_blocks if found else 0
+        num_blocks = -(-num_tokens // self.block_size)
+        num_found = len(found.nodes) if found else 0
         num_new = num_blocks - num_found - num_shared
         if num_new < 0 or (num_shared and num_found):
             raise InvariantError(
                 f"sequence {sequence.sequence_id} needs {num_blocks} blocks, not those that it is given"
             )
-        clear_tables(sequence)
         if self.caching:
             self._lookups.forget(sequence)
         if found and num_found:
@@ -233,7 +232,8 @@ class BlockManager:
             if source is not None and num_shared:
                 self._share(source, sequence, num_shared)
             sequence.block_ids += taken
-        if found:
+            sequence.num_cached_blocks, sequence.cache_node = 0, None
+        if found and found.num_queried:
             self.prefix_counts.num_queried += found.num_queried
             self.prefix_counts.num_hits += found.num_tokens
             self.prefix_counts.num_host_hits += found.num_host * self.block_size
@@ -332,6 +332,17 @@ class BlockManager:
         else:
             self._tiers.drop_table(sequence.block_ids, sequence.shared_blocks)
         clear_tables(sequence)
+
+    def free_all(self, sequences: Collection[Sequence]) -> None:
+        """Free all device blocks of sequences, one after the other as `free`; they have no others."""
+        if self.caching:
+            for sequence in sequences:
+                self.cache_full_blocks(sequence)
+        # Last first, as in `free`.
+        self._tiers.drop([block_id for sequence in sequences for block_id in reversed(sequence.block_ids)])
+        for sequence in sequences:
+            sequence.block_ids = []
+            sequence.num_cached_blocks, sequence.cache_node = 0, None
 
     def num_reserved(self, sequence: Sequence) -> int:
         """Number of blocks that it holds beyond those of its computed and known tokens."""

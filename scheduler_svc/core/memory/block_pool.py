@@ -120,6 +120,14 @@ class BlockPool:
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove one holder from each block; a block without holders is idle if it is cached, else unused."""
         counts, unused, cached = self.ref_counts, self._unused, self.cached
+        if not cached:
+            # Most often there is one holder of each, and no Python bytecode is needed to find that out.
+            block_ids = list(block_ids)
+            if list(map(counts.__getitem__, block_ids)).count(1) == len(block_ids) == len(set(block_ids)):
+                for block_id in block_ids:
+                    counts[block_id] = 0
+                unused += block_ids
+                return
         num_idle = len(self._idle)
         for block_id in block_ids:
             count = counts[block_id] - 1

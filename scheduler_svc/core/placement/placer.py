@@ -182,6 +182,10 @@ class Placer:
         queue = self._queues.get(lane.executor_id)
         return None if queue is None else queue.head(now)
 
+    def takes_all(self, lane: Lane) -> bool:
+        """Whether a lane takes the groups of the waiting queue one after the other: it is the only one, and stays."""
+        return len(self._lanes) == 1 and not lane.draining
+
     def is_own(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether a lane stops at a group that it has no room for, rather than passing it over."""
         if self._is_active:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from scheduler_svc.core.errors import InvariantError
@@ -21,7 +21,8 @@ class WaitingQueue:
     def __init__(self, policy: OrderPolicy, max_wait_s: float | None = None) -> None:
         self._policy = policy
         self.max_wait_s = max_wait_s
-        self._subqueues = Subqueues(policy)
+        self._subqueues = None if type(policy) is FcfsOrder else Subqueues(policy)
+        """None: the order is that of arrival."""
         self._by_arrival: list[SequenceGroup] = []
 
     def __len__(self) -> int:
@@ -50,15 +51,21 @@ class WaitingQueue:
     def head(self, now: float) -> SequenceGroup | None:
         """The group to admit next."""
         oldest = self.oldest
-        if oldest is None or self.is_overdue(oldest, now):
+        if oldest is None or self._subqueues is None or self.is_overdue(oldest, now):
             return oldest
         return self._subqueues.head
 
+    @property
+    def is_by_arrival(self) -> bool:
+        """Whether the oldest group is always the next one, whatever is admitted."""
+        return self._subqueues is None
+
     def add(self, group: SequenceGroup, *, again: bool = False) -> None:
         """Insert a group at its place; `again`: it ran before."""
-        if not again:
-            self._policy.on_arrival(group, self._subqueues)
-        self._subqueues.add(group)
+        if self._subqueues is not None:
+            if not again:
+                self._policy.on_arrival(group, self._subqueues)
+            self._subqueues.add(group)
         by_arrival = self._by_arrival
         if not by_arrival or by_arrival[-1].arrival_number < group.arrival_number:
             by_arrival.append(group)
@@ -68,34 +75,66 @@ class WaitingQueue:
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group; raises InvariantError if it is not queued."""
-        if not self._subqueues.remove(group):
-            raise InvariantError(f"request {group.spec.request_id} is not in the waiting queue")
         by_arrival = self._by_arrival
-        is_oldest = by_arrival[0] is group
-        del by_arrival[0 if is_oldest else bisect_left(by_arrival, group.arrival_number, key=_arrival_number)]
+        is_oldest = bool(by_arrival) and by_arrival[0] is group
+        index = 0 if is_oldest else bisect_left(by_arrival, group.arrival_number, key=_arrival_number)
+        if index == len(by_arrival) or by_arrival[index] is not group:
+            raise InvariantError(f"request {group.spec.request_id} is not in the waiting queue")
+        if self._subqueues is not None:
+            self._subqueues.remove(group)
+        del by_arrival[index]
         group.queued = False
+
+    def remove_first(self, count: int) -> None:
+        """Remove the oldest groups; only in the order of arrival."""
+        if self._subqueues is not None:
+            raise InvariantError("the oldest groups are not the next ones in this order")
+        for group in self._by_arrival[:count]:
+            group.queued = False
+        del self._by_arrival[:count]
 
 
 class RunningQueue:
-    """Running sequences of one executor, sorted by the policy's key."""
+    """Running sequences of one executor, sorted by the policy's key.
+
+    Most join behind all others. So they are kept in a dict, from which each is removed in constant time, and which is
+    sorted again only when its order is needed after one has joined elsewhere.
+    """
 
     def __init__(self, policy: OrderPolicy) -> None:
         self._policy = policy
-        self.sequences: list[Sequence] = []
+        self._members: dict[Sequence, None] = {}
+        self._last_key: OrderKey = ()
+        """No member's key is larger."""
+        self._is_sorted = True
         self.shared_groups: dict[SequenceGroup, int] = {}
         """Groups of several sequences, each with the number of those that are here."""
 
     def __len__(self) -> int:
-        return len(self.sequences)
+        return len(self._members)
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self.sequences)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All, in order."""
+        if not self._is_sorted:
+            self._members = dict.fromkeys(sorted(self._members, key=_order_key))
+            self._is_sorted = True
+            self._last_key = self.last.order_key if self._members else ()
+        return list(self._members)
+
+    @property
+    def last(self) -> Sequence:
+        """The last one in order, of one or more."""
+        return next(reversed(self._members)) if self._is_sorted else self.sequences[-1]
 
     def victims(self, waiting: WaitingQueue, now: float) -> list[Sequence]:
         """All sequences in preemption order: the first victim first, overdue ones last."""
         if type(self._policy) is FcfsOrder:
             return self.sequences[::-1]  # overdue sequences arrived first, so they are last here
-        return sorted(self.sequences, key=lambda sequence: self._victim_key(sequence, waiting, now), reverse=True)
+        return sorted(self._members, key=lambda sequence: self._victim_key(sequence, waiting, now), reverse=True)
 
     def _victim_key(self, sequence: Sequence, waiting: WaitingQueue, now: float) -> OrderKey:
         group = sequence.group
@@ -105,31 +144,46 @@ class RunningQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence; its key is that of its group, which never changes, and its index."""
-        group, sequences = sequence.group, self.sequences
+        group = sequence.group
         key = sequence.order_key or (*self._policy.key(group), sequence.sample_index)
         sequence.order_key = key
-        if not sequences or sequences[-1].order_key < key:
-            sequences.append(sequence)
+        if key < self._last_key:
+            self._is_sorted = False
         else:
-            insort(sequences, sequence, key=_order_key)
+            self._last_key = key
+        self._members[sequence] = None
         if len(group.sequences) > 1:
             self.shared_groups[group] = self.shared_groups.get(group, 0) + 1
+
+    def add_all(self, sequences: list[Sequence]) -> None:
+        """Insert sequences of groups that have no others and never ran."""
+        key_of = self._policy.key
+        for sequence in sequences:
+            sequence.order_key = key = (*key_of(sequence.group), sequence.sample_index)
+            if key < self._last_key:
+                self._is_sorted = False
+            else:
+                self._last_key = key
+        self._members.update(dict.fromkeys(sequences))
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; raises InvariantError if it is not here."""
         if not self.discard(sequence):
             raise InvariantError(f"sequence {sequence.sequence_id} is not running")
 
+    def remove_all(self, sequences: Iterable[Sequence]) -> None:
+        """Remove sequences of groups that have no others; raises InvariantError if one is not here."""
+        try:
+            for sequence in sequences:
+                del self._members[sequence]
+        except KeyError as exc:
+            raise InvariantError(f"sequence {sequence.sequence_id} is not running") from exc
+
     def discard(self, sequence: Sequence) -> bool:
         """Remove a sequence if it is here; returns whether it was."""
-        sequences = self.sequences
-        if sequences and sequences[0] is sequence:
-            index = 0
-        else:
-            index = bisect_left(sequences, sequence.order_key, key=_order_key)
-        if index == len(sequences) or sequences[index] is not sequence:
+        if sequence not in self._members:
             return False
-        del sequences[index]
+        del self._members[sequence]
         if sequence.group in self.shared_groups:
             self._count_out(sequence.group)
         return True

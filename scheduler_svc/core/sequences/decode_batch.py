@@ -56,6 +56,38 @@ class DecodeBatch:
         del self.slots[bisect_left(self.slots, held_slot(sequence))]
         sequence.detach_step_counter()
 
+    def start_all(self, sequences: list[Sequence], slots: list[int]) -> None:
+        """Start waiting sequences in these slots; the step being planned computes all of their tokens.
+
+        As `join` for each, once it runs.
+        """
+        num_steps, size = self.num_steps, self._block_size
+        self.slots += slots
+        self.slots.sort()
+        for sequence, slot in zip(sequences, slots, strict=True):
+            num_computed = sequence.start_decoding(slot, self)
+            offset = num_steps - num_computed
+            self._offset_sum += offset
+            self._block_calendar[offset + len(sequence.block_ids) * size][sequence] = None
+            self._last_token_calendar[offset + sequence.max_len - 1][sequence] = None
+
+    def finish_all(self, sequences: list[Sequence]) -> list[int]:
+        """Remove members that finish; they keep their counts and blocks. Returns the slots that they had.
+
+        As `leave` for each.
+        """
+        num_steps, size, slots = self.num_steps, self._block_size, []
+        blocks, last_tokens = self._block_calendar, self._last_token_calendar
+        for sequence in sequences:
+            offset = num_steps - sequence.num_computed_tokens
+            self._offset_sum -= offset
+            _unschedule(blocks, offset + len(sequence.block_ids) * size, sequence)
+            _unschedule(last_tokens, offset + sequence.max_len - 1, sequence)
+            slot = sequence.finish_decoding()
+            slots.append(slot)
+            del self.slots[bisect_left(self.slots, slot)]
+        return slots
+
     @property
     def num_computed_tokens(self) -> int:
         """The members' computed tokens in all."""

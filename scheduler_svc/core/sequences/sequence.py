@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.sequences.beams import BeamSearch
-from scheduler_svc.core.sequences.sequence_tokens import SequenceTokens
+from scheduler_svc.core.sequences.sequence_tokens import SequenceTokens, StepCounter
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import (
     Candidates,
@@ -93,7 +93,7 @@ class Sequence(SequenceTokens):
         """Positions at which it may have killed an executor; only a trial computes them. None: it is no suspect."""
         self.requested_prompt_logprobs = False
         """Whether prompt logprobs were requested from the executor at the last admission."""
-        self.max_len, self.length_detail = group.length_limit(group.max_model_len)
+        self.max_len, self.length_detail = spec.length_limit(group.max_model_len)
 
     @property
     def fully_planned(self) -> bool:
@@ -173,6 +173,36 @@ class Sequence(SequenceTokens):
             raise InvariantError(f"sequence {self.sequence_id}: {self.state.name} cannot become {state.name}")
         self.state = state
 
+    def start_decoding(self, slot: int, counter: StepCounter) -> int:
+        """Take a slot in the decode batch, once a plan describes a waiting sequence and computes all of its tokens.
+
+        Returns their number; raises InvariantError if it does not wait.
+        """
+        if self.state is not SequenceState.WAITING:
+            raise InvariantError(f"sequence {self.sequence_id}: {self.state.name} cannot start")
+        num_computed = self.num_tokens
+        self.state = SequenceState.RUNNING
+        self.slot = self.last_slot = slot
+        self.described = True
+        self._step_offset = counter.num_steps - num_computed
+        self._step_counter = counter
+        return num_computed
+
+    def finish_decoding(self) -> int:
+        """Finish in the decode batch: it keeps its counts and loses its slot, which is returned.
+
+        Raises InvariantError if it is not there.
+        """
+        slot, counter = self.slot, self._step_counter
+        if slot is None or counter is None:
+            raise InvariantError(f"sequence {self.sequence_id} does not decode")
+        self._num_computed = num_computed = counter.num_steps - self._step_offset
+        self._num_planned = num_computed + 1
+        self._step_counter = None
+        self.state = SequenceState.FINISHED
+        self.slot, self.described = None, False
+        return slot
+
     @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether it is its group's first sequence and some requested prompt logprobs are still unknown."""
@@ -211,7 +241,7 @@ class Sequence(SequenceTokens):
     def check_stop(self, token_id: int) -> Finish | None:
         """The finish if this token, its newest, is a stop id and min_tokens is reached; else None."""
         spec = self.group.spec
-        if token_id not in self.group.stop_ids or self.num_output_tokens < spec.sampling.min_tokens:
+        if token_id not in spec.sampling.stop_token_ids or self.num_output_tokens < spec.sampling.min_tokens:
             return None
         if token_id in spec.eos_token_ids:
             return _EOS
@@ -249,7 +279,6 @@ class SequenceGroup:
         "reserved_blocks",
         "sequences",
         "spec",
-        "stop_ids",
         "was_admitted",
     )
 
@@ -261,7 +290,6 @@ class SequenceGroup:
         self.arrival_number = arrival_number
         self.arrival = arrival
         self.sequences: list[Sequence] = []
-        self.stop_ids = frozenset(spec.sampling.stop_token_ids)
         self.num_preemptions = 0
         self.was_admitted = False
         self.queued = False
@@ -316,8 +344,10 @@ class SequenceGroup:
 
         Each refers to its group: together they would be a cycle, and stay in memory until the garbage collector runs.
         """
-        self.sequences, self.beams = [], []
-        self.candidates.clear()
+        self.sequences = []
+        if self.beam_search is not None:
+            self.beams = []
+            self.candidates.clear()
 
     def drop_candidates(self) -> None:
         """Drop candidates: plans in flight will not return them."""

@@ -15,7 +15,7 @@ from scheduler_svc.core.steps.allocation import Allocation, allocations_of, have
 from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import plan_chunk
-from scheduler_svc.core.steps.plain_admission import admit_plain
+from scheduler_svc.core.steps.plain_admission import admit_new, admit_plain
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 
 
@@ -28,9 +28,10 @@ def admit(
     """
     fully_planned: list[Sequence] = []
     memory_is_full, admissions = False, AdmissionBudget(num_admissible)
+    admit_new(requests, lane, step, budget, admissions)
     passed: set[SequenceGroup] = set()
     while admissions.num_groups > 0 and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
-        alone = not lane.running.sequences
+        alone = not len(lane.running)
         memory_is_full = not lane.blocks.can_take(1, alone=alone)
         if memory_is_full or (group := next(requests.placer.heads(lane, step.planned_at, passed), None)) is None:
             break
@@ -76,7 +77,7 @@ def admit(
 
 
 def _num_free_slots(lane: Lane) -> int:
-    return min(lane.spec.max_num_seqs - len(lane.running.sequences), lane.slots.num_free)
+    return min(lane.spec.max_num_seqs - len(lane.running), lane.slots.num_free)
 
 
 def _finish_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:

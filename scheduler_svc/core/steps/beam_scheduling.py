@@ -26,7 +26,7 @@ def start_beam_search(group: SequenceGroup) -> None:
     if spec.beams is not None:
         group.beam_search = BeamSearch(
             spec.beams,
-            stop_ids=group.stop_ids,
+            stop_ids=frozenset(spec.sampling.stop_token_ids),
             eos_token_ids=spec.eos_token_ids,
             num_prompt_tokens=first.num_prompt_tokens,
             max_len=first.max_len,

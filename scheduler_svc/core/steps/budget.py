@@ -93,6 +93,15 @@ class StepBudget:
         self.num_prompt_logprobs -= fitting * width
         return fitting
 
+    def take_whole(self, num_tokens: int, num_values: int) -> bool:
+        """Take all tokens of a sequence in one chunk, and its description; False without any change if they do not
+        fit."""
+        if self.num_sequences <= 0 or num_tokens > self.chunk or not self.take_values(num_values):
+            return False
+        self.num_tokens -= num_tokens
+        self.num_sequences -= 1
+        return True
+
     def spend(self, num_tokens: int, num_sequences: int = 1) -> None:
         """Subtract the tokens of one or several sequences."""
         self.num_tokens -= num_tokens

@@ -39,7 +39,7 @@ def preempt_for_admission(requests: RequestTable, lane: Lane, step: PlannedStep)
     if head is None or not head.has_all_results or not len(lane.running):
         return
     level = order.level(head)
-    if order.level(lane.running.sequences[-1].group) <= level:
+    if order.level(lane.running.last.group) <= level:
         return
     allocations = allocations_of(requests, lane, head)
     # Blocks that it will share with a victim are not free after the preemption.

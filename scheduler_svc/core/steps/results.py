@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Collection
-from itertools import compress
+from itertools import compress, filterfalse
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
@@ -55,6 +54,11 @@ def _check_errors(step: PlannedStep, result: StepResult) -> None:
 def _check_samples(lane: Lane, expected: list[int], slots: list[int], result: StepResult) -> None:
     """Check a result in which some scheduled slots sampled no token: only finished sequences may lack one."""
     counts = result.num_tokens
+    if not counts and slots == list(filterfalse(lane.discarding_slots.__contains__, expected)):
+        # Only the slots of finished sequences gave nothing.
+        if len(result.token_ids) != len(slots):
+            raise InvariantError(f"step {result.step_id}: token counts do not add up")
+        return
     reported, sampling = set(slots), set(expected)
     if len(reported) != len(slots) or not reported <= sampling:
         raise InvariantError(f"step {result.step_id}: tokens of slots {slots}, not of {expected}")
@@ -95,7 +99,7 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     """
     _take_prompt_logprobs(requests, step, result)
     slots, token_ids = _sampled(lane, result)
-    deque(map(operator.call, map(lane.append_at.__getitem__, slots), token_ids), maxlen=0)
+    deque(map(list.append, map(lane.tokens_at.__getitem__, slots), token_ids), maxlen=0)
     sequences: list[Sequence] = list(map(lane.sequence_at.__getitem__, slots))  # type: ignore[arg-type]
     outputs = requests.outputs
     outputs.sequences += sequences
@@ -152,11 +156,9 @@ def _finish_stopped(requests: RequestTable, lane: Lane, sequences: list[Sequence
     if stop_ids.isdisjoint(token_ids):
         return
     # Found before the first of them finishes: stop ids that no other sequence has leave `stop_ids` with it.
-    for sequence, token_id in list(
-        compress(zip(sequences, token_ids, strict=True), map(stop_ids.__contains__, token_ids))
-    ):
-        if (finish := sequence.check_stop(token_id)) is not None:
-            requests.finish(sequence, finish)
+    stopped = [index for index, token_id in enumerate(token_ids) if token_id in stop_ids]
+    checked = [(sequences[index], sequences[index].check_stop(token_ids[index])) for index in stopped]
+    requests.finish_all(lane, {sequence: finish for sequence, finish in checked if finish is not None})
 
 
 def context_lens(lane: Lane, step: PlannedStep, *, applied: Collection[Sequence] = ()) -> dict[Sequence, int]:

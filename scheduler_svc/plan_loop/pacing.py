@@ -64,7 +64,8 @@ class StepPacer:
 
     def sends_ahead(self, num_tokens: int) -> bool:
         """Whether the next plan is sent while a step of `num_tokens` is running, rather than after its result."""
-        return not 0 < self.predict(num_tokens) < _SHORT_S
+        alike = self._steps.get(max(1, num_tokens).bit_length())
+        return alike is None or not 0 < _least(alike, num_tokens) < _SHORT_S
 
     def due(self, num_tokens: int) -> float:
         """When to send the next plan while a step of `num_tokens` is running."""

@@ -13,7 +13,8 @@ import argparse
 import asyncio
 import contextlib
 import json
-import sys
+import os
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import grpc
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
+from benchmarks.common.service_process import service_process
 from cadenza.transport import channel_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
@@ -45,13 +47,12 @@ class Scheduler:
     """A scheduler process with an executor process."""
 
     stub: Any
-    executor: asyncio.subprocess.Process
+    executor_pid: int
     long_every: int
 
     async def lose_executor(self) -> None:
         """Kill the executor, and wait until the scheduler has noticed."""
-        self.executor.kill()
-        await self.executor.wait()
+        os.kill(self.executor_pid, signal.SIGKILL)
         while (await self._info()).executors[0].connected:
             pass
 
@@ -123,30 +124,11 @@ async def served(long_every: int) -> AsyncIterator[Scheduler]:
 @contextlib.asynccontextmanager
 async def _served(costs: str, long_every: int) -> AsyncIterator[Scheduler]:
     async with (
-        _process("executor_svc", "--simulate", costs, *_EXECUTOR) as (executor, executor_address),
-        _process("scheduler_svc", "--executor", executor_address, "--skip-tokenizer-init") as (_, address),
+        service_process("executor_svc", "--simulate", costs, *_EXECUTOR) as (executor, executor_address),
+        service_process("scheduler_svc", "--executor", executor_address, "--skip-tokenizer-init") as (_, address),
         grpc.aio.insecure_channel(address, options=channel_options()) as channel,
     ):
         yield Scheduler(generation_pb2_grpc.GenerationServiceStub(channel), executor, long_every)
-
-
-@contextlib.asynccontextmanager
-async def _process(module: str, *options: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, "--listen", "127.0.0.1:0", *options),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
-        if not line.startswith("ready "):
-            raise BenchmarkError(f"{module} did not start: {line!r}")
-        yield process, line.split()[1]
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
 
 
 async def measure(count: int, long_every: int, warm_up: int = _WARM_UP) -> dict[str, float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza import AsyncClient, SamplingParams
@@ -23,6 +24,8 @@ from cadenza.v1 import generation_pb2_grpc, types_pb2
 VOCAB_SIZE = 2048
 """That of the demo model, whose tokenizer is used."""
 PROMPT_TOKENS = 16
+_EMPTY_STREAMS_S = 0.1
+"""Time between two empty streams."""
 
 
 @dataclass
@@ -119,10 +122,43 @@ async def by_client_generate(target: str, load: Load) -> None:
         load.received(len(result.outputs[0].token_ids))
 
 
-async def arriving(target: str, load: Load, rate: float, *, streams: bool) -> list[float]:
-    """Send requests at a steady rate while others run; returns the seconds from sending to the first token of each."""
-    async with _stub(target) as stub:
-        return await (_arriving_streams if streams else _arriving_session)(stub, load, rate)
+async def arriving(target: str, load: Load, rate: float, *, streams: bool) -> tuple[list[float], list[float]]:
+    """Send requests at a steady rate while others run.
+
+    Returns the seconds from sending to the first token of each, and those of the streams of `_open_empty_streams`.
+    """
+    empty_s: list[float] = []
+    async with _stub(target) as stub, _channel(target) as channel:
+        opening = asyncio.create_task(_open_empty_streams(channel, empty_s))
+        try:
+            return await (_arriving_streams if streams else _arriving_session)(stub, load, rate), empty_s
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+
+
+async def _open_empty_streams(channel: grpc.aio.Channel, times: list[float]) -> None:
+    """Open new streams whose first message needs no work; appends the seconds to that message of each.
+
+    They are health.Watch, with requests as long as those of a load, and answers at once. A connection of their own and
+    10 a second: they measure gRPC, the event loops and the cores as the load leaves them, and hardly add to it.
+    """
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service="x" * Load(1, 1, text=False).request(0).ByteSize())
+
+    async def open_one() -> None:
+        sent_s = time.perf_counter()
+        call = stub.Watch(request)
+        await call.read()
+        times.append(time.perf_counter() - sent_s)
+        call.cancel()
+
+    await open_one()
+    times.clear()  # The first one connects.
+    async with asyncio.TaskGroup() as group:
+        while True:
+            group.create_task(open_one())
+            await asyncio.sleep(_EMPTY_STREAMS_S)
 
 
 async def _arriving_streams(stub: Any, load: Load, rate: float) -> list[float]:
@@ -205,9 +241,13 @@ def _check(event: pb.SessionEvent) -> None:
         raise BenchmarkError(f"request {event.request_id}: {event.error.message}")
 
 
+def _channel(target: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(target, options=channel_options())
+
+
 @asynccontextmanager
 async def _stub(target: str) -> AsyncIterator[Any]:
-    async with grpc.aio.insecure_channel(target, options=channel_options()) as channel:
+    async with _channel(target) as channel:
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         yield stub
 

@@ -19,23 +19,30 @@ class StreamTurns:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[asyncio.Event, None] = OrderedDict()
-        self._is_running = False
+        self._num_woken = 0
+        """Streams that were woken since the last turn, or in it."""
+        self._has_turn = False
 
     def request(self, wake: asyncio.Event) -> None:
-        """Set `wake` when its turn comes; an event that waits already keeps its place."""
-        self._waiting[wake] = None
-        if not self._is_running:
-            self._is_running = True
-            asyncio.get_running_loop().call_soon(self._wake_some)
+        """Set `wake` when its turn comes: at once if few others do; an event that waits already keeps its place."""
+        if self._waiting or self._num_woken >= AT_ONCE:
+            self._waiting[wake] = None
+        elif not wake.is_set():
+            wake.set()
+            self._num_woken += 1
+        if not self._has_turn:
+            self._has_turn = True
+            asyncio.get_running_loop().call_soon(self._take_turn)
 
     def withdraw(self, wake: asyncio.Event) -> None:
         """Forget an event."""
         self._waiting.pop(wake, None)
 
-    def _wake_some(self) -> None:
-        for _ in range(min(AT_ONCE, len(self._waiting))):
+    def _take_turn(self) -> None:
+        self._num_woken = min(AT_ONCE, len(self._waiting))
+        for _ in range(self._num_woken):
             wake, _ = self._waiting.popitem(last=False)
             wake.set()
-        self._is_running = bool(self._waiting)
-        if self._is_running:
-            asyncio.get_running_loop().call_soon(self._wake_some)
+        self._has_turn = self._num_woken > 0
+        if self._has_turn:
+            asyncio.get_running_loop().call_soon(self._take_turn)

@@ -39,7 +39,7 @@ def test_an_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (
         *("--requests", "3", "--output-tokens", "20", "--detokenize", "on", "--repeats", "1"),
-        *("--batches", "4", "--step-ms", "2", "--ttft-s", "0.2", "--quiet-wait-s", "0"),
+        *("--batches", "4", "--step-ms", "2", "--ttft-s", "0.5", "--quiet-wait-s", "0"),
     )
     assert main(["service_plane", *arguments, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -54,3 +54,4 @@ def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(row["medians"]["scheduler_cpu_us_per_token"] for row in rows[:5]) > 0
     assert all(row["medians"]["overhead_us"] > -2000 for row in rows[5:7])
     assert all(0 < row["medians"]["server_ttft_p50_ms"] <= row["medians"]["ttft_p50_ms"] for row in rows[7:])
+    assert all(row["medians"]["empty_stream_p50_ms"] > 0 for row in rows[7:])

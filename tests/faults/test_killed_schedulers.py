@@ -109,9 +109,7 @@ async def test_a_request_killed_before_its_first_token_goes_on(scheduler: Killab
     others = scheduler.run(requests)
     await others.until(lambda outputs: all(output.num_tokens for output in outputs.values()))
     load = scheduler.run([last])
-    async with asyncio.timeout(20):
-        while (await scheduler.load()).num_waiting != 1:
-            pass
+    await scheduler.queued(1)
     await scheduler.restart()
     assert not load.outputs["last"].num_tokens
     assert scheduler.process is not None
@@ -267,9 +265,7 @@ async def test_another_fingerprint_is_data_loss_for_what_was_shown(tmp_path: Pat
         load = scheduler.run([shown])
         await load.until(lambda outputs: _num_finished(outputs["shown"]) in (1, 2))
         waiting = scheduler.run([waits])
-        async with asyncio.timeout(20):
-            while (await scheduler.load()).num_waiting != 1:
-                pass
+        await scheduler.queued(1)
         await scheduler.kill()
         part = (await load.finished())["shown"]
         await waiting.finished()

@@ -16,7 +16,7 @@ from cadenza.v1.types_pb2 import NumericsFingerprint
 from executor_svc.batch.slots import Scheduled, Slots
 from executor_svc.simulated.poison import Poison
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.types import ExecutorSpec, RequestSpec, StepPlan, StepResult, StepStatus
+from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec, StepPlan, StepResult, StepStatus
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import (
@@ -30,7 +30,7 @@ from scheduler_svc.recording.recording import recorded_core
 from tests.helpers.core_executor import CoreExecutor
 from tests.helpers.core_sampling import core_sampling
 from tests.helpers.fake_clock import FakeClock
-from tests.helpers.known import VOCAB_SIZE
+from tests.helpers.known import VOCAB_SIZE, known_beams, known_sample
 
 STEP_S = 0.010
 MODEL = ModelDescription(
@@ -217,3 +217,26 @@ async def changing_world(**options: Any) -> AsyncIterator[ChangingWorld]:
             assert world.engine.failure is None
         finally:
             await world.engine.stop()
+
+
+def expected(world: ChangingWorld, request_id: str) -> list[list[int]]:
+    """The tokens of an undisturbed run."""
+    spec = world.live[request_id].request.spec
+    if spec.beams is not None:
+        return [list(each.token_ids) for each in known_beams(spec, MODEL.max_model_len)]
+    return [known_sample(spec, MODEL.max_model_len, index)[0] for index in range(spec.num_samples)]
+
+
+def submit_all_kinds(world: ChangingWorld) -> None:
+    """More than run at once: some run, some wait."""
+    world.submit("greedy", 20, 30, temperature=0.0)
+    world.submit("samples", 9, 12, num_samples=2)
+    world.submit("prompt logprobs", 14, 6, num_prompt_logprobs=2, num_logprobs=1)
+    world.submit("beams", 6, 10, beams=BeamSpec(2), num_samples=2, temperature=0.0)
+    for index in range(4):
+        world.submit(f"waiting {index}", 5 + index, 9)
+
+
+def other_vocabulary(world: ChangingWorld) -> None:
+    """Another model takes the executor's place."""
+    world.executor.become(name="/models/two", tokenizer="/models/two", vocab_size=VOCAB_SIZE + 10, **OTHER_NUMERICS)

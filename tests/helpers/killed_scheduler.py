@@ -142,6 +142,17 @@ class KillableScheduler:
             stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
             return (await stub.GetServerInfo(pb.GetServerInfoRequest())).load
 
+    async def queued(self, count: int) -> None:
+        """Return once this many requests wait, and their admission is in the journal: a kill does not lose them.
+
+        The scheduler writes its journal off the event loop, so that its load may be ahead. `Abort` returns after all
+        that came before it is written, also for a request that does not exist.
+        """
+        async with asyncio.timeout(20):
+            while (await self.load()).num_waiting != count:
+                pass
+            assert not await self.abort("a request that does not exist")
+
     async def abort(self, request_id: str) -> bool:
         """Abort a request."""
         async with grpc.aio.insecure_channel(self.target) as channel:

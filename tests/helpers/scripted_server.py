@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import grpc
 
@@ -207,3 +208,10 @@ def interrupt_when(event: threading.Event) -> None:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     threading.Thread(target=send, daemon=True).start()
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Return once the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - the condition is any
+            await asyncio.sleep(0.005)

@@ -71,3 +71,8 @@ def until(condition, timeout_s=20.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
+
+
+def children(fakes: Fakes) -> list[int]:
+    """The process ids of both services' first processes."""
+    return [fakes.starts(name)[0]["pid"] for name in ("executor", "scheduler")]

@@ -62,6 +62,11 @@ class PlannedStep:
         return len(self.decode_slots) + sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
+    def has_first_tokens(self) -> bool:
+        """Whether a prompt ends in this step, or a sample begins."""
+        return any(chunk.samples for chunk in self.chunks)
+
+    @property
     def sampling_slots(self) -> list[int]:
         """The slots that sample, ascending."""
         sampling = [chunk.slot for chunk in self.chunks if chunk.samples]

@@ -35,7 +35,10 @@ async def test_plans_are_sent_late_in_the_running_step() -> None:
 
 
 async def test_the_next_plan_goes_before_the_outputs_of_a_step() -> None:
-    """With steps of 1 ms a plan is due as soon as a result is there: readers learn of it while the next step runs."""
+    """With steps of 1 ms a plan is due as soon as a result is there: readers learn of it while the next step runs.
+
+    A first token goes before the plan.
+    """
     async with started(step_s=0.001) as world:
         live = world.submit(20)
         stream = world.executor.stream
@@ -44,8 +47,8 @@ async def test_the_next_plan_goes_before_the_outputs_of_a_step() -> None:
         live.subscribe(lambda _: seen.append((live.num_completion_tokens, len(stream.planned_at))))
         await world.clock.advance(0.0145)
         assert [tokens for tokens, _ in seen] == list(range(1, 15))
-        # Two plans before the first result, and one more before each result's outputs.
-        assert [plans - tokens for tokens, plans in seen] == [2] * 14
+        # Two plans before the first result, and one more before the outputs of each later one.
+        assert [plans - tokens for tokens, plans in seen] == [1] + [2] * 13
 
 
 async def test_an_abort_between_a_result_and_its_outputs_keeps_them() -> None:
@@ -57,14 +60,14 @@ async def test_an_abort_between_a_result_and_its_outputs_keeps_them() -> None:
 
         async def aborting(plan: StepPlan) -> None:
             await send(plan)
-            if plan.step_id == 3:  # sent after the first result, and before its outputs
-                assert not live.samples[0].token_ids
+            if plan.step_id == 4:  # sent after the second result, and before its outputs
+                assert live.samples[0].token_ids == [9]
                 world.engine.abort("", "r")
 
         stream.send = aborting  # type: ignore[method-assign]
-        await world.clock.advance(0.0015)
+        await world.clock.advance(0.0025)
         assert live.ended
-        assert live.samples[0].token_ids == [9]
+        assert live.samples[0].token_ids == [9, 9]
         assert live.samples[0].finish is not None
         assert live.samples[0].finish.detail is FinishDetail.ABORTED
 

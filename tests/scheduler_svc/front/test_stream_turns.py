@@ -23,32 +23,44 @@ async def test_streams_are_woken_a_few_at_a_time_and_in_order() -> None:
     turns, wakes = StreamTurns(), [asyncio.Event() for _ in range(3 * AT_ONCE + 1)]
     for wake in wakes:
         turns.request(wake)
-    assert not any(wake.is_set() for wake in wakes)
     num_set = []
     for _ in range(5):
-        await asyncio.sleep(0)
         num_set.append(sum(wake.is_set() for wake in wakes))
         assert all(wake.is_set() for wake in wakes[: num_set[-1]])
+        await asyncio.sleep(0)
     assert num_set == [AT_ONCE, 2 * AT_ONCE, 3 * AT_ONCE, len(wakes), len(wakes)]
 
 
+async def test_a_few_streams_are_woken_at_once() -> None:
+    turns, wakes = StreamTurns(), [asyncio.Event() for _ in range(2 * AT_ONCE + 1)]
+    for wake in wakes[:AT_ONCE]:
+        turns.request(wake)
+        assert wake.is_set(), "it need not wait for the next turn of the event loop"
+    await asyncio.sleep(0)
+    turns.request(wakes[AT_ONCE])
+    assert wakes[AT_ONCE].is_set(), "another turn has begun"
+    for wake in wakes:
+        turns.request(wake)
+    assert [wake.is_set() for wake in wakes] == [True] * (2 * AT_ONCE) + [False], "an event that is set takes no turn"
+
+
 async def test_a_stream_that_waits_keeps_its_place_and_is_woken_once() -> None:
-    turns, wakes = StreamTurns(), [asyncio.Event() for _ in range(AT_ONCE + 1)]
-    for wake in (*wakes, *wakes):
+    turns, wakes = StreamTurns(), [asyncio.Event() for _ in range(2 * AT_ONCE + 1)]
+    for wake in (*wakes, *wakes[AT_ONCE:]):
         turns.request(wake)
     await asyncio.sleep(0)
-    assert [wake.is_set() for wake in wakes] == [True] * AT_ONCE + [False]
-    for wake in wakes[:AT_ONCE]:
+    assert [wake.is_set() for wake in wakes] == [True] * (2 * AT_ONCE) + [False]
+    for wake in wakes:
         wake.clear()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert [wake.is_set() for wake in wakes] == [False] * AT_ONCE + [True]
+    assert [wake.is_set() for wake in wakes] == [False] * (2 * AT_ONCE) + [True]
 
 
 async def test_a_stream_that_has_ended_is_not_woken() -> None:
     turns, ended, other = StreamTurns(), asyncio.Event(), asyncio.Event()
-    turns.request(ended)
-    turns.request(other)
+    for wake in (*(asyncio.Event() for _ in range(AT_ONCE)), ended, other):
+        turns.request(wake)
     turns.withdraw(ended)
     turns.withdraw(ended)
     await asyncio.sleep(0)
@@ -112,7 +124,6 @@ async def test_a_stream_that_is_woken_as_the_service_stops_sends_its_output_and_
     await asyncio.sleep(0)
     live.samples[0].extend((7,))
     live.notify()
-    await asyncio.sleep(0)
     assert front.wakes[0].is_set(), "its turn has come; it runs next"
     front.stop()
     with pytest.raises(NotServingError):

@@ -58,7 +58,7 @@ def test_a_preempted_sample_takes_the_prompt_from_one_that_runs() -> None:
 
 def test_a_group_has_a_limit_of_prompt_tokens_and_one_of_numbers() -> None:
     bench = Bench(max_model_len=2**20, num_blocks=2**18, max_num_seqs=64, max_num_batched_tokens=64, num_slots=128)
-    with pytest.raises(RequestRejectedError, match=f"64 sequences of 8193 prompt tokens have over {MAX_GROUP_TOKENS}"):
+    with pytest.raises(RequestRejectedError, match=f"64 sequences of 32769 prompt tokens have over {MAX_GROUP_TOKENS}"):
         bench.add("a", MAX_GROUP_TOKENS // 64 + 1, n=64)
     bench.add("a", MAX_GROUP_TOKENS // 64, n=64)
     numbers = tuple(range(MAX_ADMITTED_VALUES // 64))

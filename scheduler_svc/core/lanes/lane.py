@@ -11,7 +11,7 @@ from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.lanes.slot_pool import SlotPool
 from scheduler_svc.core.lanes.stop_ids import StopIds
-from scheduler_svc.core.lanes.stored_tokens import fill_of, num_reserved_blocks, num_stored_tokens
+from scheduler_svc.core.lanes.stored_tokens import num_filled, num_reserved_blocks, num_stored_tokens
 from scheduler_svc.core.lanes.turnover import Turnover
 from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.memory.rates import MeasuredRates
@@ -331,7 +331,7 @@ class Lane:
 
     def num_distinct_tokens(self, sequences: Collection[Sequence]) -> int:
         """Number of tokens whose KV the blocks of these running sequences store; shared blocks count once."""
-        return sum(fill_of(sequences, self.spec.block_size).values())
+        return num_filled(sequences, self.spec.block_size)
 
     @property
     def num_stored_tokens(self) -> int:

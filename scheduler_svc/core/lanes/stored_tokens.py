@@ -61,6 +61,27 @@ def num_reserved_blocks(
 
 def fill_of(sequences: Iterable[Sequence], block_size: int) -> dict[int, int]:
     """By block: the number of tokens whose KV it stores for these sequences."""
+    fill, filled = _own_fill(sequences, block_size)
+    for shared, num_computed in filled.items():
+        _add_fill(fill, shared.block_ids, num_computed, block_size)
+    return fill
+
+
+def num_filled(sequences: Iterable[Sequence], block_size: int) -> int:
+    """The sum of `fill_of`."""
+    fill, filled = _own_fill(sequences, block_size)
+    num_tokens = 0
+    for shared, num_computed in filled.items():
+        if len(filled) == 1 and fill.keys().isdisjoint(shared.block_ids):
+            # Those of one group: there may be 8,192 blocks, so no Python call for each.
+            num_tokens = min(num_computed, len(shared.block_ids) * block_size)
+        else:
+            _add_fill(fill, shared.block_ids, num_computed, block_size)
+    return num_tokens + sum(fill.values())
+
+
+def _own_fill(sequences: Iterable[Sequence], block_size: int) -> tuple[dict[int, int], dict[SharedBlocks, int]]:
+    """As `fill_of`, without what groups share; and of that the number of its tokens whose KV is stored."""
     fill: dict[int, int] = {}
     filled: dict[SharedBlocks, int] = {}
     for sequence in sequences:
@@ -70,9 +91,7 @@ def fill_of(sequences: Iterable[Sequence], block_size: int) -> dict[int, int]:
             first = len(shared.block_ids)
             num_computed -= first * block_size
         _add_fill(fill, sequence.block_ids[first:], num_computed, block_size)
-    for shared, num_computed in filled.items():
-        _add_fill(fill, shared.block_ids, num_computed, block_size)
-    return fill
+    return fill, filled
 
 
 def _add_fill(fill: dict[int, int], block_ids: list[int], num_tokens: int, block_size: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import RequestSpec, Sampling
 
 SIZE = 4
@@ -223,7 +224,44 @@ def test_swapping_out_evicts_cached_host_blocks() -> None:
     assert blocks.num_used_host == 1
 
 
-@pytest.mark.parametrize("tampering", ["lost", "twice", "short", "both", "cached"])
+def test_blocks_of_a_shared_prompt_have_one_count_and_as_many_holders_as_sequences() -> None:
+    blocks = manager()
+    source, *children = family(blocks, 3)
+    first, partial = source.block_ids
+    assert {child.shared_blocks for child in children} == {source.shared_blocks}
+    assert (blocks.pool.ref_counts[first], blocks.pool.ref_counts[partial]) == (1, 4), "the prompt has one full block"
+    assert [blocks.pool.num_holders[block_id] for block_id in (first, partial)] == [4, 4]
+    blocks.free(source)
+    assert (blocks.pool.ref_counts[first], blocks.pool.num_holders[first], blocks.num_shared_refs) == (1, 3, 4)
+    for child in children:
+        blocks.free(child)
+    assert (blocks.num_free, blocks.num_shared_refs, len(blocks.pool.shared)) == (10, 0, 0)
+
+
+def test_who_writes_to_a_shared_prompt_gets_a_copy_and_shares_the_rest_on_its_own() -> None:
+    """The core writes behind the prompt's full blocks only; the block manager does not rely on it."""
+    blocks = manager()
+    source, child, other = make(9, 2), make(9, 2), make(9, 2)
+    blocks.allocate(source, 9)
+    for each in (child, other):
+        blocks.share_blocks(source, each, 9)
+    first, second, third = source.block_ids
+    assert blocks.writes_shared(child)
+    own = blocks.make_writable(child)
+    assert child.block_ids == [own, second, third]
+    assert child.shared_blocks is None
+    assert [blocks.pool.num_holders[block_id] for block_id in (own, first, second, third)] == [1, 2, 3, 3]
+    assert blocks.num_shared_refs == 1 + 2 + 2
+    blocks.take_moves()
+    blocks.check_integrity([source, child, other])
+    blocks.free(source)
+    assert not blocks.shares_unfilled(other)
+    blocks.free(other)
+    assert blocks.make_writable(child) == own
+    blocks.check_integrity([child])
+
+
+@pytest.mark.parametrize("tampering", ["lost", "twice", "short", "both", "cached", "sharers", "shared"])
 def test_the_check_finds_what_does_not_add_up(tampering: str) -> None:
     blocks = manager()
     source, child = family(blocks)
@@ -236,8 +274,12 @@ def test_the_check_finds_what_does_not_add_up(tampering: str) -> None:
         source.schedule(3)
     elif tampering == "both":
         source.host_block_ids = [1]
-    else:
+    elif tampering == "cached":
         child.num_cached_blocks = 3
+    elif tampering == "sharers":
+        child.shared_blocks.num_holders += 1
+    else:
+        child.shared_blocks = SharedBlocks([9])
     with pytest.raises(InvariantError):
         blocks.check_integrity([source, child])
 

@@ -31,7 +31,8 @@ def shorten_collections() -> None:
 
     A walk over everything takes 50 ms with the libraries alone, and as long again for a dozen prompts of 131,072 ids,
     during which the event loop stands still. Objects that are left out are freed when nothing refers to them any more.
-    Only cycles are not: requests and streams make none that live so long (tests/service/test_collections.py).
+    Only cycles are not: ended requests are in none (tests/scheduler_svc/engine/test_ended_requests.py), and gRPC makes
+    one of five objects a call, which lives for a moment.
     """
     gc.freeze()
     if _leave_out_survivors not in gc.callbacks:

@@ -30,9 +30,9 @@ _MAX_UNSENT = 1000
 that have finished would pile up for a client that sends and does not read."""
 _MAX_ECHO_CHARS = 4096
 """Maximum length of a request id repeated in an error."""
-TURN_BYTES = MAX_CHUNK_BYTES // 16
+TURN_BYTES = MAX_CHUNK_BYTES // 32
 """Approximate maximum size of a request's output in one turn."""
-_PAUSE_BYTES = TURN_BYTES // 2
+_PAUSE_BYTES = TURN_BYTES
 """After so much output the event loop runs other tasks: converting a whole message would hold it for 10 ms and more."""
 _TURN_COST_BYTES = 512
 """What a turn takes beside its output, which may be a token, in bytes of output that take as long: 30 us (measured)."""

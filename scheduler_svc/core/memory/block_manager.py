@@ -118,12 +118,16 @@ class BlockManager:
         """Number of tokens of the prefix that `find_cached_prefix` returns; 0 without a prefix cache."""
         return self._lookups.num_tokens(sequence) if self.caching and _may_hit(sequence) else 0
 
-    def look_up_more(self, sequence: Sequence, most: int) -> int:
-        """Look up at most that many more blocks of a waiting sequence's cached prefix; returns their number.
+    def look_up(self, sequence: Sequence, num_blocks: int) -> int:
+        """Number of blocks of a waiting sequence's cached prefix, counted up to `num_blocks`.
 
-        Fewer than `most`: `find_cached_prefix` takes little time now.
+        Nothing is looked up beyond. Fewer than `num_blocks`: `find_cached_prefix` takes little time now.
         """
-        return self._lookups.look_up_more(sequence, most) if self.caching and _may_hit(sequence) else 0
+        return self._lookups.look_up(sequence, num_blocks) if self.caching and _may_hit(sequence) else 0
+
+    def num_looked_up(self, sequence: Sequence) -> int:
+        """Number of blocks of its cached prefix as of its last lookup; 0 if that is not remembered."""
+        return self._lookups.num_known(sequence)
 
     def forget_lookup(self, sequence: Sequence) -> None:
         """Forget what is remembered of the lookups of a sequence that does not wait here any more."""

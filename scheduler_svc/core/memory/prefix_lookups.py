@@ -81,16 +81,17 @@ class PrefixLookups:
         """Number of tokens of the prefix that `find` returns."""
         return self._num_usable(self._refresh(sequence)) * self._block_size
 
-    def look_up_more(self, sequence: Sequence, most: int) -> int:
-        """Look up at most that many more blocks of its longest cached prefix; returns their number.
+    def look_up(self, sequence: Sequence, num_blocks: int) -> int:
+        """Number of blocks of its longest cached prefix, counted up to `num_blocks`, beyond which nothing is looked up.
 
-        Fewer than `most`: the lookup is complete, so the next `find` takes little time.
+        0 for a sequence whose lookup is not remembered.
         """
-        if _is_replaced(sequence):
-            return 0
-        known = self._lookups.get(sequence.sequence_id)
-        num_before = 0 if known is None else len(known.nodes)
-        return max(0, len(self._refresh(sequence, most).nodes) - num_before)
+        return 0 if _is_replaced(sequence) else min(num_blocks, len(self._refresh(sequence, num_blocks).nodes))
+
+    def num_known(self, sequence: Sequence) -> int:
+        """Number of blocks in the remembered lookup of a sequence; 0: there is none."""
+        lookup = self._lookups.get(sequence.sequence_id)
+        return 0 if lookup is None else len(lookup.nodes)
 
     def nodes_of(self, sequence: Sequence) -> list[int]:
         """All nodes of its longest cached prefix."""
@@ -120,7 +121,7 @@ class PrefixLookups:
     def _refresh(self, sequence: Sequence, most: int | None = None) -> _Lookup:
         """The lookup of a sequence as of now; it becomes the most recently used one.
 
-        `most`: the most blocks by which it is extended; None: to its end.
+        `most`: the most blocks to which it is extended; None: to its end.
         """
         key, cache = sequence.sequence_id, self._tiers.cache
         lookup = self._lookups.pop(key, None)
@@ -179,7 +180,7 @@ class PrefixLookups:
         parent: Parent = nodes[-1] if nodes else root_of(sequence)
         first, num_blocks, num_before = len(nodes), (sequence.num_tokens - 1) // size, len(nodes)
         if most is not None:
-            num_blocks = min(num_blocks, first + most)
+            num_blocks = min(num_blocks, most)
         piece = 1
         while first < num_blocks:
             last = min(first + piece, num_blocks)

@@ -69,6 +69,40 @@ def test_a_plan_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.admitted[1].source == p.PrefixSource(0, len(LONG), 60)
 
 
+def test_the_logprobs_of_many_sequences_travel_in_slices() -> None:
+    num_sequences, num_top = 512, 20
+    entries = tuple(
+        p.SlotLogprobs(
+            slot=slot,
+            start=0,
+            chosen_logprobs=np.array([-slot], np.float32),
+            chosen_ranks=np.array([slot + 1]),
+            num_top=num_top,
+            top_token_ids=np.arange(num_top) + slot,
+            top_logprobs=np.full(num_top, -1, np.float32),
+        )
+        for slot in range(num_sequences)
+    )
+    slots = np.arange(num_sequences)
+    result = p.StepResult(5, p.StepStatus.OK, slots=slots, token_ids=slots, logprobs=entries)
+    response = run_at_once(response_in_slices(result, 3, 4))
+    assert len(list(response_in_slices(result, 3, 4))) >= 3
+    read = run_at_once(result_in_slices(response.result)).logprobs
+    # One pause comes first: parsing the message was a slice.
+    assert len(list(result_in_slices(response.result))) >= 3
+    assert [read[slot].rank for slot in range(num_sequences)] == list(range(1, num_sequences + 1))
+    assert list(read[7].top_token_ids) == list(range(7, 7 + num_top))
+    few = p.StepResult(5, p.StepStatus.OK, slots=slots[:9], token_ids=slots[:9], logprobs=entries[:9])
+    assert not list(response_in_slices(few, 3, 4))
+    assert not list(result_in_slices(run_at_once(response_in_slices(few, 3, 4)).result))
+
+
+def test_many_small_admissions_are_filled_after_the_plan() -> None:
+    """Planning 64 of them takes 2 ms, and filling the message 1 ms."""
+    many = [AdmittedSequence(slot, (1, 2, 3), 3, 0, (5,), core_sampling(), 0) for slot in range(64)]
+    assert len(list(request_in_slices(StepPlan(7, 0, admitted=many), 3))) == 1
+
+
 def test_prompt_logprobs_travel_in_slices() -> None:
     num_tokens, num_top = 4096, 20
     entry = p.SlotLogprobs(

@@ -159,6 +159,20 @@ async def test_the_event_loop_runs_other_tasks_while_a_large_message_is_made() -
     assert num_pauses >= 14, "one after each full turn"
 
 
+async def test_other_tasks_run_between_the_first_outputs_of_many_requests() -> None:
+    """Each of them takes 40 us, though it has but some bytes."""
+    opened = session()
+    for index in range(256):
+        add(opened, str(index))
+    collecting = asyncio.ensure_future(next_message(opened))
+    num_pauses = 0
+    while not collecting.done():
+        await asyncio.sleep(0)
+        num_pauses += 1
+    assert len(ids_of(collecting.result() or pb.SessionResponse())) == 256
+    assert num_pauses >= 4
+
+
 async def test_a_session_reads_no_further_while_a_thousand_outputs_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else requests would pile up for a client that sends and never reads."""
     opened, num_read = session(), 0

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.core.memory import prefix_lookups
 from scheduler_svc.core.placement.placer import MAX_PASS_OVER_S
 from scheduler_svc.core.policies.batching import StaticBatching
 from scheduler_svc.core.policies.placement import MAX_EXCESS, RoundRobin
@@ -185,3 +186,53 @@ def test_an_idle_lane_that_wakes_for_the_head_of_the_queue_takes_it() -> None:
     assert due - bench.now < MAX_PASS_OVER_S, "as floats"
     bench.now = due
     assert bench.plan(1)
+
+
+def test_one_plan_looks_up_a_bounded_part_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_svc.core.placement.placer._MAX_LOOKED_UP", 16 * 100)
+    num_tokens, size = 2401, 4
+    long = spec(num_blocks=2000, max_model_len=6000, max_num_batched_tokens=6000)
+    bench = FleetBench(long, long)
+    for index in range(2):
+        bench.core.drain_executor(1 - index, True, 0.0)
+        bench.add(f"warm {index}", num_tokens, 1)
+        bench.run()
+        bench.core.drain_executor(1 - index, False, 0.0)
+    packed: list[int] = []
+    pack = prefix_lookups.pack_blocks
+    monkeypatch.setattr(
+        prefix_lookups,
+        "pack_blocks",
+        lambda ids, first, last, each: packed.append(last - first) or pack(ids, first, last, each),
+    )
+    bench.add("a", num_tokens, 1)
+    bench.add("b", 3, 1)
+    num_plans = 0
+    while bench.group("a").placed_on is None and not bench.ran_on["a"]:
+        packed.clear()
+        # In real calls it is looked ahead for admissions at any time: that must not change when a group is placed.
+        list(bench.core.look_ahead(num_plans % 2, bench.now))
+        packed.clear()
+        planned = bench.plan(num_plans % 2)
+        assert sum(packed) <= 100
+        assert planned == bool(bench.ran_on["a"]), "it goes first"
+        assert planned or bench.core.wakes_at(0, bench.now) == bench.now, "the next plan goes on at once"
+        num_plans += 1
+    assert num_plans >= 2 * (num_tokens - 1) // size // 100
+    bench.run()
+
+
+def test_lookups_end_with_their_request_or_lane() -> None:
+    long = spec(num_blocks=6000, max_model_len=20_000, max_num_batched_tokens=20_000)
+    bench = FleetBench(long, long)
+    bench.add("warm", 18_000, 1)
+    bench.run()
+    for name in ("a", "b"):
+        bench.add(name, 18_000, 1)
+    assert not bench.plan(0), "the lookup of a 4,500th block is another plan's"
+    bench.take(bench.core.abort(("", "a"), FinishDetail.ABORTED))
+    bench.core.check_integrity()
+    del bench.specs["a"]
+    assert not bench.plan(0)
+    bench.remove(1)
+    bench.run()

@@ -125,7 +125,7 @@ def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
     for sequence in plan.admitted:
         size = _num_items(sequence)
         if num_items + size > SLICE_ITEMS:
-            yield  # Making the rest of the plan was a slice of its own, if this is the first sequence.
+            yield
             num_items = 0
         num_items += size
         message = admitted.add()

@@ -245,7 +245,7 @@ class Placer:
             known = looked_up.get(lane.executor_id)
             if known is None:
                 num_left -= _MIN_LOOKED_UP
-                known = 0 if first is not None and len(first.token_ids) > _MIN_LOOKED_UP else _WHOLE
+                known = 0 if first is not None and first.num_tokens > _MIN_LOOKED_UP else _WHOLE
             while known < _WHOLE:
                 assert first is not None
                 if num_left <= 0:

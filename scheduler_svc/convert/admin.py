@@ -4,35 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cadenza.slices import SLICE_ITEMS, Work
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
 from scheduler_svc.plan_loop.ports import Load, SequenceBlockTable, StepRecord
 
 
-def watch_response(records: Sequence[StepRecord], num_dropped: int, *, block_tables: bool) -> pb.WatchStepsResponse:
-    """A response with step records, in order."""
-    return pb.WatchStepsResponse(
-        records=[_record(record, block_tables=block_tables) for record in records], num_dropped=num_dropped
-    )
+def watch_response(
+    records: Sequence[StepRecord], num_dropped: int, *, block_tables: bool
+) -> Work[pb.WatchStepsResponse]:
+    """A response with step records, in order. With `block_tables` a record may have 131,072 blocks."""
+    response = pb.WatchStepsResponse(num_dropped=num_dropped)
+    num_items = 0
+    for record in records:
+        response.records.append(_record(record))
+        changes = response.records[-1].block_changes
+        for sequence_id, appended, cleared in record.block_changes if block_tables else ():
+            if num_items + len(appended) > SLICE_ITEMS:
+                num_items = 0
+                yield
+            num_items += len(appended)
+            changes.add(sequence_id=sequence_id, cleared=cleared).appended.extend(appended)
+    return response
 
 
-def block_table_response(tables: Sequence[SequenceBlockTable]) -> pb.GetBlockTableResponse:
-    """The block tables of one request."""
-    return pb.GetBlockTableResponse(
-        sequences=[
-            pb.SequenceBlocks(
-                sample_index=table.sample_index,
-                block_tables=[execution_pb2.BlockTable(kv_group=0, block_ids=table.block_ids)],
-                ref_counts=table.ref_counts,
-                num_computed_tokens=table.num_computed_tokens,
-                swapped=table.swapped,
-            )
-            for table in tables
-        ]
-    )
+def block_table_response(tables: Sequence[SequenceBlockTable]) -> Work[pb.GetBlockTableResponse]:
+    """The block tables of one request, which may have 131,072 blocks in all."""
+    response = pb.GetBlockTableResponse()
+    num_items = 0
+    for table in tables:
+        if num_items + 2 * len(table.block_ids) > SLICE_ITEMS:
+            num_items = 0
+            yield
+        num_items += 2 * len(table.block_ids)
+        sequence = response.sequences.add(
+            sample_index=table.sample_index, num_computed_tokens=table.num_computed_tokens, swapped=table.swapped
+        )
+        sequence.block_tables.add(kv_group=0).block_ids.extend(table.block_ids)
+        sequence.ref_counts.extend(table.ref_counts)
+    return response
 
 
-def _record(record: StepRecord, *, block_tables: bool) -> pb.StepRecord:
+def _record(record: StepRecord) -> pb.StepRecord:
+    """A step record without its block table changes."""
     result = record.result
     return pb.StepRecord(
         step_id=record.step_id,
@@ -67,10 +81,6 @@ def _record(record: StepRecord, *, block_tables: bool) -> pb.StepRecord:
         swapped_in_ids=record.swapped_in_ids,
         first_token_ns=record.first_token_ns,
         load=_load(record.load),
-        block_changes=[
-            pb.BlockTableChange(sequence_id=sequence_id, appended=appended, cleared=cleared)
-            for sequence_id, appended, cleared in (record.block_changes if block_tables else ())
-        ],
     )
 
 

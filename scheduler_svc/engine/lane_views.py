@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import RequestKey, SequenceState
 from scheduler_svc.plan_loop.ports import Load, SequenceBlockTable
 
@@ -73,17 +74,34 @@ def block_tables(core: Scheduler, key: RequestKey) -> list[SequenceBlockTable] |
         return None
     lane = None if group.lane_id is None else core.lanes[group.lane_id]
     counts = ([], []) if lane is None else (lane.blocks.pool.num_holders, lane.blocks.host_pool.num_holders)
-    return [_block_table(counts, each) for each in group.sequences if each.state is not SequenceState.FINISHED]
+    shared_counts: dict[SharedBlocks, list[int]] = {}
+    return [
+        _block_table(counts, shared_counts, sequence)
+        for sequence in group.sequences
+        if sequence.state is not SequenceState.FINISHED
+    ]
 
 
-def _block_table(counts: tuple[list[int], list[int]], sequence: Sequence) -> SequenceBlockTable:
-    """A sequence's block table; `counts`: by device block and by host block, the number of holders."""
+def _block_table(
+    counts: tuple[list[int], list[int]], shared_counts: dict[SharedBlocks, list[int]], sequence: Sequence
+) -> SequenceBlockTable:
+    """A sequence's block table.
+
+    `counts`: by device block and by host block, the number of holders; `shared_counts`: those of blocks that the group
+    shares, as far as they were needed.
+    """
     swapped = sequence.state is SequenceState.SWAPPED
-    block_ids = sequence.host_block_ids if swapped else sequence.block_ids
+    block_ids, shared = sequence.host_block_ids if swapped else sequence.block_ids, sequence.shared_blocks
+    count_of = counts[swapped].__getitem__
+    first: list[int] = []
+    if shared is not None:
+        if shared not in shared_counts:
+            shared_counts[shared] = list(map(count_of, shared.block_ids))
+        first = shared_counts[shared]
     return SequenceBlockTable(
         sample_index=sequence.sample_index,
         block_ids=tuple(block_ids),
-        ref_counts=tuple(map(counts[swapped].__getitem__, block_ids)),
+        ref_counts=(*first, *map(count_of, block_ids[len(first) :])),
         num_computed_tokens=sequence.num_computed_tokens,
         swapped=swapped,
     )

@@ -7,6 +7,7 @@ import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from cadenza.slices import run_in_slices
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc as pb_grpc
 from scheduler_svc.convert import admin as convert
@@ -45,7 +46,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 raise UnknownRequestError(f"no request {request.request_id!r} of tenant {request.tenant!r} is running")
         except Exception as exc:
             await abort_with(context, exc)
-        return convert.block_table_response(tables)
+        return await run_in_slices(convert.block_table_response(tables))
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         """Reject new requests; returns when all others have finished, or at the timeout."""
@@ -111,7 +112,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def _watch(self, include_block_tables: bool, context: Any) -> None:
         async with self._front.engine.watch(include_block_tables=include_block_tables) as watch:
             async for records, num_dropped in watch:
-                await context.write(convert.watch_response(records, num_dropped, block_tables=include_block_tables))
+                work = convert.watch_response(records, num_dropped, block_tables=include_block_tables)
+                await context.write(await run_in_slices(work))
 
     async def _until_stop(self, work: Coroutine[Any, Any, _T]) -> _T:
         """The work's result; raises NotServingError if the service stops first."""

@@ -14,13 +14,13 @@ from collections.abc import Sequence as Ids
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_moves import Moves
 from scheduler_svc.core.memory.block_tables import (
+    MovedTables,
     check_table,
     clear_tables,
     count_holders,
     device_tables,
     distinct_blocks,
     have_same_blocks,
-    hold_moved,
     host_tables,
     is_shared_by_group,
     shared_of,
@@ -368,13 +368,12 @@ class BlockManager:
             return False
         host_of = dict(zip(block_ids, tiers.take_host(len(block_ids)), strict=True))
         tiers.moves.swap_out_all(host_of)
-        shared_of: dict[SharedBlocks, SharedBlocks] = {}
+        moved_tables = MovedTables(tiers.host, host_of)
         for sequence, table in zip(sequences, device_tables(sequences), strict=True):
-            moved = hold_moved(tiers.host, host_of, table, shared_of)
+            moved = moved_tables.hold(table)
             tiers.drop_table(*table)
             clear_tables(sequence)
             sequence.host_block_ids, sequence.shared_blocks = moved
-        tiers.host.drop(host_of.values())
         return True
 
     def num_to_swap_in(self, sequences: Iterable[Sequence]) -> int:
@@ -390,13 +389,12 @@ class BlockManager:
         device_of = dict(zip(host_ids, tiers.take(len(host_ids)), strict=True))
         tiers.quarantine(device_of)
         tiers.moves.swap_in_all(device_of)
-        shared_of: dict[SharedBlocks, SharedBlocks] = {}
+        moved_tables = MovedTables(tiers.device, device_of)
         for sequence, table in zip(sequences, host_tables(sequences), strict=True):
-            moved = hold_moved(tiers.device, device_of, table, shared_of)
+            moved = moved_tables.hold(table)
             tiers.drop_host_table(*table)
             clear_tables(sequence)
             sequence.block_ids, sequence.shared_blocks = moved
-        tiers.device.drop(device_of.values())
 
     def take_moves(self) -> Moves:
         """Close the plan: return the moves since the last call, and release the blocks that were kept for it."""

@@ -52,27 +52,35 @@ def distinct_blocks(tables: Iterable[Table]) -> dict[int, None]:
     return dict.fromkeys(chain.from_iterable(_counted(tables)))
 
 
-def hold_moved(
-    pool: BlockPool, moved_to: dict[int, int], table: Table, shared_of: dict[SharedBlocks, SharedBlocks]
-) -> Table:
-    """Let a sequence hold the blocks of this pool that those of its table moved to; returns its new table.
+class MovedTables:
+    """New block tables for sequences whose blocks move to another pool; what a group shares, it goes on sharing."""
 
-    `shared_of`: by what a group shared before, what it shares now; added to.
-    """
-    block_ids, shared = table
-    if shared is None:
-        moved = list(map(moved_to.__getitem__, block_ids))
-        pool.share_all(moved)
-        return moved, None
-    moved_shared = shared_of.get(shared)
-    if moved_shared is None:
-        moved_shared = shared_of[shared] = pool.start_sharing(list(map(moved_to.__getitem__, shared.block_ids)))
-        pool.share_all(moved_shared.block_ids)
-    else:
-        pool.join(moved_shared)
-    own = list(map(moved_to.__getitem__, block_ids[len(shared.block_ids) :]))
-    pool.share_all(own)
-    return moved_shared.block_ids + own, moved_shared
+    def __init__(self, pool: BlockPool, moved_to: dict[int, int]) -> None:
+        """moved_to: by block, the new one, taken from the pool. It has one holder, which is the first of its tables."""
+        self._pool = pool
+        self._moved_to = moved_to
+        self._held: set[int] = set()
+        self._shared: dict[SharedBlocks, SharedBlocks] = {}
+        """By what a group shared before, what it shares now."""
+
+    def hold(self, table: Table) -> Table:
+        """Let a sequence hold the blocks that those of its table move to; returns its new table."""
+        block_ids, before = table
+        if before is None:
+            return self._hold(block_ids), None
+        shared = self._shared.get(before)
+        if shared is None:
+            shared = self._shared[before] = self._pool.start_sharing(self._hold(before.block_ids))
+        else:
+            self._pool.join(shared)
+        return shared.block_ids + self._hold(block_ids[len(before.block_ids) :]), shared
+
+    def _hold(self, block_ids: list[int]) -> list[int]:
+        moved = list(map(self._moved_to.__getitem__, block_ids))
+        if not self._held.isdisjoint(moved):
+            self._pool.share_all([block_id for block_id in moved if block_id in self._held])
+        self._held.update(moved)
+        return moved
 
 
 def check_table(sequence: Sequence, num_blocks: int) -> None:

@@ -5,12 +5,15 @@ These tests count objects and writes, not time. The times are in docs/decisions/
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import PriorityOrder
 from scheduler_svc.core.types import BeamSpec, FinishDetail, SequenceState
+from scheduler_svc.engine.lane_views import block_tables
 from tests.helpers.core_bench import Bench
 
 NUM = 16
@@ -120,3 +123,20 @@ def test_preempting_samples_and_admitting_them_again_counts_them_a_few_times(pre
     assert host_counts.num_writes < NUM * NUM_BLOCKS
     bench.run()
     assert [bench.samples["r", index] for index in range(NUM)] == [bench.known("r", index) for index in range(NUM)]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_block_tables_show_every_sequence_as_a_holder(swapped: bool) -> None:
+    bench = bench_of("swap")
+    add(bench, max_tokens=20)
+    for _ in range(4):
+        bench.step(depth=1)
+    if swapped:
+        bench.add("urgent", 478 * 4, max_tokens=2, priority=0)
+        bench.step(depth=1)
+    tables = block_tables(bench.core, bench.specs["r"].key)
+    assert tables is not None
+    assert [table.swapped for table in tables] == [swapped] * NUM
+    held = Counter(block_id for table in tables for block_id in table.block_ids)
+    assert all(table.ref_counts == tuple(held[block_id] for block_id in table.block_ids) for table in tables)
+    assert tables[0].ref_counts[:NUM_BLOCKS] == (NUM,) * NUM_BLOCKS

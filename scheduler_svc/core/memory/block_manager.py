@@ -187,19 +187,15 @@ class BlockManager:
         if node is not None and node not in cache:
             # Its chain consisted of another sequence's blocks and was evicted: children of it would be unreachable.
             first, node = 0, None
-        contents = pack_blocks(sequence.tokens(first * size, num_full * size), size)
         parent: Parent = root_of(sequence) if node is None else node
-        known = cache.follow(parent, contents)
-        node = known[-1] if known else node
-        # Nothing follows a new node: a step of 8,192 tokens adds 512 nodes, without a Python call for each.
-        if own := block_ids[first + len(known) : num_full]:
-            if not self.pool.cached.keys().isdisjoint(own):
-                for block_id in own:
-                    # If the block is cached, its node is unreachable: a lookup would have found it.
-                    self._tiers.uncache(block_id)
-            nodes = cache.add_chain(parent if node is None else node, contents[len(known) :], own)
-            self.pool.cache_all(own, nodes)
-            node = nodes[-1]
+        for index, content in enumerate(pack_blocks(sequence.tokens(first * size, num_full * size), size), first):
+            node = cache.find(parent, content)
+            if node is None:
+                # If the block is cached under another node, that node is unreachable: a lookup would have found it.
+                self._tiers.uncache(block_ids[index])
+                node = cache.add(parent, content, block_ids[index])
+                self.pool.cache(block_ids[index], node)
+            parent = node
         sequence.num_cached_blocks, sequence.cache_node = num_full, node
 
     def allocate(

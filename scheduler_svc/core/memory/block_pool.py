@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from collections.abc import Sequence as Ids
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
@@ -148,12 +147,6 @@ class BlockPool:
         if block_id in self.cached or self.ref_counts[block_id] == 0:
             raise InvariantError(f"block {block_id} is cached already, or has no holder")
         self.cached[block_id] = node
-
-    def cache_all(self, block_ids: Ids[int], nodes: Ids[int]) -> None:
-        """Mark held blocks as cached, each under its node."""
-        if not self.cached.keys().isdisjoint(block_ids) or 0 in map(self.ref_counts.__getitem__, block_ids):
-            raise InvariantError("a block is cached already, or has no holder")
-        self.cached.update(zip(block_ids, nodes, strict=True))
 
     def uncache(self, block_id: int) -> int:
         """Mark a cached block as not cached; returns its node."""

@@ -141,16 +141,6 @@ class PrefixCache:
         self._places[node] = place
         return node
 
-    def add_chain(self, parent: Parent, contents: Ids[bytes], places: Ids[int]) -> Ids[int]:
-        """Add a new node for each block, each the parent of the next; returns their ids, which ascend by one."""
-        nodes = range(self._last_node + 1, self._last_node + 1 + len(contents))
-        keys = list(zip(itertools.chain((parent,), nodes), contents, strict=False))
-        self._nodes.update(zip(keys, nodes, strict=True))
-        self._keys.update(zip(nodes, keys, strict=True))
-        self._places.update(zip(nodes, places, strict=True))
-        self._last_node += len(contents)
-        return nodes
-
     def place(self, node: int) -> int:
         """The place of the node's KV; raises InvariantError if the node was removed."""
         place = self._places.get(node)

@@ -2,9 +2,6 @@
 
 Requests that arrive after a plan was sent miss its step, so plans should be late; a plan that is too late leaves the
 executor idle. So a lower bound of the running step's duration is predicted from recent steps of similar size.
-
-Steps of less than _SHORT_S follow each other one by one: a plan takes longer to be made and sent than such a step, so
-the executor idles in any case, and a second plan in flight would make each new request wait for one more step.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from collections import deque
 _HISTORY = 4
 _CONFIDENCE = 0.7
 _MARGIN_S = 0.004
-_SHORT_S = 0.0005
 
 
 class StepPacer:
@@ -61,11 +57,6 @@ class StepPacer:
         if alike is not None:
             return _least(alike, num_tokens)
         return max((_least(steps, num_tokens) for steps in self._steps.values()), default=0.0)
-
-    def sends_ahead(self, num_tokens: int) -> bool:
-        """Whether the next plan is sent while a step of `num_tokens` is running, rather than after its result."""
-        alike = self._steps.get(max(1, num_tokens).bit_length())
-        return alike is None or not 0 < _least(alike, num_tokens) < _SHORT_S
 
     def due(self, num_tokens: int) -> float:
         """When to send the next plan while a step of `num_tokens` is running."""

@@ -342,11 +342,8 @@ class PlanLoop:
         while True:
             self._wake.clear()
             delay: float | None = None
-            if not inflight:
-                return
-            num_tokens = inflight[0].total_tokens
-            if len(inflight) < limit and self._pacer.sends_ahead(num_tokens):
-                delay = self._pacer.due(num_tokens) - self._clock.monotonic()
+            if len(inflight) < limit:
+                delay = self._pacer.due(inflight[0].total_tokens) - self._clock.monotonic() if inflight else 0.0
                 if delay <= 0:
                     return
             await self._wait_for_outputs(None if delay is None else self._clock.monotonic() + delay)

@@ -180,7 +180,7 @@ class SimulatedLane:
         inflight_steps = self.inflight_steps
         if not inflight_steps:
             self.plan_at = now
-        elif len(inflight_steps) < self.limit and self.pacer.sends_ahead(inflight_steps[0].num_tokens):
+        elif len(inflight_steps) < self.limit:
             self.plan_at = max(now, self.pacer.due(inflight_steps[0].num_tokens))
         else:
             self.plan_at = math.inf

@@ -1,4 +1,4 @@
-"""What a new request waits for: no more plans in flight than steps of their length need, and its first token first."""
+"""A first token does not wait for the next plan."""
 
 from __future__ import annotations
 
@@ -8,18 +8,6 @@ import pytest
 
 from scheduler_svc.core.types import StepPlan
 from tests.helpers.virtual_engine import MODEL, started
-
-
-@pytest.mark.parametrize(("step_s", "most"), [(0.0003, 1), (0.002, 2)])
-async def test_very_short_steps_follow_each_other_one_by_one(step_s: float, most: int) -> None:
-    async with started(step_s=step_s) as world:
-        world.submit(100)
-        await world.clock.advance(10 * step_s)
-        found = set()
-        for _ in range(20):
-            await world.clock.advance(step_s / 2)
-            found.add(len(world.core.lanes[0].inflight))
-        assert max(found) == most
 
 
 @pytest.mark.parametrize(("num_others", "plans_first"), [(0, False), (40, True)])

@@ -57,15 +57,6 @@ def test_the_wait_for_an_earlier_step_is_no_part_of_a_step() -> None:
     assert 1.050 < pacer.due(20) < 1.055
 
 
-def test_steps_that_end_before_a_plan_can_come_have_none_sent_ahead() -> None:
-    """A second plan in flight would keep each new request waiting for one more step."""
-    quick, slow = seen(3, step_s=0.0003, token_s=0.0), seen(3, step_s=0.001, token_s=0.0)
-    assert not quick.sends_ahead(2)
-    assert slow.sends_ahead(2)
-    assert StepPacer().sends_ahead(4), "nothing is known yet"
-    assert seen(2048).sends_ahead(1), "its share of a prompt's step says nothing"
-
-
 @given(
     st.lists(st.integers(0, 4096), min_size=1),
     st.integers(0, 4096),

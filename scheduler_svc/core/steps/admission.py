@@ -13,7 +13,7 @@ from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.allocation import Allocation, allocations_of, have_blocks
 from scheduler_svc.core.steps.beam_scheduling import finish_early
-from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
+from scheduler_svc.core.steps.budget import SINGLE_WEIGHT, AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import plan_chunk
 from scheduler_svc.core.steps.plain_admission import admit_new, admit_plain
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
@@ -35,7 +35,7 @@ def admit(
         memory_is_full = not lane.blocks.can_take(1, alone=alone)
         if memory_is_full or (group := next(requests.placer.heads(lane, step.planned_at, passed), None)) is None:
             break
-        if not admissions.allows(group):
+        if not admissions.allows(group, SINGLE_WEIGHT):
             break
         is_free = requests.is_free_for(group, lane) and not (
             step.swapped_out and any(each.group is group for each in step.swapped_out)
@@ -48,7 +48,7 @@ def admit(
             break
         planned = admit_plain(requests, lane, step, budget, group, alone=alone)
         if planned is not None:
-            admissions.spend(group)
+            admissions.spend(group, SINGLE_WEIGHT)
             fully_planned += planned
             continue
         if _finish_oversized(requests, lane, group):
@@ -68,7 +68,7 @@ def admit(
         requests.bind(group, lane)
         _allocate(lane, step, allocations)
         requests.record_admission(group, lane)
-        admissions.spend(group)
+        admissions.spend(group, SINGLE_WEIGHT)
         for sequence in [allocation.sequence for allocation in allocations if allocation.sequence.may_compute]:
             if not budget.exhausted:
                 fully_planned += plan_chunk(lane, step, budget, sequence)

@@ -13,8 +13,12 @@ MAX_GROUP_TOKENS = 2 * 1024 * 1024
 """Maximum prompt tokens of all sequences of a group together, since each has a table of the blocks that they share:
 adding, planning, swapping and ending so many take under 5 ms each (docs/decisions/0025)."""
 
-MAX_ADMITTED_SEQUENCES = 64
-"""Maximum sequences admitted by one plan, unless one group has more: a small one takes 40 us (docs/decisions/0025)."""
+MAX_ADMITTED_SEQUENCES = 256
+"""Maximum sequences admitted by one plan, unless one group has more: new requests of one sequence, which are admitted
+all at once, take 6 us each (docs/decisions/0025)."""
+
+SINGLE_WEIGHT = 4
+"""A sequence that is admitted with its group alone counts as so many: it takes 35 to 50 us."""
 
 MAX_ADMITTED_TOKENS = 128 * 1024
 """Maximum tokens of the sequences admitted by one plan, unless one group has more: for a cached block of them a plan
@@ -35,16 +39,16 @@ class AdmissionBudget:
     num_admitted: int = 0
     """Number of groups admitted so far."""
 
-    def allows(self, group: SequenceGroup) -> bool:
-        """Whether a waiting group may be admitted by this plan."""
-        fits = len(group.sequences) <= self.num_sequences and _num_tokens(group) <= self.num_tokens
+    def allows(self, group: SequenceGroup, weight: int = 1) -> bool:
+        """Whether a waiting group, each sequence of which counts as `weight`, may be admitted by this plan."""
+        fits = weight * len(group.sequences) <= self.num_sequences and _num_tokens(group) <= self.num_tokens
         return fits or not self.num_admitted
 
-    def spend(self, group: SequenceGroup) -> None:
+    def spend(self, group: SequenceGroup, weight: int = 1) -> None:
         """Count an admitted group."""
         self.num_admitted += 1
         self.num_groups -= 1
-        self.num_sequences -= len(group.sequences)
+        self.num_sequences -= weight * len(group.sequences)
         self.num_tokens -= _num_tokens(group)
 
 

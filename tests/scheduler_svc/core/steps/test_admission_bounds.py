@@ -8,6 +8,7 @@ from scheduler_svc.core.steps.budget import (
     MAX_ADMITTED_SEQUENCES,
     MAX_ADMITTED_TOKENS,
     MAX_PROMPT_LOGPROBS,
+    SINGLE_WEIGHT,
     AdmissionBudget,
     StepBudget,
 )
@@ -59,6 +60,14 @@ def test_a_group_that_is_larger_alone_is_admitted_whole() -> None:
     assert bench.order == ["small", "large"]
     assert bench.plan() is not None
     assert bench.order == ["small", "large", "last"]
+
+
+def test_sequences_that_are_not_admitted_together_count_for_more() -> None:
+    bench = large_bench()
+    for index in range(MANY):
+        bench.add(f"r{index}", 2, max_tokens=1)
+    assert (plan := bench.plan()) is not None
+    assert len(plan.admitted) == MAX_ADMITTED_SEQUENCES // SINGLE_WEIGHT
 
 
 def test_the_tokens_that_a_plan_admits_are_bounded() -> None:

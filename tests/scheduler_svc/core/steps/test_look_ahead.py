@@ -23,9 +23,9 @@ def num_packed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """The number of blocks looked up since the last call."""
     pack, counts = prefix_lookups.pack_blocks, [0]
 
-    def counted(token_ids: Any, first: int, last: int, size: int) -> list[bytes]:
-        counts[0] += last - first
-        return pack(token_ids, first, last, size)
+    def counted(token_ids: Any, size: int) -> list[bytes]:
+        counts[0] += len(token_ids) // size
+        return pack(token_ids, size)
 
     def take() -> int:
         found, counts[0] = counts[0], 0

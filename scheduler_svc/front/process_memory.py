@@ -53,8 +53,8 @@ def _leave_out_survivors(phase: str, info: dict[str, int]) -> None:
 def collect_rarely() -> None:
     """Let the garbage collector look for cycles among new objects rarely, and in pieces that take 2 ms or less.
 
-    A step in which 200 requests join and 200 end makes some 5,000 objects and frees as many, without a cycle. The
-    default threshold, 700 more than were freed, would be crossed eight times in each such step.
+    A step in which 200 requests join and 200 end makes some 3,000 objects and frees as many, without a cycle. The
+    default threshold, 700 more than were freed, would be crossed four times in each such step.
     """
     gc.set_threshold(_NEW_OBJECTS, _YOUNG_COLLECTIONS, 10)
 

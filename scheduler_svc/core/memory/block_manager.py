@@ -20,7 +20,7 @@ from scheduler_svc.core.memory.block_tables import (
     count_holders,
     device_tables,
     distinct_blocks,
-    have_same_blocks,
+    follow_first_sample,
     host_tables,
     is_shared_by_group,
     shared_of,
@@ -176,7 +176,7 @@ class BlockManager:
         if not self.caching or not sequence.block_ids or not sequence.group.spec.uses_prefix_cache:
             return
         if sequence.sample_index:
-            _follow_first_sample(sequence, self.block_size)
+            follow_first_sample(sequence, self.block_size)
         size, block_ids = self.block_size, sequence.block_ids
         # A token's KV is certain once another token follows: an executor does not compute the KV of a stop token.
         num_full = min(sequence.num_computed_tokens, sequence.num_tokens - 1) // size
@@ -415,13 +415,3 @@ class BlockManager:
 
 def _may_hit(sequence: Sequence) -> bool:
     return sequence.group.spec.uses_prefix_cache and not sequence.needs_prompt_logprobs
-
-
-def _follow_first_sample(sequence: Sequence, block_size: int) -> None:
-    """Take over the cached blocks of its group's first sequence, if they are also its own: nothing is looked up."""
-    first = next(iter(sequence.group.sequences), None)
-    if first is None or first.cache_node is None or first.num_cached_blocks <= sequence.num_cached_blocks:
-        return
-    count = first.num_cached_blocks
-    if count * block_size <= first.num_prompt_tokens and have_same_blocks(first, sequence, count):
-        sequence.num_cached_blocks, sequence.cache_node = count, first.cache_node

@@ -47,6 +47,16 @@ def have_same_blocks(left: Sequence, right: Sequence, num_blocks: int) -> bool:
     return left.block_ids[:num_blocks] == right.block_ids[:num_blocks]
 
 
+def follow_first_sample(sequence: Sequence, block_size: int) -> None:
+    """Take over the cached blocks of its group's first sequence, if they are also its own: nothing is looked up."""
+    first = next(iter(sequence.group.sequences), None)
+    if first is None or first.cache_node is None or first.num_cached_blocks <= sequence.num_cached_blocks:
+        return
+    count = first.num_cached_blocks
+    if count * block_size <= first.num_prompt_tokens and have_same_blocks(first, sequence, count):
+        sequence.num_cached_blocks, sequence.cache_node = count, first.cache_node
+
+
 def distinct_blocks(tables: Iterable[Table]) -> dict[int, None]:
     """The distinct blocks of these tables, in the order in which they come first."""
     return dict.fromkeys(chain.from_iterable(_counted(tables)))

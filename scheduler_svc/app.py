@@ -36,7 +36,7 @@ from scheduler_svc.front.generation import GenerationServicer
 from scheduler_svc.front.health import HealthServicer
 from scheduler_svc.front.model_front import ModelFront
 from scheduler_svc.front.prepared_responses import PreparedResponses
-from scheduler_svc.front.process_memory import collect_rarely, release_free_memory, shorten_collections
+from scheduler_svc.front.process_memory import release_free_memory, shorten_collections
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.journal import SchedulerJournal, connect
@@ -225,7 +225,6 @@ async def serve(
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, service, reread)
         if await _open_unless_stopped(service, signals.stop):
             shorten_collections()
-            collect_rarely()
             print(f"ready {address}", flush=True)
             await service.run(signals.stop)
             await service.drain(signals.at_once)

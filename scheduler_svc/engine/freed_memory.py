@@ -16,12 +16,14 @@ MIN_FREED_TOKENS = 250_000
 """Prompt tokens, 15 MB or more: freeing less is not worth a pause."""
 MAX_LIVE_TOKENS = 50_000
 """Prompt tokens of unfinished requests: a collection looks at each, and must not hold the event loop for long."""
+_IDLE_S = 60.0
+"""A service without requests has its memory released again after so long at the earliest."""
 _DELAY_S = 1.0
 """By then, streams have sent the last output of requests that have ended, and nothing refers to them."""
 
 
 class FreedMemory:
-    """Calls `release` when few of the prompts are left that were in memory since the last call.
+    """Calls `release` when few of the prompts are left that were in memory since the last call, or no request at all.
 
     A steadily busy service never gets there: the memory of requests that end serves those that come.
     """
@@ -32,6 +34,7 @@ class FreedMemory:
         self._num_tokens = 0
         self._peak = 0
         self._timer: Timer | None = None
+        self._released_at = clock.monotonic()
 
     def on_arrival(self, spec: RequestSpec) -> None:
         """A request was queued."""
@@ -41,7 +44,7 @@ class FreedMemory:
     def on_ended(self, spec: RequestSpec) -> None:
         """A request has ended."""
         self._num_tokens -= _num_tokens(spec)
-        if self._release is not None and self._timer is None and self._has_shrunk:
+        if self._release is not None and self._timer is None and self._is_due:
             self._timer = self._clock.call_later(_DELAY_S, self._call)
 
     def stop(self) -> None:
@@ -51,14 +54,16 @@ class FreedMemory:
             self._timer.cancel()
 
     @property
-    def _has_shrunk(self) -> bool:
-        return self._num_tokens <= MAX_LIVE_TOKENS and self._peak - self._num_tokens >= MIN_FREED_TOKENS
+    def _is_due(self) -> bool:
+        has_shrunk = self._num_tokens <= MAX_LIVE_TOKENS and self._peak - self._num_tokens >= MIN_FREED_TOKENS
+        return has_shrunk or (not self._num_tokens and self._clock.monotonic() >= self._released_at + _IDLE_S)
 
     def _call(self) -> None:
         self._timer = None
         # A new burst may have come meanwhile, and uses the memory.
-        if self._release is not None and self._has_shrunk:
+        if self._release is not None and self._is_due:
             self._peak = self._num_tokens
+            self._released_at = self._clock.monotonic()
             self._release()
 
 

@@ -42,14 +42,19 @@ async def test_memory_is_released_once_after_a_burst() -> None:
     assert burst.num_calls == 2, "the next burst counts from its own size"
 
 
-async def test_a_few_requests_cause_no_pause() -> None:
+async def test_a_few_requests_cause_a_pause_once_a_minute_at_most() -> None:
     burst = Burst()
     num_few = MIN_FREED_TOKENS // 10_000 - 1
-    for _ in range(50):
+    for _ in range(25):
         burst.arrive(num_few)
         burst.end(num_few)
         await burst.clock.advance(2)
     assert burst.num_calls == 0
+    for _ in range(30):
+        burst.arrive(1)
+        burst.end(1)
+        await burst.clock.advance(2)
+    assert burst.num_calls == 1
 
 
 async def test_a_busy_service_does_not_pause() -> None:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from scheduler_svc.front import process_memory
-from scheduler_svc.front.process_memory import LONG_PROMPT_TOKENS, leave_out_long_prompt, shorten_collections
+from scheduler_svc.front.process_memory import (
+    LONG_PROMPT_TOKENS,
+    leave_out_long_prompt,
+    release_free_memory,
+    shorten_collections,
+)
 
 
 @pytest.fixture
 def _short_collections() -> Iterator[None]:
+    thresholds = gc.get_threshold()
     shorten_collections()
     try:
         yield
     finally:
         gc.callbacks.remove(process_memory._leave_out_survivors)
-        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        process_memory._take_in_survivors()
 
 
 def is_left_out(kept: object) -> bool:
@@ -42,6 +50,39 @@ def test_long_prompts_are_left_out_at_once() -> None:
     assert not is_left_out(kept)
     leave_out_long_prompt(LONG_PROMPT_TOKENS)
     assert is_left_out(kept)
+
+
+class Node:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.node = self
+
+
+@pytest.mark.usefixtures("_short_collections")
+def test_cycles_among_survivors_are_freed_by_an_idle_process() -> None:
+    kept = Node()
+    for _ in range(process_memory._LEFT_OUT_ENOUGH):
+        gc.collect(1)
+    freed = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert freed() is not None, "it was left out"
+    release_free_memory()
+    assert freed() is None
+
+
+@pytest.mark.usefixtures("_short_collections")
+def test_cycles_among_survivors_are_freed_at_last() -> None:
+    kept = Node()
+    gc.collect(1)
+    freed = weakref.ref(kept)
+    del kept
+    for _ in range(process_memory._LEFT_OUT_AT_MOST):
+        gc.collect(1)
+    assert freed() is not None
+    gc.collect()
+    assert freed() is None
 
 
 def test_nothing_is_left_out_in_a_process_that_is_no_service() -> None:

@@ -23,14 +23,15 @@ from scheduler_svc.core.memory.block_tables import (
     follow_first_sample,
     host_tables,
     is_shared_by_group,
+    share_table,
     shared_of,
+    stop_sharing,
 )
 from scheduler_svc.core.memory.block_tiers import BlockTiers
 from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Parent, PrefixCounts, pack_blocks
 from scheduler_svc.core.memory.prefix_lookups import PrefixLookups, root_of
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 
 
 class BlockManager:
@@ -230,7 +231,7 @@ class BlockManager:
         else:
             taken = self._tiers.take(num_new)
             if source is not None and num_shared:
-                self._share(source, sequence, num_shared)
+                share_table(self.pool, source, sequence, num_shared, self.block_size)
             sequence.block_ids += taken
             sequence.num_cached_blocks, sequence.cache_node = 0, None
         if found and found.num_queried:
@@ -243,37 +244,12 @@ class BlockManager:
         num_blocks = self.num_blocks_for(num_tokens)
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
             raise InvariantError(f"sequence {child.sequence_id} cannot share {num_blocks} blocks")
-        self._share(source, child, num_blocks)
+        share_table(self.pool, source, child, num_blocks, self.block_size)
         cache, node, num_cached = self._tiers.cache, source.cache_node, source.num_cached_blocks
         while node is not None and num_cached > num_tokens // self.block_size:
             node = cache.parent_node(node)
             num_cached -= 1
         child.cache_node, child.num_cached_blocks = node, num_cached if node is not None else 0
-
-    def _share(self, source: Sequence, child: Sequence, num_blocks: int) -> None:
-        """Let a child without blocks hold the first `num_blocks` blocks of `source`.
-
-        The full blocks of the prompt among them are counted once for all that share them: nothing writes to them after
-        the fork, so they stay together.
-        """
-        child.block_ids = table = source.block_ids[:num_blocks]
-        num_prompt = min(num_blocks, source.num_prompt_tokens // self.block_size)
-        if source.shared_blocks is None and num_prompt:
-            source.shared_blocks = self.pool.start_sharing(table[:num_prompt])
-        shared = source.shared_blocks
-        if shared is None or len(shared.block_ids) > num_blocks:
-            self.pool.share_all(table)
-        else:
-            self.pool.join(shared)
-            self.pool.share_all(table[len(shared.block_ids) :])
-            child.shared_blocks = shared
-
-    def _stop_sharing(self, sequence: Sequence, shared: SharedBlocks) -> None:
-        """Count a sequence as a holder of its own of all its blocks, like the rest of its group."""
-        self.pool.share_all(shared.block_ids)
-        if self.pool.leave(shared):
-            self.pool.drop(shared.block_ids)
-        sequence.shared_blocks = None
 
     def writes_shared(self, sequence: Sequence) -> bool:
         """Whether the block for the KV of its next token is shared with other holders or cached."""
@@ -306,7 +282,7 @@ class BlockManager:
             raise InvariantError(f"sequence {sequence.sequence_id} has no block for its next token")
         shared = sequence.shared_blocks
         if shared is not None and index < len(shared.block_ids):
-            self._stop_sharing(sequence, shared)
+            stop_sharing(self.pool, sequence, shared)
         block_id = sequence.block_ids[index]
         if self.pool.ref_counts[block_id] == 1:
             self._tiers.uncache(block_id)

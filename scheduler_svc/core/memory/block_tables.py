@@ -57,6 +57,33 @@ def follow_first_sample(sequence: Sequence, block_size: int) -> None:
         sequence.num_cached_blocks, sequence.cache_node = count, first.cache_node
 
 
+def share_table(pool: BlockPool, source: Sequence, child: Sequence, num_blocks: int, block_size: int) -> None:
+    """Let a child without blocks hold the first `num_blocks` blocks of `source`.
+
+    The full blocks of the prompt among them are counted once for all that share them: nothing writes to them after the
+    fork, so they stay together.
+    """
+    child.block_ids = table = source.block_ids[:num_blocks]
+    num_prompt = min(num_blocks, source.num_prompt_tokens // block_size)
+    if source.shared_blocks is None and num_prompt:
+        source.shared_blocks = pool.start_sharing(table[:num_prompt])
+    shared = source.shared_blocks
+    if shared is None or len(shared.block_ids) > num_blocks:
+        pool.share_all(table)
+    else:
+        pool.join(shared)
+        pool.share_all(table[len(shared.block_ids) :])
+        child.shared_blocks = shared
+
+
+def stop_sharing(pool: BlockPool, sequence: Sequence, shared: SharedBlocks) -> None:
+    """Count a sequence as a holder of its own of all its blocks, like the rest of its group."""
+    pool.share_all(shared.block_ids)
+    if pool.leave(shared):
+        pool.drop(shared.block_ids)
+    sequence.shared_blocks = None
+
+
 def distinct_blocks(tables: Iterable[Table]) -> dict[int, None]:
     """The distinct blocks of these tables, in the order in which they come first."""
     return dict.fromkeys(chain.from_iterable(_counted(tables)))

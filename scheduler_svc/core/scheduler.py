@@ -103,6 +103,11 @@ class Scheduler:
         return self.counts.num_preemptions
 
     @property
+    def num_suspected(self) -> int:
+        """Number of times that a request was suspected of the death of an executor, since the start."""
+        return self._requests.num_suspected
+
+    @property
     def prefix_counts(self) -> PrefixCounts:
         """Counts of prefix cache lookups since the start."""
         return self.counts.prefixes

@@ -27,6 +27,7 @@ from scheduler_svc.core.types import FinishDetail, RequestKey, StepResult
 from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.apply_outputs import apply_outputs
 from scheduler_svc.engine.deadlines import Deadlines
+from scheduler_svc.engine.faults import Fault, Faults
 from scheduler_svc.engine.fleet.executor_set import ExecutorSet
 from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
 from scheduler_svc.engine.journal import Journal, NoJournal
@@ -72,7 +73,8 @@ class Engine:
         self._config = config
         self._core = core
         self.clock = clock
-        self.executors = ExecutorSet(core, config, clock, self, connect)
+        self.faults = Faults(clock)
+        self.executors = ExecutorSet(core, config, clock, self, self.faults, connect)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(
@@ -313,8 +315,11 @@ class Engine:
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""
         self._recorder.on_planned(step.plan)
-        for live in record_planned(step, self._live, self.clock.monotonic_ns()):
+        started, moved = record_planned(step, self._live, self.clock.monotonic_ns())
+        for live in started:
             self.journal.on_started(live)
+        if moved:
+            self.faults.record(Fault.REQUEST_MOVED, count=len(moved))
 
     def on_applied(
         self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
@@ -372,6 +377,8 @@ class Engine:
         self.journal.on_ended(live)
         self.restored.on_ended(live)
         self._log.on_ended(live)
+        if live.failed:
+            self.faults.record(Fault.REQUEST_FAILED)
         if not self.kept.on_finished(live):
             self._on_forgotten(live)
         if not self._live:

@@ -15,6 +15,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.errors import NotServingError, StreamReplacedError, code_of, status_of
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.faults import Fault
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.stream_turns import StreamTurns
@@ -91,7 +92,8 @@ class Front:
         return self.engine.attach(fields.tenant, fields.request_id)
 
     def log_refused(self, request_id: str, exc: Exception) -> None:
-        """Log a request that never ran: the status code and the field. The message may quote the request's text."""
+        """Count a request that never ran, and log its status code and field: its message may quote the prompt."""
+        self.engine.faults.record(Fault.REQUEST_REFUSED)
         if self.config.log_requests:
             field = f", {exc.field}" if isinstance(exc, RequestRejectedError | PreconditionError) else ""
             _LOG.info("request %.100r: refused with %s%s", request_id, code_of(exc).name, field)

@@ -37,6 +37,8 @@ class ExecutorMember:
     task: asyncio.Task[None] | None = None
     """Runs `loop`."""
     removal: asyncio.Task[None] | None = None
+    incarnation: int = 0
+    """Of its last session; 0: it has had none."""
     accepted: bool = False
     """Whether it has had a session, and serves the same model as the others."""
     draining: bool = False
@@ -71,6 +73,11 @@ class ExecutorMember:
     def is_live(self) -> bool:
         """Whether it has a session."""
         return self.loop.connected
+
+    def has_other_incarnation(self) -> bool:
+        """Take note of the incarnation of the session that was opened; whether the last session was with another."""
+        former, self.incarnation = self.incarnation, self.loop.incarnation
+        return former not in (0, self.incarnation)
 
     def accept(self) -> None:
         """Record that a session is open."""

@@ -17,6 +17,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import StepResult
+from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.fleet.changes import Changes
 from scheduler_svc.engine.fleet.executor_member import (
     ExecutorExistsError,
@@ -24,6 +25,7 @@ from scheduler_svc.engine.fleet.executor_member import (
     LastExecutorError,
     UnknownExecutorError,
 )
+from scheduler_svc.engine.fleet.fault_report import FaultReport
 from scheduler_svc.engine.fleet.listener import ExecutorSetListener
 from scheduler_svc.engine.fleet.served_executors import ServedExecutors
 from scheduler_svc.engine.lane_views import lane_load, num_held
@@ -57,6 +59,7 @@ class ExecutorSet:
         config: SchedulerConfig,
         clock: Clock,
         listener: ExecutorSetListener,
+        faults: Faults,
         connect: Connect | None = None,
     ) -> None:
         """connect: gives the ports of executors that are added by their address; None: none can be added."""
@@ -65,6 +68,7 @@ class ExecutorSet:
         self._clock = clock
         self._listener = listener
         self._connect = connect
+        self._faults = FaultReport(core, faults)
         self._members: dict[int, ExecutorMember] = {}
         self._num_added = 0
         self._running = False
@@ -245,6 +249,7 @@ class ExecutorSet:
     def on_connected(self, executor_id: int) -> None:
         """An executor serves."""
         member = self._members[executor_id]
+        self._faults.on_connected(member)
         member.accept()
         member.cancel_timer()
         if member.draining:
@@ -261,25 +266,19 @@ class ExecutorSet:
         self._listener.on_outputs(outputs)
         self._listener.on_session_ended(executor_id)
         if error is not None:
-            others = any(other.takes_requests for other in self._present)
-            until = "go to the others" if others else f"wait for {'its successor' if stopped else 'it'}"
-            text = "executor %s: %s; %srequests %s" if stopped else "executor %s lost: %s; %srequests %s"
-            level = logging.INFO if stopped else logging.WARNING
-            _LOG.log(level, text, member.target, error, "its " if others else "", until)
+            self._faults.on_lost(member, error, others=self.can_serve)
         self._on_change()
 
     def on_progress(self, executor_id: int) -> None:
         """An executor has stalled, or makes progress again."""
+        self._faults.on_progress(self._members[executor_id])
         self._on_change()
 
     def on_refused(self, executor_id: int, error: Exception) -> None:
         """An executor that answers cannot be used. The first ones to answer must not all be refused."""
         member = self._members[executor_id]
         if str(error) != member.refusal:
-            _LOG.error(
-                "executor %s cannot be used: %s; requests %s",
-                member.target, error, "go to the others" if self.can_serve else "wait",
-            )  # fmt: skip
+            self._faults.on_refused(member, error, others=self.can_serve)
         member.refuse(error, self._clock.monotonic(), fenced=False)
         refused = [each.error for each in self._present if each.error is not None]
         if not self.started.is_set() and len(refused) == len(self._present):
@@ -321,10 +320,7 @@ class ExecutorSet:
         if all(each.fenced and each.is_refused(now) for each in self._present):
             return False
         if not was_held:
-            _LOG.error(
-                "executor %s: %s; another scheduler uses it, and this one tries again every second",
-                member.target, error,
-            )  # fmt: skip
+            self._faults.on_held(member, error)
             member.moves_at = now
             self._on_change()
         return True
@@ -387,6 +383,7 @@ class ExecutorSet:
         member.cancel_timer()
         self.deliver()
         self._listener.on_outputs(self._core.give_up_executor(member.index, self._clock.monotonic()))
+        self._faults.count_suspects(member)
 
     def _wake_idle(self) -> None:
         """Wake the loops that had nothing to plan, while requests wait."""

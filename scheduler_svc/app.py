@@ -35,6 +35,7 @@ from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
 from scheduler_svc.front.health import HealthServicer
+from scheduler_svc.front.metrics import SchedulerMetrics
 from scheduler_svc.front.model_front import ModelFront
 from scheduler_svc.front.prepared_responses import PreparedResponses
 from scheduler_svc.front.process_memory import release_free_memory
@@ -85,6 +86,7 @@ class Service:
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._model = ModelFront(self._front, config)
+        self._metrics = SchedulerMetrics(self._front, self._ports)
         self._server = grpc.aio.server(
             interceptors=[UnreadableMessages(), PreparedResponses()],
             options=server_options(max_received_bytes=MAX_RECEIVED_BYTES),
@@ -99,6 +101,7 @@ class Service:
         """Bind and listen; health is NOT_SERVING and calls get UNAVAILABLE. Returns the address; raises OSError."""
         address = bind(self._server, self._config.listen, default_port=SCHEDULER_PORT)
         self._front.address = address
+        self._metrics.start()
         await self._server.start()
         return address
 
@@ -180,6 +183,7 @@ class Service:
             # First: the streams end next, and their requests are to go on in the next process.
             await self._journal.close_writer()
         self._front.stop(self._stop_detail())
+        self._metrics.stop()
         await self._server.stop(_STOP_GRACE_S)
         await self._discovery.stop()
         await self._engine.stop()

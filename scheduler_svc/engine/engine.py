@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.config import SchedulerConfig, read_weights
 from scheduler_svc.core.errors import (
     DrainingError,
     ModelChangedError,
@@ -22,7 +22,6 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import FinishDetail, RequestKey, StepResult
 from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.apply_outputs import apply_outputs
@@ -37,6 +36,7 @@ from scheduler_svc.engine.live_request import Listener, LiveRequest, record_plan
 from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
+from scheduler_svc.metrics.numbers import QUEUE_LIMIT, EngineNumbers
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.model_change import ModelChange
 from scheduler_svc.plan_loop.ports import (
@@ -74,6 +74,7 @@ class Engine:
         self._core = core
         self.clock = clock
         self.faults = Faults(clock)
+        self.numbers = EngineNumbers(core, read_weights(config.tenant_weights), self.executor_infos)
         self.executors = ExecutorSet(core, config, clock, self, self.faults, connect)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
@@ -89,9 +90,8 @@ class Engine:
         self._idle.set()
         self._started_ns = clock.monotonic_ns()
         self._recorder = StepRecorder(self.load, self._started_ns)
-        self._log = ActivityLog(
-            clock, self.load, interval_s=config.log_stats_interval_s, log_requests=config.log_requests
-        )
+        interval_s, log_requests = config.log_stats_interval_s, config.log_requests
+        self._log = ActivityLog(clock, self.load, self.numbers, interval_s=interval_s, log_requests=log_requests)
         self._freed_memory = FreedMemory(clock, release_memory)
         self._health_listeners: list[Callable[[bool], None]] = []
         self.draining = False
@@ -183,6 +183,7 @@ class Engine:
             raise DrainingError("the service is draining and takes no new requests")
         num_waiting = len(self._core.waiting)
         if num_waiting >= self._config.max_queued_requests:
+            self.numbers.on_rejected(spec.tenant, QUEUE_LIMIT)
             delay_s = retry_after_s(self._core, self.executors.max_num_seqs)
             raise QueueFullError(f"{num_waiting} requests wait already (max_queued_requests)", delay_s)
         self.served_model.check(request, self.model)
@@ -201,6 +202,7 @@ class Engine:
             if sample.finish is not None:
                 self._core.stop_sample(spec.key, index)
         self._live[spec.key] = live
+        self.numbers.on_admitted(spec.tenant)
         self._freed_memory.on_arrival(spec)
         self._idle.clear()
         self._deadlines.set(live.request)
@@ -303,6 +305,7 @@ class Engine:
             if not live.times.first_token_ns and live.num_completion_tokens:
                 live.times.first_token_ns = now
                 self._recorder.on_first_token(now - live.times.arrival_ns)
+                self.numbers.requests.on_first_token(live.request.spec, live.times, live.counts, live.catches_up)
             if live.finish_if_all_ended():
                 self._close(key, live, now)
             if not live.shows_later:
@@ -310,11 +313,13 @@ class Engine:
         # At once: there may be no executor, and no result for hours.
         finished = self._core.take_finished()
         self._recorder.on_finished(finished)
+        self.numbers.on_finished(finished)
         release_finished(finished)
 
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""
         self._recorder.on_planned(step.plan)
+        self.numbers.on_planned(step)
         started, moved = record_planned(step, self._live, self.clock.monotonic_ns())
         for live in started:
             self.journal.on_started(live)
@@ -324,17 +329,14 @@ class Engine:
     def on_applied(
         self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
     ) -> Callable[[], None] | None:
-        """Record the step for the log; returns the call that records it for watches, with its first tokens."""
-        if step.chunks:
-            self._log.on_applied(step)
-        if not self._recorder.watches:
-            return None
-        contexts = context_lens(self._core.lanes[step.plan.executor_id], step, applied=set(outputs.sequences))
-        return partial(self._recorder.on_applied, step, contexts, result, now)
+        """Count the step; returns the call that records it for watches, with its first tokens."""
+        self.numbers.on_applied(step, result, outputs, now)
+        return self._recorder.record_later(self._core.lanes[step.plan.executor_id], step, result, outputs, now)
 
     def on_session_ended(self, executor_id: int) -> None:
         """Forget what was recorded for the plans in flight."""
         self._recorder.on_session_ended(executor_id)
+        self.numbers.on_session_ended(executor_id)
 
     async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
         """Let the front prepare for a changed model; returns the call that adopts it. Raises ModelRefusedError."""
@@ -377,6 +379,7 @@ class Engine:
         self.journal.on_ended(live)
         self.restored.on_ended(live)
         self._log.on_ended(live)
+        self.numbers.requests.on_ended(live.request.spec, live.times, live.num_completion_tokens, live.detail)
         if live.failed:
             self.faults.record(Fault.REQUEST_FAILED)
         if not self.kept.on_finished(live):

@@ -94,6 +94,7 @@ class Front:
     def log_refused(self, request_id: str, exc: Exception) -> None:
         """Count a request that never ran, and log its status code and field: its message may quote the prompt."""
         self.engine.faults.record(Fault.REQUEST_REFUSED)
+        self.engine.numbers.refusals[code_of(exc).name] += 1
         if self.config.log_requests:
             field = f", {exc.field}" if isinstance(exc, RequestRejectedError | PreconditionError) else ""
             _LOG.info("request %.100r: refused with %s%s", request_id, code_of(exc).name, field)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import ipaddress
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
@@ -41,6 +42,38 @@ class ServiceSettings(BaseSettings):
         description="TOML file of options by these names; what stands in arguments or environment goes before it.",
         json_schema_extra=about("Basics"),
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Serve Prometheus metrics at http://METRICS_HOST:PORT/metrics; 0: any free port, which is logged. "
+        "`cadenza up`: that of the scheduler; executors have the next ones. docs/metrics.md.",
+        json_schema_extra=about("Logging"),
+    )
+    metrics_token_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with a bearer token that a scraper must send; it is read again for each scrape.",
+        json_schema_extra=about("Logging"),
+    )
+    metrics_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        validate_default=True,
+        description="Address to serve metrics on; beyond loopback it needs --metrics-token-file or --insecure.",
+        json_schema_extra=about("Logging"),
+    )
+
+    @field_validator("metrics_host")
+    @classmethod
+    def _check_metrics_host(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("metrics_port") is None or _is_loopback(value):
+            return value
+        if info.data.get("metrics_token_file") is None and not info.data.get("insecure", False):
+            raise ValueError(
+                f"{value} is beyond loopback: give --metrics-token-file, or --insecure to let anybody read the metrics"
+            )
+        return value
 
     @classmethod
     def settings_customise_sources(
@@ -117,6 +150,13 @@ def ignored_settings(config: ServiceSettings, environment: Mapping[str, str]) ->
         others += [f"{name} in {config.config}" for name in read_file(config.config).top if name not in names]
     if others:
         yield f"ignored, not options of the {config.service}: {', '.join(others)}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _origin(name: str, arguments: list[str]) -> str:

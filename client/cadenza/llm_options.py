@@ -15,6 +15,16 @@ class LLMOptions(TypedDict, total=False):
     """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
     memory divided by their number; --num-gpu-blocks is that of each. [default: 1]"""
 
+    metrics_port: int | None
+    """Serve Prometheus metrics at http://METRICS_HOST:PORT/metrics; 0: any free port, which is logged. `cadenza up`:
+    that of the scheduler; executors have the next ones. docs/metrics.md."""
+
+    metrics_token_file: str | None
+    """File with a bearer token that a scraper must send; it is read again for each scrape."""
+
+    metrics_host: str | None
+    """Address to serve metrics on; beyond loopback it needs --metrics-token-file or --insecure. [default: 127.0.0.1]"""
+
     simulate: str | None
     """Simulate the model: steps take no time (instant), or the time that a JSON file of step costs gives;
     docs/simulated.md. Values: instant, COSTS.json."""

@@ -52,8 +52,9 @@ class EngineNumbers:
 
     def on_planned(self, step: PlannedStep) -> None:
         """A step was planned."""
-        if step.preempted:
-            last_result_at = self._of(step.plan.executor_id).last_result_at
+        # A sequence has output only after a result.
+        if step.preempted and (numbers := self.lanes.get(step.plan.executor_id)) is not None:
+            last_result_at = numbers.last_result_at
             for sequence in step.preempted:
                 if sequence.num_output_tokens:
                     self._stalled[sequence] = last_result_at

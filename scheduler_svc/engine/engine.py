@@ -15,7 +15,6 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DrainingError,
     ModelChangedError,
-    QueueFullError,
     RequestExistsError,
     UnknownRequestError,
 )
@@ -47,6 +46,8 @@ from scheduler_svc.plan_loop.ports import (
     ModelDescription,
     SequenceBlockTable,
 )
+from scheduler_svc.tenants.quotas import Quotas, TenantLoad
+from scheduler_svc.tenants.registry import Registry
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,12 +64,11 @@ class Engine:
         connect: Connect | None = None,
         release_memory: Callable[[], None] | None = None,
         journal: Journal | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
-        """connect: gives the ports of executors that are added by their address.
-
-        release_memory: returns free memory to the operating system; called when most of it has become free.
-        """
+        """connect: gives the ports of added executors. release_memory: called when most memory has become free."""
         self.journal: Journal = journal or NoJournal()
+        self.quotas = quotas or Quotas(Registry(), clock, config.max_queued_requests)
         self._config = config
         self._core = core
         self.clock = clock
@@ -179,14 +179,12 @@ class Engine:
             return known
         if self.draining:
             raise DrainingError("the service is draining and takes no new requests")
-        num_waiting = len(self._core.waiting)
-        if num_waiting >= self._config.max_queued_requests:
-            delay_s = retry_after_s(self._core, self.executors.max_num_seqs)
-            raise QueueFullError(f"{num_waiting} requests wait already (max_queued_requests)", delay_s)
+        self.quotas.check(spec, len(self._core.waiting), retry_after_s(self._core, self.executors.max_num_seqs))
         self.served_model.check(request, self.model)
         self.journal.check_admission()
         live = LiveRequest(request, self.clock.monotonic_ns())
         self.add(live)
+        self.quotas.charge(spec)
         self.journal.on_admitted(live, self.model)
         return live
 
@@ -199,6 +197,7 @@ class Engine:
             if sample.finish is not None:
                 self._core.stop_sample(spec.key, index)
         self._live[spec.key] = live
+        self.quotas.on_added(spec)
         self._freed_memory.on_arrival(spec)
         self._idle.clear()
         self._deadlines.set(live.request)
@@ -218,7 +217,7 @@ class Engine:
         live = self.find(tenant, request_id)
         if live is None:
             raise UnknownRequestError(
-                f"no request {request_id!r} of tenant {tenant!r} runs or is kept: there was none, or its grace is over"
+                f"no request {request_id!r} runs or is kept: there was none, or its grace is over"
             )
         return live
 
@@ -278,6 +277,10 @@ class Engine:
         """The current state of queues and memory."""
         return current_load(self._core)
 
+    def tenant_loads(self) -> list[TenantLoad]:
+        """The load of each tenant."""
+        return self.quotas.loads(self._core.waiting)
+
     def executor_infos(self) -> list[ExecutorState]:
         """The state of each executor."""
         return self.executors.states()
@@ -295,6 +298,7 @@ class Engine:
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Apply outputs to the live requests, then notify each one's listener once."""
         now = self.clock.monotonic_ns()
+        self.quotas.on_outputs(outputs)
         touched = apply_outputs(outputs, self._live, self._core.stop_sample)
         self.journal.on_outputs(touched.values())
         for key, live in touched.items():
@@ -314,6 +318,7 @@ class Engine:
         """Record times and preemption counts of the step's requests."""
         self._recorder.on_planned(step.plan)
         for live in record_planned(step, self._live, self.clock.monotonic_ns()):
+            self.quotas.on_started(live.request.spec.key)
             self.journal.on_started(live)
 
     def on_applied(
@@ -368,6 +373,7 @@ class Engine:
         live.ended = True
         live.times.end_ns = now_ns
         del self._live[key]
+        self.quotas.on_ended(key)
         self._deadlines.cancel(key)
         self.journal.on_ended(live)
         self.restored.on_ended(live)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad
+from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad, TenantInfo
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import Prompt
@@ -165,6 +165,7 @@ def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> Ser
         uptime_s=message.uptime_s,
         draining=message.draining,
         resident_bytes=message.resident_bytes,
+        tenants=[TenantInfo(**_same_names(TenantInfo, tenant)) for tenant in message.tenants],
     )
 
 

@@ -216,21 +216,20 @@ class Quotas:
                 raise QueueFullError(f"{num_waiting} requests wait already (max_queued_requests)", retry_after_s)
         elif len(usage.queued) >= self._max_queued - num_waiting:
             raise QueueFullError(
-                f"{len(usage.queued)} requests of this tenant wait already, its share of the queue "
-                "(max_queued_requests)",
+                f"waiting requests of this tenant: {len(usage.queued)}, its share of the queue (max_queued_requests)",
                 retry_after_s,
             )
 
     def _check_limits(self, spec: RequestSpec, tenant: Tenant, usage: Usage, retry_after_s: float) -> None:
         if tenant.max_requests is not None and usage.num_requests >= tenant.max_requests:
             raise TenantLimitError(
-                f"{usage.num_requests} requests of this tenant are unfinished (max_requests)", retry_after_s
+                f"unfinished requests of this tenant: {usage.num_requests} (max_requests)", retry_after_s
             )
         num_prompt = len(spec.prompt_token_ids)
         if tenant.max_queued_tokens is not None and usage.num_queued_tokens + num_prompt > tenant.max_queued_tokens:
             raise TenantLimitError(
-                f"{usage.num_queued_tokens} prompt tokens of this tenant wait already, and {num_prompt} more exceed "
-                f"its {tenant.max_queued_tokens} (max_queued_tokens)",
+                f"waiting prompt tokens of this tenant: {usage.num_queued_tokens}; {num_prompt} more exceed "
+                f"{tenant.max_queued_tokens} (max_queued_tokens)",
                 retry_after_s,
             )
         if tenant.tokens_per_minute is None:

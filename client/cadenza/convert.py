@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad
+from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad, TenantInfo
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import Prompt
@@ -101,7 +101,6 @@ def resume_to_proto(
     num_prompt_logprobs = len(total.prompt_logprobs or ())
     return generation_pb2.GenerateRequest(
         request_id=request.request_id,
-        tenant=request.tenant,
         output_mode=request.output_mode,
         return_prompt_token_ids=request.return_prompt_token_ids and received.prompt_token_ids is None,
         resume=generation_pb2.ResumePoint(positions=positions, prompt_logprobs_start=num_prompt_logprobs),
@@ -166,6 +165,7 @@ def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> Ser
         uptime_s=message.uptime_s,
         draining=message.draining,
         resident_bytes=message.resident_bytes,
+        tenants=[TenantInfo(**_same_names(TenantInfo, tenant)) for tenant in message.tenants],
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,21 @@ class ExecutorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantInfo:
+    """The load of one tenant; the names are the proto's."""
+
+    name: str
+    num_waiting: int
+    num_running: int
+    num_queued_tokens: int
+    num_output_tokens: int
+    num_rejected: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server's version, options and state."""
+    """A server's version, options and state. A tenant without admin sees its own part, and no executors."""
 
     version: str
     protocol_version: int
@@ -112,3 +125,4 @@ class ServerInfo:
     uptime_s: float
     draining: bool
     resident_bytes: int  # memory resident in the scheduler's process; 0: not known
+    tenants: list[TenantInfo] = field(default_factory=list)

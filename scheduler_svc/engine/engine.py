@@ -11,11 +11,10 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from scheduler_svc.config import SchedulerConfig, read_weights
+from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DrainingError,
     ModelChangedError,
-    QueueFullError,
     RequestExistsError,
     UnknownRequestError,
 )
@@ -36,7 +35,7 @@ from scheduler_svc.engine.live_request import Listener, LiveRequest, record_plan
 from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
-from scheduler_svc.metrics.numbers import QUEUE_LIMIT, EngineNumbers
+from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.model_change import ModelChange
 from scheduler_svc.plan_loop.ports import (
@@ -48,6 +47,8 @@ from scheduler_svc.plan_loop.ports import (
     ModelDescription,
     SequenceBlockTable,
 )
+from scheduler_svc.tenants.quotas import Quotas, TenantLoad
+from scheduler_svc.tenants.registry import Registry
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,17 +65,16 @@ class Engine:
         connect: Connect | None = None,
         release_memory: Callable[[], None] | None = None,
         journal: Journal | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
-        """connect: gives the ports of executors that are added by their address.
-
-        release_memory: returns free memory to the operating system; called when most of it has become free.
-        """
+        """connect: gives the ports of added executors. release_memory: called when most memory has become free."""
         self.journal: Journal = journal or NoJournal()
+        self.quotas = quotas or Quotas(Registry(), clock, config.max_queued_requests)
         self._config = config
         self._core = core
         self.clock = clock
         self.faults = Faults(clock)
-        self.numbers = EngineNumbers(core, read_weights(config.tenant_weights), self.executor_infos)
+        self.numbers = EngineNumbers(core, self.quotas.registry.has, self.executor_infos)
         self.executors = ExecutorSet(core, config, clock, self, self.faults, connect)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
@@ -181,15 +181,12 @@ class Engine:
             return known
         if self.draining:
             raise DrainingError("the service is draining and takes no new requests")
-        num_waiting = len(self._core.waiting)
-        if num_waiting >= self._config.max_queued_requests:
-            self.numbers.on_rejected(spec.tenant, QUEUE_LIMIT)
-            delay_s = retry_after_s(self._core, self.executors.max_num_seqs)
-            raise QueueFullError(f"{num_waiting} requests wait already (max_queued_requests)", delay_s)
+        self.quotas.check(spec, len(self._core.waiting), retry_after_s(self._core, self.executors.max_num_seqs))
         self.served_model.check(request, self.model)
         self.journal.check_admission()
         live = LiveRequest(request, self.clock.monotonic_ns())
         self.add(live)
+        self.quotas.charge(spec)
         self.journal.on_admitted(live, self.model)
         return live
 
@@ -203,6 +200,7 @@ class Engine:
                 self._core.stop_sample(spec.key, index)
         self._live[spec.key] = live
         self.numbers.on_admitted(spec.tenant)
+        self.quotas.on_added(spec)
         self._freed_memory.on_arrival(spec)
         self._idle.clear()
         self._deadlines.set(live.request)
@@ -222,7 +220,7 @@ class Engine:
         live = self.find(tenant, request_id)
         if live is None:
             raise UnknownRequestError(
-                f"no request {request_id!r} of tenant {tenant!r} runs or is kept: there was none, or its grace is over"
+                f"no request {request_id!r} runs or is kept: there was none, or its grace is over"
             )
         return live
 
@@ -282,6 +280,10 @@ class Engine:
         """The current state of queues and memory."""
         return current_load(self._core)
 
+    def tenant_loads(self) -> list[TenantLoad]:
+        """The load of each tenant."""
+        return self.quotas.loads(self._core.waiting)
+
     def executor_infos(self) -> list[ExecutorState]:
         """The state of each executor."""
         return self.executors.states()
@@ -299,6 +301,7 @@ class Engine:
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Apply outputs to the live requests, then notify each one's listener once."""
         now = self.clock.monotonic_ns()
+        self.quotas.on_outputs(outputs)
         touched = apply_outputs(outputs, self._live, self._core.stop_sample)
         self.journal.on_outputs(touched.values())
         for key, live in touched.items():
@@ -322,6 +325,7 @@ class Engine:
         self.numbers.on_planned(step)
         started, moved = record_planned(step, self._live, self.clock.monotonic_ns())
         for live in started:
+            self.quotas.on_started(live.request.spec.key)
             self.journal.on_started(live)
         if moved:
             self.faults.record(Fault.REQUEST_MOVED, count=len(moved))
@@ -375,6 +379,7 @@ class Engine:
         live.ended = True
         live.times.end_ns = now_ns
         del self._live[key]
+        self.quotas.on_ended(key)
         self._deadlines.cancel(key)
         self.journal.on_ended(live)
         self.restored.on_ended(live)

@@ -21,6 +21,7 @@ from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.stream_turns import StreamTurns
 from scheduler_svc.requests.builder import RequestBuilder, check_resume
 from scheduler_svc.requests.fields import OutputMode, RequestFields
+from scheduler_svc.tenants.registry import Caller
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ class Front:
         self.address = ""
         """Where the service listens; set before it takes calls."""
         self._builder: RequestBuilder | None = None
+        self.registry = engine.quotas.registry
+        """The tenants."""
         self.turns = StreamTurns()
         """Of the Generate streams."""
         self._streams: set[asyncio.Event] = set()
@@ -81,6 +84,11 @@ class Front:
             raise NotServingError(f"the service is stopping: {self.engine.failure}")
         if self._builder is None:
             raise NotServingError(f"the service is starting: it waits for {', '.join(self.config.executor)}")
+
+    def caller_of(self, context: Any) -> Caller:
+        """Who a call is from; raises UnauthenticatedError."""
+        registry = self.registry
+        return registry.caller(None if registry.is_open else context.invocation_metadata())
 
     def attach(self, fields: RequestFields) -> LiveRequest:
         """The existing request that a message resumes.

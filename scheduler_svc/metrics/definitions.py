@@ -74,7 +74,14 @@ VLLM_DEFINITIONS = (
 _TENANT, _LANE = ("tenant",), ("executor",)
 TENANT_DEFINITIONS = (
     Definition("cadenza_requests_admitted_total", "counter", "requests", "Requests that were admitted.", _TENANT),
-    Definition("cadenza_requests_unfinished", "gauge", "requests", "Requests that have not ended.", _TENANT),
+    Definition(
+        "cadenza_tenant_requests", "gauge", "requests", "Requests that have not ended, by state (waiting, running).",
+        ("tenant", "state"),
+    ),
+    Definition(
+        "cadenza_tenant_queued_tokens", "gauge", "tokens", "Prompt tokens of requests that have not begun to run.",
+        _TENANT,
+    ),
     Definition(
         "cadenza_requests_ended_total", "counter", "requests",
         "Requests that ended, by FinishDetail; failed: with an error instead.", ("tenant", "reason"),
@@ -90,9 +97,7 @@ TENANT_DEFINITIONS = (
     Definition(
         "cadenza_cached_prompt_tokens_total", "counter", "tokens", "Those that came from the prefix cache.", _TENANT
     ),
-    Definition(
-        "cadenza_ended_output_tokens_total", "counter", "tokens", "Output tokens of requests that ended.", _TENANT
-    ),
+    Definition("cadenza_output_tokens_total", "counter", "tokens", "Output tokens.", _TENANT),
     Definition(
         "cadenza_time_to_first_token_seconds", "histogram", "seconds", "TTFT: from arrival to the first token.",
         _TENANT,

@@ -13,10 +13,10 @@ from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.metrics import buckets
 from scheduler_svc.metrics.definitions import DEFINITIONS
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
-from scheduler_svc.metrics.numbers import QUEUE_LIMIT
 from scheduler_svc.metrics.request_numbers import FAILED, TenantNumbers
 from scheduler_svc.metrics.snapshot import Snapshot
 from scheduler_svc.plan_loop.ports import ExecutorState
+from scheduler_svc.tenants.quotas import TenantLoad
 
 _ENGINE = "0"
 """vLLM's label for one of several engines. All executors of this scheduler are one."""
@@ -28,6 +28,9 @@ _REASONS = {
 }
 _VLLM_REASONS = {FAILED: "error", **{each.name.lower(): _REASONS.get(each, "error") for each in FinishDetail}}
 _COUNTED = ("stop", "length", "abort", "error")
+_QUEUE_LIMIT = "max_num_queued_reqs"
+_VLLM_LIMITS = {"max_queued_requests": _QUEUE_LIMIT, "max_queued_tokens": "max_num_queued_tokens"}
+"""vLLM's names of limits. Others keep their own."""
 
 
 def scrape(snapshot: Snapshot) -> Scrape:
@@ -37,6 +40,8 @@ def scrape(snapshot: Snapshot) -> Scrape:
     _add_service(result, snapshot)
     for name, tenant in snapshot.tenants.items():
         _add_tenant(result, name, tenant)
+    for load in snapshot.tenant_loads:
+        _add_tenant_load(result, load)
     for state in snapshot.executors:
         _add_state(result, state)
     for target, lane in _by_target(snapshot.lanes).items():
@@ -84,11 +89,13 @@ def _add_vllm(result: Scrape, snapshot: Snapshot) -> None:
     add("generation_tokens_total", load.num_output_tokens)
     add("prompt_tokens_total", sum(each.num_prompt_tokens for each in tenants))
     add("prompt_tokens_cached_total", sum(each.num_cached_tokens for each in tenants))
-    ends, rejections = Counter(dict.fromkeys(_COUNTED, 0)), Counter({QUEUE_LIMIT: 0})
+    ends, rejections = Counter(dict.fromkeys(_COUNTED, 0)), Counter({_QUEUE_LIMIT: 0})
     for each in tenants:
         for name, count in each.ends.items():
             ends[_VLLM_REASONS[name]] += count
-        rejections.update(each.rejections)
+    for tenant in snapshot.tenant_loads:
+        for limit, count in tenant.rejections.items():
+            rejections[_VLLM_LIMITS.get(limit, limit)] += count
     for reason, count in ends.items():
         add("request_success_total", count, reason)
     for limit, count in rejections.items():
@@ -150,18 +157,24 @@ def _add_service(result: Scrape, snapshot: Snapshot) -> None:
 
 def _add_tenant(result: Scrape, name: str, numbers: TenantNumbers) -> None:
     result.add("cadenza_requests_admitted_total", numbers.num_admitted, name)
-    result.add("cadenza_requests_unfinished", numbers.num_admitted - numbers.num_ended, name)
     for reason, count in numbers.ends.items():
         result.add("cadenza_requests_ended_total", count, name, reason)
-    for limit, count in numbers.rejections.items():
-        result.add("cadenza_admission_rejections_total", count, name, limit)
     result.add("cadenza_prompt_tokens_total", numbers.num_prompt_tokens, name)
     result.add("cadenza_cached_prompt_tokens_total", numbers.num_cached_tokens, name)
-    result.add("cadenza_ended_output_tokens_total", numbers.num_output_tokens, name)
     result.add_histogram("cadenza_time_to_first_token_seconds", numbers.first_token_s, name)
     result.add_histogram("cadenza_time_per_output_token_seconds", numbers.per_token_s, name)
     result.add_histogram("cadenza_queue_time_seconds", numbers.queue_s, name)
     result.add_histogram("cadenza_request_time_seconds", numbers.total_s, name)
+
+
+def _add_tenant_load(result: Scrape, load: TenantLoad) -> None:
+    """What is counted where the tenant's limits are checked."""
+    result.add("cadenza_tenant_requests", load.num_waiting, load.name, "waiting")
+    result.add("cadenza_tenant_requests", load.num_running, load.name, "running")
+    result.add("cadenza_tenant_queued_tokens", load.num_queued_tokens, load.name)
+    result.add("cadenza_output_tokens_total", load.num_output_tokens, load.name)
+    for limit, count in load.rejections.items():
+        result.add("cadenza_admission_rejections_total", count, load.name, limit)
 
 
 def _is_serving(state: ExecutorState) -> bool:

@@ -14,8 +14,6 @@ from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.request_numbers import RequestNumbers
 from scheduler_svc.plan_loop.ports import ExecutorState
 
-QUEUE_LIMIT = "max_num_queued_reqs"
-"""vLLM's name of the limit that max_queued_requests is here."""
 MAX_LANES = 256
 """Lanes whose numbers are kept, removed ones included; beyond it those that were added first are forgotten."""
 
@@ -24,10 +22,10 @@ class EngineNumbers:
     """Counts and times since the start. The activity log reads them too."""
 
     def __init__(
-        self, core: Scheduler, known_tenants: Collection[str], executors: Callable[[], list[ExecutorState]]
+        self, core: Scheduler, is_tenant: Callable[[str], bool], executors: Callable[[], list[ExecutorState]]
     ) -> None:
-        """known_tenants: as in RequestNumbers. executors: gives the state of those that are there."""
-        self.requests = RequestNumbers(known_tenants)
+        """is_tenant: as in RequestNumbers. executors: gives the state of those that are there."""
+        self.requests = RequestNumbers(is_tenant)
         self.lanes: dict[int, LaneNumbers] = {}
         """By executor index, which is never used again; removed executors stay."""
         self.refusals: Counter[str] = Counter()
@@ -45,10 +43,6 @@ class EngineNumbers:
     def on_admitted(self, tenant: str) -> None:
         """A request was queued."""
         self.requests.of(tenant).num_admitted += 1
-
-    def on_rejected(self, tenant: str, limit: str) -> None:
-        """A request was refused because a limit of the service or of its tenant was reached."""
-        self.requests.of(tenant).rejections[limit] += 1
 
     def on_planned(self, step: PlannedStep) -> None:
         """A step was planned."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable
 from copy import copy
 
 from cadenza.metrics.histogram import Histogram
@@ -22,16 +22,11 @@ class TenantNumbers:
 
     def __init__(self) -> None:
         self.num_admitted = 0
-        self.num_ended = 0
         self.num_prompt_tokens = 0
         """Of requests that have their first token; those found in the prefix cache included."""
         self.num_cached_tokens = 0
-        self.num_output_tokens = 0
-        """Of requests that have ended."""
         self.ends: Counter[str] = Counter()
         """Ended requests by the name of their finish detail, or `FAILED`."""
-        self.rejections: Counter[str] = Counter()
-        """Requests refused for a limit, by that limit."""
         self.first_token_s = Histogram(buckets.FIRST_TOKEN_S)
         self.per_token_s = Histogram(buckets.TOKEN_S)
         self.queue_s = Histogram(buckets.REQUEST_S)
@@ -40,7 +35,7 @@ class TenantNumbers:
     def copied(self) -> TenantNumbers:
         """The same numbers, which do not change any more."""
         result = copy(self)
-        result.ends, result.rejections = self.ends.copy(), self.rejections.copy()
+        result.ends = self.ends.copy()
         result.first_token_s, result.per_token_s = self.first_token_s.copy(), self.per_token_s.copy()
         result.queue_s, result.total_s = self.queue_s.copy(), self.total_s.copy()
         return result
@@ -49,9 +44,9 @@ class TenantNumbers:
 class RequestNumbers:
     """Counts and times of all requests; most are kept by tenant, so that they are counted once."""
 
-    def __init__(self, known_tenants: Collection[str]) -> None:
-        """known_tenants: the configured ones, which have labels of their own."""
-        self.known_tenants = known_tenants
+    def __init__(self, is_tenant: Callable[[str], bool]) -> None:
+        """is_tenant: whether there is a tenant with this name; each has a label of its own."""
+        self._is_tenant = is_tenant
         self.tenants: dict[str, TenantNumbers] = {}
         self.prefill_s = Histogram(buckets.REQUEST_S)
         self.decode_s = Histogram(buckets.REQUEST_S)
@@ -63,8 +58,7 @@ class RequestNumbers:
         """The numbers that a tenant's requests count for."""
         found = self.tenants.get(tenant)
         if found is None:
-            known = not tenant or tenant in self.known_tenants
-            found = self.tenants.setdefault(tenant if known else OTHER_TENANT, TenantNumbers())
+            found = self.tenants.setdefault(tenant if self._is_tenant(tenant) else OTHER_TENANT, TenantNumbers())
         return found
 
     def on_first_token(
@@ -84,8 +78,6 @@ class RequestNumbers:
     def on_ended(self, spec: RequestSpec, times: RequestTimes, num_tokens: int, detail: FinishDetail | None) -> None:
         """A request has ended. num_tokens: of its output, over all samples; detail: None if it failed."""
         numbers = self.of(spec.tenant)
-        numbers.num_ended += 1
-        numbers.num_output_tokens += num_tokens
         numbers.ends[FAILED if detail is None else detail.name.lower()] += 1
         numbers.total_s.observe((times.end_ns - times.arrival_ns) / 1e9)
         numbers.queue_s.observe(((times.first_plan_ns or times.end_ns) - times.arrival_ns) / 1e9)

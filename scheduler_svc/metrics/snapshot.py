@@ -11,6 +11,7 @@ from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.metrics.request_numbers import TenantNumbers
 from scheduler_svc.plan_loop.ports import ExecutorState, Load, ModelDescription
+from scheduler_svc.tenants.quotas import TenantLoad
 
 
 class CountedFault(Protocol):
@@ -41,6 +42,9 @@ class EngineView(Protocol):
 
     def load(self) -> Load:
         """The current state of queues and memory."""
+
+    def tenant_loads(self) -> list[TenantLoad]:
+        """The load of each tenant."""
 
     def executor_infos(self) -> list[ExecutorState]:
         """The state of each executor."""
@@ -75,6 +79,7 @@ class Snapshot:
     faults: dict[str, int]
     refusals: dict[str, int]
     tenants: dict[str, TenantNumbers]
+    tenant_loads: list[TenantLoad]
     lanes: list[LaneNumbers]
     request_histograms: Mapping[str, Histogram]
     """By the name of vLLM's family."""
@@ -101,6 +106,7 @@ def take_snapshot(engine: EngineView, service: ServiceFigures) -> Snapshot:
         faults={str(fault): each.count for fault, each in engine.faults},
         refusals=dict(numbers.refusals),
         tenants={name: each.copied() for name, each in requests.tenants.items()},
+        tenant_loads=engine.tenant_loads(),
         lanes=[each.copied() for each in numbers.lanes.values() if each.target],
         request_histograms={name: each.copy() for name, each in histograms.items()},
     )

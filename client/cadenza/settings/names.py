@@ -5,6 +5,8 @@ from __future__ import annotations
 ENV_PREFIX = "CADENZA_"
 STARTER_OPTIONS = ("host", "port", "executors")
 """Options of the program that starts both services. A service that is started alone ignores them."""
+CLIENT_VARIABLES = ("CADENZA_TOKEN",)
+"""Variables that clients read, and services ignore without a word."""
 
 
 def variable(name: str) -> str:

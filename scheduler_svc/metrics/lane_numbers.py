@@ -9,8 +9,18 @@ from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import SequenceState, StepResult
+from scheduler_svc.core.types import FinishDetail, StepResult
 from scheduler_svc.metrics import buckets
+
+_WITHOUT_TOKEN = frozenset(
+    {
+        FinishDetail.ABORTED,
+        FinishDetail.DEADLINE,
+        FinishDetail.NON_FINITE_LOGITS,
+        FinishDetail.EXECUTOR_ERROR,
+        FinishDetail.NO_ALLOWED_TOKEN,
+    }
+)
 
 
 class LaneNumbers:
@@ -60,13 +70,13 @@ class LaneNumbers:
         self.step_sequences.observe(len(step.decode_slots) + len(step.chunks))
 
     def _took_token(self, sequence: Sequence, now: float, stalled: dict[Sequence, float]) -> bool:
-        """Whether a sequence outside the decode batch has a new token; one that was aborted meanwhile has none."""
+        """Whether a sequence outside the decode batch has a new token; one that failed or was aborted has none."""
         since = stalled.pop(sequence, None)
-        if since is not None:
+        if sequence.finish is not None and sequence.finish.detail in _WITHOUT_TOKEN:
+            return False
+        if since is not None and sequence.num_output_tokens > 1:
             self.token_s.observe(now - since)
-            return True
-        is_first = sequence.num_output_tokens == 1
-        return is_first or (sequence.num_output_tokens > 1 and sequence.state is not SequenceState.FINISHED)
+        return True
 
     def copied(self) -> LaneNumbers:
         """The same numbers, which do not change any more."""

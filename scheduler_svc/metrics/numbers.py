@@ -33,7 +33,7 @@ class EngineNumbers:
         self._core = core
         self._executors = executors
         self._stalled: dict[Sequence, float] = {}
-        """Of unfinished sequences that had output and lost their place in a batch: when their last token came."""
+        """Of unfinished sequences that lost their place in a batch: about when their last token came, if they had any."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -46,12 +46,9 @@ class EngineNumbers:
 
     def on_planned(self, step: PlannedStep) -> None:
         """A step was planned."""
-        # A sequence has output only after a result.
         if step.preempted and (numbers := self.lanes.get(step.plan.executor_id)) is not None:
             last_result_at = numbers.last_result_at
-            for sequence in step.preempted:
-                if sequence.num_output_tokens:
-                    self._stalled[sequence] = last_result_at
+            self._stalled.update(dict.fromkeys(step.preempted, last_result_at))
 
     def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
         """A step's result was applied."""
@@ -70,7 +67,7 @@ class EngineNumbers:
         for group in self._core.groups.values():
             if group.lane_id == executor_id:
                 for sequence in group.sequences:
-                    if sequence.num_output_tokens and sequence.state is not SequenceState.FINISHED:
+                    if sequence.state is not SequenceState.FINISHED:
                         self._stalled[sequence] = numbers.last_result_at
 
     def on_finished(self, sequences: Collection[Sequence]) -> None:

@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 from cadenza.metrics.histogram import Histogram
 
 Kind = Literal["counter", "gauge", "histogram"]
-_SAMPLES_AT_ONCE = 64
+_SAMPLES_AT_ONCE = 100
 _PAUSE_S = 0.0001
 """After so many samples the exporting thread releases the interpreter lock for so long, so that an event loop with work
 takes it: a thread that computes keeps the lock for 5 ms (sys.getswitchinterval)."""
@@ -55,29 +55,40 @@ class Scrape:
 
     def families(self) -> Iterator[Metric]:
         """The families in the order of their definitions."""
+        pace = _Pace()
         for name, definition in self._definitions.items():
             base = name.removesuffix("_total") if definition.kind == "counter" else name
             family = Metric(base, definition.meaning, definition.kind)
-            family.samples = _Samples(self._samples[name])
+            family.samples = _Samples(self._samples[name], pace)
             yield family
+
+
+class _Pace:
+    """Pauses now and then, over all families of a scrape."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def step(self) -> None:
+        """A sample has been written."""
+        self._count += 1
+        if self._count % _SAMPLES_AT_ONCE == 0:
+            time.sleep(_PAUSE_S)
 
 
 class _Samples(list[Sample]):
     """Samples that are made while they are written, with pauses in between."""
 
-    def __init__(self, parts: list[Callable[[], Iterator[Sample]]]) -> None:
+    def __init__(self, parts: list[Callable[[], Iterator[Sample]]], pace: _Pace) -> None:
         super().__init__()
         self._parts = parts
+        self._pace = pace
 
     def __iter__(self) -> Iterator[Sample]:
-        count = 0
         for part in self._parts:
             for sample in part():
                 yield sample
-                count += 1
-                if count % _SAMPLES_AT_ONCE == 0:
-                    time.sleep(_PAUSE_S)
-        time.sleep(_PAUSE_S)
+                self._pace.step()
 
 
 def _text(bound: float) -> str:

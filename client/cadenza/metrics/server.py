@@ -25,6 +25,8 @@ _MAX_CONNECTIONS = 8
 """Further ones are closed at once: a scraper needs one."""
 _SILENCE_S = 5.0
 """A connection that sends nothing for so long, or takes nothing, is closed."""
+_PLAIN = {"HTTP_ACCEPT": "text/plain"}
+"""The text format for all: prometheus_client 0.26 writes OpenMetrics with `vllm_` in place of `vllm:`."""
 _LOOP_TIMEOUT_S = 2.0
 """How long a scrape waits for an event loop that is held."""
 
@@ -140,9 +142,10 @@ def _guarded(app: WSGIApplication, token_file: str | None) -> WSGIApplication:
         if environ.get("PATH_INFO") != "/metrics":
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"the metrics are at /metrics\n"]
-        is_head = environ.get("REQUEST_METHOD") == "HEAD"
+        method = environ["REQUEST_METHOD"]
+        is_head = method == "HEAD"
         try:
-            body = list(app({**environ, "REQUEST_METHOD": "GET"} if is_head else environ, start_response))
+            body = list(app({**environ, "REQUEST_METHOD": "GET" if is_head else method, **_PLAIN}, start_response))
         except TimeoutError:
             start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
             return [b"the event loop does not answer\n"]

@@ -9,7 +9,7 @@ from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import FinishDetail, StepResult
+from scheduler_svc.core.types import FinishDetail, SequenceState, StepResult
 from scheduler_svc.metrics import buckets
 
 _WITHOUT_TOKEN = frozenset(
@@ -76,6 +76,9 @@ class LaneNumbers:
             return False
         if since is not None and sequence.num_output_tokens > 1:
             self.token_s.observe(now - since)
+        if sequence.state is SequenceState.WAITING:
+            # Preempted while this step ran.
+            stalled[sequence] = now
         return True
 
     def copied(self) -> LaneNumbers:

@@ -174,8 +174,10 @@ def test_both_services_agree_on_steps_and_plans(watched: Watched) -> None:
     value = watched.prometheus.value
     num_steps = value('sum(cadenza_executor_answered_plans_total{status="ok"})')
     assert value("sum(cadenza_lane_step_seconds_count)") == value("sum(cadenza_lane_plan_bytes_count)") == num_steps
-    for mine, its in (("step_tokens", "step_tokens"), ("step_sequences", "step_sequences")):
-        assert value(f"sum(cadenza_lane_{mine}_sum)") == value(f"sum(cadenza_executor_{its}_sum)")
+    # Slots of sequences that have failed compute nothing.
+    for name in ("step_tokens", "step_sequences"):
+        planned, computed = value(f"sum(cadenza_lane_{name}_sum)"), value(f"sum(cadenza_executor_{name}_sum)")
+        assert 0.99 * planned < computed <= planned
     assert value("sum(cadenza_executor_session_open)") == value("cadenza_executors_serving") == 2
     assert value("sum(cadenza_lane_step_seconds_sum)") == pytest.approx(
         value('sum(cadenza_executor_step_seconds_sum{phase="total"})')

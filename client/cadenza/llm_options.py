@@ -22,8 +22,12 @@ class LLMOptions(TypedDict, total=False):
     metrics_token_file: str | None
     """File with a bearer token that a scraper must send; it is read again for each scrape."""
 
+    metrics_insecure: bool | None
+    """Let other machines read the metrics without a token, as on a network of containers alone. [default: off]"""
+
     metrics_host: str | None
-    """Address to serve metrics on; beyond loopback it needs --metrics-token-file or --insecure. [default: 127.0.0.1]"""
+    """Address to serve metrics on; beyond loopback it needs --metrics-token-file or --metrics-insecure (or --insecure).
+    [default: 127.0.0.1]"""
 
     simulate: str | None
     """Simulate the model: steps take no time (instant), or the time that a JSON file of step costs gives;

@@ -33,7 +33,7 @@ class EngineNumbers:
         self._core = core
         self._executors = executors
         self._stalled: dict[Sequence, float] = {}
-        """Of unfinished sequences that lost their place in a batch: about when their last token came, if there was one."""
+        """Of unfinished sequences that lost their place in a batch: about when their last token came, if one did."""
 
     @property
     def num_prompt_tokens(self) -> int:

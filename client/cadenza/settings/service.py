@@ -56,11 +56,17 @@ class ServiceSettings(BaseSettings):
         description="File with a bearer token that a scraper must send; it is read again for each scrape.",
         json_schema_extra=about("Logging"),
     )
+    metrics_insecure: bool = Field(
+        False,
+        description="Let other machines read the metrics without a token, as on a network of containers alone.",
+        json_schema_extra=about("Logging"),
+    )
     metrics_host: str = Field(
         "127.0.0.1",
         min_length=1,
         validate_default=True,
-        description="Address to serve metrics on; beyond loopback it needs --metrics-token-file or --insecure.",
+        description="Address to serve metrics on; beyond loopback it needs --metrics-token-file or "
+        "--metrics-insecure (or --insecure).",
         json_schema_extra=about("Logging"),
     )
 
@@ -69,9 +75,11 @@ class ServiceSettings(BaseSettings):
     def _check_metrics_host(cls, value: str, info: ValidationInfo) -> str:
         if info.data.get("metrics_port") is None or _is_loopback(value):
             return value
-        if info.data.get("metrics_token_file") is None and not info.data.get("insecure", False):
+        allowed = info.data.get("metrics_insecure") or info.data.get("insecure")
+        if info.data.get("metrics_token_file") is None and not allowed:
             raise ValueError(
-                f"{value} is beyond loopback: give --metrics-token-file, or --insecure to let anybody read the metrics"
+                f"{value} is beyond loopback: give --metrics-token-file, or --metrics-insecure to let anybody read the "
+                "metrics"
             )
         return value
 

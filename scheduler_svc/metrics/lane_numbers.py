@@ -59,9 +59,12 @@ class LaneNumbers:
             if left > 0:
                 self.num_prompt_tokens += min(chunk.num_tokens, left)
             if chunk.samples and not chunk.sequence.is_beam:
-                num_decoded -= self._took_token(chunk.sequence, now, stalled)
+                num_decoded -= self._took_token(chunk.sequence, now, now - interval_s, stalled)
         if num_decoded > 0:
             self.token_s.observe(interval_s, num_decoded)
+        if stalled:
+            # Preempted while this step ran: their last token came now.
+            stalled.update((sequence, now) for sequence in outputs.sequences if sequence in stalled)
         step_s = result.total_ns / 1e9
         self.step_s.observe(step_s)
         if self.had_work:
@@ -69,15 +72,18 @@ class LaneNumbers:
         self.step_tokens.observe(num_tokens)
         self.step_sequences.observe(len(step.decode_slots) + len(step.chunks))
 
-    def _took_token(self, sequence: Sequence, now: float, stalled: dict[Sequence, float]) -> bool:
-        """Whether a sequence outside the decode batch has a new token; one that failed or was aborted has none."""
-        since = stalled.pop(sequence, None)
+    def _took_token(self, sequence: Sequence, now: float, before: float, stalled: dict[Sequence, float]) -> bool:
+        """Whether a sequence outside the decode batch has a new token; one that failed or was aborted has none.
+
+        before: when the last result was applied.
+        """
+        since = stalled.pop(sequence, before)
         if sequence.finish is not None and sequence.finish.detail in _WITHOUT_TOKEN:
             return False
-        if since is not None and sequence.num_output_tokens > 1:
+        known = sequence.group.spec.known_outputs
+        if sequence.num_output_tokens > 1 + (len(known[sequence.sample_index]) if known else 0):
             self.token_s.observe(now - since)
         if sequence.state is SequenceState.WAITING:
-            # Preempted while this step ran.
             stalled[sequence] = now
         return True
 

@@ -27,32 +27,35 @@ curl http://127.0.0.1:9464/metrics
 docker-compose --profile watch up                      # with Prometheus at 127.0.0.1:9090, Grafana at 127.0.0.1:3000
 ```
 
-`--metrics-port 0` takes free ports, which the services log and keep over restarts. `docs/watch/` has what an operator needs:
-`prometheus.yml` scrapes both services, `alerts.yml` has the alert rules, `dashboard.json` is the Grafana dashboard.
+`--metrics-port 0` takes free ports, which the services log and keep over restarts. `docs/watch/` has what an operator
+needs: `prometheus.yml` scrapes both services, `alerts.yml` has the alert rules, `dashboard.json` is the Grafana
+dashboard.
 
-**Who may read them.** Metrics name models, executors' addresses and tenants; no request, prompt or id is among them. The server
-listens on loopback. Beyond that (`--metrics-host`) it needs `--metrics-token-file FILE`, a bearer token that a scraper sends
-(`authorization: {credentials_file: FILE}` in prometheus.yml) and that is read again for each scrape, or `--metrics-insecure`. The
-link is not encrypted: on a network that others use, put a proxy with TLS before it. At most 8 connections are served at once, and
-one that sends nothing for 5 s is closed.
+**Who may read them.** Metrics name models, executors' addresses and tenants; no request, prompt or id is among them.
+The server listens on loopback. Beyond that (`--metrics-host`) it needs `--metrics-token-file FILE`, a bearer token
+that a scraper sends (`authorization: {credentials_file: FILE}` in prometheus.yml) and that is read again for each
+scrape, or `--metrics-insecure`. The link is not encrypted: on a network that others use, put a proxy with TLS before
+it. At most 8 connections are served at once, and one that sends nothing for 5 s is closed.
 
-**What they cost.** The services add to plain numbers, once for each step and each request, with or without a scraper. A scrape
-copies them on the event loop (0.5 ms with 4 executors and 50 tenants). The text is written in a thread of its own, which lets
-the event loop run after each 100 samples ([0027](decisions/0027-metrics.md)). If the event loop does not run for 2 s, a scrape is answered with 503.
+**What they cost.** The services add to plain numbers, once for each step and each request, with or without a scraper.
+A scrape copies them on the event loop (0.5 ms with 4 executors and 50 tenants). The text is written in a thread of
+its own, which lets the event loop run after each 100 samples ([0027](decisions/0027-metrics.md)). If the event loop
+does not run for 2 s, a scrape is answered with 503.
 
-**Counts never go back** while the process lives: an executor that is lost, restarted or removed keeps its series, by its address.
-What is true of an executor now (gauges) ends with its removal.
+**Counts never go back** while the process lives: an executor that is lost, restarted or removed keeps its series, by
+its address. What is true of an executor now (gauges) ends with its removal.
 
-**Tenants.** Each tenant of the tenants file has a label, all others are `other`, so that no client can create time series.
-Without a file there is one tenant, and its label is empty.
+**Tenants.** Each tenant of the tenants file has a label, all others are `other`, so that no client can create time
+series. Without a file there is one tenant, and its label is empty.
 
 """
 
 VLLM = """## Scheduler: vLLM's names
 
 Routers, autoscalers and dashboards that read vLLM's metrics read these: the old names (`gpu_cache_usage_perc`,
-`gpu_prefix_cache_*`, `time_per_output_token_seconds`) beside those of 0.33. All executors of a scheduler are one engine, `engine="0"`.
-Histograms have vLLM's buckets. Without adapters, `lora_requests_info` has empty lists. The counts include executors that were removed.
+`gpu_prefix_cache_*`, `time_per_output_token_seconds`) beside those of 0.33. All executors of a scheduler are one
+engine, `engine="0"`. Histograms have vLLM's buckets. Without adapters, `lora_requests_info` has empty lists. The
+counts include executors that were removed.
 
 """
 
@@ -66,7 +69,7 @@ PARTS = (
     ),
     ("## Executor\n\n", tuple(each for each in executor.DEFINITIONS if each not in executor.LOOP_DEFINITIONS)),
     (
-        "## Both services\n\nBeside these, `process_*`: CPU time, memory, file descriptors and the time of the start.\n\n",
+        "## Both services\n\nBeside these, `process_*`: CPU time, memory, file descriptors, time of the start.\n\n",
         executor.LOOP_DEFINITIONS,
     ),
 )

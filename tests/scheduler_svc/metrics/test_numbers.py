@@ -83,7 +83,7 @@ async def test_a_lost_executor_leaves_a_long_interval_and_no_host_gap() -> None:
         assert lane.num_sessions_ended == 1
         assert lane.token_s.num_values == 40 - 1
         assert lane.token_s.total == pytest.approx(seconds([live], "first_token_ns", "end_ns"))
-        assert lane.gap_s.total == pytest.approx(0, abs=1e-6)
+        assert lane.gap_s.cumulative((0.1,))[0] == lane.gap_s.num_values > 0
 
 
 async def test_an_idle_executor_has_no_host_gap_and_a_late_plan_has_one() -> None:

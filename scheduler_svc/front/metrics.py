@@ -68,6 +68,7 @@ class SchedulerMetrics:
             num_streams=front.num_streams,
             num_kept_bytes=engine.kept.num_bytes,
             prefix_caching=front.config.enable_prefix_caching,
+            wall_time_s=engine.clock.wall_time_ns() / 1e9,
             loop_lag=self._lag.histogram.copy(),
             max_loop_lag_s=self._lag.max_s,
             plan_bytes=tuple((port.target, port.plan_bytes.copy()) for port in self._ports),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -102,7 +101,7 @@ def _add_vllm(result: Scrape, snapshot: Snapshot) -> None:
         add("admission_rejections_total", count, limit)
     _add_vllm_histograms(result, snapshot, engine)
     # The time is of no use without adapters, but its readers take the newest sample.
-    result.add("vllm:lora_requests_info", time.time(), "0", "", "")
+    result.add("vllm:lora_requests_info", snapshot.service.wall_time_s, "0", "", "")
     if model is not None:
         caching = str(snapshot.service.prefix_caching)
         numbers = (model.block_size, load.num_device_blocks, load.num_host_blocks)

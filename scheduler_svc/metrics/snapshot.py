@@ -60,6 +60,8 @@ class ServiceFigures:
     num_streams: int
     num_kept_bytes: int
     prefix_caching: bool
+    wall_time_s: float
+    """Unix time."""
     loop_lag: Histogram
     max_loop_lag_s: float
     plan_bytes: tuple[tuple[str, Histogram], ...]

@@ -48,7 +48,7 @@ def test_no_token_and_it_is_not_shown(token: Any) -> None:
 
 def test_a_file_without_a_token_is_named(tmp_path: Path) -> None:
     (tmp_path / "two").write_text("one\ntwo\n")
-    with pytest.raises(OptionError, match="option token-file: .*two: must hold one token"):
+    with pytest.raises(OptionError, match=r"option token-file: .*two: must hold one token"):
         read_token(str(tmp_path / "two"))
     with pytest.raises(OptionError, match=r"option token-file: .*none: no such file"):
         read_token(str(tmp_path / "none"))

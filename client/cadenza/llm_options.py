@@ -136,8 +136,13 @@ class LLMOptions(TypedDict, total=False):
     """Maximum tokens of one prompt in a step, so that a long prompt leaves budget for others; 0: the whole budget.
     [default: 0]"""
 
+    tenants: str | None
+    """TOML file of the tenants: tokens, weights and limits, read again when it changes; every call needs a token then;
+    docs/tenants.md. Without it there is one tenant, and no call needs a token."""
+
     max_queued_requests: int | None
-    """Maximum waiting requests; further ones are rejected with RESOURCE_EXHAUSTED. [default: 1024]"""
+    """Maximum waiting requests; further ones are rejected with RESOURCE_EXHAUSTED. With --tenants each tenant may have
+    as many as there are free places: one alone half of these. [default: 1024]"""
 
     max_resume_grace_s: float | None
     """Longest time for which a request runs on and its results are kept after its stream was lost; a larger
@@ -149,10 +154,8 @@ class LLMOptions(TypedDict, total=False):
 
     order: Literal["fcfs", "priority", "fair", "sjf"] | None
     """Which request goes first; fcfs: the oldest; priority: the smallest priority, which also preempts larger ones;
-    fair: one of the least-served tenant; sjf: the shortest expected output. [default: fcfs]"""
-
-    tenant_weights: str | None
-    """Weights of tenants for --order fair, as in gold=4,free=1; 1 for all others."""
+    fair: one of the least-served tenant, and the default with --tenants; sjf: the shortest expected output. [default:
+    fcfs]"""
 
     max_wait_s: float | None
     """A request that arrived longer ago goes first in every order; without it, orders other than fcfs may let a request

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
+import sys
 
 import grpc
 import pytest
@@ -283,3 +285,33 @@ async def test_an_admin_call_of_the_library_is_refused_by_name(file):
         with pytest.raises(PermissionDeniedError, match="a tenant with admin = true"):
             async with watch_steps(client):
                 pass
+
+
+async def command(*words, **environment):
+    """The exit code of a process, and what it wrote to stderr."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", *words, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    _, errors = await process.communicate()
+    return process.returncode, errors.decode()
+
+
+async def test_commands_say_which_token_is_missing(file):
+    where = "--token-file FILE or CADENZA_TOKEN"
+    async with serving(file) as w:
+        to = ("--target", w.target)
+        found = await asyncio.gather(
+            command("cadenza", "drain", *to),
+            command("cadenza", "top", "--once", *to, CADENZA_TOKEN=token("gold", 1)),
+            command("cadenza", "executors", "list", *to, CADENZA_TOKEN=token("gold")),
+            command("cadenza", "top", "--once", *to, CADENZA_TOKEN=token("gold")),
+            command("scheduler_svc", "--tenants", str(file.with_name("none")), "--listen", "127.0.0.1:0"),
+        )
+    assert [code for code, _ in found] == [1] * 5
+    drain, wrong, listed, top, service = [errors for _, errors in found]
+    assert drain == f"cadenza: {NEEDS_TOKEN} (give one with {where})\n"
+    assert wrong == f"cadenza: {NEEDS_TOKEN} (that of {where} is unknown or revoked)\n"
+    assert listed.endswith(f"a tenant with admin = true (give an admin's with {where})\n")
+    assert top.endswith(f"a tenant with admin = true (give an admin's with {where})\n")
+    assert re.search(r"error: --tenants .*none: no such file or directory\n", service)

@@ -258,9 +258,8 @@ class SchedulerConfig(ServiceSettings):
     @classmethod
     def _check_queue_limit(cls, value: int, info: ValidationInfo) -> int:
         batch_size = info.data.get("batch_size", 1)
-        most = value if info.data.get("tenants") is None else value // 2  # of one tenant alone
-        if info.data.get("batching") == "static" and most < batch_size:
+        if info.data.get("batching") == "static" and value < batch_size:
             raise ValueError(
-                f"{most} requests at most may wait, so a static batch of batch_size {batch_size} never fills"
+                f"{value} requests at most may wait, so a static batch of batch_size {batch_size} never fills"
             )
         return value

@@ -52,7 +52,7 @@ def _tenant_info(load: TenantLoad) -> pb.TenantInfo:
         num_running=load.num_running,
         num_queued_tokens=load.num_queued_tokens,
         num_output_tokens=load.num_output_tokens,
-        num_rejected=load.rejections.total(),
+        num_rejected=load.num_rejected,
         weight=load.weight,
     )
 

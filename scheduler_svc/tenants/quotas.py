@@ -79,6 +79,11 @@ class Usage:
         """Requests refused since the start, by the limit that was reached."""
         self.bucket: TokenBucket | None = None
 
+    @property
+    def num_rejected(self) -> int:
+        """Number of refused requests."""
+        return self.rejections.total()
+
     def leave_queue(self, request_id: str) -> None:
         """A request has begun to run, or ended before."""
         self.num_queued_tokens -= self.queued.pop(request_id, 0)
@@ -96,6 +101,11 @@ class TenantLoad:
     rejections: Counter[str]
     """Refused requests by the limit that was reached."""
     weight: float
+
+    @property
+    def num_rejected(self) -> int:
+        """Number of refused requests."""
+        return self.rejections.total()
 
 
 class Quotas:

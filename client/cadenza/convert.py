@@ -101,7 +101,6 @@ def resume_to_proto(
     num_prompt_logprobs = len(total.prompt_logprobs or ())
     return generation_pb2.GenerateRequest(
         request_id=request.request_id,
-        tenant=request.tenant,
         output_mode=request.output_mode,
         return_prompt_token_ids=request.return_prompt_token_ids and received.prompt_token_ids is None,
         resume=generation_pb2.ResumePoint(positions=positions, prompt_logprobs_start=num_prompt_logprobs),

@@ -16,6 +16,7 @@ from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import ExecutorState, Load, ModelDescription
 from scheduler_svc.requests.fields import ChatFields, OutputMode, PromptFields, RequestFields
 from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields
+from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
 
 _OUTPUT_MODES = {
     pb.OUTPUT_MODE_UNSPECIFIED: OutputMode.DELTA,
@@ -46,12 +47,12 @@ _TOKEN_LISTS = frozenset({"allowed_token_ids", "stop_token_ids"})
 _LONG_BYTES = 64 * 1024
 """A longer request is converted in slices."""
 _LONG_BIASES = 1024
-_FIELDS_BESIDE_RESUME = frozenset({"request_id", "tenant", "resume", "output_mode", "return_prompt_token_ids"})
+_FIELDS_BESIDE_RESUME = frozenset({"request_id", "resume", "output_mode", "return_prompt_token_ids"})
 
 
-def request_fields(message: pb.GenerateRequest) -> RequestFields:
-    """Return the fields of a GenerateRequest, without checks."""
-    return run_at_once(fields_in_slices(message))
+def request_fields(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) -> RequestFields:
+    """Return the fields of a GenerateRequest of this tenant, without checks."""
+    return run_at_once(fields_in_slices(message, tenant))
 
 
 def is_long(message: pb.GenerateRequest) -> bool:
@@ -59,8 +60,8 @@ def is_long(message: pb.GenerateRequest) -> bool:
     return message.ByteSize() > _LONG_BYTES
 
 
-def fields_in_slices(message: pb.GenerateRequest) -> Work[RequestFields]:
-    """Return the fields of a GenerateRequest, without checks: with a pause after each slice of a long one."""
+def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) -> Work[RequestFields]:
+    """Return the fields of a tenant's GenerateRequest, without checks: with a pause after each slice of a long one."""
     if is_long(message):
         yield
     body = message.SerializeToString(deterministic=True)
@@ -72,7 +73,8 @@ def fields_in_slices(message: pb.GenerateRequest) -> Work[RequestFields]:
         sampling = yield from _sampling_in_slices(message.sampling_params)
     return RequestFields(
         request_id=message.request_id,
-        tenant=message.tenant,
+        tenant=tenant.name,
+        shared_prefixes=tenant.shared_prefixes,
         prompt=prompt,
         sampling=sampling,
         timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
@@ -93,9 +95,9 @@ def fields_in_slices(message: pb.GenerateRequest) -> Work[RequestFields]:
     )
 
 
-def fields_from_body(body: bytes) -> RequestFields:
-    """Return the fields of a serialized GenerateRequest."""
-    return request_fields(pb.GenerateRequest.FromString(body))
+def fields_from_body(body: bytes, tenant: Tenant = ONLY_TENANT) -> RequestFields:
+    """Return the fields of a serialized GenerateRequest of this tenant."""
+    return request_fields(pb.GenerateRequest.FromString(body), tenant)
 
 
 def prompt_in_slices(parts: Iterable[types_pb2.PromptPart]) -> Work[tuple[PromptFields, ...]]:

@@ -68,7 +68,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         try:
             check_request_id(request.request_id)
             check_limits(request)
-            aborted = self._front.engine.abort(request.tenant, request.request_id)
+            aborted = self._front.engine.abort("", request.request_id)
             await self._front.engine.journal.flushed()
         except (RequestRejectedError, JournalUnavailableError) as exc:
             await abort_with(context, exc)

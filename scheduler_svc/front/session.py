@@ -197,11 +197,11 @@ class Session:
             self._report("", exc, done=True)
             return
         entry = self._entries.get(request.request_id)
-        if entry is not None and entry.reader is None and entry.fields.tenant == request.tenant:
+        if entry is not None and entry.reader is None:
             self._fail(entry, AbortedEarlyError("aborted before it began"))
         else:
             # An unknown request has finished already: its last output is sent or about to be.
-            self._front.engine.abort(request.tenant, request.request_id)
+            self._front.engine.abort("", request.request_id)
 
     # --- output ------------------------------------------------------------------------------------------------------
 

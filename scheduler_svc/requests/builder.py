@@ -141,6 +141,7 @@ class RequestBuilder:
             uses_prefix_cache=fields.enable_prefix_caching,
             priority=fields.sampling.priority,
             tenant=fields.tenant,
+            shared_prefixes=fields.shared_prefixes,
             expected_output_tokens=fields.expected_output_tokens,
         )
         limits = [] if fields.timeout_s is None else [fields.timeout_s]

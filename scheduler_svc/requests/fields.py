@@ -42,6 +42,9 @@ class RequestFields:
 
     request_id: str = ""
     tenant: str = ""
+    """Name of the tenant, which the call's token states."""
+    shared_prefixes: str = ""
+    """As in RequestSpec."""
     prompt: tuple[PromptFields, ...] = ()
     sampling: SamplingFields = field(default_factory=SamplingFields)
     timeout_s: float | None = None

@@ -109,7 +109,6 @@ class CadenzaTarget:
             request_id=next(self._ids),
             prompt=[part],
             sampling_params=params,
-            tenant=shape.tenant,
             cache_salt=self._cache_salt,
         )
 

@@ -79,7 +79,7 @@ class _Stream:
             await ended
         except asyncio.CancelledError:
             self._open.pop(request.request_id, None)
-            abort = generation_pb2.AbortRequest(request_id=request.request_id, tenant=request.tenant)
+            abort = generation_pb2.AbortRequest(request_id=request.request_id)
             self._send(generation_pb2.SessionRequest(abort=abort))
             raise
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad
+from cadenza.info import ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import Prompt
@@ -165,7 +165,16 @@ def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> Ser
         uptime_s=message.uptime_s,
         draining=message.draining,
         resident_bytes=message.resident_bytes,
+        tenants=[TenantInfo(**_same_names(TenantInfo, tenant)) for tenant in message.tenants],
+        faults=[_fault(fault) for fault in message.faults],
     )
+
+
+def _fault(message: generation_pb2.FaultCount) -> FaultCount:
+    known = message.kind in generation_pb2.FaultKind.values()
+    name = generation_pb2.FaultKind.Name(message.kind) if known else f"fault {message.kind}"
+    kind = name.removeprefix("FAULT_KIND_").lower()
+    return FaultCount(kind, message.count, message.last_age_s, message.last_executor)
 
 
 def _same_names(kind: Any, message: object) -> dict[str, Any]:

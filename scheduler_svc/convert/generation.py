@@ -10,6 +10,7 @@ from cadenza.slices import Work, run_at_once, to_list
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
+from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, SampleChunk
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
@@ -174,6 +175,20 @@ def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
         num_cached_host_blocks=value.num_cached_host_blocks,
         num_prefix_host_hits=value.num_prefix_host_hits,
     )
+
+
+def fault_counts(faults: Faults) -> list[pb.FaultCount]:
+    """Return the kinds of faults that have occurred, in the order of `Fault`."""
+    return [
+        pb.FaultCount(
+            kind=pb.FaultKind.Value(f"FAULT_KIND_{fault.name}"),
+            count=each.count,
+            last_age_s=faults.last_age_s(fault),
+            last_executor=each.last_executor,
+        )
+        for fault, each in faults
+        if each.count
+    ]
 
 
 def executor_info(state: ExecutorState) -> pb.ExecutorInfo:

@@ -98,6 +98,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             uptime_s=engine.uptime_s,
             draining=engine.draining,
             resident_bytes=resident_bytes(),
+            faults=convert.fault_counts(engine.faults),
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:

@@ -409,10 +409,10 @@ def test_tenants_and_faults_have_a_screen():
         "team-0        0        1      12.5        0            900       4",
         "team-1        2        1      12.5        7            900       4",
         "",
-        "fault           count        last  executor",
-        "request failed      4    12 s ago    host:1",
-        "executor lost       3   3 min ago    host:1",
-        "step failed         5     2 h ago    host:1",
+        "fault           count       last  executor",
+        "request failed      4   12 s ago    host:1",
+        "executor lost       3  3 min ago    host:1",
+        "step failed         5    2 h ago    host:1",
         "",
     ]
     red = [line.plain for line in view_of(shared())._lines(80, 23, Page.TENANTS) if "red" in str(line.spans)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import grpc
 
 from cadenza.stop_signals import StopSignals
+from cadenza.telemetry.otlp import Traces, TracesError
 from cadenza.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
@@ -81,7 +83,8 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
         # Before the model is loaded, so that a port in use is reported at once; connections wait until the server
         # starts.
         address = bind(server, config.listen, default_port=EXECUTOR_PORT)
-    except OSError as exc:
+        traces = open_traces(config, address)
+    except (OSError, TracesError) as exc:
         report(str(exc))
         return 1, True
     described: Future[Description] = Future()
@@ -90,7 +93,7 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     try:
         if await _wait_until_loaded(signals.stop, worker, report):
             with _watchdog(worker, config.step_timeout_s):
-                services = await add_services(server, worker, described.result())
+                services = await add_services(server, worker, described.result(), spans=traces)
                 code = await _serve_until(signals.stop, server, worker, address, report)
                 if code == 0:
                     await services.finish(config.drain_timeout_s, signals.at_once)
@@ -98,7 +101,17 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
             code = 0 if signals.stop.is_set() else 1
     finally:
         ended = await _stop(server, worker)
+        if traces is not None:
+            traces.close()
     return code, ended
+
+
+def open_traces(config: ExecutorConfig, address: str) -> Traces | None:
+    """What sends the spans of steps; None: nothing does. Raises TracesError."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    version = importlib.metadata.version("cadenza")
+    return Traces(config.otlp_traces_endpoint, "cadenza-executor", version=version, instance=address)
 
 
 async def _stop(server: grpc.aio.Server, worker: Worker) -> bool:

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cadenza.stop_signals import StopSignals
+from cadenza.telemetry.otlp import Traces, TracesError
 from cadenza.transport import MAX_RECEIVED_BYTES, SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
@@ -65,7 +66,7 @@ class Service:
     """The scheduler service on one event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Raises JournalError for a journal that cannot be used."""
+        """Raises JournalError for a journal that cannot be used, TracesError if traces cannot be sent."""
         self._config = config
         clock = SystemClock()
         self._journal: SchedulerJournal | None = None
@@ -76,8 +77,18 @@ class Service:
         self._recording = ExitStack()
         core, self._record = self._recording.enter_context(recorded_core(config))
         writer = None if self._journal is None else self._journal.writer
+        self._traces: Traces | None = None
+        if config.otlp_traces_endpoint is not None:
+            about = {"version": _version(), "instance": self._scheduler_id}
+            self._traces = Traces(config.otlp_traces_endpoint, "cadenza-scheduler", **about)
         self._engine = Engine(
-            config, core, clock, connect=self._connect, release_memory=release_free_memory, journal=writer
+            config,
+            core,
+            clock,
+            connect=self._connect,
+            release_memory=release_free_memory,
+            journal=writer,
+            spans=self._traces,
         )
         self._discovery = Discovery(self._engine.executors, executor_entries(config.executor))
         if writer is not None:
@@ -183,6 +194,8 @@ class Service:
         await self._server.stop(_STOP_GRACE_S)
         await self._discovery.stop()
         await self._engine.stop()
+        if self._traces is not None:
+            self._traces.close()
         self._recording.close()
         for port in self._ports:
             await port.aclose()
@@ -219,6 +232,9 @@ async def serve(
         service = Service(config)
     except JournalError as exc:
         report(f"--journal {exc}")
+        return EXIT_FAILED
+    except TracesError as exc:
+        report(str(exc))
         return EXIT_FAILED
     try:
         address = await service.start()

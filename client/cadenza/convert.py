@@ -10,6 +10,7 @@ from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
+from cadenza.telemetry.trace_context import current_traceparent
 from cadenza.v1 import generation_pb2, types_pb2
 
 _DEFAULTS = SamplingParams()
@@ -81,6 +82,7 @@ def request_to_proto(
         cache_salt=(prompt.cache_salt or "").encode(),
         enable_prefix_caching=None if enable_prefix_caching else False,
         resume_grace_s=resume_grace_s or None,
+        traceparent=current_traceparent(),
     )
 
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from cadenza.telemetry.spans import SpanSink
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DrainingError,
@@ -37,6 +38,7 @@ from scheduler_svc.engine.live_request import Listener, LiveRequest, record_plan
 from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
+from scheduler_svc.engine.tracing.request_traces import request_traces
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.model_change import ModelChange
 from scheduler_svc.plan_loop.ports import (
@@ -64,10 +66,12 @@ class Engine:
         connect: Connect | None = None,
         release_memory: Callable[[], None] | None = None,
         journal: Journal | None = None,
+        spans: SpanSink | None = None,
     ) -> None:
         """connect: gives the ports of executors that are added by their address.
 
         release_memory: returns free memory to the operating system; called when most of it has become free.
+        spans: gets the spans of requests; None: requests are not traced.
         """
         self.journal: Journal = journal or NoJournal()
         self._config = config
@@ -75,6 +79,7 @@ class Engine:
         self.clock = clock
         self.faults = Faults(clock)
         self.executors = ExecutorSet(core, config, clock, self, self.faults, connect)
+        self._traces = request_traces(clock, spans, self.executors)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(
@@ -121,6 +126,7 @@ class Engine:
             self.abort(tenant, request_id)
         self.kept.stop()
         self._log.stop()
+        self._traces.stop()
         self.restored.stop()
         self._freed_memory.stop()
         await self.executors.stop()
@@ -201,6 +207,7 @@ class Engine:
             if sample.finish is not None:
                 self._core.stop_sample(spec.key, index)
         self._live[spec.key] = live
+        self._traces.begin(live)
         self._freed_memory.on_arrival(spec)
         self._idle.clear()
         self._deadlines.set(live.request)
@@ -226,6 +233,7 @@ class Engine:
 
     def listen(self, live: LiveRequest, listener: Listener) -> None:
         """Attach a stream to a request; it takes the place of the request's present stream."""
+        self._traces.on_attached(live)
         live.subscribe(listener)
         self.kept.on_attached(live)
 
@@ -315,7 +323,9 @@ class Engine:
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""
         self._recorder.on_planned(step.plan)
-        started, moved = record_planned(step, self._live, self.clock.monotonic_ns())
+        now_ns = self.clock.monotonic_ns()
+        started, moved = record_planned(step, self._live, now_ns)
+        self._traces.on_planned(step, self._live, now_ns)
         for live in started:
             self.journal.on_started(live)
         if moved:
@@ -327,6 +337,7 @@ class Engine:
         """Record the step for the log; returns the call that records it for watches, with its first tokens."""
         if step.chunks:
             self._log.on_applied(step)
+        self._traces.on_applied(step, result, outputs, self._live, now)
         if not self._recorder.watches:
             return None
         contexts = context_lens(self._core.lanes[step.plan.executor_id], step, applied=set(outputs.sequences))
@@ -335,6 +346,7 @@ class Engine:
     def on_session_ended(self, executor_id: int) -> None:
         """Forget what was recorded for the plans in flight."""
         self._recorder.on_session_ended(executor_id)
+        self._traces.on_session_ended(executor_id, self._live.values())
 
     async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
         """Let the front prepare for a changed model; returns the call that adopts it. Raises ModelRefusedError."""
@@ -342,19 +354,18 @@ class Engine:
 
     def _adopt_model(self, change: ModelChange, prepared: PreparedModel) -> None:
         """Serve the changed model, and end the requests that cannot go on with it; their output stays readable."""
-        unfinished = list(self._live.values())
-        errors = self.served_model.adopt(change, prepared, [live.request for live in unfinished])
-        for live, error in zip(unfinished, errors, strict=True):
-            if error is not None:
-                self.fail(live, error)
+        self._end_misfits(partial(self.served_model.adopt, change, prepared))
         if not change.same_numerics:
             self.journal.on_other_numerics(change.after)
 
     def on_limits(self, model: ModelDescription) -> None:
         """Check new requests against other limits, and end the unfinished ones that no executor can hold any more."""
+        self._end_misfits(partial(self.served_model.adopt_limits, model))
+
+    def _end_misfits(self, adopt: Callable[[list[EngineRequest]], list[Exception | None]]) -> None:
+        """Adopt a model or limits, and end the unfinished requests for which that gives an error."""
         unfinished = list(self._live.values())
-        errors = self.served_model.adopt_limits(model, [live.request for live in unfinished])
-        for live, error in zip(unfinished, errors, strict=True):
+        for live, error in zip(unfinished, adopt([live.request for live in unfinished]), strict=True):
             if error is not None:
                 self.fail(live, error)
 
@@ -377,6 +388,7 @@ class Engine:
         self.journal.on_ended(live)
         self.restored.on_ended(live)
         self._log.on_ended(live)
+        self._traces.on_ended(live)
         if live.failed:
             self.faults.record(Fault.REQUEST_FAILED)
         if not self.kept.on_finished(live):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
@@ -41,6 +42,24 @@ class ServiceSettings(BaseSettings):
         description="TOML file of options by these names; what stands in arguments or environment goes before it.",
         json_schema_extra=about("Basics"),
     )
+    log_format: Literal["text", "json"] = Field(
+        "text",
+        description="Lines of text, or one JSON object a line with the ids that the line is about; docs/tracing.md.",
+        json_schema_extra=about("Logging"),
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="OTLP/gRPC URL of an OpenTelemetry collector, such as http://127.0.0.1:4317, that gets a trace of "
+        "each request; default: none. Needs the extra otel; docs/tracing.md.",
+        json_schema_extra=about("Logging"),
+    )
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _check_endpoint(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^/\s]+/?", value):
+            raise ValueError("must be http://HOST:PORT or https://HOST:PORT of an OTLP/gRPC collector")
+        return value
 
     @classmethod
     def settings_customise_sources(

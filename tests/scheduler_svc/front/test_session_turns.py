@@ -32,6 +32,9 @@ class Quiet:
     def detach(self, *_: object, handed_over: bool) -> None:
         """Nothing runs."""
 
+    def caller_span(self, _: object) -> None:
+        """Nothing is traced."""
+
     def log_refused(self, *_: object) -> None:
         """Nothing is logged."""
 

@@ -102,7 +102,7 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     finally:
         ended = await _stop(server, worker)
         if traces is not None:
-            traces.close()
+            await asyncio.to_thread(traces.close)
     return code, ended
 
 

@@ -195,7 +195,7 @@ class Service:
         await self._discovery.stop()
         await self._engine.stop()
         if self._traces is not None:
-            self._traces.close()
+            await asyncio.to_thread(self._traces.close)
         self._recording.close()
         for port in self._ports:
             await port.aclose()

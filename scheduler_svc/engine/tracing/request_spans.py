@@ -10,7 +10,7 @@ from __future__ import annotations
 from cadenza.telemetry.spans import EXECUTOR, STEP_ID, Span, Value, decode_step_has_span, step_ids
 from scheduler_svc.core.types import Sampling
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.request_trace import Interruption, RequestTrace, Stay, TracedStep
+from scheduler_svc.engine.request_trace import RequestTrace, Stay, TracedStep
 
 _MAX_DECODE_LINKS = 64
 
@@ -35,14 +35,10 @@ def request_span(live: LiveRequest, trace: RequestTrace, *, model: str, to_wall_
         phases.append(Span("prefill", first_plan_ns, first_token_ns, _prefill_attributes(live, trace)))
     if times.first_token_ns:
         phases.append(_decode_span(trace, first_token_ns, end_ns))
-    for phase in phases:
-        is_last = phase is phases[-1]
-        for step in trace.steps:
-            if phase.start_ns <= step.planned_ns < phase.end_ns:
-                phase.children.append(_step_span(step))
-        for each in trace.interruptions:
-            if phase.start_ns <= each.start_ns and (each.start_ns < phase.end_ns or is_last):
-                phase.children.append(_interruption_span(each, end_ns))
+    for step in trace.steps if phases else ():
+        _phase_at(phases, step.planned_ns).children.append(_step_span(step, first_plan_ns))
+    for each in trace.interruptions if phases else ():
+        _phase_at(phases, each.start_ns).children.append(Span(each.name, each.start_ns, each.end_ns or end_ns))
     root.children += phases
     _shift(root, to_wall_ns)
     return root
@@ -113,14 +109,15 @@ def _decode_steps(stay: Stay) -> list[int]:
     return [step_id for step_id in steps if decode_step_has_span(step_id)]
 
 
-def _step_span(step: TracedStep) -> Span:
+def _phase_at(phases: list[Span], time_ns: int) -> Span:
+    return next((phase for phase in phases if time_ns < phase.end_ns), phases[-1])
+
+
+def _step_span(step: TracedStep, first_plan_ns: int) -> Span:
     about = _of_step(step) | {"cadenza.step.num_tokens": step.num_tokens, "cadenza.step.device_s": step.device_ns / 1e9}
     link = (step_ids(step.executor.incarnation, step.step_id), _of_step(step))
-    return Span("step", step.planned_ns, step.applied_ns, about, links=[link])
-
-
-def _interruption_span(interruption: Interruption, end_ns: int) -> Span:
-    return Span(interruption.name, interruption.start_ns, interruption.end_ns or end_ns)
+    # The first plan counts from the moment when it was complete, and a step from the moment when planning began.
+    return Span("step", max(step.planned_ns, first_plan_ns), step.applied_ns, about, links=[link])
 
 
 def _of_step(step: TracedStep) -> dict[str, Value]:

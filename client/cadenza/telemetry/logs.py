@@ -115,7 +115,7 @@ def _log_uncaught(logger: logging.Logger) -> None:
     """Log what Python would print to stderr as text: exceptions that nothing catches."""
 
     def in_main(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        logger.critical("an exception was not caught", exc_info=(kind, error, trace))
+        logger.critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and not issubclass(args.exc_type, SystemExit):

@@ -74,7 +74,17 @@ def sample(name: str, owners: list[str]) -> Any:
     field = next(iter(configs.values())).model_fields[name]
     default = field.get_default()
     required = {"model": "m", "config": None}
-    for value in (*choices_of(field.annotation), not default, 3, 32, 600, 0.25, "gold=4", "some/text"):
+    for value in (
+        *choices_of(field.annotation),
+        not default,
+        3,
+        32,
+        600,
+        0.25,
+        "gold=4",
+        "some/text",
+        "http://127.0.0.1:4317",
+    ):
         if value == default or isinstance(value, bool) != (field.annotation is bool):
             continue
         try:

@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, 
 
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import about, help_text
-from cadenza.settings.names import ENV_PREFIX, STARTER_OPTIONS, flag, variable
+from cadenza.settings.names import ENV_PREFIX, OF_OTHERS, flag, variable
 from cadenza.spelling import misspelling_of, suggestion
 
 
@@ -128,7 +128,7 @@ def ignored_settings(config: ServiceSettings, environment: Mapping[str, str]) ->
     for given in sorted(environment):
         if given.upper().startswith(ENV_PREFIX) and given.upper() not in variables:
             name = given.upper().removeprefix(ENV_PREFIX)
-            if name.lower() not in STARTER_OPTIONS and (meant := misspelling_of(name, known)):
+            if name.lower() not in OF_OTHERS and (meant := misspelling_of(name, known)):
                 yield f"{given} in the environment is not an option; did you mean {ENV_PREFIX}{meant}?"
             else:
                 others.append(given)

@@ -116,8 +116,9 @@ protos: $(VENV)/.installed-dev ## make the Python stubs and docs/api from the pr
 	@$(PY) protos/generate.py
 	@$(PY) protos/generate_docs.py
 
-docs: $(VENV)/.installed-dev ## make the pages again that are made from code: docs/options.md, docs/scheduler.md, docs/api
+docs: $(VENV)/.installed-dev ## make the pages again that are made from code: docs/options.md, docs/metrics.md, docs/scheduler.md, docs/api
 	@$(PY) docs/generate_options.py
+	@$(PY) docs/generate_metrics.py
 	@$(PY) docs/generate_scheduler.py
 	@$(PY) protos/generate_docs.py
 

@@ -59,7 +59,8 @@ def main() -> int:
     from scheduler_svc.app import serve
 
     # Without a file to read again, SIGHUP ends the process, as when its terminal is closed.
-    has_files = config.config is not None or bool(executor_entries(config.executor).files)
+    files = (config.config, config.tenants)
+    has_files = any(files) or bool(executor_entries(config.executor).files)
     reread = (lambda: read_config(sys.argv[1:])) if has_files else None
     code = uvloop.run(serve(config, fail, reread))
     # A thread may still be importing or tokenizing, and a normal exit would wait for it.

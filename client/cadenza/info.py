@@ -125,7 +125,7 @@ class FaultCount:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server's version, options and state."""
+    """A server's version, options and state. A tenant without admin sees its own part, and no executors."""
 
     version: str
     protocol_version: int

@@ -82,7 +82,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         self._description = description_to_wire(description)
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
-        self._leases = Leases(silence_s)
+        self.leases = Leases(silence_s)
         self._spans = spans
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
@@ -103,7 +103,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         """Open a session, then answer plans in order until the scheduler half-closes or a newer stream fences it."""
         lease: Lease | None = None
         try:
-            lease = self._leases.take(await self._opening(request_iterator), context.peer())
+            lease = self.leases.take(await self._opening(request_iterator), context.peer())
             lease.serving = asyncio.create_task(self._serve(lease, request_iterator, context))
             await lease.serving
         except Refusal as refusal:
@@ -112,11 +112,11 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             if lease is None or lease.refusal is None:
                 raise
             # Released first: the status cannot be sent while the scheduler reads nothing.
-            self._leases.release(lease)
+            self.leases.release(lease)
             await _abort(context, lease.refusal)
         finally:
             if lease is not None:
-                self._leases.release(lease)
+                self.leases.release(lease)
 
     async def finish(self, timeout_s: float, at_once: asyncio.Event) -> None:
         """Answer the steps that run, report to the scheduler that this executor stops, refuse other sessions.
@@ -126,12 +126,12 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         give it an error in place of the status.
         """
         refusal = Refusal(grpc.StatusCode.UNAVAILABLE, "the executor stops")
-        self._leases.close(refusal)
+        self.leases.close(refusal)
         finished = asyncio.wrap_future(self._worker.finish())
         stopping = asyncio.create_task(at_once.wait())
         await asyncio.wait((finished, stopping), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        lease = self._leases.current
+        lease = self.leases.current
         if lease is not None and lease.serving is not None:
             lease.announce_stop()
             await asyncio.wait((lease.serving,), timeout=_LAST_RESULTS_S)

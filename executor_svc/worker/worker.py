@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from executor_svc.plan.plan import InvalidPlan, Limits, StepPlan, StepResult, StepStatus, StepTimings
+from executor_svc.worker.step_numbers import StepNumbers
 from executor_svc.worker.trace_requests import StartTrace, TraceRequests
 
 _log = logging.getLogger(__name__)
@@ -174,6 +175,8 @@ class Worker:
         self._running: tuple[int, int] | None = None
         self._last_completed = 0
         self._tracing = TraceRequests()
+        self.numbers = StepNumbers()
+        """Counts and times of the steps; changed on the device thread."""
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
 
     def start(self) -> None:
@@ -289,7 +292,9 @@ class Worker:
                     self._tracing.before_step(executor.start_trace)
                 begun.append(self._begin(executor, item))
             else:
-                self._answer(item.step, self._finish(executor, item))
+                result = self._finish(executor, item)
+                self.numbers.on_result(result)
+                self._answer(item.step, result)
                 self._tracing.after_step()
                 ended_ns = time.monotonic_ns()
             # A step that was launched ahead starts when the one before it has ended.

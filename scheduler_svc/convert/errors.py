@@ -21,6 +21,7 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.journal import JournalUnavailableError
+from scheduler_svc.tenants.errors import AdminNeededError, UnauthenticatedError
 
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 1000
@@ -61,6 +62,8 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     JournalUnavailableError: grpc.StatusCode.UNAVAILABLE,
     UnknownExecutorError: grpc.StatusCode.NOT_FOUND,
     ExecutorExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    AdminNeededError: grpc.StatusCode.PERMISSION_DENIED,
     LastExecutorError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 

@@ -12,6 +12,8 @@ requests.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
@@ -256,6 +258,10 @@ class Scheduler:
     def drain(self, draining: bool) -> None:
         """Start or end draining: while draining, batching policies do not wait for further requests."""
         self._requests.draining = draining
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Replace the weights of tenants in the fair order, over 0; 1 for all others."""
+        self._requests.policies.order.set_weights(weights)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

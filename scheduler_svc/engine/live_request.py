@@ -222,6 +222,13 @@ class LiveRequest:
         )
 
     @property
+    def detail(self) -> FinishDetail | None:
+        """How it ended: the finish of the sample that ended worst; None if it failed without one."""
+        if self.error is not None:
+            return None
+        return max((sample.finish.detail for sample in self.samples if sample.finish is not None), default=None)
+
+    @property
     def has_finishes(self) -> bool:
         """Whether a sample that readers get has finished."""
         return any(sample.finish is not None for sample in self.returned)

@@ -24,6 +24,7 @@ from scheduler_svc.front.stream_turns import StreamTurns
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.builder import RequestBuilder, check_resume
 from scheduler_svc.requests.fields import OutputMode, RequestFields
+from scheduler_svc.tenants.registry import Caller
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Front:
         self.address = ""
         """Where the service listens; set before it takes calls."""
         self._builder: RequestBuilder | None = None
+        self.registry = engine.quotas.registry
+        """The tenants."""
         self.turns = StreamTurns()
         """Of the Generate streams."""
         self._streams: set[asyncio.Event] = set()
@@ -85,6 +88,11 @@ class Front:
         if self._builder is None:
             raise NotServingError(f"the service is starting: it waits for {', '.join(self.config.executor)}")
 
+    def caller_of(self, context: Any) -> Caller:
+        """Who a call is from; raises UnauthenticatedError."""
+        registry = self.registry
+        return registry.caller(None if registry.is_open else context.invocation_metadata())
+
     def attach(self, fields: RequestFields) -> LiveRequest:
         """The existing request that a message resumes.
 
@@ -106,6 +114,7 @@ class Front:
     def log_refused(self, request_id: str, exc: Exception) -> None:
         """Count a request that never ran, and log its status code and field: its message may quote the prompt."""
         self.engine.faults.record(Fault.REQUEST_REFUSED)
+        self.engine.numbers.refusals[code_of(exc).name] += 1
         if self.config.log_requests:
             field = f", {exc.field}" if isinstance(exc, RequestRejectedError | PreconditionError) else ""
             about = {"request_id": request_id[:100]}

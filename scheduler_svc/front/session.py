@@ -22,6 +22,8 @@ from scheduler_svc.front.front import Front, open_reader, stream_replaced, withi
 from scheduler_svc.front.unreadable import Unreadable
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.fields import RequestFields
+from scheduler_svc.tenants.errors import UnauthenticatedError
+from scheduler_svc.tenants.registry import Caller
 
 _LOG = logging.getLogger(__name__)
 _MAX_ERRORS = 1000
@@ -69,10 +71,11 @@ class _Entry:
 class Session:
     """Reads requests in one task and writes outputs in another; all outputs of one step share one message."""
 
-    def __init__(self, front: Front, context: Any) -> None:
+    def __init__(self, front: Front, context: Any, caller: Caller) -> None:
         self._front = front
         self._context = context
         self._caller_span = front.caller_span(context)
+        self._caller = caller
         self._entries: dict[str, _Entry] = {}
         self._outputs: OrderedDict[str, _Entry] = OrderedDict()
         self._errors: deque[pb.SessionEvent] = deque()
@@ -111,7 +114,7 @@ class Session:
     async def _read(self, requests: AsyncIterable[pb.SessionRequest]) -> None:
         try:
             async for request in requests:
-                self._handle(request, await _long_fields(request))
+                self._handle(request, await self._long_fields(request))
                 while len(self._errors) > _MAX_ERRORS or len(self._outputs) > _MAX_UNSENT:
                     self._drained.clear()
                     await self._drained.wait()
@@ -121,6 +124,18 @@ class Session:
         finally:
             self._input_over = True
             self._wake.set()
+
+    async def _long_fields(self, request: pb.SessionRequest | Unreadable) -> RequestFields | None:
+        """The fields of a long request, converted in slices; None for a short one, and for one that is refused."""
+        if not isinstance(request, pb.SessionRequest) or not convert.is_long(request.generate):
+            return None
+        await asyncio.sleep(0)  # Parsing it was a slice of its own.
+        try:
+            tenant = self._caller.tenant()
+            check_limits(request.generate)
+        except (RequestRejectedError, UnauthenticatedError):
+            return None
+        return await run_in_slices(convert.fields_in_slices(request.generate, tenant))
 
     def _handle(self, request: pb.SessionRequest | Unreadable, fields: RequestFields | None = None) -> None:
         """Handle a message; errors are reported and do not affect other requests.
@@ -144,9 +159,10 @@ class Session:
         try:
             if not request_id:
                 raise RequestRejectedError("request_id", "must be given in a session: its events are identified by it")
+            tenant = self._caller.tenant()
             if fields is None:
                 check_limits(request)
-                fields = convert.request_fields(request)
+                fields = convert.request_fields(request, tenant)
             if fields.resume is not None:
                 self._attach(_Entry(self, fields), self._front.attach(fields))
                 return
@@ -203,7 +219,7 @@ class Session:
             self._fail(entry, AbortedEarlyError("aborted before it began"))
         else:
             # An unknown request has finished already: its last output is sent or about to be.
-            self._front.engine.abort("", request.request_id)
+            self._front.engine.abort(self._caller.name, request.request_id)
 
     # --- output ------------------------------------------------------------------------------------------------------
 
@@ -290,18 +306,6 @@ class Session:
             entry.task.cancel()
         if entry.reader is not None:
             self._front.engine.detach(entry.reader.live, entry, handed_over=entry.reader.done)
-
-
-async def _long_fields(request: pb.SessionRequest | Unreadable) -> RequestFields | None:
-    """The fields of a long request, converted in slices; None for a short one, and for one over a limit."""
-    if not isinstance(request, pb.SessionRequest) or not convert.is_long(request.generate):
-        return None
-    await asyncio.sleep(0)  # Parsing it was a slice of its own.
-    try:
-        check_limits(request.generate)
-    except RequestRejectedError:
-        return None
-    return await run_in_slices(convert.fields_in_slices(request.generate))
 
 
 def _as_field(event: pb.SessionEvent) -> bytes:

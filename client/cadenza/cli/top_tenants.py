@@ -53,7 +53,7 @@ def _tenant_table(tenants: Sequence[TenantFigures], width: int, num_lines: int, 
     shown = tenants[:num_shown]
     rows = [
         (
-            printable(each.info.name) or "(no name)", f"{each.info.num_running:,}", f"{each.info.num_waiting:,}",
+            printable(each.info.name) or "(all)", f"{each.info.num_running:,}", f"{each.info.num_waiting:,}",
             number(each.output_tokens_per_s), f"{each.info.num_rejected:,}", f"{each.info.num_queued_tokens:,}",
             f"{each.info.weight:g}",
         )

@@ -164,8 +164,11 @@ def _print_settings(services: LocalServices, places: Any) -> None:
 
     try:
         lines = effective_options(services, places)
-    except grpc.RpcError:  # a service has just died again; its restart is reported
-        lines = ["the effective options are not known: a service does not answer"]
+    except grpc.RpcError as error:
+        if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNAUTHENTICATED:
+            lines = ["the effective options are shown to tenants: CADENZA_TOKEN holds no valid token"]
+        else:  # a service has just died again; its restart is reported
+            lines = ["the effective options are not known: a service does not answer"]
     for line in lines:
         _log("cadenza", line)
 

@@ -67,6 +67,9 @@ class OrderPolicy(Protocol):
     def on_finish(self, sequence: Sequence) -> None:
         """A sequence finished; `sequence.finish` has the reason."""
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Replace the tenants' weights: they apply to what is charged from now on."""
+
 
 class FcfsOrder:
     """First come, first served. A preempted group keeps its place."""
@@ -99,6 +102,9 @@ class FcfsOrder:
         """Not used."""
 
     def on_finish(self, sequence: Sequence) -> None:
+        """Not used."""
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
         """Not used."""
 
 
@@ -188,6 +194,10 @@ class FairOrder(FcfsOrder):
         """Charge each tenant's output tokens."""
         for tenant, count in Counter(map(_tenant, sequences)).items():
             self._charge(tenant, OUTPUT_TOKEN_COST * count)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Replace the weights. What was charged stays, so no rank falls."""
+        self._weights = dict(weights)
 
     def _charge(self, tenant: str, cost: float) -> None:
         self._served[tenant] = self.rank(tenant) + cost / self._weights.get(tenant, 1.0)

@@ -242,3 +242,4 @@ def _preempt(
     group.num_preemptions += 1
     group.held_until = step.plan.step_id
     lane.counts.num_preemptions += 1
+    lane.counts.num_swap_preemptions += swapped

@@ -30,6 +30,7 @@ from scheduler_svc.journal.restore import Restored, Restorer
 from scheduler_svc.journal.writer import JournalWriter
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.tenants.tenant import Tenant
 from tests.helpers.journals import HeldThread, opened_store, stored
 from tests.helpers.virtual_engine import MODEL, STEP_S, World
 
@@ -49,9 +50,10 @@ class Process:
     def submit(self, request_id: str = "r", max_tokens: int = 20, **fields) -> LiveRequest:
         params = types_pb2.SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, **fields.pop("params", {}))
         prompt = [types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5, 6, 7]))]
+        tenant = Tenant(fields.pop("tenant", ""))
         message = pb.GenerateRequest(request_id=request_id, prompt=prompt, sampling_params=params, **fields)
         now = self.world.clock.monotonic()
-        return self.world.engine.submit(self.builder.build(request_fields(message), now=now, time_left_s=None))
+        return self.world.engine.submit(self.builder.build(request_fields(message, tenant), now=now, time_left_s=None))
 
     async def steps(self, count: int) -> None:
         await self.world.clock.advance(count * STEP_S)

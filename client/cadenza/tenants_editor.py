@@ -6,6 +6,7 @@ A changed text is checked before it replaces the file: it must say what was mean
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -27,6 +28,7 @@ _TOKEN_PREFIX = "cadenza_"
 """Scanners for leaked secrets find tokens by it."""
 _HASH_PREFIX = "sha256:"
 _TABLE = re.compile(r"^[ \t]*\[[ \t]*tenants[ \t]*\.[ \t]*(\"?)([A-Za-z0-9_.-]+)\1[ \t]*\][ \t]*(#.*)?$", re.MULTILINE)
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _NEXT_TABLE = re.compile(r"^[ \t]*\[", re.MULTILINE)
 _TOKENS = re.compile(r"^[ \t]*tokens[ \t]*=[ \t]*(\[[^\]]*\])", re.MULTILINE)
 
@@ -74,7 +76,7 @@ class TenantsEditor:
         if name in self.tenants.by_name:
             raise OptionError(f"{self.path} has a tenant {name!r} already; `cadenza tenants token` gives it a token")
         token = new_token()
-        key = f'"{name}"' if "." in name else name
+        key = name if _BARE_KEY.fullmatch(name) else json.dumps(name)
         lines = [f"[tenants.{key}]", f"tokens = {_array([hash_of(token)])}"]
         lines += [f"{name} = {_toml(value)}" for name, value in values.items()]
         gap = "" if not self.text else "\n" if self.text.endswith("\n") else "\n\n"

@@ -20,16 +20,26 @@ from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 
 
 def admit(
-    requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget, num_admissible: int
+    requests: RequestTable,
+    lane: Lane,
+    step: PlannedStep,
+    budget: StepBudget,
+    num_admissible: int,
+    max_rank: float | None = None,
 ) -> list[Sequence]:
-    """Admit waiting groups while slots, blocks and budget last; returns sequences whose last token is planned now."""
+    """Admit waiting groups while slots, blocks and budget last; returns sequences whose last token is planned now.
+
+    max_rank: only groups of subqueues whose rank is smaller, in their order; None: all.
+    """
     fully_planned: list[Sequence] = []
-    memory_is_full, num_joined = False, 0
+    memory_is_full, num_joined, order = False, 0, requests.policies.order
     passed: set[SequenceGroup] = set()
     while num_joined < num_admissible and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
         alone = not lane.running.sequences
         memory_is_full = not lane.blocks.can_take(1, alone=alone)
         if memory_is_full or (group := next(requests.placer.heads(lane, step.planned_at, passed), None)) is None:
+            break
+        if max_rank is not None and order.rank(order.subqueue(group)) >= max_rank:
             break
         is_free = requests.is_free_for(group, lane) and not (
             step.swapped_out and any(each.group is group for each in step.swapped_out)

@@ -40,7 +40,7 @@ class Quiet:
 
 
 def session() -> Session:
-    return Session(Quiet(), None)  # type: ignore[arg-type]
+    return Session(Quiet(), None, None)  # type: ignore[arg-type]
 
 
 def add(opened: Session, request_id: str, *, prompt_logprobs: int = 0) -> LiveRequest:

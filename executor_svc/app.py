@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cadenza.stop_signals import StopSignals
+from cadenza.telemetry.otlp import Traces, TracesError
 from cadenza.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
@@ -84,8 +86,9 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
         # Before the model is loaded, so that a port in use is reported at once; connections wait until the server
         # starts.
         address = bind(server, config.listen, default_port=EXECUTOR_PORT)
+        traces = open_traces(config, address)
         metrics = _metrics(config)
-    except OSError as exc:
+    except (OSError, TracesError) as exc:
         report(str(exc))
         return 1, True
     described: Future[Description] = Future()
@@ -94,7 +97,7 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     try:
         if await _wait_until_loaded(signals.stop, worker, report):
             with _watchdog(worker, config.step_timeout_s):
-                services = await add_services(server, worker, described.result())
+                services = await add_services(server, worker, described.result(), spans=traces)
                 if metrics is not None:
                     metrics.start(worker, described.result(), services.execution.leases)
                 code = await _serve_until(signals.stop, server, worker, address, report)
@@ -106,7 +109,17 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
         if metrics is not None:
             metrics.stop()
         ended = await _stop(server, worker)
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
     return code, ended
+
+
+def open_traces(config: ExecutorConfig, address: str) -> Traces | None:
+    """What sends the spans of steps; None: nothing does. Raises TracesError."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    version = importlib.metadata.version("cadenza")
+    return Traces(config.otlp_traces_endpoint, "cadenza-executor", version=version, instance=address)
 
 
 def _metrics(config: ExecutorConfig) -> ExecutorMetrics | None:

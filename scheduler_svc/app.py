@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cadenza.stop_signals import StopSignals
+from cadenza.telemetry.otlp import Traces, TracesError
 from cadenza.transport import MAX_RECEIVED_BYTES, SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
@@ -70,7 +71,7 @@ class Service:
     """The scheduler service on one event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Raises JournalError for a journal that cannot be used, TenantsFileError for a tenants file."""
+        """Raises JournalError, TenantsFileError, and TracesError if traces cannot be sent."""
         self._config = config
         clock = SystemClock()
         self._clock = clock
@@ -83,6 +84,10 @@ class Service:
         self._recording = ExitStack()
         core, self._record = self._recording.enter_context(recorded_core(config))
         writer = None if self._journal is None else self._journal.writer
+        self._traces: Traces | None = None
+        if config.otlp_traces_endpoint is not None:
+            about = {"version": _version(), "instance": self._scheduler_id}
+            self._traces = Traces(config.otlp_traces_endpoint, "cadenza-scheduler", **about)
         core.set_weights(self._tenants.weights)
         self._tenants.add_listener(lambda: core.set_weights(self._tenants.weights))
         self._following: asyncio.Task[None] | None = None
@@ -94,6 +99,7 @@ class Service:
             connect=self._connect,
             release_memory=release_free_memory,
             journal=writer,
+            spans=self._traces,
             quotas=quotas,
         )
         self._discovery = Discovery(self._engine.executors, executor_entries(config.executor))
@@ -210,6 +216,8 @@ class Service:
             self._following.cancel()
         await self._discovery.stop()
         await self._engine.stop()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
         self._recording.close()
         for port in self._ports:
             await port.aclose()
@@ -246,6 +254,9 @@ async def serve(
         service = Service(config)
     except JournalError as exc:
         report(f"--journal {exc}")
+        return EXIT_FAILED
+    except TracesError as exc:
+        report(str(exc))
         return EXIT_FAILED
     except TenantsFileError as exc:
         report(f"--tenants {exc}")

@@ -15,6 +15,13 @@ class LLMOptions(TypedDict, total=False):
     """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
     memory divided by their number; --num-gpu-blocks is that of each. [default: 1]"""
 
+    log_format: Literal["text", "json"] | None
+    """Lines of text, or one JSON object a line with the ids that the line is about; docs/tracing.md. [default: text]"""
+
+    otlp_traces_endpoint: str | None
+    """OTLP/gRPC URL of an OpenTelemetry collector, such as http://127.0.0.1:4317, that gets a trace of each request;
+    default: none. Needs the extra otel; docs/tracing.md."""
+
     metrics_port: int | None
     """Serve Prometheus metrics at http://METRICS_HOST:PORT/metrics; 0: any free port, which is logged. `cadenza up`:
     that of the scheduler; executors have the next ones. docs/metrics.md."""

@@ -347,7 +347,8 @@ class Worker:
         try:
             return _LaunchedStep(item, started_ns, executor.launch(self._checked(session, plan), item.received_ns))
         except InvalidPlan as exc:
-            _log.error("step %d: invalid plan: %s", plan.step_id, exc)
+            about = {"step_id": plan.step_id, "epoch": session.epoch}
+            _log.error("step %d: invalid plan: %s", plan.step_id, exc, extra=about)
             begun = _LaunchedStep(item, started_ns, None, StepStatus.INVALID_PLAN, str(exc))
         except Exception as exc:
             begun = _LaunchedStep(item, started_ns, None, *self._failure(executor, plan.step_id, exc))
@@ -387,7 +388,7 @@ class Worker:
         return plan
 
     def _failure(self, executor: Executor, step_id: int, exc: Exception) -> tuple[StepStatus, str]:
-        _log.error("step %d failed", step_id, exc_info=exc)
+        _log.error("step %d failed", step_id, exc_info=exc, extra={"step_id": step_id})
         message = f"{type(exc).__name__}: {exc}"
         if executor.is_out_of_memory(exc):
             return StepStatus.OUT_OF_MEMORY, message

@@ -7,6 +7,7 @@ import logging
 import grpc
 from google.rpc import status_pb2
 
+from cadenza.telemetry.logs import without_messages
 from cadenza.transport import field_violation, make_status, retry_info
 from scheduler_svc.core.errors import (
     DataLossError,
@@ -85,7 +86,7 @@ def status_of(exc: Exception) -> status_pb2.Status:
         case DrainingError() | NotServingError():
             return make_status(code, message, [retry_info(_RETRY_AFTER_S)])
     if code is grpc.StatusCode.INTERNAL:
-        _LOG.error("a call failed: %s", exc, exc_info=exc)
+        _LOG.error("a call failed; its client has the message, which may quote the request\n%s", without_messages(exc))
         message = f"{type(exc).__name__}: {message}"
     return make_status(code, message)
 

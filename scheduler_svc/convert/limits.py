@@ -48,6 +48,7 @@ LIMITS: Mapping[str, Limit] = {
     "GenerateRequest.request_id": _ID,
     "GenerateRequest.cache_salt": Limit(length=128),
     "GenerateRequest.prompt": Limit(items=1024),
+    "GenerateRequest.traceparent": Limit(length=128),
     "TokenizeRequest.prompt": Limit(items=1024),
     "ResumePoint.positions": Limit(items=1024),
     "Chat.messages": Limit(items=512),

@@ -48,7 +48,8 @@ class ActivityLog:
         """A request has ended; one that has failed alone is always logged, for nothing else in the log shows it."""
         failed = any(each.finish is not None and each.finish.detail is _FAILED_ALONE for each in live.samples)
         if failed or self._log_requests:
-            _LOG.log(logging.WARNING if failed else logging.INFO, "%s", request_line(live))
+            level = logging.WARNING if failed else logging.INFO
+            _LOG.log(level, "%s", request_line(live), extra=request_fields(live))
 
     def stop(self) -> None:
         """Log no more figures."""
@@ -104,6 +105,13 @@ def request_line(live: LiveRequest) -> str:
         f"output {live.num_completion_tokens} tokens{preempted}, "
         f"queued {queued}{first}, total {_since(times.arrival_ns, times.end_ns)}"
     )
+
+
+def request_fields(live: LiveRequest) -> dict[str, object]:
+    """What a log line about a request has beside its text."""
+    spec = live.request.spec
+    trace_id = live.trace.trace_id if live.trace is not None else None
+    return {"request_id": spec.request_id, "tenant": spec.tenant, "trace_id": trace_id}
 
 
 def _since(begin_ns: int, end_ns: int) -> str:

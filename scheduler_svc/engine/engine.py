@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from cadenza.telemetry.spans import SpanSink
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DrainingError,
@@ -35,6 +36,7 @@ from scheduler_svc.engine.live_request import Listener, LiveRequest, record_plan
 from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
+from scheduler_svc.engine.tracing.request_traces import request_traces
 from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.model_change import ModelChange
@@ -66,8 +68,12 @@ class Engine:
         release_memory: Callable[[], None] | None = None,
         journal: Journal | None = None,
         quotas: Quotas | None = None,
+        spans: SpanSink | None = None,
     ) -> None:
-        """connect: gives the ports of added executors. release_memory: called when most memory has become free."""
+        """connect: gives the ports of added executors. release_memory: called when most memory has become free.
+
+        spans: gets the spans of requests; None: they are not traced.
+        """
         self.journal: Journal = journal or NoJournal()
         self.quotas = quotas or Quotas(Registry(), clock, config.max_queued_requests)
         self._config = config
@@ -76,6 +82,7 @@ class Engine:
         self.faults = Faults(clock)
         self.numbers = EngineNumbers(core, self.quotas.registry.has, self.executor_infos)
         self.executors = ExecutorSet(core, config, clock, self, self.faults, connect)
+        self._traces = request_traces(clock, spans, self.executors)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(
@@ -121,6 +128,7 @@ class Engine:
             self.abort(tenant, request_id)
         self.kept.stop()
         self._log.stop()
+        self._traces.stop()
         self.restored.stop()
         self._freed_memory.stop()
         await self.executors.stop()
@@ -199,6 +207,7 @@ class Engine:
             if sample.finish is not None:
                 self._core.stop_sample(spec.key, index)
         self._live[spec.key] = live
+        self._traces.begin(live)
         self.numbers.on_admitted(spec.tenant)
         self.quotas.on_added(spec)
         self._freed_memory.on_arrival(spec)
@@ -226,6 +235,7 @@ class Engine:
 
     def listen(self, live: LiveRequest, listener: Listener) -> None:
         """Attach a stream to a request; it takes the place of the request's present stream."""
+        self._traces.on_attached(live)
         live.subscribe(listener)
         self.kept.on_attached(live)
 
@@ -323,7 +333,9 @@ class Engine:
         """Record times and preemption counts of the step's requests."""
         self._recorder.on_planned(step.plan)
         self.numbers.on_planned(step)
-        started, moved = record_planned(step, self._live, self.clock.monotonic_ns())
+        now_ns = self.clock.monotonic_ns()
+        started, moved = record_planned(step, self._live, now_ns)
+        self._traces.on_planned(step, self._live, now_ns)
         for live in started:
             self.quotas.on_started(live.request.spec.key)
             self.journal.on_started(live)
@@ -335,11 +347,13 @@ class Engine:
     ) -> Callable[[], None] | None:
         """Count the step; returns the call that records it for watches, with its first tokens."""
         self.numbers.on_applied(step, result, outputs, now)
+        self._traces.on_applied(step, result, outputs, self._live, now)
         return self._recorder.record_later(self._core.lanes[step.plan.executor_id], step, result, outputs, now)
 
     def on_session_ended(self, executor_id: int) -> None:
         """Forget what was recorded for the plans in flight."""
         self._recorder.on_session_ended(executor_id)
+        self._traces.on_session_ended(executor_id, self._live.values())
         self.numbers.on_session_ended(executor_id)
 
     async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
@@ -348,19 +362,18 @@ class Engine:
 
     def _adopt_model(self, change: ModelChange, prepared: PreparedModel) -> None:
         """Serve the changed model, and end the requests that cannot go on with it; their output stays readable."""
-        unfinished = list(self._live.values())
-        errors = self.served_model.adopt(change, prepared, [live.request for live in unfinished])
-        for live, error in zip(unfinished, errors, strict=True):
-            if error is not None:
-                self.fail(live, error)
+        self._end_misfits(partial(self.served_model.adopt, change, prepared))
         if not change.same_numerics:
             self.journal.on_other_numerics(change.after)
 
     def on_limits(self, model: ModelDescription) -> None:
         """Check new requests against other limits, and end the unfinished ones that no executor can hold any more."""
+        self._end_misfits(partial(self.served_model.adopt_limits, model))
+
+    def _end_misfits(self, adopt: Callable[[list[EngineRequest]], list[Exception | None]]) -> None:
+        """Adopt a model or limits, and end the unfinished requests for which that gives an error."""
         unfinished = list(self._live.values())
-        errors = self.served_model.adopt_limits(model, [live.request for live in unfinished])
-        for live, error in zip(unfinished, errors, strict=True):
+        for live, error in zip(unfinished, adopt([live.request for live in unfinished]), strict=True):
             if error is not None:
                 self.fail(live, error)
 
@@ -384,6 +397,7 @@ class Engine:
         self.journal.on_ended(live)
         self.restored.on_ended(live)
         self._log.on_ended(live)
+        self._traces.on_ended(live)
         self.numbers.requests.on_ended(live.request.spec, live.times, live.num_completion_tokens, live.detail)
         if live.failed:
             self.faults.record(Fault.REQUEST_FAILED)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestKey, TokenLogprobs
+from scheduler_svc.engine.request_trace import RequestTrace
 from scheduler_svc.plan_loop.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 
 Listener = Callable[["LiveRequest"], None]
@@ -160,6 +161,7 @@ class LiveRequest:
         "samples",
         "shows_later",
         "times",
+        "trace",
     )
 
     def __init__(self, request: EngineRequest, arrival_ns: int) -> None:
@@ -171,6 +173,8 @@ class LiveRequest:
         """The executor that runs it, or ran it last; None: none has in this process."""
         self.error: Exception | None = None
         """Why it ended without a finish of every sample; readers raise it after the output so far."""
+        self.trace: RequestTrace | None = None
+        """Its trace; None: it is not traced."""
         self.hidden = False
         """Whether readers get nothing for now, because its admission is not durable yet."""
         self.shows_later = False

@@ -131,7 +131,10 @@ class GrpcExecutor:
         except BaseException:
             await stream.close()
             raise
-        _LOG.info("executor %s: session %d of scheduler %s is open", self.target, epoch, self._scheduler_id)
+        about = {"executor": self.target, "epoch": epoch}
+        _LOG.info(
+            "executor %s: session %d of scheduler %s is open", self.target, epoch, self._scheduler_id, extra=about
+        )
         return stream
 
     async def aclose(self) -> None:
@@ -139,15 +142,15 @@ class GrpcExecutor:
         await self._channel.close()
 
     async def _log_waiting(self) -> None:
-        delay, waited = _FIRST_NOTICE_S, 0.0
+        delay, waited, about = _FIRST_NOTICE_S, 0.0, {"executor": self.target}
         while True:
             await asyncio.sleep(delay)
             waited += delay
             delay = _NOTICE_S
             if await _listens(self.target):
-                _LOG.info("the executor at %s is loading its model (%.0f s so far)", self.target, waited)
+                _LOG.info("the executor at %s is loading its model (%.0f s so far)", self.target, waited, extra=about)
             else:
-                _LOG.warning("no executor listens at %s (%.0f s so far)", self.target, waited)
+                _LOG.warning("no executor listens at %s (%.0f s so far)", self.target, waited, extra=about)
 
 
 class GrpcPlanStream:

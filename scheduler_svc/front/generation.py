@@ -17,7 +17,7 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
-from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced
+from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced, within
 from scheduler_svc.front.server_info import server_info
 from scheduler_svc.front.session import TURN_BYTES, Session
 from scheduler_svc.requests.builder import RequestBuilder
@@ -43,7 +43,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 engine_request = await self._front.builder.build_off_loop(
                     fields, now=self._front.engine.clock.monotonic(), time_left_s=context.time_remaining()
                 )
-                live = self._front.engine.submit(engine_request)
+                live = self._front.engine.submit(within(engine_request, self._front.caller_span(context)))
             else:
                 live = self._front.attach(fields)
             reader = open_reader(live, fields)

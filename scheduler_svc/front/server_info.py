@@ -29,6 +29,7 @@ def server_info(front: Front, builder: RequestBuilder, tenant: Tenant) -> pb.Get
         response.options.update(options)
         response.load.CopyFrom(convert.load(engine.load(), num_client_tasks=front.num_streams))
         response.executors.extend(convert.executor_info(state) for state in engine.executor_infos())
+        response.faults.extend(convert.fault_counts(engine.faults))
         response.resident_bytes = resident_bytes()
     else:
         response.options.update({name: options[name] for name in _OPTIONS_OF_TENANTS})

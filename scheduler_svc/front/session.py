@@ -9,6 +9,7 @@ from collections.abc import AsyncIterable
 from typing import Any
 
 from cadenza.slices import run_in_slices
+from cadenza.telemetry.logs import without_messages
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.errors import AbortedEarlyError, status_of
@@ -17,7 +18,7 @@ from scheduler_svc.convert.plain_output import PlainOutput
 from scheduler_svc.core.errors import DataLossError, RequestExistsError, RequestRejectedError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, PROMPT_TOKEN_BYTES, RequestReader
-from scheduler_svc.front.front import Front, open_reader, stream_replaced
+from scheduler_svc.front.front import Front, open_reader, stream_replaced, within
 from scheduler_svc.front.unreadable import Unreadable
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.fields import RequestFields
@@ -73,6 +74,7 @@ class Session:
     def __init__(self, front: Front, context: Any, caller: Caller) -> None:
         self._front = front
         self._context = context
+        self._caller_span = front.caller_span(context)
         self._caller = caller
         self._entries: dict[str, _Entry] = {}
         self._outputs: OrderedDict[str, _Entry] = OrderedDict()
@@ -116,9 +118,9 @@ class Session:
                 while len(self._errors) > _MAX_ERRORS or len(self._outputs) > _MAX_UNSENT:
                     self._drained.clear()
                     await self._drained.wait()
-        except Exception:
+        except Exception as exc:
             # A disconnected client cancels this task and the writer's; any other exception is a bug.
-            _LOG.exception("reading from a session failed")
+            _LOG.error("reading from a session failed\n%s", without_messages(exc))
         finally:
             self._input_over = True
             self._wake.set()
@@ -195,7 +197,7 @@ class Session:
             self._fail(entry, exc)
 
     def _submit(self, entry: _Entry, request: EngineRequest) -> None:
-        self._attach(entry, self._front.engine.submit(request))
+        self._attach(entry, self._front.engine.submit(within(request, self._caller_span)))
 
     def _attach(self, entry: _Entry, live: LiveRequest) -> None:
         """Serve a request; one that this session serves already goes on from the new resume point."""

@@ -144,6 +144,11 @@ class PlanLoop:
         return self._core.lanes.get(self._executor_id)
 
     @property
+    def epoch(self) -> int:
+        """Of the session, or of the last attempt to open one; 0: there was none."""
+        return self._epoch
+
+    @property
     def incarnation(self) -> int:
         """Of the last session; 0: there was none."""
         return self._incarnation
@@ -200,7 +205,7 @@ class PlanLoop:
             except ExecutorFencedError:
                 raise
             except ExecutorLostError as exc:
-                _LOG.warning("executor %s: no session: %s", self.target, exc)
+                _LOG.warning("executor %s: no session: %s", self.target, exc, extra={"executor": self.target})
             finally:
                 self.claimed = None
             held_at = None
@@ -376,7 +381,8 @@ class PlanLoop:
         try:
             step, outputs = self._core.apply_result(self._executor_id, result, now)
         except InvariantError as exc:
-            _LOG.exception("a result contradicts its plan; the session is closed")
+            about = {"executor": self.target, "step_id": result.step_id, "epoch": self._epoch}
+            _LOG.exception("a result contradicts its plan; the session is closed", extra=about)
             self.failed_step_id = result.step_id
             raise ExecutorLostError(str(exc)) from exc
         self._last_done_step_id = result.step_id

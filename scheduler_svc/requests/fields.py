@@ -63,4 +63,6 @@ class RequestFields:
     """Fields that are set but not supported yet."""
     body: bytes = b""
     """The serialized message."""
+    traceparent: str = ""
+    """The caller's span, as W3C has it."""
     body_digest: bytes = b""

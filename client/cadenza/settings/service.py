@@ -6,9 +6,10 @@ import argparse
 import inspect
 import ipaddress
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -17,7 +18,7 @@ from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, 
 
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import about, help_text
-from cadenza.settings.names import CLIENT_VARIABLES, ENV_PREFIX, STARTER_OPTIONS, flag, variable
+from cadenza.settings.names import CLIENT_VARIABLES, ENV_PREFIX, OF_OTHERS, flag, variable
 from cadenza.spelling import misspelling_of, suggestion
 
 
@@ -42,6 +43,18 @@ class ServiceSettings(BaseSettings):
         description="TOML file of options by these names; what stands in arguments or environment goes before it.",
         json_schema_extra=about("Basics"),
     )
+    log_format: Literal["text", "json"] = Field(
+        "text",
+        description="Lines of text, or one JSON object a line with the ids that the line is about; docs/tracing.md.",
+        json_schema_extra=about("Logging"),
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="OTLP/gRPC URL of an OpenTelemetry collector, such as http://127.0.0.1:4317, that gets a trace of "
+        "each request; default: none. Needs the extra otel; docs/tracing.md.",
+        json_schema_extra=about("Logging"),
+    )
+
     metrics_port: int | None = Field(
         None,
         ge=0,
@@ -69,6 +82,13 @@ class ServiceSettings(BaseSettings):
         "--metrics-insecure (or --insecure).",
         json_schema_extra=about("Logging"),
     )
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _check_endpoint(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^/\s]+/?", value):
+            raise ValueError("must be http://HOST:PORT or https://HOST:PORT of an OTLP/gRPC collector")
+        return value
 
     @field_validator("metrics_host")
     @classmethod
@@ -150,7 +170,7 @@ def ignored_settings(config: ServiceSettings, environment: Mapping[str, str]) ->
     for given in sorted(environment):
         if given.upper().startswith(ENV_PREFIX) and given.upper() not in {*variables, *CLIENT_VARIABLES}:
             name = given.upper().removeprefix(ENV_PREFIX)
-            if name.lower() not in STARTER_OPTIONS and (meant := misspelling_of(name, known)):
+            if name.lower() not in OF_OTHERS and (meant := misspelling_of(name, known)):
                 yield f"{given} in the environment is not an option; did you mean {ENV_PREFIX}{meant}?"
             else:
                 others.append(given)

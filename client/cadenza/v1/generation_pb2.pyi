@@ -45,6 +45,62 @@ OUTPUT_MODE_FINAL: OutputMode.ValueType  # 2
 """One response per sample when it has finished."""
 Global___OutputMode: _TypeAlias = OutputMode  # noqa: Y015
 
+class _FaultKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FaultKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FaultKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FAULT_KIND_UNSPECIFIED: _FaultKind.ValueType  # 0
+    """Unspecified."""
+    FAULT_KIND_EXECUTOR_LOST: _FaultKind.ValueType  # 1
+    """The session with an executor broke: it died, was cut off, or failed a step. A stop is no fault."""
+    FAULT_KIND_EXECUTOR_STALLED: _FaultKind.ValueType  # 2
+    """A step of an executor has run for much longer than it should."""
+    FAULT_KIND_EXECUTOR_RESTARTED: _FaultKind.ValueType  # 3
+    """Another process answered at the address of an executor that had a session before."""
+    FAULT_KIND_EXECUTOR_REFUSED: _FaultKind.ValueType  # 4
+    """An executor answers and cannot be used: another model, limits that do not fit, or another scheduler holds it."""
+    FAULT_KIND_STEP_FAILED: _FaultKind.ValueType  # 5
+    """A step failed, or its result contradicted the plan."""
+    FAULT_KIND_REQUEST_SUSPECTED: _FaultKind.ValueType  # 6
+    """A request was in a step in which an executor died, and is tried apart from the others."""
+    FAULT_KIND_REQUEST_MOVED: _FaultKind.ValueType  # 7
+    """A request went on at another executor than before."""
+    FAULT_KIND_REQUEST_FAILED: _FaultKind.ValueType  # 8
+    """An admitted request ended with an error of the service."""
+    FAULT_KIND_REQUEST_REFUSED: _FaultKind.ValueType  # 9
+    """A request was refused and never ran."""
+    FAULT_KIND_JOURNAL_FAILED: _FaultKind.ValueType  # 10
+    """The journal cannot be written."""
+
+class FaultKind(_FaultKind, metaclass=_FaultKindEnumTypeWrapper):
+    """FaultKind is what went wrong."""
+
+FAULT_KIND_UNSPECIFIED: FaultKind.ValueType  # 0
+"""Unspecified."""
+FAULT_KIND_EXECUTOR_LOST: FaultKind.ValueType  # 1
+"""The session with an executor broke: it died, was cut off, or failed a step. A stop is no fault."""
+FAULT_KIND_EXECUTOR_STALLED: FaultKind.ValueType  # 2
+"""A step of an executor has run for much longer than it should."""
+FAULT_KIND_EXECUTOR_RESTARTED: FaultKind.ValueType  # 3
+"""Another process answered at the address of an executor that had a session before."""
+FAULT_KIND_EXECUTOR_REFUSED: FaultKind.ValueType  # 4
+"""An executor answers and cannot be used: another model, limits that do not fit, or another scheduler holds it."""
+FAULT_KIND_STEP_FAILED: FaultKind.ValueType  # 5
+"""A step failed, or its result contradicted the plan."""
+FAULT_KIND_REQUEST_SUSPECTED: FaultKind.ValueType  # 6
+"""A request was in a step in which an executor died, and is tried apart from the others."""
+FAULT_KIND_REQUEST_MOVED: FaultKind.ValueType  # 7
+"""A request went on at another executor than before."""
+FAULT_KIND_REQUEST_FAILED: FaultKind.ValueType  # 8
+"""An admitted request ended with an error of the service."""
+FAULT_KIND_REQUEST_REFUSED: FaultKind.ValueType  # 9
+"""A request was refused and never ran."""
+FAULT_KIND_JOURNAL_FAILED: FaultKind.ValueType  # 10
+"""The journal cannot be written."""
+Global___FaultKind: _TypeAlias = FaultKind  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     """GenerateRequest is one prompt with its sampling parameters."""
@@ -65,6 +121,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     EXTRA_HASH_KEYS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, at most 128 characters, no control characters; unique within the tenant while the request is
     unfinished or its results are kept; empty: the server generates one, but a session requires it. The same id with the
@@ -89,6 +146,11 @@ class GenerateRequest(_message.Message):
     """Name of a LoRA adapter. Reserved: later wave."""
     expected_output_tokens: _builtins.int
     """Expected number of output tokens, 1 or more: a hint for orders that sort by length; ignored by others."""
+    traceparent: _builtins.str
+    """W3C trace context of the caller's span, such as "00-TRACE_ID-SPAN_ID-01", for a service with
+    --otlp-traces-endpoint; at most 128 characters. It overrides the call's metadata `traceparent`. It is no part of the
+    body by which a repeated request is recognized, and one that is malformed is ignored.
+    """
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptPart]:
         """The prompt's parts, in order; 1 to 1,024, or none with resume."""
@@ -99,8 +161,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___ResumePoint:
-        """Continue the request with this id from these positions. Of the other fields only request_id, output_mode and
-        return_prompt_token_ids may be set.
+        """Continue the request with this id from these positions. Of the other fields only request_id, output_mode,
+        return_prompt_token_ids and traceparent may be set.
         """
 
     @_builtins.property
@@ -128,10 +190,11 @@ class GenerateRequest(_message.Message):
         speculation: Global___SpeculationParams | None = ...,
         extra_hash_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         expected_output_tokens: _builtins.int | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enable_prefix_caching: _TypeAlias = _typing.Literal["enable_prefix_caching"]  # noqa: Y015
     _WhichOneofArgType__enable_prefix_caching: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching"]  # noqa: Y015
@@ -707,6 +770,7 @@ class GetServerInfoResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    FAULTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Cadenza's version."""
     protocol_version: _builtins.int
@@ -733,6 +797,10 @@ class GetServerInfoResponse(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantInfo]:
         """Each tenant of the tenants file, by name; for a tenant without admin its own entry alone."""
 
+    @_builtins.property
+    def faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___FaultCount]:
+        """Faults since start, one entry for each kind that has occurred; none for a tenant without admin."""
+
     def __init__(
         self,
         *,
@@ -745,14 +813,49 @@ class GetServerInfoResponse(_message.Message):
         draining: _builtins.bool = ...,
         resident_bytes: _builtins.int = ...,
         tenants: _abc.Iterable[Global___TenantInfo] | None = ...,
+        faults: _abc.Iterable[Global___FaultCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executors", b"executors", "load", b"load", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executors", b"executors", "faults", b"faults", "load", b"load", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class FaultCount(_message.Message):
+    """FaultCount is how often one kind of fault has occurred."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    LAST_AGE_S_FIELD_NUMBER: _builtins.int
+    LAST_EXECUTOR_FIELD_NUMBER: _builtins.int
+    kind: Global___FaultKind.ValueType
+    """The kind."""
+    count: _builtins.int
+    """How often it has occurred since the service started."""
+    last_age_s: _builtins.float
+    """Seconds since the last one."""
+    last_executor: _builtins.str
+    """Address of the executor that the last one was about; empty: it was about none."""
+    def __init__(
+        self,
+        *,
+        kind: Global___FaultKind.ValueType = ...,
+        count: _builtins.int = ...,
+        last_age_s: _builtins.float = ...,
+        last_executor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "kind", b"kind", "last_age_s", b"last_age_s", "last_executor", b"last_executor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FaultCount: _TypeAlias = FaultCount  # noqa: Y015
 
 @_typing.final
 class TenantInfo(_message.Message):

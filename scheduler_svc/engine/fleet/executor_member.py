@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from scheduler_svc.engine.request_trace import ExecutorIdentity
 from scheduler_svc.plan_loop.clock import Timer
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
 from scheduler_svc.plan_loop.ports import ExecutorPort
@@ -63,6 +64,11 @@ class ExecutorMember:
     def target(self) -> str:
         """Its address."""
         return self.port.target
+
+    @property
+    def identity(self) -> ExecutorIdentity:
+        """The process that it is, or was in its last session."""
+        return ExecutorIdentity(self.target, self.loop.incarnation)
 
     @property
     def takes_requests(self) -> bool:

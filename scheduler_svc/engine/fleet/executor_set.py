@@ -29,6 +29,7 @@ from scheduler_svc.engine.fleet.fault_report import FaultReport
 from scheduler_svc.engine.fleet.listener import ExecutorSetListener
 from scheduler_svc.engine.fleet.served_executors import ServedExecutors
 from scheduler_svc.engine.lane_views import lane_load, num_held
+from scheduler_svc.engine.request_trace import ExecutorIdentity
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.plan_loop import AdoptModel, PlanLoop
 from scheduler_svc.plan_loop.ports import (
@@ -98,7 +99,7 @@ class ExecutorSet:
             raise ExecutorExistsError(f"there is an executor {port.target} already")
         self.add_port(port)
         if self.started.is_set():
-            _LOG.info("executor %s is added", port.target)
+            _LOG.info("executor %s is added", port.target, extra={"executor": port.target})
 
     def start(self) -> None:
         """Connect to the executors."""
@@ -214,6 +215,10 @@ class ExecutorSet:
     @property
     def _present(self) -> list[ExecutorMember]:
         return [member for member in self._members.values() if not member.loop.leaving]
+
+    def identity_of(self, executor_id: int) -> ExecutorIdentity:
+        """The process that an executor is, or was in its last session."""
+        return self._members[executor_id].identity
 
     # --- calls for all loops -----------------------------------------------------------------------------------------
 
@@ -341,7 +346,7 @@ class ExecutorSet:
         if member.loop.lane is not None:
             self._listener.on_outputs(self._core.remove_executor(member.index, self._clock.monotonic()))
         self.served.on_removed(member)
-        _LOG.info("executor %s is removed", member.target)
+        _LOG.info("executor %s is removed", member.target, extra={"executor": member.target})
         self._on_change()
         await member.port.aclose()
 

@@ -37,7 +37,8 @@ class FaultReport:
         until = "go to the others" if others else f"wait for {'its successor' if stopped else 'it'}"
         text = "executor %s: %s; %srequests %s" if stopped else "executor %s lost: %s; %srequests %s"
         level = logging.INFO if stopped else logging.WARNING
-        _LOG.log(level, text, member.target, error, "its " if others else "", until)
+        about = {"executor": member.target, "epoch": member.loop.epoch, "step_id": member.loop.failed_step_id or None}
+        _LOG.log(level, text, member.target, error, "its " if others else "", until, extra=about)
 
     def on_progress(self, member: ExecutorMember) -> None:
         """An executor has stalled, or makes progress again."""
@@ -50,6 +51,7 @@ class FaultReport:
         _LOG.error(
             "executor %s cannot be used: %s; requests %s",
             member.target, error, "go to the others" if others else "wait",
+            extra={"executor": member.target},
         )  # fmt: skip
 
     def on_held(self, member: ExecutorMember, error: ExecutorFencedError) -> None:
@@ -57,7 +59,7 @@ class FaultReport:
         self._faults.record(Fault.EXECUTOR_REFUSED, member.target)
         _LOG.error(
             "executor %s: %s; another scheduler uses it, and this one tries again every second",
-            member.target, error,
+            member.target, error, extra={"executor": member.target},
         )  # fmt: skip
 
     def count_suspects(self, member: ExecutorMember) -> None:

@@ -15,10 +15,11 @@ from rich.text import Text
 from cadenza.cli.app import run
 from cadenza.cli.rows import Row, elide, fit, named
 from cadenza.cli.text import number, size
-from cadenza.cli.top_view import TopView
+from cadenza.cli.top_tenants import age
+from cadenza.cli.top_view import Page, TopView
 from cadenza.errors import UnavailableError
-from cadenza.info import ExecutorInfo, ServerInfo, ServerLoad
-from cadenza.top.figures import Lost, Percentiles, Snapshot, json_line, percentiles
+from cadenza.info import ExecutorInfo, FaultCount, ServerInfo, ServerLoad, TenantInfo
+from cadenza.top.figures import Lost, Percentiles, Snapshot, TenantFigures, json_line, percentiles
 from cadenza.top.meter import Meter
 from cadenza.top.sparkline import sparkline
 from cadenza.v1 import admin_pb2 as pb
@@ -213,10 +214,10 @@ def view_of(*observations: Snapshot | Lost, ascii_only: bool = False) -> TopView
     return view
 
 
-def screen(view: TopView, size: tuple[int, int], *, details: bool = False) -> list[str]:
+def screen(view: TopView, size: tuple[int, int], *, page: Page = Page.OVERVIEW) -> list[str]:
     """The lines that a terminal of this size shows."""
     console = Console(file=io.StringIO(), width=size[0], height=size[1])
-    text = view.screen(*size, details=details, foot="q quit  d details")
+    text = view.screen(*size, page=page, foot="q quit  d details")
     console.print(text, no_wrap=True, overflow="crop")
     lines = [line.rstrip() for line in console.file.getvalue().removesuffix("\n").split("\n")]
     assert len(lines) == size[1]
@@ -307,7 +308,7 @@ def test_several_executors_have_a_line_each_below_the_totals():
 
 
 def test_the_state_of_an_executor_and_its_reason_are_in_the_details():
-    lines = screen(view_of(two_lanes()), (80, 40), details=True)
+    lines = screen(view_of(two_lanes()), (80, 40), page=Page.DETAILS)
     at = lines.index("executor 1    host:1, cpu, refused")
     assert lines[at + 1] == "  it serves another model, models/b"
     assert "  batch         1.7 of 7, 2 at most" in lines or "  batch       1.7 of 7, 2 at most" in lines
@@ -321,20 +322,20 @@ def test_the_state_of_an_executor_and_its_reason_are_in_the_details():
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize("page", list(Page))
 @pytest.mark.parametrize("num_executors", [1, 2, 9])
-def test_every_screen_fits(size, details, num_executors):
+def test_every_screen_fits(size, page, num_executors):
     for observations in (
         [large(num_executors=num_executors)], [large(num_executors=num_executors, num_dropped=10**6)] * 99,
         [busy_interval()] * 99, [LOST], [busy_interval(), LOST],
     ):  # fmt: skip
         view = view_of(*observations)
-        text = view.screen(*size, details=details, foot="q quit  d details").plain.splitlines()
+        text = view.screen(*size, page=page, foot="q quit  d details").plain.splitlines()
         assert len(text) == size[1]
         assert max(map(cell_len, text)) <= size[0], "no line is wrapped or cut"
-        lines = screen(view, size, details=details)
+        lines = screen(view, size, page=page)
         assert lines[0].startswith("cadenza top  127.0.0.1:50051")
-        if details and observations == [large(num_executors=num_executors)]:
+        if page is Page.DETAILS and observations == [large(num_executors=num_executors)]:
             shown = [line for line in lines if line.startswith("executor ")]
             assert shown, "an executor is shown"
             assert any(line.startswith("preemptions") for line in lines), "executors do not push it out"
@@ -345,9 +346,9 @@ def test_every_screen_fits(size, details, num_executors):
 @pytest.mark.parametrize("size", [(26, 8), (10, 3), (1, 1)])
 def test_a_terminal_too_small_for_it_is_no_error(size):
     for observations in ([large(num_executors=3)] * 3, [LOST], []):
-        for details in (False, True):
+        for page in Page:
             console = Console(file=io.StringIO(), width=size[0], height=size[1])
-            text = view_of(*observations).screen(*size, details=details, foot="q")
+            text = view_of(*observations).screen(*size, page=page, foot="q")
             console.print(text, no_wrap=True, overflow="crop")
             lines = console.file.getvalue().removesuffix("\n").split("\n")
             assert len(lines) == size[1]
@@ -355,7 +356,7 @@ def test_a_terminal_too_small_for_it_is_no_error(size):
 
 
 def test_details():
-    lines = screen(view_of(busy_interval()), (80, 24), details=True)
+    lines = screen(view_of(busy_interval()), (80, 24), page=Page.DETAILS)
     for line in (
         "KV blocks     2 of 8, 0 cached", "preemptions   1 in 2 s, 1 since the start",
         "swapped       1 now, 1 out, 0 in",
@@ -364,23 +365,114 @@ def test_details():
     ):  # fmt: skip
         assert line in lines
     with_host = info(12.0, num_host_blocks=64, num_used_host_blocks=3)
-    lines = screen(view_of(replace(busy_interval(), info=with_host)), (80, 24), details=True)
+    lines = screen(view_of(replace(busy_interval(), info=with_host)), (80, 24), page=Page.DETAILS)
     assert "swapped       0 now, 1 out, 0 in, host blocks 3 of 64" in lines
-    lines = screen(view_of(alone()), (80, 24), details=True)
+    lines = screen(view_of(alone()), (80, 24), page=Page.DETAILS)
     assert "  session     incarnation 8000000000000000, epoch 3" in lines
     assert "oldest        waiting 1.5 s, running 1.5 s, swapped 0.5 s" in lines
     assert not any(line.startswith("lost") for line in lines)
-    low = screen(view_of(replace(alone(), num_dropped=2)), (50, 12), details=True)
+    low = screen(view_of(replace(alone(), num_dropped=2)), (50, 12), page=Page.DETAILS)
     assert "lost          2 step records" in low
     assert "  p50/p99 ms  total 20.00/29.80" in low
+
+
+def shared(*, num_tenants: int = 2, num_kinds: int = 2) -> Snapshot:
+    """A server with tenants, the second of which was refused something, and with faults."""
+    tenants = [
+        TenantFigures(TenantInfo(f"team-{place}", 1, 2 * place, 900, 5_000, 7 * place, 4.0), 12.5, place)
+        for place in range(num_tenants)
+    ]
+    kinds = (
+        "executor_lost",
+        "request_failed",
+        "step_failed",
+        "request_moved",
+        "executor_stalled",
+        "request_refused",
+        "executor_restarted",
+        "executor_refused",
+        "request_suspected",
+        "journal_failed",
+    )[:num_kinds]
+    faults = [
+        FaultCount(kind, 3 + place, (200.0, 12.0, 7_300.0, *[90_000.0] * 7)[place], "host:1")
+        for place, kind in enumerate(kinds)
+    ]
+    snapshot = busy_interval()
+    return replace(snapshot, tenants=tenants, info=replace(snapshot.info, faults=faults))
+
+
+def test_tenants_and_faults_have_a_screen():
+    lines = screen(view_of(shared(num_kinds=3)), (80, 24), page=Page.TENANTS)
+    assert lines[1:10] == [
+        "tenant  running  waiting  tokens/s  refused  queued tokens  weight",
+        "team-0        0        1      12.5        0            900       4",
+        "team-1        2        1      12.5        7            900       4",
+        "",
+        "fault           count       last  executor",
+        "request failed      4   12 s ago    host:1",
+        "executor lost       3  3 min ago    host:1",
+        "step failed         5    2 h ago    host:1",
+        "",
+    ]
+    red = [line.plain for line in view_of(shared())._lines(80, 23, Page.TENANTS) if "red" in str(line.spans)]
+    assert [line.split("  ")[0] for line in red] == ["team-1", "request failed"], "refused lately, failed lately"
+    assert [age(each) for each in (0.4, 59.9, 60.0, 3_600.0, 200_000.0)] == [
+        "0 s ago", "59 s ago", "1 min ago", "1 h ago", "2 d ago"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_many_tenants_and_all_kinds_of_faults_share_a_screen(size):
+    lines = screen(view_of(shared(num_tenants=40, num_kinds=10)), size, page=Page.TENANTS)
+    shown = [line for line in lines if line.startswith("team-")]
+    assert len(shown) >= 2
+    assert any(line.startswith(f"{40 - len(shown)} more tenants") for line in lines)
+    assert lines[lines.index("") + 2].startswith("request failed"), "the newest fault comes first"
+    assert max(map(len, lines)) <= size[0]
+
+
+def test_a_server_without_tenants_and_faults_says_so():
+    lines = screen(view_of(busy_interval()), (80, 24), page=Page.TENANTS)
+    assert lines[1:4] == ["tenants: the server has no tenants file", "", "no faults since the start"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_first_screen_names_the_newest_faults(size):
+    lines = screen(view_of(shared(num_kinds=4)), size)
+    at = next(place for place, line in enumerate(lines) if line.startswith("faults"))
+    text = " ".join(line[17:] for line in lines[at : at + 3])
+    assert text.startswith("request failed 4 (12 s ago), executor lost 3 (3 min ago), 2 more kinds")
+    assert any(line.startswith("KV used") for line in lines), "faults do not push the totals out"
+    assert not any(line.startswith("faults") for line in screen(view_of(busy_interval()), size))
+
+
+def test_the_figures_of_a_tenant_are_of_the_window():
+    def server(now_s: float, *counts: tuple[str, int, int]) -> ServerInfo:
+        return replace(info(now_s), tenants=[TenantInfo(name, 0, 0, 0, tokens, no, 1.0) for name, tokens, no in counts])
+
+    meter = Meter(server(10.0, ("gone", 5, 0), ("a", 100, 2)), 0.0)
+    a, b = meter.snapshot(server(12.0, ("a", 150, 5), ("b", 8, 1))).tenants
+    assert (a.output_tokens_per_s, a.num_rejected_in_window) == (25.0, 3)
+    assert (b.output_tokens_per_s, b.num_rejected_in_window) == (4.0, 1), "it is new"
+
+
+def test_tenants_and_faults_are_in_json_and_in_a_pipe():
+    data = json.loads(json_line(shared(), target="host:1", time_s=5.0))
+    assert (data["tenants"][1]["name"], data["tenants"][1]["num_rejected"]) == ("team-1", 7)
+    assert data["tenants"][1]["num_rejected_in_window"] == 1
+    assert data["faults"][0] == {
+        "kind": "executor_lost", "count": 3, "last_age_s": 200.0, "last_executor": "host:1"
+    }  # fmt: skip
+    assert "team-1        2        1" in view_of(shared()).whole(100).plain
 
 
 def test_without_the_characters_for_bars():
     for observations in ([large()] * 50, [large(num_executors=3)], [busy_interval(), LOST]):
         view = view_of(*observations, ascii_only=True)
         for each in SIZES:
-            for details in (False, True):
-                assert "\n".join(screen(view, each, details=details)).isascii()
+            for page in Page:
+                assert "\n".join(screen(view, each, page=page)).isascii()
 
 
 def test_everything_goes_into_a_pipe():

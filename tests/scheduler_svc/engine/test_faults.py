@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from cadenza.convert import server_info_from_proto
+from cadenza.v1 import generation_pb2 as pb
 from executor_svc.simulated.poison import Poison
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.errors import UnreadableMessageError
+from scheduler_svc.convert.generation import fault_counts
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.faults import Fault
 from scheduler_svc.engine.fleet.executor_set import MOVE_AFTER_S
@@ -22,6 +25,20 @@ from tests.helpers.fleet_world import fleet
 def counts(engine: Engine) -> dict[Fault, int]:
     """The kinds that have occurred, with their counts."""
     return {fault: each.count for fault, each in engine.faults if each.count}
+
+
+async def test_every_kind_is_in_the_server_info_by_its_name() -> None:
+    async with fleet(1) as world:
+        assert fault_counts(world.engine.faults) == []
+        for number, fault in enumerate(Fault, start=1):
+            world.engine.faults.record(fault, "e:0", count=number)
+        await world.clock.advance(2.0)
+        info = server_info_from_proto(pb.GetServerInfoResponse(faults=fault_counts(world.engine.faults)))
+        assert [(each.kind, each.count) for each in info.faults] == [(f, n) for n, f in enumerate(Fault, start=1)]
+        assert {(each.last_age_s, each.last_executor) for each in info.faults} == {(2.0, "e:0")}
+        assert len(Fault) + 1 == len(pb.FaultKind.values())
+        unknown = server_info_from_proto(pb.GetServerInfoResponse(faults=[pb.FaultCount(kind=99, count=1)]))
+        assert unknown.faults[0].kind == "fault 99"
 
 
 async def test_nothing_is_counted_while_all_is_well() -> None:

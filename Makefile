@@ -24,6 +24,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 RUN_EXTRAS := serve
 DEV_EXTRAS := dev
 PYTEST_ARGS ?=
+# `make audit`: such as -s osv, to look packages up elsewhere.
+AUDIT_ARGS ?=
 # So many tests at a time; whichever ends first takes from the other; 0: in this process, for a debugger.
 TEST_WORKERS ?= 2
 PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
@@ -46,7 +48,7 @@ CHAOS_ARGS ?=
 # What mypy checks: those of its folders that exist.
 TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
 
-.PHONY: help demo test chaos check fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
+.PHONY: help demo test chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -68,6 +70,11 @@ else
 endif
 
 check: check-format check-lint check-types check-imports check-protos $(if $(WITHOUT_TESTS),,check-tests) ## read-only: format, lint, types, imports, protos, fast tests; WITHOUT_TESTS=1: no tests
+
+# Not part of `check`: it asks the vulnerability service of PyPI, which must be reachable, and its answer changes by itself.
+audit: $(VENV)/.installed-dev ## known vulnerabilities of the pinned packages, by pip-audit; needs the network
+	@test -x $(VENV)/audit/bin/pip-audit || { $(PY) -m venv $(VENV)/audit && $(VENV)/audit/bin/pip $(PIP_QUIET) install pip-audit; }
+	@$(VENV)/audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off $(AUDIT_ARGS)
 
 check-format: $(VENV)/.installed-dev
 	@echo "== format"; $(BIN)/ruff format --check .
@@ -109,8 +116,9 @@ protos: $(VENV)/.installed-dev ## make the Python stubs and docs/api from the pr
 	@$(PY) protos/generate.py
 	@$(PY) protos/generate_docs.py
 
-docs: $(VENV)/.installed-dev ## make the pages again that are made from code: docs/options.md, docs/scheduler.md, docs/api
+docs: $(VENV)/.installed-dev ## make the pages again that are made from code: docs/options.md, docs/metrics.md, docs/scheduler.md, docs/api
 	@$(PY) docs/generate_options.py
+	@$(PY) docs/generate_metrics.py
 	@$(PY) docs/generate_scheduler.py
 	@$(PY) protos/generate_docs.py
 

@@ -23,6 +23,7 @@ from benchmarks import (
     serving_burst,
     simulate_fit,
     simulate_speed,
+    tenants,
 )
 from benchmarks.common.benchmark import Benchmark, progress
 from benchmarks.common.command import add_common_options, command_parser, run_benchmark, run_command
@@ -44,6 +45,7 @@ _MODULES = (
     serving_burst,
     simulate_fit,
     simulate_speed,
+    tenants,
 )
 BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _MODULES}
 _LIST = "\n".join(f"  {each.name:16} {each.question}" for each in BENCHMARKS.values())

@@ -21,6 +21,7 @@ try:
     import uvloop
 
     from cadenza.settings import service as settings
+    from cadenza.telemetry import logs
     from cadenza.transport import EXECUTOR_PORT, parse_address
     from executor_svc.config import ExecutorConfig
 except ModuleNotFoundError as missing:
@@ -33,8 +34,8 @@ _LOG = logging.getLogger("executor_svc")
 
 
 def fail(message: str) -> None:
-    """Print an error on stderr, in one line."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    """Write an error to stderr, in one line."""
+    logs.report_error(message, "executor_svc")
 
 
 def _exit_at_once(_number: int, _frame: FrameType | None) -> None:
@@ -61,9 +62,7 @@ def main() -> int:
     # There is nothing to clean up until the event loop handles the signals.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_at_once)
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.configure(config.log_level, config.log_format, "executor_svc")
     for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
     # Imported here, so that wrong options and --help do not wait for torch.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from cadenza.stop_signals import StopSignals
+from cadenza.telemetry.otlp import Traces, TracesError
 from cadenza.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
@@ -22,6 +24,9 @@ from executor_svc.service.servicer import add_services
 from executor_svc.service.unreadable import limited_server
 from executor_svc.worker.watchdog import StepWatchdog
 from executor_svc.worker.worker import Executor, Worker
+
+if TYPE_CHECKING:
+    from executor_svc.service.metrics import ExecutorMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +86,9 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
         # Before the model is loaded, so that a port in use is reported at once; connections wait until the server
         # starts.
         address = bind(server, config.listen, default_port=EXECUTOR_PORT)
-    except OSError as exc:
+        traces = open_traces(config, address)
+        metrics = _metrics(config)
+    except (OSError, TracesError) as exc:
         report(str(exc))
         return 1, True
     described: Future[Description] = Future()
@@ -90,15 +97,39 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     try:
         if await _wait_until_loaded(signals.stop, worker, report):
             with _watchdog(worker, config.step_timeout_s):
-                services = await add_services(server, worker, described.result())
+                services = await add_services(server, worker, described.result(), spans=traces)
+                if metrics is not None:
+                    metrics.start(worker, described.result(), services.execution.leases)
                 code = await _serve_until(signals.stop, server, worker, address, report)
                 if code == 0:
                     await services.finish(config.drain_timeout_s, signals.at_once)
         else:
             code = 0 if signals.stop.is_set() else 1
     finally:
+        if metrics is not None:
+            metrics.stop()
         ended = await _stop(server, worker)
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
     return code, ended
+
+
+def open_traces(config: ExecutorConfig, address: str) -> Traces | None:
+    """What sends the spans of steps; None: nothing does. Raises TracesError."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    version = importlib.metadata.version("cadenza")
+    return Traces(config.otlp_traces_endpoint, "cadenza-executor", version=version, instance=address)
+
+
+def _metrics(config: ExecutorConfig) -> ExecutorMetrics | None:
+    """Bind the port of the metrics, if there is one; raises OSError."""
+    if config.metrics_port is None:
+        return None
+    # Imported here: it takes some 0.1 s, for those who want metrics only.
+    from executor_svc.service import metrics
+
+    return metrics.ExecutorMetrics(config.metrics_host, config.metrics_port, config.metrics_token_file)
 
 
 async def _stop(server: grpc.aio.Server, worker: Worker) -> bool:

@@ -17,6 +17,7 @@ import logging
 
 try:
     from cadenza.settings import service as settings
+    from cadenza.telemetry import logs
     from cadenza.transport import SCHEDULER_PORT, parse_address
     from scheduler_svc.config import SchedulerConfig
     from scheduler_svc.executors.addresses import executor_entries
@@ -30,8 +31,8 @@ _LOG = logging.getLogger("scheduler_svc")
 
 
 def fail(message: str) -> None:
-    """Print an error to stderr, in one line."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    """Write an error to stderr, in one line."""
+    logs.report_error(message, "scheduler_svc")
 
 
 def read_config(arguments: list[str]) -> SchedulerConfig | None:
@@ -48,9 +49,7 @@ def main() -> int:
     # Until the event loop handles the signals, there is nothing to clean up.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_now)
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.configure(config.log_level, config.log_format, "scheduler_svc")
     for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
     sys.modules.setdefault("torch", cast(ModuleType, None))
@@ -60,7 +59,8 @@ def main() -> int:
     from scheduler_svc.app import serve
 
     # Without a file to read again, SIGHUP ends the process, as when its terminal is closed.
-    has_files = config.config is not None or bool(executor_entries(config.executor).files)
+    files = (config.config, config.tenants)
+    has_files = any(files) or bool(executor_entries(config.executor).files)
     reread = (lambda: read_config(sys.argv[1:])) if has_files else None
     code = uvloop.run(serve(config, fail, reread))
     # A thread may still be importing or tokenizing, and a normal exit would wait for it.

@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cadenza.stop_signals import StopSignals
+from cadenza.telemetry.otlp import Traces, TracesError
 from cadenza.transport import MAX_RECEIVED_BYTES, SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
@@ -34,9 +35,11 @@ from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
 from scheduler_svc.front.health import HealthServicer
+from scheduler_svc.front.metrics import SchedulerMetrics
 from scheduler_svc.front.model_front import ModelFront
 from scheduler_svc.front.prepared_responses import PreparedResponses
 from scheduler_svc.front.process_memory import release_free_memory, shorten_collections
+from scheduler_svc.front.token_gate import TokenGate
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.journal import SchedulerJournal, connect
@@ -45,6 +48,9 @@ from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError
 from scheduler_svc.recording.recording import recorded_core
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError
+from scheduler_svc.tenants.errors import TenantsFileError
+from scheduler_svc.tenants.quotas import Quotas
+from scheduler_svc.tenants.registry import Registry
 
 _LOG = logging.getLogger(__name__)
 _STOP_GRACE_S = 0.5
@@ -64,9 +70,11 @@ class Service:
     """The scheduler service on one event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Raises JournalError for a journal that cannot be used."""
+        """Raises JournalError, TenantsFileError, and TracesError if traces cannot be sent."""
         self._config = config
         clock = SystemClock()
+        self._clock = clock
+        self._tenants = Registry(config.tenants)
         self._journal: SchedulerJournal | None = None
         if config.journal is not None:
             self._journal = SchedulerJournal(config.journal, clock, restart_grace_s=config.restart_grace_s)
@@ -75,8 +83,23 @@ class Service:
         self._recording = ExitStack()
         core, self._record = self._recording.enter_context(recorded_core(config))
         writer = None if self._journal is None else self._journal.writer
+        self._traces: Traces | None = None
+        if config.otlp_traces_endpoint is not None:
+            about = {"version": _version(), "instance": self._scheduler_id}
+            self._traces = Traces(config.otlp_traces_endpoint, "cadenza-scheduler", **about)
+        core.set_weights(self._tenants.weights)
+        self._tenants.add_listener(lambda: core.set_weights(self._tenants.weights))
+        self._following: asyncio.Task[None] | None = None
+        quotas = Quotas(self._tenants, clock, config.max_queued_requests)
         self._engine = Engine(
-            config, core, clock, connect=self._connect, release_memory=release_free_memory, journal=writer
+            config,
+            core,
+            clock,
+            connect=self._connect,
+            release_memory=release_free_memory,
+            journal=writer,
+            spans=self._traces,
+            quotas=quotas,
         )
         self._discovery = Discovery(self._engine.executors, executor_entries(config.executor))
         if writer is not None:
@@ -84,8 +107,9 @@ class Service:
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._model = ModelFront(self._front, config)
+        self._metrics = SchedulerMetrics(self._front, self._ports)
         self._server = grpc.aio.server(
-            interceptors=[UnreadableMessages(), PreparedResponses()],
+            interceptors=[TokenGate(self._tenants), UnreadableMessages(), PreparedResponses()],
             options=server_options(max_received_bytes=MAX_RECEIVED_BYTES),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)
@@ -98,7 +122,9 @@ class Service:
         """Bind and listen; health is NOT_SERVING and calls get UNAVAILABLE. Returns the address; raises OSError."""
         address = bind(self._server, self._config.listen, default_port=SCHEDULER_PORT)
         self._front.address = address
+        self._metrics.start()
         await self._server.start()
+        self._following = asyncio.create_task(self._tenants.follow(self._clock), name="tenants-file")
         return address
 
     def _connect(self, executor_id: int, target: str) -> ExecutorPort:
@@ -109,6 +135,10 @@ class Service:
     def reload_executors(self, executor: list[str]) -> None:
         """Follow these entries of --executor from now on, and read the files that they name again."""
         self._discovery.reload(executor_entries(executor))
+
+    def reload_tenants(self) -> None:
+        """Read the tenants file again if it has changed, without waiting for the next look at it."""
+        self._tenants.reload()
 
     async def open(self) -> None:
         """Wait for an executor, load the tokenizer, restore requests, accept calls.
@@ -179,9 +209,14 @@ class Service:
             # First: the streams end next, and their requests are to go on in the next process.
             await self._journal.close_writer()
         self._front.stop(self._stop_detail())
+        self._metrics.stop()
         await self._server.stop(_STOP_GRACE_S)
+        if self._following is not None:
+            self._following.cancel()
         await self._discovery.stop()
         await self._engine.stop()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
         self._recording.close()
         for port in self._ports:
             await port.aclose()
@@ -219,6 +254,12 @@ async def serve(
     except JournalError as exc:
         report(f"--journal {exc}")
         return EXIT_FAILED
+    except TracesError as exc:
+        report(str(exc))
+        return EXIT_FAILED
+    except TenantsFileError as exc:
+        report(f"--tenants {exc}")
+        return EXIT_FAILED
     try:
         address = await service.start()
         if reread is not None:
@@ -247,6 +288,7 @@ async def serve(
 
 def _reload(service: Service, reread: Callable[[], SchedulerConfig | None]) -> None:
     """Handle SIGHUP."""
+    service.reload_tenants()
     config = reread()
     if config is not None:
         service.reload_executors(config.executor)

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza.settings.help import about
 from cadenza.settings.service import ServiceSettings
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
-
-
-def read_weights(text: str) -> dict[str, float]:
-    """Parse `NAME=WEIGHT,…`; raises ValueError naming the invalid entry."""
-    weights: dict[str, float] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        name, _, number = entry.partition("=")
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            raise ValueError(f"{entry!r} is not NAME=WEIGHT") from None
-        if not 0 < weights[name] < float("inf"):
-            raise ValueError(f"the weight of {name!r} must be over 0, not {number}")
-    return weights
 
 
 class SchedulerConfig(ServiceSettings):
@@ -133,11 +119,19 @@ class SchedulerConfig(ServiceSettings):
         "whole budget.",
         json_schema_extra=about("Batching", "tokens"),
     )
+    tenants: str | None = Field(
+        None,
+        min_length=1,
+        description="TOML file of the tenants: tokens, weights and limits, read again when it changes; every call "
+        "needs a token then; docs/tenants.md. Without it there is one tenant, and no call needs a token.",
+        json_schema_extra=about("Scheduling"),
+    )
     max_queued_requests: int = Field(
         1024,
         ge=1,
         validate_default=True,
-        description="Maximum waiting requests; further ones are rejected with RESOURCE_EXHAUSTED.",
+        description="Maximum waiting requests; further ones are rejected with RESOURCE_EXHAUSTED. With --tenants each "
+        "tenant may have as many as there are free places: one alone half of these.",
         json_schema_extra=about("Scheduling", "requests"),
     )
     max_resume_grace_s: float = Field(
@@ -159,12 +153,8 @@ class SchedulerConfig(ServiceSettings):
     order: Literal["fcfs", "priority", "fair", "sjf"] = Field(
         "fcfs",
         description="Which request goes first; fcfs: the oldest; priority: the smallest priority, which also preempts "
-        "larger ones; fair: one of the least-served tenant; sjf: the shortest expected output.",
-        json_schema_extra=about("Scheduling"),
-    )
-    tenant_weights: str = Field(
-        "",
-        description="Weights of tenants for --order fair, as in gold=4,free=1; 1 for all others.",
+        "larger ones; fair: one of the least-served tenant, and the default with --tenants; sjf: the shortest expected "
+        "output.",
         json_schema_extra=about("Scheduling"),
     )
     max_wait_s: float | None = Field(
@@ -256,11 +246,13 @@ class SchedulerConfig(ServiceSettings):
             raise ValueError(f"{twice[0]} is given twice")
         return value
 
-    @field_validator("tenant_weights")
+    @model_validator(mode="before")
     @classmethod
-    def _check_weights(cls, value: str) -> str:
-        read_weights(value)
-        return value
+    def _choose_order(cls, values: object) -> object:
+        """Tenants get their shares unless another order is requested."""
+        if isinstance(values, dict) and values.get("tenants") is not None and values.get("order") is None:
+            return {**values, "order": "fair"}
+        return values
 
     @field_validator("max_queued_requests")
     @classmethod

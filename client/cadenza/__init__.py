@@ -28,12 +28,14 @@ if TYPE_CHECKING:
         LocalServiceError,
         NotFoundError,
         OptionError,
+        PermissionDeniedError,
         QueueFullError,
         RequestLostError,
+        UnauthenticatedError,
         UnavailableError,
         UnsupportedError,
     )
-    from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad
+    from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad, TenantInfo
     from cadenza.llm import LLM
     from cadenza.local import LocalServices
     from cadenza.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -55,12 +57,14 @@ _HOMES = {
         "LocalServiceError",
         "NotFoundError",
         "OptionError",
+        "PermissionDeniedError",
         "QueueFullError",
         "RequestLostError",
+        "UnauthenticatedError",
         "UnavailableError",
         "UnsupportedError",
     ),
-    "cadenza.info": ("ExecutorInfo", "ModelInfo", "ServerInfo", "ServerLoad"),
+    "cadenza.info": ("ExecutorInfo", "ModelInfo", "ServerInfo", "ServerLoad", "TenantInfo"),
     "cadenza.llm": ("LLM",),
     "cadenza.local": ("LocalServices",),
     "cadenza.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
@@ -81,6 +85,7 @@ __all__ = [  # noqa: RUF022 - by kind
     "ServerInfo",
     "ServerLoad",
     "ExecutorInfo",
+    "TenantInfo",
     "LocalServices",
     "CadenzaError",
     "InvalidRequestError",
@@ -89,6 +94,8 @@ __all__ = [  # noqa: RUF022 - by kind
     "NotFoundError",
     "AlreadyExistsError",
     "FailedPreconditionError",
+    "UnauthenticatedError",
+    "PermissionDeniedError",
     "DeadlineError",
     "UnavailableError",
     "RequestLostError",

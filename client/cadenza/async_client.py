@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from cadenza import convert
+from cadenza.credentials import authorized, call_metadata, check_connection, chosen_token
 from cadenza.errors import UnavailableError, from_rpc_error
 from cadenza.forks import claim_grpc
 from cadenza.info import ModelInfo, ServerInfo
@@ -56,6 +57,9 @@ class AsyncClient:
     left early (by an exception, cancellation, or a closed or dropped generator) is cancelled, and the server aborts its
     requests.
 
+    `token` is the tenant's token, for a server with a tenants file; without it, the environment's CADENZA_TOKEN. It is
+    not sent to another machine without TLS unless `insecure`.
+
     `generate`, `chat` and `stream` go on after a lost connection or a restart of the server: they reconnect for up to
     `reconnect_timeout_s` seconds without a response, and bring the rest of the output, no token lost or repeated. Then
     they raise the UnavailableError of the loss; RequestLostError if the server does not have the rest any more. The
@@ -64,13 +68,23 @@ class AsyncClient:
     """
 
     def __init__(
-        self, target: str = f"127.0.0.1:{SCHEDULER_PORT}", *, reconnect_timeout_s: float = RECONNECT_TIMEOUT_S
+        self,
+        target: str = f"127.0.0.1:{SCHEDULER_PORT}",
+        *,
+        token: str | None = None,
+        insecure: bool = False,
+        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
     ) -> None:
         shorten_interrupts()
         self._reconnect_timeout_s = checked_timeout(reconnect_timeout_s)
         self._was_reached = False
         self._is_given_up: Callable[[], bool] = lambda: False
-        self.target = format_address(*parse_address(target, default_port=SCHEDULER_PORT))
+        host, port = parse_address(target, default_port=SCHEDULER_PORT)
+        self.target = format_address(host, port)
+        token = chosen_token(token)
+        check_connection(host, token, has_tls=False, insecure=insecure)
+        self._metadata = call_metadata(token)
+        self._generation: GenerationServiceAsyncStub | None = None
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the channel's
         self._running: set[RequestStream | SessionBatch] = set()
@@ -193,7 +207,7 @@ class AsyncClient:
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """The connection, for stubs of other services on the same server (AdminService, health, reflection)."""
+        """The connection, for stubs without a token on the same server (health, reflection); others: `stub_of`."""
         if self._closed:
             raise UnavailableError("the client is closed")
         claim_grpc()
@@ -204,9 +218,15 @@ class AsyncClient:
             raise RuntimeError("this AsyncClient belongs to another event loop: make one for each")
         return self._channel
 
+    def stub_of(self, service: Callable[[grpc.aio.Channel], Any]) -> Any:
+        """A stub on this connection, whose calls carry the token: `client.stub_of(AdminServiceStub)`."""
+        return authorized(service(self.channel), self._metadata)
+
     def _stub(self) -> GenerationServiceAsyncStub:
-        stub: Any = GenerationServiceStub(self.channel)
-        return stub  # type: ignore[no-any-return]
+        self.channel  # noqa: B018  # raises for a closed client, and in another event loop
+        if self._generation is None:
+            self._generation = self.stub_of(GenerationServiceStub)
+        return self._generation
 
     async def _run(
         self, prompts: list[Prompt], params: Params, enable_prefix_caching: bool, on_output: OnOutput | None = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from cadenza.errors import LocalServiceError
+from cadenza.telemetry.logs import CRITICAL, parse_line
 
 LogSink = Callable[[str, str], None]  # (service, line)
 
@@ -114,10 +115,11 @@ class ChildService:
         how = f"exit code {code}" if code is None or code >= 0 else f"killed by signal {-code}"
         # A service reports its error in one line with this prefix; the last line of a traceback is its error.
         lines = [line.strip() for line in self._tail if line.strip()] or ["it logged nothing"]
-        errors = [line for line in lines if line.startswith(_ERROR)]
+        errors = [error for line in lines if (error := _error_of(line)) is not None]
         if not errors and code is not None and -code in (signal.SIGKILL, signal.SIGTERM):
             return how  # it was killed and logged no error
-        return f"{how}: {'; '.join(line.removeprefix(_ERROR) for line in errors or lines[-1:])}"
+        last = parse_line(lines[-1])
+        return f"{how}: {'; '.join(errors or [lines[-1] if last is None else str(last['message'])])}"
 
     def log_tail(self) -> str:
         """The last lines of its log."""
@@ -170,8 +172,16 @@ class ChildService:
     def _read_stderr(self, pipe: IO[str]) -> None:
         for line in pipe:
             self._tail.append(line.rstrip("\n"))
-            if not line.startswith(_ERROR):  # `exit_reason` has it: logged too, it would be read twice
+            if _error_of(line) is None:  # `exit_reason` has it: logged too, it would be read twice
                 self._on_log(self.name, line.rstrip("\n"))
+
+
+def _error_of(line: str) -> str | None:
+    """The error that a line of the log reports as the end of the process; None: it reports none."""
+    if line.startswith(_ERROR):
+        return line.removeprefix(_ERROR)
+    fields = parse_line(line)
+    return str(fields["message"]) if fields is not None and fields.get("level") == CRITICAL else None
 
 
 def _environment() -> dict[str, str]:

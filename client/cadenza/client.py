@@ -28,11 +28,16 @@ class Client:
     """
 
     def __init__(
-        self, target: str = f"127.0.0.1:{SCHEDULER_PORT}", *, reconnect_timeout_s: float = RECONNECT_TIMEOUT_S
+        self,
+        target: str = f"127.0.0.1:{SCHEDULER_PORT}",
+        *,
+        token: str | None = None,
+        insecure: bool = False,
+        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
     ) -> None:
         shorten_interrupts()
         self._loop = LoopThread.shared()
-        self._client = AsyncClient(target, reconnect_timeout_s=reconnect_timeout_s)
+        self._client = AsyncClient(target, token=token, insecure=insecure, reconnect_timeout_s=reconnect_timeout_s)
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
 
     def __enter__(self) -> Client:

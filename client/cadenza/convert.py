@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad
+from cadenza.info import ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
+from cadenza.telemetry.trace_context import current_traceparent
 from cadenza.v1 import generation_pb2, types_pb2
 
 _DEFAULTS = SamplingParams()
@@ -81,6 +82,7 @@ def request_to_proto(
         cache_salt=(prompt.cache_salt or "").encode(),
         enable_prefix_caching=None if enable_prefix_caching else False,
         resume_grace_s=resume_grace_s or None,
+        traceparent=current_traceparent(),
     )
 
 
@@ -101,7 +103,6 @@ def resume_to_proto(
     num_prompt_logprobs = len(total.prompt_logprobs or ())
     return generation_pb2.GenerateRequest(
         request_id=request.request_id,
-        tenant=request.tenant,
         output_mode=request.output_mode,
         return_prompt_token_ids=request.return_prompt_token_ids and received.prompt_token_ids is None,
         resume=generation_pb2.ResumePoint(positions=positions, prompt_logprobs_start=num_prompt_logprobs),
@@ -166,7 +167,16 @@ def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> Ser
         uptime_s=message.uptime_s,
         draining=message.draining,
         resident_bytes=message.resident_bytes,
+        tenants=[TenantInfo(**_same_names(TenantInfo, tenant)) for tenant in message.tenants],
+        faults=[_fault(fault) for fault in message.faults],
     )
+
+
+def _fault(message: generation_pb2.FaultCount) -> FaultCount:
+    known = message.kind in generation_pb2.FaultKind.values()
+    name = generation_pb2.FaultKind.Name(message.kind) if known else f"fault {message.kind}"
+    kind = name.removeprefix("FAULT_KIND_").lower()
+    return FaultCount(kind, message.count, message.last_age_s, message.last_executor)
 
 
 def _same_names(kind: Any, message: object) -> dict[str, Any]:

@@ -48,7 +48,10 @@ class InvalidRequestError(CadenzaError, ValueError):
 
 
 class QueueFullError(CadenzaError):
-    """The server's queue is full; retry after `retry_after_s` seconds (None: the server gave no time)."""
+    """The server's queue is full, or a limit of the tenant is reached.
+
+    Retry after `retry_after_s` seconds; None: the server gave no time.
+    """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -65,6 +68,14 @@ class AlreadyExistsError(CadenzaError):
 
 class FailedPreconditionError(CadenzaError):
     """The server cannot do this in its present state or configuration."""
+
+
+class UnauthenticatedError(CadenzaError):
+    """The server has tenants and needs a token, or does not know the token of this client any more."""
+
+
+class PermissionDeniedError(CadenzaError):
+    """The token's tenant may not make this call."""
 
 
 class DeadlineError(CadenzaError, TimeoutError):
@@ -123,6 +134,8 @@ _BY_CODE: dict[grpc.StatusCode, type[CadenzaError]] = {
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
     grpc.StatusCode.FAILED_PRECONDITION: FailedPreconditionError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
     grpc.StatusCode.INTERNAL: InternalError,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,31 @@ class ExecutorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantInfo:
+    """The load of one tenant."""
+
+    name: str  # in the tenants file; empty: the one tenant of a server without such a file
+    num_waiting: int
+    num_running: int
+    num_queued_tokens: int  # prompt tokens of its requests that have not begun to run
+    num_output_tokens: int  # since the server's start, as the count below
+    num_rejected: int  # requests refused because the queue was full or one of its limits was reached
+    weight: float  # its share where the order is fair
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCount:
+    """How often one kind of fault has occurred since the server's start."""
+
+    kind: str  # as in metrics, such as "executor_lost"; "fault 99" for one that this client does not know
+    count: int
+    last_age_s: float  # seconds since the last one
+    last_executor: str  # the executor that it was about; empty: none
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server's version, options and state."""
+    """A server's version, options and state. A tenant without admin sees its own part, and no executors."""
 
     version: str
     protocol_version: int
@@ -112,3 +135,5 @@ class ServerInfo:
     uptime_s: float
     draining: bool
     resident_bytes: int  # memory resident in the scheduler's process; 0: not known
+    tenants: list[TenantInfo] = field(default_factory=list)  # by name; empty: the server does not say
+    faults: list[FaultCount] = field(default_factory=list)  # of each kind that has occurred

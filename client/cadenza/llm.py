@@ -38,7 +38,8 @@ class LLM:
     later ones raise LocalServiceError: a script does not hang. Until then a call waits for a scheduler that is started
     again, for up to `reconnect_timeout_s` seconds without an answer, and its prompts go on or start anew. Use it with
     `with`, or call `close`; otherwise the services end when the object is collected or the program ends. Stopped
-    services have `stop_grace_s` seconds to end before they are killed.
+    services have `stop_grace_s` seconds to end before they are killed. `token` is this program's own, if the option
+    `tenants` names a file.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LLM:
         start_timeout_s: float = 1800.0,
         stop_grace_s: float = 10.0,
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
+        token: str | None = None,
         **options: Unpack[LLMOptions],
     ) -> None:
         shorten_interrupts()
@@ -73,7 +75,7 @@ class LLM:
                 on_start=progress.start,
                 **options,
             )
-        self._client = Client(self._services.target, reconnect_timeout_s=reconnect_timeout_s)
+        self._client = Client(self._services.target, token=token, reconnect_timeout_s=reconnect_timeout_s)
         services = self._services  # not self, which must be collected as soon as nobody refers to it
         self._client._expect_server(lambda: services.failure is not None)
 

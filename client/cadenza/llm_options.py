@@ -15,6 +15,27 @@ class LLMOptions(TypedDict, total=False):
     """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
     memory divided by their number; --num-gpu-blocks is that of each. [default: 1]"""
 
+    log_format: Literal["text", "json"] | None
+    """Lines of text, or one JSON object a line with the ids that the line is about; docs/tracing.md. [default: text]"""
+
+    otlp_traces_endpoint: str | None
+    """OTLP/gRPC URL of an OpenTelemetry collector, such as http://127.0.0.1:4317, that gets a trace of each request;
+    default: none. Needs the extra otel; docs/tracing.md."""
+
+    metrics_port: int | None
+    """Serve Prometheus metrics at http://METRICS_HOST:PORT/metrics; 0: any free port, which is logged. `cadenza up`:
+    that of the scheduler; executors have the next ones. docs/metrics.md."""
+
+    metrics_token_file: str | None
+    """File with a bearer token that a scraper must send; it is read again for each scrape."""
+
+    metrics_insecure: bool | None
+    """Let other machines read the metrics without a token, as on a network of containers alone. [default: off]"""
+
+    metrics_host: str | None
+    """Address to serve metrics on; beyond loopback it needs --metrics-token-file or --metrics-insecure (or --insecure).
+    [default: 127.0.0.1]"""
+
     simulate: str | None
     """Simulate the model: steps take no time (instant), or the time that a JSON file of step costs gives;
     docs/simulated.md. Values: instant, COSTS.json."""
@@ -136,8 +157,13 @@ class LLMOptions(TypedDict, total=False):
     """Maximum tokens of one prompt in a step, so that a long prompt leaves budget for others; 0: the whole budget.
     [default: 0]"""
 
+    tenants: str | None
+    """TOML file of the tenants: tokens, weights and limits, read again when it changes; every call needs a token then;
+    docs/tenants.md. Without it there is one tenant, and no call needs a token."""
+
     max_queued_requests: int | None
-    """Maximum waiting requests; further ones are rejected with RESOURCE_EXHAUSTED. [default: 1024]"""
+    """Maximum waiting requests; further ones are rejected with RESOURCE_EXHAUSTED. With --tenants each tenant may have
+    as many as there are free places: one alone half of these. [default: 1024]"""
 
     max_resume_grace_s: float | None
     """Longest time for which a request runs on and its results are kept after its stream was lost; a larger
@@ -149,10 +175,8 @@ class LLMOptions(TypedDict, total=False):
 
     order: Literal["fcfs", "priority", "fair", "sjf"] | None
     """Which request goes first; fcfs: the oldest; priority: the smallest priority, which also preempts larger ones;
-    fair: one of the least-served tenant; sjf: the shortest expected output. [default: fcfs]"""
-
-    tenant_weights: str | None
-    """Weights of tenants for --order fair, as in gold=4,free=1; 1 for all others."""
+    fair: one of the least-served tenant, and the default with --tenants; sjf: the shortest expected output. [default:
+    fcfs]"""
 
     max_wait_s: float | None
     """A request that arrived longer ago goes first in every order; without it, orders other than fcfs may let a request

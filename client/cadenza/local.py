@@ -20,7 +20,7 @@ from cadenza.executor_progress import ExecutorProgress
 from cadenza.executor_shares import ExecutorShare, executor_shares
 from cadenza.local_checks import check_address, check_device, check_files, check_model
 from cadenza.local_options import SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
-from cadenza.local_ports import reserve_port, scheduler_address
+from cadenza.local_ports import metrics_ports, reserve_port, scheduler_address
 from cadenza.short_interrupts import quiet_at_exit
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.supervisor import RestartPolicy, SupervisedService
@@ -58,6 +58,7 @@ class _Family:
     on_log: LogSink
     on_event: Callable[[str], None]
     on_back: Callable[[str], None]
+    metrics_ports: dict[str, int]  # by service; empty: no metrics
     owner: int = field(default_factory=os.getpid)  # the parent process
     children: dict[str, ChildService] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -119,6 +120,7 @@ class LocalServices:
             on_log or log_line,
             on_event or _logger.warning,
             on_back or (lambda service: None),
+            metrics_ports(arguments.settings, list(shares), kept),
         )
         for sentence in ignored_variables():
             self._family.on_event(sentence)
@@ -212,6 +214,8 @@ def _start_all(family: _Family) -> None:
 def _spawn(family: _Family, service: str) -> ChildService:
     """Start one service at its address; raises LocalServiceError if the system refuses a process."""
     own, environment = ["--listen", family.addresses[service]], {}
+    if service in family.metrics_ports:
+        own.append(f"--metrics-port={family.metrics_ports[service]}")
     if service == SCHEDULER:
         executors = [part for name in family.shares for part in ("--executor", family.addresses[name])]
         program, arguments = family.programs.scheduler, [*family.arguments.scheduler, *own, *executors]

@@ -13,6 +13,7 @@ from cadenza.errors import DamagedStreamError, RequestLostError, UnavailableErro
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
 from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection, whole_message
+from cadenza.telemetry.trace_context import current_metadata
 from cadenza.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class RequestStream:
         self._request = request
         self._collector = collector
         self._attempts = attempts
+        self._metadata = current_metadata()
         self._call: grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse] | None
         self._call = None
         self._is_over = True
@@ -88,7 +90,8 @@ class RequestStream:
         if self._is_left:  # by `AsyncClient.close`, between two deltas
             raise UnavailableError(f"the stream of request {self._request.request_id} was closed")
         if self._call is None:
-            self._call = self._stub.Generate(resume_to_proto(self._request, self._collector))
+            message = resume_to_proto(self._request, self._collector)
+            self._call = self._stub.Generate(message, metadata=self._metadata)
             self._is_over = False
         return whole_message(
             await self._call.read(),

@@ -65,7 +65,7 @@ async def watch_steps(client: AsyncClient) -> AsyncIterator[StepWatch]:
     Raises CadenzaError if it cannot be established, or if it broke while the body ran.
     """
     watch = StepWatch()
-    stub: Any = AdminServiceStub(client.channel)
+    stub: Any = client.stub_of(AdminServiceStub)
     call = stub.WatchSteps(admin_pb2.WatchStepsRequest())
     reader: asyncio.Task[None] | None = None
     try:

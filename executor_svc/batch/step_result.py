@@ -117,6 +117,8 @@ def make_result(
         candidates=_candidates(sampled, scheduled),
         timings=timings,
         debug_digest=digest,
+        num_sequences=len(scheduled.slots),
+        num_computed=int(scheduled.num_tokens.sum()),
     )
 
 

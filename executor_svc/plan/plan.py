@@ -193,3 +193,7 @@ class StepResult:
     """Candidates of slots that requested them; these sample no token."""
     timings: StepTimings = field(default_factory=StepTimings)
     debug_digest: bytes = b""
+    num_sequences: int = 0
+    """Number of sequences that computed something; for the metrics of this process, as the next one."""
+    num_computed: int = 0
+    """Number of tokens that they computed."""

@@ -76,6 +76,9 @@ class Leases:
         self._current: Lease | None = None
         self._last_epoch = 0
         self._closed: Refusal | None = None
+        self.num_granted = 0
+        """Number of sessions that were granted the executor."""
+        self.num_refused = 0
         self._processes: list[tuple[str, int]] = []
         """(scheduler id, incarnation) of the processes that held the executor, in the order of their first sessions."""
 
@@ -93,7 +96,12 @@ class Leases:
 
         An older session of the same scheduler ends: a new process takes over at once.
         """
-        self._check(opening)
+        try:
+            self._check(opening)
+        except Refusal:
+            self.num_refused += 1
+            raise
+        self.num_granted += 1
         current = self._current
         if current is not None:
             by = "this process" if current.scheduler_incarnation == opening.scheduler_incarnation else "another process"

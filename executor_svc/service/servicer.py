@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S
 from cadenza.slices import run_in_slices
+from cadenza.telemetry.spans import SpanSink
 from cadenza.transport import STATUS_DETAILS_KEY, make_status
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
@@ -29,6 +30,7 @@ from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.service.convert import description_to_wire, plan_in_slices, response_in_slices
 from executor_svc.service.lease import Lease, Leases, Refusal
 from executor_svc.service.pieces import request_in_slices
+from executor_svc.service.step_traces import StepTraces
 from executor_svc.worker.worker import Activity, RejectedPlan, Session, Worker
 
 _log = logging.getLogger(__name__)
@@ -67,13 +69,21 @@ _Outgoing = StepResult | _EndOfPlans | _Announcement | pb.ExecuteResponse
 class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     """Serves one worker to one scheduler at a time. Its server is a `limited_server`: plan streams yield bytes."""
 
-    def __init__(self, worker: Worker, description: Description, heartbeat_s: float, silence_s: float) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        description: Description,
+        heartbeat_s: float,
+        silence_s: float,
+        spans: SpanSink | None = None,
+    ) -> None:
         self._worker = worker
         self._incarnation = description.incarnation
         self._description = description_to_wire(description)
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
-        self._leases = Leases(silence_s)
+        self.leases = Leases(silence_s)
+        self._spans = spans
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
         """Return the description, which is constant."""
@@ -93,7 +103,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         """Open a session, then answer plans in order until the scheduler half-closes or a newer stream fences it."""
         lease: Lease | None = None
         try:
-            lease = self._leases.take(await self._opening(request_iterator), context.peer())
+            lease = self.leases.take(await self._opening(request_iterator), context.peer())
             lease.serving = asyncio.create_task(self._serve(lease, request_iterator, context))
             await lease.serving
         except Refusal as refusal:
@@ -102,11 +112,11 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             if lease is None or lease.refusal is None:
                 raise
             # Released first: the status cannot be sent while the scheduler reads nothing.
-            self._leases.release(lease)
+            self.leases.release(lease)
             await _abort(context, lease.refusal)
         finally:
             if lease is not None:
-                self._leases.release(lease)
+                self.leases.release(lease)
 
     async def finish(self, timeout_s: float, at_once: asyncio.Event) -> None:
         """Answer the steps that run, report to the scheduler that this executor stops, refuse other sessions.
@@ -116,12 +126,12 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         give it an error in place of the status.
         """
         refusal = Refusal(grpc.StatusCode.UNAVAILABLE, "the executor stops")
-        self._leases.close(refusal)
+        self.leases.close(refusal)
         finished = asyncio.wrap_future(self._worker.finish())
         stopping = asyncio.create_task(at_once.wait())
         await asyncio.wait((finished, stopping), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        lease = self._leases.current
+        lease = self.leases.current
         if lease is not None and lease.serving is not None:
             lease.announce_stop()
             await asyncio.wait((lease.serving,), timeout=_LAST_RESULTS_S)
@@ -148,15 +158,16 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         )
         lease.announce_stop = lambda: outbox.put_nowait(pb.ExecuteResponse(stopping=pb.ExecutorStopping()))
         opened = asyncio.wrap_future(cleared)
+        traces = StepTraces(self._spans, self._incarnation)
         # All of them before the session is open: that waits for the running step, for minutes at worst.
         helpers = [
             asyncio.create_task(self._answer_opening(lease, session, opened, outbox)),
-            asyncio.create_task(self._read(session, requests, outbox, lease)),
+            asyncio.create_task(self._read(session, requests, outbox, lease, traces)),
             asyncio.create_task(self._beat(outbox, opened)),
             asyncio.create_task(_end_when_silent(lease)),
         ]
         try:
-            await self._write(lease.epoch, outbox, context)
+            await self._write(lease.epoch, outbox, context, traces)
         finally:
             self._worker.close_session(session)
             for helper in helpers:
@@ -174,7 +185,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             return
         _log.info(
             "scheduler %s at %s: session of epoch %d open, last completed step %d",
-            lease.scheduler_id, lease.peer, lease.epoch, last_completed,
+            lease.scheduler_id, lease.peer, lease.epoch, last_completed, extra={"epoch": lease.epoch},
         )  # fmt: skip
         answer = pb.SessionOpened(
             epoch=lease.epoch,
@@ -191,6 +202,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         requests: AsyncIterator[bytes],
         outbox: asyncio.Queue[_Outgoing],
         lease: Lease,
+        traces: StepTraces,
     ) -> None:
         """Queue plans until the scheduler half-closes."""
         num_plans, problem = 0, ""
@@ -205,12 +217,15 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                     if session.num_unanswered + outbox.qsize() > _MAX_WAITING:
                         message = f"over {_MAX_WAITING} plans or results wait: the scheduler does not read"
                         _log.warning(
-                            "scheduler %s: %s; its session of epoch %d ends", lease.scheduler_id, message, lease.epoch
-                        )
+                            "scheduler %s: %s; its session of epoch %d ends", lease.scheduler_id, message, lease.epoch,
+                            extra={"epoch": lease.epoch},
+                        )  # fmt: skip
                         # Not through the outbox: its writer may be blocked.
                         lease.end(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message))
                         return
-                    self._worker.submit(session, await _plan_or_rejection(request.plan), received_ns)
+                    plan = await _plan_or_rejection(request.plan)
+                    self._worker.submit(session, plan, received_ns)
+                    traces.on_plan(plan)
                 elif kind != "heartbeat":
                     problem = "a session can be opened once only" if kind == "open" else "a message must hold something"
                     break
@@ -238,7 +253,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                     )
                 )
 
-    async def _write(self, epoch: int, outbox: asyncio.Queue[_Outgoing], context: _Context) -> None:
+    async def _write(self, epoch: int, outbox: asyncio.Queue[_Outgoing], context: _Context, traces: StepTraces) -> None:
         """Send queued messages until the scheduler has half-closed, and its opening and every plan is answered."""
         num_answered, num_plans, is_open = 0, None, False
         while num_plans is None or num_answered < num_plans or not is_open:
@@ -246,6 +261,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             if isinstance(item, StepResult):
                 num_answered += 1
                 await context.write(await run_in_slices(response_in_slices(item, epoch, self._incarnation)))
+                traces.on_result(item)
             elif isinstance(item, _Announcement):
                 await context.write(pb.ExecuteResponse(heartbeat=pb.Heartbeat(running_step_id=item.step_id)))
                 item.sent.set_result(None)
@@ -263,8 +279,9 @@ async def _end_when_silent(lease: Lease) -> None:
     await lease.silence.wait_until_lost()
     silent_s = lease.silence.silent_s
     _log.warning(
-        "scheduler %s is silent for %.1f s: its session of epoch %d ends", lease.scheduler_id, silent_s, lease.epoch
-    )
+        "scheduler %s is silent for %.1f s: its session of epoch %d ends", lease.scheduler_id, silent_s, lease.epoch,
+        extra={"epoch": lease.epoch},
+    )  # fmt: skip
     # A scheduler that receives UNAVAILABLE opens a new session; ABORTED would stop it.
     lease.end(Refusal(grpc.StatusCode.UNAVAILABLE, f"no message from the scheduler for {silent_s:.1f} s"))
 
@@ -357,12 +374,13 @@ async def add_services(
     description: Description,
     heartbeat_s: float = HEARTBEAT_S,
     silence_s: float = SILENCE_S,
+    spans: SpanSink | None = None,
 ) -> ExecutorServices:
     """Register all services of an executor; the model is loaded, so health reports SERVING.
 
-    A session ends when its scheduler has sent nothing for silence_s seconds.
+    A session ends when its scheduler has sent nothing for silence_s seconds. spans: gets the spans of steps.
     """
-    execution = ExecutionServicer(worker, description, heartbeat_s, silence_s)
+    execution = ExecutionServicer(worker, description, heartbeat_s, silence_s, spans)
     execution_pb2_grpc.add_ExecutionServiceServicer_to_server(execution, server)
     admin_pb2_grpc.add_ExecutorAdminServiceServicer_to_server(ExecutorAdminServicer(worker), server)
     health_servicer = health.aio.HealthServicer()

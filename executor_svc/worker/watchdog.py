@@ -59,7 +59,7 @@ class StepWatchdog:
             return False
         _log.error(
             "step %d has run for %.1f s, longer than --step-timeout-s %g: this process ends",
-            activity.step_id, age_s, self._timeout_s,
+            activity.step_id, age_s, self._timeout_s, extra={"step_id": activity.step_id},
         )  # fmt: skip
         return True
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from executor_svc.plan.plan import InvalidPlan, Limits, StepPlan, StepResult, StepStatus, StepTimings
+from executor_svc.worker.step_numbers import StepNumbers
 from executor_svc.worker.trace_requests import StartTrace, TraceRequests
 
 _log = logging.getLogger(__name__)
@@ -174,6 +175,8 @@ class Worker:
         self._running: tuple[int, int] | None = None
         self._last_completed = 0
         self._tracing = TraceRequests()
+        self.numbers = StepNumbers()
+        """Counts and times of the steps; changed on the device thread."""
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
 
     def start(self) -> None:
@@ -289,7 +292,9 @@ class Worker:
                     self._tracing.before_step(executor.start_trace)
                 begun.append(self._begin(executor, item))
             else:
-                self._answer(item.step, self._finish(executor, item))
+                result = self._finish(executor, item)
+                self.numbers.on_result(result)
+                self._answer(item.step, result)
                 self._tracing.after_step()
                 ended_ns = time.monotonic_ns()
             # A step that was launched ahead starts when the one before it has ended.
@@ -342,7 +347,8 @@ class Worker:
         try:
             return _LaunchedStep(item, started_ns, executor.launch(self._checked(session, plan), item.received_ns))
         except InvalidPlan as exc:
-            _log.error("step %d: invalid plan: %s", plan.step_id, exc)
+            about = {"step_id": plan.step_id, "epoch": session.epoch}
+            _log.error("step %d: invalid plan: %s", plan.step_id, exc, extra=about)
             begun = _LaunchedStep(item, started_ns, None, StepStatus.INVALID_PLAN, str(exc))
         except Exception as exc:
             begun = _LaunchedStep(item, started_ns, None, *self._failure(executor, plan.step_id, exc))
@@ -382,7 +388,7 @@ class Worker:
         return plan
 
     def _failure(self, executor: Executor, step_id: int, exc: Exception) -> tuple[StepStatus, str]:
-        _log.error("step %d failed", step_id, exc_info=exc)
+        _log.error("step %d failed", step_id, exc_info=exc, extra={"step_id": step_id})
         message = f"{type(exc).__name__}: {exc}"
         if executor.is_out_of_memory(exc):
             return StepStatus.OUT_OF_MEMORY, message

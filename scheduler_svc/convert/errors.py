@@ -7,6 +7,7 @@ import logging
 import grpc
 from google.rpc import status_pb2
 
+from cadenza.telemetry.logs import without_messages
 from cadenza.transport import field_violation, make_status, retry_info
 from scheduler_svc.core.errors import (
     DataLossError,
@@ -20,6 +21,7 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.journal import JournalUnavailableError
+from scheduler_svc.tenants.errors import AdminNeededError, UnauthenticatedError
 
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 1000
@@ -60,6 +62,8 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     JournalUnavailableError: grpc.StatusCode.UNAVAILABLE,
     UnknownExecutorError: grpc.StatusCode.NOT_FOUND,
     ExecutorExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    AdminNeededError: grpc.StatusCode.PERMISSION_DENIED,
     LastExecutorError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
@@ -82,7 +86,7 @@ def status_of(exc: Exception) -> status_pb2.Status:
         case DrainingError() | NotServingError():
             return make_status(code, message, [retry_info(_RETRY_AFTER_S)])
     if code is grpc.StatusCode.INTERNAL:
-        _LOG.error("a call failed: %s", exc, exc_info=exc)
+        _LOG.error("a call failed; its client has the message, which may quote the request\n%s", without_messages(exc))
         message = f"{type(exc).__name__}: {message}"
     return make_status(code, message)
 

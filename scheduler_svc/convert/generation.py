@@ -10,12 +10,14 @@ from cadenza.slices import Work, run_at_once, to_list
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
+from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, SampleChunk
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import ExecutorState, Load, ModelDescription
 from scheduler_svc.requests.fields import ChatFields, OutputMode, PromptFields, RequestFields
 from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields
+from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
 
 _OUTPUT_MODES = {
     pb.OUTPUT_MODE_UNSPECIFIED: OutputMode.DELTA,
@@ -46,12 +48,12 @@ _TOKEN_LISTS = frozenset({"allowed_token_ids", "stop_token_ids"})
 _LONG_BYTES = 64 * 1024
 """A longer request is converted in slices."""
 _LONG_BIASES = 1024
-_FIELDS_BESIDE_RESUME = frozenset({"request_id", "tenant", "resume", "output_mode", "return_prompt_token_ids"})
+_FIELDS_BESIDE_RESUME = frozenset({"request_id", "resume", "output_mode", "return_prompt_token_ids", "traceparent"})
 
 
-def request_fields(message: pb.GenerateRequest) -> RequestFields:
-    """Return the fields of a GenerateRequest, without checks."""
-    return run_at_once(fields_in_slices(message))
+def request_fields(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) -> RequestFields:
+    """Return the fields of a GenerateRequest of this tenant, without checks."""
+    return run_at_once(fields_in_slices(message, tenant))
 
 
 def is_long(message: pb.GenerateRequest) -> bool:
@@ -59,8 +61,8 @@ def is_long(message: pb.GenerateRequest) -> bool:
     return message.ByteSize() > _LONG_BYTES
 
 
-def fields_in_slices(message: pb.GenerateRequest) -> Work[RequestFields]:
-    """Return the fields of a GenerateRequest, without checks: with a pause after each slice of a long one."""
+def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) -> Work[RequestFields]:
+    """Return the fields of a tenant's GenerateRequest, without checks: with a pause after each slice of a long one."""
     if is_long(message):
         yield
     body = message.SerializeToString(deterministic=True)
@@ -72,7 +74,8 @@ def fields_in_slices(message: pb.GenerateRequest) -> Work[RequestFields]:
         sampling = yield from _sampling_in_slices(message.sampling_params)
     return RequestFields(
         request_id=message.request_id,
-        tenant=message.tenant,
+        tenant=tenant.name,
+        shared_prefixes=tenant.shared_prefixes,
         prompt=prompt,
         sampling=sampling,
         timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
@@ -86,16 +89,27 @@ def fields_in_slices(message: pb.GenerateRequest) -> Work[RequestFields]:
         cache_salt=message.cache_salt,
         enable_prefix_caching=message.enable_prefix_caching if message.HasField("enable_prefix_caching") else True,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
+        traceparent=message.traceparent,
         later_fields=_later_request_fields(message),
         body=body,
         # An id that the service drew is never sent twice, so its body needs no digest.
-        body_digest=hashlib.sha256(body).digest() if message.request_id else b"",
+        body_digest=_digest(body, message.traceparent) if message.request_id else b"",
     )
 
 
-def fields_from_body(body: bytes) -> RequestFields:
-    """Return the fields of a serialized GenerateRequest."""
-    return request_fields(pb.GenerateRequest.FromString(body))
+def _digest(body: bytes, traceparent: str) -> bytes:
+    """SHA-256 of a body without its trace context: a request that is sent again may belong to another span.
+
+    The field has the largest number, and so is the last one.
+    """
+    if traceparent:
+        body = body.removesuffix(pb.GenerateRequest(traceparent=traceparent).SerializeToString())
+    return hashlib.sha256(body).digest()
+
+
+def fields_from_body(body: bytes, tenant: Tenant = ONLY_TENANT) -> RequestFields:
+    """Return the fields of a serialized GenerateRequest of this tenant."""
+    return request_fields(pb.GenerateRequest.FromString(body), tenant)
 
 
 def prompt_in_slices(parts: Iterable[types_pb2.PromptPart]) -> Work[tuple[PromptFields, ...]]:
@@ -172,6 +186,20 @@ def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
         num_cached_host_blocks=value.num_cached_host_blocks,
         num_prefix_host_hits=value.num_prefix_host_hits,
     )
+
+
+def fault_counts(faults: Faults) -> list[pb.FaultCount]:
+    """Return the kinds of faults that have occurred, in the order of `Fault`."""
+    return [
+        pb.FaultCount(
+            kind=pb.FaultKind.Value(f"FAULT_KIND_{fault.name}"),
+            count=each.count,
+            last_age_s=faults.last_age_s(fault),
+            last_executor=each.last_executor,
+        )
+        for fault, each in faults
+        if each.count
+    ]
 
 
 def executor_info(state: ExecutorState) -> pb.ExecutorInfo:

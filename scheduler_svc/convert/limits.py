@@ -46,9 +46,9 @@ _ID = Limit(length=128, is_id=True)
 
 LIMITS: Mapping[str, Limit] = {
     "GenerateRequest.request_id": _ID,
-    "GenerateRequest.tenant": _ID,
     "GenerateRequest.cache_salt": Limit(length=128),
     "GenerateRequest.prompt": Limit(items=1024),
+    "GenerateRequest.traceparent": Limit(length=128),
     "TokenizeRequest.prompt": Limit(items=1024),
     "ResumePoint.positions": Limit(items=1024),
     "Chat.messages": Limit(items=512),
@@ -60,7 +60,6 @@ LIMITS: Mapping[str, Limit] = {
     "SamplingParams.bad_words": Limit(length=128, items=128),
     "DetokenizeRequest.token_ids": Limit(items=131_072),
     "AbortRequest.request_id": _ID,
-    "AbortRequest.tenant": _ID,
     "GetBlockTableRequest.request_id": _ID,
     "GetBlockTableRequest.tenant": _ID,
 }

@@ -30,6 +30,9 @@ class ModelChangedError(SchedulerError):
 class QueueFullError(SchedulerError):
     """The waiting queue is full; try again after `retry_after_s` seconds."""
 
+    limit = "max_queued_requests"
+    """The option that limits it, for the metrics."""
+
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s

@@ -59,6 +59,8 @@ class RequestTable:
         """By executor, while it has no session: the steps that it may have begun in the last one."""
         self.num_deaths = 0
         """Number of deaths of executors for which requests were suspected, without deaths in trials."""
+        self.num_suspected = 0
+        """Number of times that a request became a suspect."""
         self._removed = LaneCounts()
         """Counts of executors that were removed."""
         self._outputs = StepOutputs()

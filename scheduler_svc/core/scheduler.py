@@ -12,7 +12,7 @@ requests.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
@@ -108,6 +108,11 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Number of preemptions since the start."""
         return self.counts.num_preemptions
+
+    @property
+    def num_suspected(self) -> int:
+        """Number of times that a request was suspected of the death of an executor, since the start."""
+        return self._requests.num_suspected
 
     @property
     def prefix_counts(self) -> PrefixCounts:
@@ -266,6 +271,10 @@ class Scheduler:
     def drain(self, draining: bool) -> None:
         """Start or end draining: while draining, batching policies do not wait for further requests."""
         self._requests.draining = draining
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Replace the weights of tenants in the fair order, over 0; 1 for all others."""
+        self._requests.policies.order.set_weights(weights)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

@@ -120,11 +120,13 @@ class RequestSpec:
     beams: BeamSpec | None = None
     """Beam search in place of sampling."""
     cache_salt: bytes = b""
-    """Requests share blocks only if they have the same salt and the same tenant."""
+    """Requests share blocks only if they have the same salt, and the same tenant or `shared_prefixes`."""
     uses_prefix_cache: bool = True
     """Whether the request may use and fill the prefix cache, where there is one."""
     priority: int = 0
     tenant: str = ""
+    shared_prefixes: str = ""
+    """Tenants with the same name here share blocks; empty: the tenant shares with no other."""
     expected_output_tokens: int | None = None
     """The client's estimate, used by orders that sort by length."""
     known_outputs: tuple[tuple[int, ...], ...] = ()

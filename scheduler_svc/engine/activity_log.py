@@ -6,9 +6,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.plan_loop.clock import Clock, Timer
 from scheduler_svc.plan_loop.ports import Load
 
@@ -20,14 +20,21 @@ class ActivityLog:
     """Writes to the log; prompts and outputs never appear in it."""
 
     def __init__(
-        self, clock: Clock, load: Callable[[], Load], *, interval_s: float = 0.0, log_requests: bool = False
+        self,
+        clock: Clock,
+        load: Callable[[], Load],
+        numbers: EngineNumbers,
+        *,
+        interval_s: float = 0.0,
+        log_requests: bool = False,
     ) -> None:
         """`interval_s`: time between two lines of figures; 0: none. `log_requests`: one line for each request."""
         self._clock = clock
         self._load = load
         self._interval_s = interval_s
         self._log_requests = log_requests
-        self._num_prompt_tokens = 0
+        self._numbers = numbers
+        self._base_prompt_tokens = 0
         self._timer: Timer | None = None
         self._base = Load()
         self._base_ns = 0
@@ -37,17 +44,12 @@ class ActivityLog:
         if self._timer is None and self._interval_s > 0:
             self._begin_interval(self._load())
 
-    def on_applied(self, step: PlannedStep) -> None:
-        """Count the prompt tokens that a step computed, recomputed ones included."""
-        for chunk in step.chunks:
-            left = chunk.sequence.num_prompt_tokens - chunk.context_len
-            self._num_prompt_tokens += min(chunk.num_tokens, max(0, left))
-
     def on_ended(self, live: LiveRequest) -> None:
         """A request has ended; one that has failed alone is always logged, for nothing else in the log shows it."""
         failed = any(each.finish is not None and each.finish.detail is _FAILED_ALONE for each in live.samples)
         if failed or self._log_requests:
-            _LOG.log(logging.WARNING if failed else logging.INFO, "%s", request_line(live))
+            level = logging.WARNING if failed else logging.INFO
+            _LOG.log(level, "%s", request_line(live), extra=request_fields(live))
 
     def stop(self) -> None:
         """Log no more figures."""
@@ -56,16 +58,17 @@ class ActivityLog:
             self._timer = None
 
     def _begin_interval(self, load: Load) -> None:
-        self._base, self._base_ns, self._num_prompt_tokens = load, self._clock.monotonic_ns(), 0
+        self._base, self._base_ns = load, self._clock.monotonic_ns()
+        self._base_prompt_tokens = self._numbers.num_prompt_tokens
         self._timer = self._clock.call_later(self._interval_s, self._end_interval)
 
     def _end_interval(self) -> None:
         self._timer = None
-        load = self._load()
+        load, num_prompt_tokens = self._load(), self._numbers.num_prompt_tokens - self._base_prompt_tokens
         busy = load.num_running or load.num_waiting or load.num_swapped
-        if busy or self._num_prompt_tokens or load.num_output_tokens > self._base.num_output_tokens:
+        if busy or num_prompt_tokens or load.num_output_tokens > self._base.num_output_tokens:
             passed_s = (self._clock.monotonic_ns() - self._base_ns) / 1e9
-            _LOG.info("%s", figures_line(self._base, load, self._num_prompt_tokens, passed_s))
+            _LOG.info("%s", figures_line(self._base, load, num_prompt_tokens, passed_s))
         if busy:
             self._begin_interval(load)
 
@@ -102,6 +105,13 @@ def request_line(live: LiveRequest) -> str:
         f"output {live.num_completion_tokens} tokens{preempted}, "
         f"queued {queued}{first}, total {_since(times.arrival_ns, times.end_ns)}"
     )
+
+
+def request_fields(live: LiveRequest) -> dict[str, object]:
+    """What a log line about a request has beside its text."""
+    spec = live.request.spec
+    trace_id = live.trace.trace_id if live.trace is not None else None
+    return {"request_id": spec.request_id, "tenant": spec.tenant, "trace_id": trace_id}
 
 
 def _since(begin_ns: int, end_ns: int) -> str:

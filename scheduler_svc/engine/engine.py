@@ -11,22 +11,22 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from cadenza.telemetry.spans import SpanSink
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DrainingError,
     ModelChangedError,
-    QueueFullError,
     RequestExistsError,
     UnknownRequestError,
 )
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import FinishDetail, RequestKey, StepResult
 from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.apply_outputs import apply_outputs
 from scheduler_svc.engine.deadlines import Deadlines
+from scheduler_svc.engine.faults import Fault, Faults
 from scheduler_svc.engine.fleet.executor_set import ExecutorSet
 from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
 from scheduler_svc.engine.journal import Journal, NoJournal
@@ -36,6 +36,8 @@ from scheduler_svc.engine.live_request import Listener, LiveRequest, record_plan
 from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
+from scheduler_svc.engine.tracing.request_traces import request_traces
+from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.model_change import ModelChange
 from scheduler_svc.plan_loop.ports import (
@@ -47,6 +49,8 @@ from scheduler_svc.plan_loop.ports import (
     ModelDescription,
     SequenceBlockTable,
 )
+from scheduler_svc.tenants.quotas import Quotas, TenantLoad
+from scheduler_svc.tenants.registry import Registry
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,16 +67,22 @@ class Engine:
         connect: Connect | None = None,
         release_memory: Callable[[], None] | None = None,
         journal: Journal | None = None,
+        quotas: Quotas | None = None,
+        spans: SpanSink | None = None,
     ) -> None:
-        """connect: gives the ports of executors that are added by their address.
+        """connect: gives the ports of added executors. release_memory: called when most memory has become free.
 
-        release_memory: returns free memory to the operating system; called when most of it has become free.
+        spans: gets the spans of requests; None: they are not traced.
         """
         self.journal: Journal = journal or NoJournal()
+        self.quotas = quotas or Quotas(Registry(), clock, config.max_queued_requests)
         self._config = config
         self._core = core
         self.clock = clock
-        self.executors = ExecutorSet(core, config, clock, self, connect)
+        self.faults = Faults(clock)
+        self.numbers = EngineNumbers(core, self.quotas.registry.has, self.executor_infos)
+        self.executors = ExecutorSet(core, config, clock, self, self.faults, connect)
+        self._traces = request_traces(clock, spans, self.executors)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(
@@ -87,9 +97,8 @@ class Engine:
         self._idle.set()
         self._started_ns = clock.monotonic_ns()
         self._recorder = StepRecorder(self.load, self._started_ns)
-        self._log = ActivityLog(
-            clock, self.load, interval_s=config.log_stats_interval_s, log_requests=config.log_requests
-        )
+        interval_s, log_requests = config.log_stats_interval_s, config.log_requests
+        self._log = ActivityLog(clock, self.load, self.numbers, interval_s=interval_s, log_requests=log_requests)
         self._freed_memory = FreedMemory(clock, release_memory)
         self._health_listeners: list[Callable[[bool], None]] = []
         self.draining = False
@@ -119,6 +128,7 @@ class Engine:
             self.abort(tenant, request_id)
         self.kept.stop()
         self._log.stop()
+        self._traces.stop()
         self.restored.stop()
         self._freed_memory.stop()
         await self.executors.stop()
@@ -179,14 +189,12 @@ class Engine:
             return known
         if self.draining:
             raise DrainingError("the service is draining and takes no new requests")
-        num_waiting = len(self._core.waiting)
-        if num_waiting >= self._config.max_queued_requests:
-            delay_s = retry_after_s(self._core, self.executors.max_num_seqs)
-            raise QueueFullError(f"{num_waiting} requests wait already (max_queued_requests)", delay_s)
+        self.quotas.check(spec, len(self._core.waiting), retry_after_s(self._core, self.executors.max_num_seqs))
         self.served_model.check(request, self.model)
         self.journal.check_admission()
         live = LiveRequest(request, self.clock.monotonic_ns())
         self.add(live)
+        self.quotas.charge(spec)
         self.journal.on_admitted(live, self.model)
         return live
 
@@ -199,6 +207,9 @@ class Engine:
             if sample.finish is not None:
                 self._core.stop_sample(spec.key, index)
         self._live[spec.key] = live
+        self._traces.begin(live)
+        self.numbers.on_admitted(spec.tenant)
+        self.quotas.on_added(spec)
         self._freed_memory.on_arrival(spec)
         self._idle.clear()
         self._deadlines.set(live.request)
@@ -218,12 +229,13 @@ class Engine:
         live = self.find(tenant, request_id)
         if live is None:
             raise UnknownRequestError(
-                f"no request {request_id!r} of tenant {tenant!r} runs or is kept: there was none, or its grace is over"
+                f"no request {request_id!r} runs or is kept: there was none, or its grace is over"
             )
         return live
 
     def listen(self, live: LiveRequest, listener: Listener) -> None:
         """Attach a stream to a request; it takes the place of the request's present stream."""
+        self._traces.on_attached(live)
         live.subscribe(listener)
         self.kept.on_attached(live)
 
@@ -278,6 +290,10 @@ class Engine:
         """The current state of queues and memory."""
         return current_load(self._core)
 
+    def tenant_loads(self) -> list[TenantLoad]:
+        """The load of each tenant."""
+        return self.quotas.loads(self._core.waiting)
+
     def executor_infos(self) -> list[ExecutorState]:
         """The state of each executor."""
         return self.executors.states()
@@ -295,12 +311,14 @@ class Engine:
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Apply outputs to the live requests, then notify each one's listener once."""
         now = self.clock.monotonic_ns()
+        self.quotas.on_outputs(outputs)
         touched = apply_outputs(outputs, self._live, self._core.stop_sample)
         self.journal.on_outputs(touched.values())
         for key, live in touched.items():
             if not live.times.first_token_ns and live.num_completion_tokens:
                 live.times.first_token_ns = now
                 self._recorder.on_first_token(now - live.times.arrival_ns)
+                self.numbers.requests.on_first_token(live.request.spec, live.times, live.counts, live.catches_up)
             if live.finish_if_all_ended():
                 self._close(key, live, now)
             if not live.shows_later:
@@ -308,28 +326,35 @@ class Engine:
         # At once: there may be no executor, and no result for hours.
         finished = self._core.take_finished()
         self._recorder.on_finished(finished)
+        self.numbers.on_finished(finished)
         release_finished(finished)
 
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""
         self._recorder.on_planned(step.plan)
-        for live in record_planned(step, self._live, self.clock.monotonic_ns()):
+        self.numbers.on_planned(step)
+        now_ns = self.clock.monotonic_ns()
+        started, moved = record_planned(step, self._live, now_ns)
+        self._traces.on_planned(step, self._live, now_ns)
+        for live in started:
+            self.quotas.on_started(live.request.spec.key)
             self.journal.on_started(live)
+        if moved:
+            self.faults.record(Fault.REQUEST_MOVED, count=len(moved))
 
     def on_applied(
         self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
     ) -> Callable[[], None] | None:
-        """Record the step for the log; returns the call that records it for watches, with its first tokens."""
-        if step.chunks:
-            self._log.on_applied(step)
-        if not self._recorder.watches:
-            return None
-        contexts = context_lens(self._core.lanes[step.plan.executor_id], step, applied=set(outputs.sequences))
-        return partial(self._recorder.on_applied, step, contexts, result, now)
+        """Count the step; returns the call that records it for watches, with its first tokens."""
+        self.numbers.on_applied(step, result, outputs, now)
+        self._traces.on_applied(step, result, outputs, self._live, now)
+        return self._recorder.record_later(self._core.lanes[step.plan.executor_id], step, result, outputs, now)
 
     def on_session_ended(self, executor_id: int) -> None:
         """Forget what was recorded for the plans in flight."""
         self._recorder.on_session_ended(executor_id)
+        self._traces.on_session_ended(executor_id, self._live.values())
+        self.numbers.on_session_ended(executor_id)
 
     async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
         """Let the front prepare for a changed model; returns the call that adopts it. Raises ModelRefusedError."""
@@ -337,19 +362,18 @@ class Engine:
 
     def _adopt_model(self, change: ModelChange, prepared: PreparedModel) -> None:
         """Serve the changed model, and end the requests that cannot go on with it; their output stays readable."""
-        unfinished = list(self._live.values())
-        errors = self.served_model.adopt(change, prepared, [live.request for live in unfinished])
-        for live, error in zip(unfinished, errors, strict=True):
-            if error is not None:
-                self.fail(live, error)
+        self._end_misfits(partial(self.served_model.adopt, change, prepared))
         if not change.same_numerics:
             self.journal.on_other_numerics(change.after)
 
     def on_limits(self, model: ModelDescription) -> None:
         """Check new requests against other limits, and end the unfinished ones that no executor can hold any more."""
+        self._end_misfits(partial(self.served_model.adopt_limits, model))
+
+    def _end_misfits(self, adopt: Callable[[list[EngineRequest]], list[Exception | None]]) -> None:
+        """Adopt a model or limits, and end the unfinished requests for which that gives an error."""
         unfinished = list(self._live.values())
-        errors = self.served_model.adopt_limits(model, [live.request for live in unfinished])
-        for live, error in zip(unfinished, errors, strict=True):
+        for live, error in zip(unfinished, adopt([live.request for live in unfinished]), strict=True):
             if error is not None:
                 self.fail(live, error)
 
@@ -368,10 +392,15 @@ class Engine:
         live.ended = True
         live.times.end_ns = now_ns
         del self._live[key]
+        self.quotas.on_ended(key)
         self._deadlines.cancel(key)
         self.journal.on_ended(live)
         self.restored.on_ended(live)
         self._log.on_ended(live)
+        self._traces.on_ended(live)
+        self.numbers.requests.on_ended(live.request.spec, live.times, live.num_completion_tokens, live.detail)
+        if live.failed:
+            self.faults.record(Fault.REQUEST_FAILED)
         if not self.kept.on_finished(live):
             self._on_forgotten(live)
         if not self._live:

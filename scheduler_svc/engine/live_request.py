@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestKey, TokenLogprobs
+from scheduler_svc.engine.request_trace import RequestTrace
 from scheduler_svc.plan_loop.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 
 Listener = Callable[["LiveRequest"], None]
@@ -25,6 +26,7 @@ _FAILED_ENDS = frozenset(
     }
 )
 """Finishes after which a sample ranks below all that finished properly."""
+_SERVICE_ERRORS = frozenset({FinishDetail.NON_FINITE_LOGITS, FinishDetail.EXECUTOR_ERROR})
 
 
 class LiveSample:
@@ -149,6 +151,7 @@ class LiveRequest:
         "counts",
         "ended",
         "error",
+        "executor_id",
         "had_stream",
         "hidden",
         "listener",
@@ -158,6 +161,7 @@ class LiveRequest:
         "samples",
         "shows_later",
         "times",
+        "trace",
     )
 
     def __init__(self, request: EngineRequest, arrival_ns: int) -> None:
@@ -165,8 +169,12 @@ class LiveRequest:
         self.times = RequestTimes(arrival_ns=arrival_ns)
         self.counts = RequestCounts()
         self.ended = False
+        self.executor_id: int | None = None
+        """The executor that runs it, or ran it last; None: none has in this process."""
         self.error: Exception | None = None
         """Why it ended without a finish of every sample; readers raise it after the output so far."""
+        self.trace: RequestTrace | None = None
+        """Its trace; None: it is not traced."""
         self.hidden = False
         """Whether readers get nothing for now, because its admission is not durable yet."""
         self.shows_later = False
@@ -205,6 +213,20 @@ class LiveRequest:
     def num_completion_tokens(self) -> int:
         """Number of output tokens over all samples, including samples that are not returned."""
         return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with an error of the service, as opposed to one of its own."""
+        return self.error is not None or any(
+            sample.finish is not None and sample.finish.detail in _SERVICE_ERRORS for sample in self.samples
+        )
+
+    @property
+    def detail(self) -> FinishDetail | None:
+        """How it ended: the finish of the sample that ended worst; None if it failed without one."""
+        if self.error is not None:
+            return None
+        return max((sample.finish.detail for sample in self.samples if sample.finish is not None), default=None)
 
     @property
     def has_finishes(self) -> bool:
@@ -253,21 +275,32 @@ class LiveRequest:
             self.listener(self)
 
 
-def record_planned(step: PlannedStep, lives: Mapping[RequestKey, LiveRequest], now_ns: int) -> list[LiveRequest]:
-    """Record times and preemption counts of a step's requests; returns those that are in a step for the first time."""
-    started = []
+def record_planned(
+    step: PlannedStep, lives: Mapping[RequestKey, LiveRequest], now_ns: int
+) -> tuple[list[LiveRequest], list[LiveRequest]]:
+    """Record times, executors and preemption counts of a step's requests.
+
+    Returns those that are in a step for the first time, and those that ran on another executor before.
+    """
+    started, moved = [], []
     for sequence in step.joined:
         live = lives.get(sequence.group.key)
-        if live is not None and not live.times.first_plan_ns:
+        if live is None:
+            continue
+        if not live.times.first_plan_ns:
             live.times.first_plan_ns = now_ns
             # The first sample to join computes the prompt for all samples.
             live.counts.num_cached_tokens = sequence.num_hit_tokens
             started.append(live)
+        if live.executor_id != step.plan.executor_id:
+            if live.executor_id is not None:
+                moved.append(live)
+            live.executor_id = step.plan.executor_id
     for sequence in step.preempted:
         live = lives.get(sequence.group.key)
         if live is not None:
             live.counts.num_preemptions = sequence.group.num_preemptions
-    return started
+    return started, moved
 
 
 def _rank(sample: LiveSample) -> tuple[bool, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_svc.config import SchedulerConfig, read_weights
+from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching, StaticBatching
 from scheduler_svc.core.policies.placement import ExpectedTime, RoundRobin
 from scheduler_svc.core.policies.policies import Policies
@@ -29,7 +29,7 @@ def _order(config: SchedulerConfig) -> OrderPolicy:
         case "priority":
             return PriorityOrder()
         case "fair":
-            return FairOrder(read_weights(config.tenant_weights))
+            return FairOrder()
         case "sjf":
             return ShortestFirstOrder()
 

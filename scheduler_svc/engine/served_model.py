@@ -86,7 +86,7 @@ class ServedModel:
             "the executor at %s came back changed: %s, vocabulary %d, max_model_len %d, %d KV blocks of %d tokens, "
             "%d sequences a step",
             change.target, after.name, after.vocab_size, after.max_model_len, after.num_device_blocks,
-            after.block_size, after.max_num_seqs,
+            after.block_size, after.max_num_seqs, extra={"executor": change.target},
         )  # fmt: skip
         prepared.serve(self.number)
         misfits = "the executor that came back cannot hold it"

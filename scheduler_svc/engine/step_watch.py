@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
+from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import StepPlan, StepResult
 from scheduler_svc.plan_loop.ports import Load, StepRecord
 
@@ -89,6 +93,15 @@ class StepRecorder:
         else:
             self._first_token_ns, self._left = [], []
             self._loads.clear()
+
+    def record_later(
+        self, lane: Lane, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
+    ) -> Callable[[], None] | None:
+        """The call that records a step whose result was applied, after its outputs are delivered; None: no watch."""
+        if not self.watches:
+            return None
+        contexts = context_lens(lane, step, applied=set(outputs.sequences))
+        return partial(self.on_applied, step, contexts, result, now)
 
     def on_applied(
         self,

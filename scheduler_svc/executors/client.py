@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
+from cadenza.metrics.histogram import Histogram
 from cadenza.slices import run_in_slices
 from cadenza.transport import (
     EXECUTOR_PORT,
@@ -29,6 +30,7 @@ from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
 from scheduler_svc.core.types import StepPlan, StepResult
 from scheduler_svc.executors.convert import ProtocolError, model_description, request_in_slices, result_in_slices
+from scheduler_svc.metrics.buckets import PLAN_BYTES
 from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
     ExecutorHeldError,
@@ -40,9 +42,10 @@ from scheduler_svc.plan_loop.ports import (
 )
 
 if TYPE_CHECKING:
-    _Call = grpc.aio.StreamStreamCall[pb.ExecuteRequest, pb.ExecuteResponse]
+    _Call = grpc.aio.StreamStreamCall[bytes, pb.ExecuteResponse]
 
 _LOG = logging.getLogger(__name__)
+_EXECUTE = "/cadenza.v1.ExecutionService/Execute"
 _OPEN_TIMEOUT_S = 60.0
 """An executor answers a new session only after its running step has ended."""
 _FIRST_NOTICE_S = 10.0
@@ -66,12 +69,18 @@ class GrpcExecutor:
         self._scheduler_id = scheduler_id
         self._incarnation = secrets.randbits(64)
         self._silence_s = silence_s
+        self.plan_bytes = Histogram(PLAN_BYTES)
+        """Sizes of the plans sent, over all sessions."""
         self._connect()
 
     def _connect(self) -> None:
         """Use a connection that is made by the next call."""
         self._channel = grpc.aio.insecure_channel(self.target, options=channel_options())
         self._stub: pb_grpc.ExecutionServiceAsyncStub = pb_grpc.ExecutionServiceStub(self._channel)
+        # Messages of a plan stream are made here, so that their sizes are known at no further cost.
+        self._execute: grpc.aio.StreamStreamMultiCallable[bytes, pb.ExecuteResponse] = self._channel.stream_stream(
+            _EXECUTE, response_deserializer=pb.ExecuteResponse.FromString
+        )
         self._is_doubtful = False
 
     async def _reconnect_if_doubtful(self) -> None:
@@ -116,13 +125,16 @@ class GrpcExecutor:
     async def open(self, epoch: int) -> GrpcPlanStream:
         """Open a session; raises ExecutorLostError, StaleEpochError, ExecutorHeldError, ExecutorFencedError."""
         self._is_doubtful = True  # for the describe that follows this session
-        stream = GrpcPlanStream(self._stub.Execute(), epoch, silence_s=self._silence_s)
+        stream = GrpcPlanStream(self._execute(), epoch, self.plan_bytes, silence_s=self._silence_s)
         try:
             await stream.start(self._scheduler_id, self._incarnation)
         except BaseException:
             await stream.close()
             raise
-        _LOG.info("executor %s: session %d of scheduler %s is open", self.target, epoch, self._scheduler_id)
+        about = {"executor": self.target, "epoch": epoch}
+        _LOG.info(
+            "executor %s: session %d of scheduler %s is open", self.target, epoch, self._scheduler_id, extra=about
+        )
         return stream
 
     async def aclose(self) -> None:
@@ -130,15 +142,15 @@ class GrpcExecutor:
         await self._channel.close()
 
     async def _log_waiting(self) -> None:
-        delay, waited = _FIRST_NOTICE_S, 0.0
+        delay, waited, about = _FIRST_NOTICE_S, 0.0, {"executor": self.target}
         while True:
             await asyncio.sleep(delay)
             waited += delay
             delay = _NOTICE_S
             if await _listens(self.target):
-                _LOG.info("the executor at %s is loading its model (%.0f s so far)", self.target, waited)
+                _LOG.info("the executor at %s is loading its model (%.0f s so far)", self.target, waited, extra=about)
             else:
-                _LOG.warning("no executor listens at %s (%.0f s so far)", self.target, waited)
+                _LOG.warning("no executor listens at %s (%.0f s so far)", self.target, waited, extra=about)
 
 
 class GrpcPlanStream:
@@ -146,7 +158,7 @@ class GrpcPlanStream:
 
     opened: SessionOpened
 
-    def __init__(self, call: _Call, epoch: int, *, silence_s: float) -> None:
+    def __init__(self, call: _Call, epoch: int, plan_bytes: Histogram, *, silence_s: float) -> None:
         self.last_heartbeat: pb.Heartbeat | None = None
         """The executor's last heartbeat: its running step, and the time since that step began."""
         self.resident_bytes = 0
@@ -155,6 +167,7 @@ class GrpcPlanStream:
         """The newest step that the executor is known to have begun; 0: none."""
         self._call = call
         self._epoch = epoch
+        self._plan_bytes = plan_bytes
         self._silence = PeerSilence(silence_s)
         self._write_lock = asyncio.Lock()
         self._inflight: deque[tuple[int, float]] = deque()
@@ -193,7 +206,7 @@ class GrpcPlanStream:
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan; raises ExecutorLostError."""
         self._inflight.append((plan.step_id, time.monotonic()))
-        await self._write(await run_in_slices(request_in_slices(plan, self._epoch)))
+        self._plan_bytes.observe(await self._write(await run_in_slices(request_in_slices(plan, self._epoch))))
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Yield results in plan order; raises ExecutorLostError when the stream ends."""
@@ -243,14 +256,17 @@ class GrpcPlanStream:
             raise ExecutorStoppedError("a signal stopped it")
         return message
 
-    async def _write(self, message: pb.ExecuteRequest) -> None:
+    async def _write(self, message: pb.ExecuteRequest) -> int:
+        """Send a message; returns its size in bytes. Raises ExecutorLostError."""
+        data = message.SerializeToString()
         async with self._write_lock:
             try:
-                await self._call.write(message)
+                await self._call.write(data)
             except asyncio.CancelledError:
                 self._raise_unless_cancelled()
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
                 await self._raise_lost(exc)
+        return len(data)
 
     def _raise_unless_cancelled(self) -> NoReturn:
         """Handle CancelledError, which grpc.aio raises both for a cancelled call and for a cancelled task."""

@@ -158,7 +158,8 @@ class Discovery:
                 self._add(target)
         for target in before:
             if target not in self._listed and target not in self._retiring and self._executors.has(target):
-                _LOG.info("executor %s is not in the list any more: it is drained and removed", target)
+                text, about = "executor %s is not in the list any more: it is drained and removed", {"executor": target}
+                _LOG.info(text, target, extra=about)
                 self._retiring[target] = asyncio.create_task(self._retire(target), name=f"retire {target}")
 
     def _add(self, target: str) -> None:
@@ -171,13 +172,14 @@ class Discovery:
             else:
                 self._executors.add(target)
         except (ExecutorExistsError, UnknownExecutorError, ValueError) as exc:
-            _LOG.warning("executor %s is in the list and cannot be added: %s", target, exc)
+            text = "executor %s is in the list and cannot be added: %s"
+            _LOG.warning(text, target, exc, extra={"executor": target})
 
     async def _retire(self, target: str) -> None:
         try:
             await self._executors.retire(target)
         except (UnknownExecutorError, LastExecutorError) as exc:
-            _LOG.warning("executor %s is not removed: %s", target, exc)
+            _LOG.warning("executor %s is not removed: %s", target, exc, extra={"executor": target})
         self._retiring.pop(target, None)
 
 

@@ -16,6 +16,7 @@ from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
 from scheduler_svc.executors.addresses import executor_address, is_same_listener
 from scheduler_svc.front.front import Front, abort_with
+from scheduler_svc.tenants.registry import Caller
 
 _T = TypeVar("_T")
 _OfExecutor = pb.AddExecutorRequest | pb.DrainExecutorRequest | pb.ResumeExecutorRequest | pb.RemoveExecutorRequest
@@ -31,7 +32,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         """Stream step records from now on."""
         try:
             self._front.check_serving()
-            await self._until_stop(self._watch(request.include_block_tables, context))
+            caller = self._front.caller_of(context)
+            await self._until_stop(self._watch(request.include_block_tables, caller, context))
         except Exception as exc:
             await abort_with(context, exc)
 
@@ -109,9 +111,11 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             await abort_with(context, exc)
         return pb.RemoveExecutorResponse()
 
-    async def _watch(self, include_block_tables: bool, context: Any) -> None:
+    async def _watch(self, include_block_tables: bool, caller: Caller, context: Any) -> None:
+        """Stream records until the caller leaves, or its token is revoked: unlike others, this stream has no end."""
         async with self._front.engine.watch(include_block_tables=include_block_tables) as watch:
             async for records, num_dropped in watch:
+                caller.check_admin()
                 work = convert.watch_response(records, num_dropped, block_tables=include_block_tables)
                 await context.write(await run_in_slices(work))
 

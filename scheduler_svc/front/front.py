@@ -6,15 +6,18 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import grpc
 from grpc_status import rpc_status
 
+from cadenza.telemetry.trace_context import TRACEPARENT, TRACESTATE, TraceContext, parse_traceparent
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.errors import NotServingError, StreamReplacedError, code_of, status_of
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.faults import Fault
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.process_memory import leave_out_long_prompt
@@ -22,6 +25,7 @@ from scheduler_svc.front.stream_turns import StreamTurns
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.builder import RequestBuilder, check_resume
 from scheduler_svc.requests.fields import OutputMode, RequestFields
+from scheduler_svc.tenants.registry import Caller
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,6 +40,8 @@ class Front:
         self.address = ""
         """Where the service listens; set before it takes calls."""
         self._builder: RequestBuilder | None = None
+        self.registry = engine.quotas.registry
+        """The tenants."""
         self.turns = StreamTurns()
         """Of the Generate streams."""
         self._streams: set[asyncio.Event] = set()
@@ -89,6 +95,11 @@ class Front:
         leave_out_long_prompt(len(request.spec.prompt_token_ids))
         return live
 
+    def caller_of(self, context: Any) -> Caller:
+        """Who a call is from; raises UnauthenticatedError."""
+        registry = self.registry
+        return registry.caller(None if registry.is_open else context.invocation_metadata())
+
     def attach(self, fields: RequestFields) -> LiveRequest:
         """The existing request that a message resumes.
 
@@ -98,11 +109,23 @@ class Front:
         check_resume(fields)
         return self.engine.attach(fields.tenant, fields.request_id)
 
+    def caller_span(self, context: Any) -> TraceContext | None:
+        """The caller's span by the metadata of a call; None if there is none, or traces are not sent."""
+        if self.config.otlp_traces_endpoint is None:
+            return None
+        metadata = {
+            key: value for key, value in context.invocation_metadata() or () if key in (TRACEPARENT, TRACESTATE)
+        }
+        return parse_traceparent(str(metadata.get(TRACEPARENT, "")), str(metadata.get(TRACESTATE, "")))
+
     def log_refused(self, request_id: str, exc: Exception) -> None:
-        """Log a request that never ran: the status code and the field. The message may quote the request's text."""
+        """Count a request that never ran, and log its status code and field: its message may quote the prompt."""
+        self.engine.faults.record(Fault.REQUEST_REFUSED)
+        self.engine.numbers.refusals[code_of(exc).name] += 1
         if self.config.log_requests:
             field = f", {exc.field}" if isinstance(exc, RequestRejectedError | PreconditionError) else ""
-            _LOG.info("request %.100r: refused with %s%s", request_id, code_of(exc).name, field)
+            about = {"request_id": request_id[:100]}
+            _LOG.info("request %.100r: refused with %s%s", request_id, code_of(exc).name, field, extra=about)
 
     @contextmanager
     def stream(self, wake: asyncio.Event, *, is_client: bool = True) -> Iterator[None]:
@@ -114,6 +137,13 @@ class Front:
         finally:
             self._streams.discard(wake)
             self._num_clients -= is_client
+
+
+def within(request: EngineRequest, span: TraceContext | None) -> EngineRequest:
+    """The request as a part of its caller's span by the call's metadata; that of its own field overrides it."""
+    if span is None or (request.trace is not None and request.trace.trace_id != span.trace_id):
+        return request
+    return replace(request, trace=replace(request.trace or span, tracestate=span.tracestate))
 
 
 def open_reader(live: LiveRequest, fields: RequestFields) -> RequestReader:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterable
 from typing import Any
 
 from cadenza.slices import run_in_slices, slices_of, to_list
-from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
 from scheduler_svc.convert import generation as convert
@@ -18,11 +17,12 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
-from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced
-from scheduler_svc.front.process_memory import resident_bytes
+from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced, within
+from scheduler_svc.front.server_info import server_info
 from scheduler_svc.front.session import TURN_BYTES, Session
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.fields import RequestFields
+from scheduler_svc.tenants.errors import UnauthenticatedError
 
 
 class GenerationServicer(pb_grpc.GenerationServiceServicer):
@@ -36,13 +36,14 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         try:
             if convert.is_long(request):
                 await asyncio.sleep(0)  # Parsing it was a slice of its own.
+            caller = self._front.caller_of(context)
             check_limits(request)
-            fields = await run_in_slices(convert.fields_in_slices(request))
+            fields = await run_in_slices(convert.fields_in_slices(request, caller.tenant()))
             if fields.resume is None:
                 engine_request = await self._front.builder.build_off_loop(
                     fields, now=self._front.engine.clock.monotonic(), time_left_s=context.time_remaining()
                 )
-                live = self._front.submit(engine_request)
+                live = self._front.submit(within(engine_request, self._front.caller_span(context)))
             else:
                 live = self._front.attach(fields)
             reader = open_reader(live, fields)
@@ -58,7 +59,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         """Serve many requests over one stream."""
         try:
             self._front.check_serving()
-            await Session(self._front, context).run(request_iterator)
+            await Session(self._front, context, self._front.caller_of(context)).run(request_iterator)
         except Exception as exc:
             await abort_with(context, exc)
 
@@ -68,9 +69,9 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         try:
             check_request_id(request.request_id)
             check_limits(request)
-            aborted = self._front.engine.abort(request.tenant, request.request_id)
+            aborted = self._front.engine.abort(self._front.caller_of(context).name, request.request_id)
             await self._front.engine.journal.flushed()
-        except (RequestRejectedError, JournalUnavailableError) as exc:
+        except (RequestRejectedError, JournalUnavailableError, UnauthenticatedError) as exc:
             await abort_with(context, exc)
         return pb.AbortResponse(aborted=aborted)
 
@@ -86,19 +87,13 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
-        """Options, load, executors."""
+        """Options, load, executors; to a tenant without admin its own load alone."""
         builder = await self._builder(context)
-        engine = self._front.engine
-        return pb.GetServerInfoResponse(
-            version=self._front.version,
-            protocol_version=PROTOCOL_VERSION,
-            options=self._options(builder),
-            load=convert.load(engine.load(), num_client_tasks=self._front.num_streams),
-            executors=[convert.executor_info(state) for state in engine.executor_infos()],
-            uptime_s=engine.uptime_s,
-            draining=engine.draining,
-            resident_bytes=resident_bytes(),
-        )
+        try:
+            tenant = self._front.caller_of(context).tenant()
+        except UnauthenticatedError as exc:
+            await abort_with(context, exc)
+        return server_info(self._front, builder, tenant)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Token ids of a prompt, as in Generate."""
@@ -177,14 +172,3 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             return self._front.builder
         except Exception as exc:
             await abort_with(context, exc)
-
-    def _options(self, builder: RequestBuilder) -> dict[str, str]:
-        """The effective options: options without a value are filled in from the executor."""
-        model, config = self._front.engine.model, self._front.config
-        options = {name: value for name, value in config.model_dump().items() if value is not None}
-        options["executor"] = ",".join(config.executor)
-        options["tokenizer"] = builder.tokenizer.source if builder.tokenizer is not None else ""
-        options["max_model_len"] = builder.max_model_len
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            options[name] = min(options.get(name, getattr(model, name)), getattr(model, name))
-        return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterable
 from typing import Any
 
 from cadenza.slices import run_in_slices
+from cadenza.telemetry.logs import without_messages
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.errors import AbortedEarlyError, status_of
@@ -17,10 +18,12 @@ from scheduler_svc.convert.plain_output import PlainOutput
 from scheduler_svc.core.errors import DataLossError, RequestExistsError, RequestRejectedError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, PROMPT_TOKEN_BYTES, RequestReader
-from scheduler_svc.front.front import Front, open_reader, stream_replaced
+from scheduler_svc.front.front import Front, open_reader, stream_replaced, within
 from scheduler_svc.front.unreadable import Unreadable
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.fields import RequestFields
+from scheduler_svc.tenants.errors import UnauthenticatedError
+from scheduler_svc.tenants.registry import Caller
 
 _LOG = logging.getLogger(__name__)
 _MAX_ERRORS = 1000
@@ -70,9 +73,11 @@ class _Entry:
 class Session:
     """Reads requests in one task and writes outputs in another; all outputs of one step share one message."""
 
-    def __init__(self, front: Front, context: Any) -> None:
+    def __init__(self, front: Front, context: Any, caller: Caller) -> None:
         self._front = front
         self._context = context
+        self._caller_span = front.caller_span(context)
+        self._caller = caller
         self._entries: dict[str, _Entry] = {}
         self._outputs: OrderedDict[str, _Entry] = OrderedDict()
         self._errors: deque[pb.SessionEvent] = deque()
@@ -111,16 +116,28 @@ class Session:
     async def _read(self, requests: AsyncIterable[pb.SessionRequest]) -> None:
         try:
             async for request in requests:
-                self._handle(request, await _long_fields(request))
+                self._handle(request, await self._long_fields(request))
                 while len(self._errors) > _MAX_ERRORS or len(self._outputs) > _MAX_UNSENT:
                     self._drained.clear()
                     await self._drained.wait()
-        except Exception:
+        except Exception as exc:
             # A disconnected client cancels this task and the writer's; any other exception is a bug.
-            _LOG.exception("reading from a session failed")
+            _LOG.error("reading from a session failed\n%s", without_messages(exc))
         finally:
             self._input_over = True
             self._wake.set()
+
+    async def _long_fields(self, request: pb.SessionRequest | Unreadable) -> RequestFields | None:
+        """The fields of a long request, converted in slices; None for a short one, and for one that is refused."""
+        if not isinstance(request, pb.SessionRequest) or not convert.is_long(request.generate):
+            return None
+        await asyncio.sleep(0)  # Parsing it was a slice of its own.
+        try:
+            tenant = self._caller.tenant()
+            check_limits(request.generate)
+        except (RequestRejectedError, UnauthenticatedError):
+            return None
+        return await run_in_slices(convert.fields_in_slices(request.generate, tenant))
 
     def _handle(self, request: pb.SessionRequest | Unreadable, fields: RequestFields | None = None) -> None:
         """Handle a message; errors are reported and do not affect other requests.
@@ -144,9 +161,10 @@ class Session:
         try:
             if not request_id:
                 raise RequestRejectedError("request_id", "must be given in a session: its events are identified by it")
+            tenant = self._caller.tenant()
             if fields is None:
                 check_limits(request)
-                fields = convert.request_fields(request)
+                fields = convert.request_fields(request, tenant)
             if fields.resume is not None:
                 self._attach(_Entry(self, fields), self._front.attach(fields))
                 return
@@ -181,7 +199,7 @@ class Session:
             self._fail(entry, exc)
 
     def _submit(self, entry: _Entry, request: EngineRequest) -> None:
-        self._attach(entry, self._front.submit(request))
+        self._attach(entry, self._front.submit(within(request, self._caller_span)))
 
     def _attach(self, entry: _Entry, live: LiveRequest) -> None:
         """Serve a request; one that this session serves already goes on from the new resume point."""
@@ -199,11 +217,11 @@ class Session:
             self._report("", exc, done=True)
             return
         entry = self._entries.get(request.request_id)
-        if entry is not None and entry.reader is None and entry.fields.tenant == request.tenant:
+        if entry is not None and entry.reader is None:
             self._fail(entry, AbortedEarlyError("aborted before it began"))
         else:
             # An unknown request has finished already: its last output is sent or about to be.
-            self._front.engine.abort(request.tenant, request.request_id)
+            self._front.engine.abort(self._caller.name, request.request_id)
 
     # --- output ------------------------------------------------------------------------------------------------------
 
@@ -291,18 +309,6 @@ class Session:
             entry.task.cancel()
         if entry.reader is not None:
             self._front.engine.detach(entry.reader.live, entry, handed_over=entry.reader.done)
-
-
-async def _long_fields(request: pb.SessionRequest | Unreadable) -> RequestFields | None:
-    """The fields of a long request, converted in slices; None for a short one, and for one over a limit."""
-    if not isinstance(request, pb.SessionRequest) or not convert.is_long(request.generate):
-        return None
-    await asyncio.sleep(0)  # Parsing it was a slice of its own.
-    try:
-        check_limits(request.generate)
-    except RequestRejectedError:
-        return None
-    return await run_in_slices(convert.fields_in_slices(request.generate))
 
 
 def _as_field(event: pb.SessionEvent) -> bytes:

@@ -7,6 +7,7 @@ import logging
 import sqlite3
 
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.faults import Fault
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.journal.directory import JournalDirectory
 from scheduler_svc.journal.errors import JournalError
@@ -78,6 +79,11 @@ def connect(writer: JournalWriter, engine: Engine) -> None:
         # It has shown nothing, and its id is free again.
         engine.kept.forget(live.request.spec.key)
 
+    def report_health() -> None:
+        if not writer.healthy:
+            engine.faults.record(Fault.JOURNAL_FAILED)
+        engine.report_health()
+
     writer.refuse_request = refuse
-    writer.report_health = engine.report_health
+    writer.report_health = report_health
     writer.is_kept = engine.keeps

@@ -24,6 +24,7 @@ from scheduler_svc.journal.writer import JournalWriter
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.fields import PromptFields, RequestFields
+from scheduler_svc.tenants.tenant import Tenant
 
 _PAUSE_EVERY = 16
 """After so many requests the event loop runs other tasks, such as the heartbeats to the executor."""
@@ -121,7 +122,7 @@ class Restorer:
     async def _begin_again(self, stored: StoredRequest) -> None:
         """Begin a request anew that has shown nothing, under the model that is there now."""
         admission = stored.admission
-        fields = _with_seed(fields_from_body(admission.body), stored)
+        fields = _with_seed(fields_from_body(admission.body, self._tenant(stored)), stored)
         request = await self._builder.build_off_loop(fields, now=self._engine.clock.monotonic(), time_left_s=None)
         live = self._live(self._as_admitted(request, stored), stored)
         self._add(live)
@@ -146,7 +147,7 @@ class Restorer:
     def _request(self, stored: StoredRequest) -> EngineRequest:
         """The request with the prompt, the seed and the end ids that it had; raises SchedulerError."""
         admission = stored.admission
-        fields = _with_seed(fields_from_body(admission.body), stored)
+        fields = _with_seed(fields_from_body(admission.body, self._tenant(stored)), stored)
         fields = replace(
             fields,
             prompt=(PromptFields(token_ids=unpack_tokens(admission.prompt_token_ids)),),
@@ -154,6 +155,11 @@ class Restorer:
         )
         builder = self._builder.with_end_ids(unpack_tokens(admission.end_token_ids))
         return self._as_admitted(builder.build(fields, now=0.0, time_left_s=None), stored)
+
+    def _tenant(self, stored: StoredRequest) -> Tenant:
+        """The tenant as it is now, or its name alone if it has left the tenants file."""
+        name = stored.admission.tenant
+        return self._engine.quotas.registry.find(name) or Tenant(name)
 
     def _as_admitted(self, request: EngineRequest, stored: StoredRequest) -> EngineRequest:
         deadline_ns = stored.admission.deadline_ns

@@ -43,7 +43,8 @@ async def open_session(
         except ExecutorHeldError as exc:
             if refused_at is None:
                 refused_at = clock.monotonic()
-                _LOG.warning("executor %s: %s; waiting for the end of its lease", executor.target, exc)
+                text, about = "executor %s: %s; waiting for the end of its lease", {"executor": executor.target}
+                _LOG.warning(text, executor.target, exc, extra=about)
             if tried_at - exc.silent_s > refused_at + RENEWED_S:
                 raise ExecutorFencedError(str(exc)) from exc
         await clock.sleep(RETRY_S)

@@ -119,8 +119,8 @@ class PlanLoop:
         """The epoch of the newest session that was opened; `_epoch` may be that of an attempt."""
         self._incarnation = 0
         self._last_done_step_id = 0
-        self._failed_step_id = 0
-        """The step of this session that failed; 0: none."""
+        self.failed_step_id = 0
+        """The step of the last session that failed; 0: none."""
         self._stream: PlanStream | None = None
         self._undelivered: deque[Callable[[], None]] = deque()
         self._end_reason = ""
@@ -144,6 +144,16 @@ class PlanLoop:
     def lane(self) -> Lane | None:
         """The core's lane of this executor; None before its first session."""
         return self._core.lanes.get(self._executor_id)
+
+    @property
+    def epoch(self) -> int:
+        """Of the session, or of the last attempt to open one; 0: there was none."""
+        return self._epoch
+
+    @property
+    def incarnation(self) -> int:
+        """Of the last session; 0: there was none."""
+        return self._incarnation
 
     @property
     def stalled(self) -> bool:
@@ -197,7 +207,7 @@ class PlanLoop:
             except ExecutorFencedError:
                 raise
             except ExecutorLostError as exc:
-                _LOG.warning("executor %s: no session: %s", self.target, exc)
+                _LOG.warning("executor %s: no session: %s", self.target, exc, extra={"executor": self.target})
             finally:
                 self.claimed = None
             held_at = None
@@ -252,7 +262,7 @@ class PlanLoop:
                 keeps_kv=keeps_kv,
             )
         )
-        self._stream, self._failed_step_id = stream, 0
+        self._stream, self.failed_step_id = stream, 0
         self._ending.clear()
         self._progress.session_opened(self._incarnation)
         self.connected = True
@@ -264,7 +274,7 @@ class PlanLoop:
         self._progress.session_closed()
         self.deliver()
         stopped = self.leaving or isinstance(error, ExecutorStoppedError)
-        end = SessionEnd(stream.begun_step_id, self._failed_step_id, stopped)
+        end = SessionEnd(stream.begun_step_id, self.failed_step_id, stopped)
         outputs = self._core.executor_lost(self._executor_id, self._clock.monotonic(), end)
         self._listener.on_lost(self._executor_id, error, outputs)
 
@@ -360,7 +370,7 @@ class PlanLoop:
     async def _receive_results(self, stream: PlanStream) -> None:
         async for result in stream.results():
             if result.status is not StepStatus.OK:
-                self._failed_step_id = result.step_id
+                self.failed_step_id = result.step_id
                 raise ExecutorLostError(f"step {result.step_id} ended {result.status.name}: {result.error_message}")
             if self._apply(result):
                 self.deliver()
@@ -379,8 +389,9 @@ class PlanLoop:
         try:
             step, outputs = self._core.apply_result(self._executor_id, result, now)
         except InvariantError as exc:
-            _LOG.exception("a result contradicts its plan; the session is closed")
-            self._failed_step_id = result.step_id
+            about = {"executor": self.target, "step_id": result.step_id, "epoch": self._epoch}
+            _LOG.exception("a result contradicts its plan; the session is closed", extra=about)
+            self.failed_step_id = result.step_id
             raise ExecutorLostError(str(exc)) from exc
         self._last_done_step_id = result.step_id
         self._pacer.ended(step.total_tokens, result.total_ns / 1e9, now)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cadenza.telemetry.trace_context import TraceContext
 from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
 
 
@@ -191,6 +192,8 @@ class EngineRequest:
     """None: all samples are returned, as they are generated."""
     model_number: int | None = None
     """The number of the description (`ServedModel.number`) that it was checked against; None: the present one."""
+    trace: TraceContext | None = None
+    """The caller's span; None: it has none."""
 
 
 @dataclass(slots=True)

@@ -88,7 +88,10 @@ class ProgressWatch:
         self._num_ended += 1
         if self.stall is not None:
             self.stall = None
-            _LOG.info("executor %s makes progress again: step %d took %.1f s", self._target, running.step_id, seconds)
+            _LOG.info(
+                "executor %s makes progress again: step %d took %.1f s", self._target, running.step_id, seconds,
+                extra={"executor": self._target, "step_id": running.step_id},
+            )  # fmt: skip
             self._on_change()
 
     def session_closed(self) -> None:
@@ -122,6 +125,7 @@ class ProgressWatch:
         _LOG.warning(
             "executor %s makes no progress: step %d has run for %.1f s; requests wait for it",
             self._target, running.step_id, now - running.since,
+            extra={"executor": self._target, "step_id": running.step_id},
         )  # fmt: skip
         self._on_change()
 

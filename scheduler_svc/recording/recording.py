@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -62,6 +62,7 @@ class _Recording:
         self._writer: PlanLogWriter | None = None
         self._models: dict[int, ModelDescription] = {}
         self._sessions: dict[int, tuple[int, int]] = {}
+        self._weights: dict[str, float] = {}
 
     def open(self) -> None:
         """Open the file unless it is open; raises OSError."""
@@ -80,8 +81,16 @@ class _Recording:
             version, now = importlib.metadata.version("cadenza"), time.time_ns()
             options = self._config.model_dump()
             self.write(lambda: records.header(options, model, cadenza_version=version, started_unix_ns=now))
+            if self._weights:
+                self.write(lambda: records.set_weights(self._weights))
         elif known != model:
             self.write(lambda: records.executor_described(executor_id, model))
+
+    def weighted(self, weights: Mapping[str, float]) -> None:
+        """Write the fair order's weights, or keep them for after the header."""
+        changed, self._weights = self._weights != weights, dict(weights)
+        if changed and self._models:
+            self.write(lambda: records.set_weights(weights))
 
     def opened(self, executor_id: int, epoch: int, incarnation: int) -> None:
         """Keep the epoch and the incarnation of a session."""
@@ -169,6 +178,10 @@ class _RecordedScheduler(Scheduler):
     def drain(self, draining: bool) -> None:
         with self._log.call(lambda: records.drain(draining)):
             super().drain(draining)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        self._log.weighted(weights)
+        super().set_weights(weights)
 
     def plan_step(self, executor_id: int, now: float) -> StepPlan | None:
         plan: StepPlan | None = None

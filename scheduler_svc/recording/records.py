@@ -127,6 +127,11 @@ def add_request(spec: RequestSpec, now: float) -> pb.PlanLogRecord:
     return pb.PlanLogRecord(add_request=pb.AddRequestCall(request=request_message(spec), now=now))
 
 
+def set_weights(weights: Mapping[str, float]) -> pb.PlanLogRecord:
+    """Return the record of the fair order's weights."""
+    return pb.PlanLogRecord(set_weights=pb.SetWeightsCall(weights=weights))
+
+
 def abort(key: RequestKey, detail: FinishDetail) -> pb.PlanLogRecord:
     """Return the record of an aborted request."""
     tenant, request_id = key

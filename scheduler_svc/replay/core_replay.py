@@ -19,6 +19,8 @@ from scheduler_svc.executors.convert import step_plan, step_result
 from scheduler_svc.recording.recorded import executor_spec, request_spec, session_end
 from scheduler_svc.recording.records import differences, error_text, recorded_options
 
+_OLD_WEIGHTS = "tenant_weights"
+"""An option of earlier versions, which had no set_weights records: NAME=WEIGHT,…"""
 _NO_CALLS = ("executor_described", "step_failed")
 
 
@@ -44,6 +46,7 @@ class CoreReplay:
     def __init__(self, header: PlanLogHeader) -> None:
         """Create the core with the recorded options; raises PlanLogError if this version does not know them."""
         self._core = Scheduler(policies_from_options(_config(header)))
+        self._core.set_weights(_weights(header))
         self.num_calls = 0
         self.num_plans = 0
         self.num_requests = 0
@@ -97,6 +100,8 @@ class CoreReplay:
             case "stop_sample":
                 stopped = record.stop_sample
                 core.stop_sample((stopped.tenant, stopped.request_id), stopped.sample_index)
+            case "set_weights":
+                core.set_weights(record.set_weights.weights)
             case "drain":
                 core.drain(record.drain.draining)
             case "add_executor":
@@ -124,10 +129,17 @@ class CoreReplay:
 
 def _config(header: PlanLogHeader) -> SchedulerConfig:
     try:
-        return RecordedConfig(**recorded_options(header))  # type: ignore[arg-type]  # texts, as on a command line
+        options = {name: value for name, value in recorded_options(header).items() if name != _OLD_WEIGHTS}
+        return RecordedConfig(**options)  # type: ignore[arg-type]  # texts, as on a command line
     except ValidationError as exc:
         problem = exc.errors()[0]
         name = ".".join(map(str, problem["loc"]))
         raise PlanLogError(
             f"recorded by Cadenza {header.cadenza_version}, whose option {name} is not read here: {reason(problem)}"
         ) from None
+
+
+def _weights(header: PlanLogHeader) -> dict[str, float]:
+    """The weights of a log of an earlier version; empty for others."""
+    entries = filter(None, (recorded_options(header).get(_OLD_WEIGHTS) or "").split(","))
+    return {name.strip(): float(weight) for name, _, weight in (entry.partition("=") for entry in entries)}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cadenza.slices import SLICE_ITEMS, Work, run_at_once, run_in_slices, slices_of
+from cadenza.telemetry.trace_context import parse_traceparent
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
@@ -141,6 +142,7 @@ class RequestBuilder:
             uses_prefix_cache=fields.enable_prefix_caching,
             priority=fields.sampling.priority,
             tenant=fields.tenant,
+            shared_prefixes=fields.shared_prefixes,
             expected_output_tokens=fields.expected_output_tokens,
         )
         limits = [] if fields.timeout_s is None else [fields.timeout_s]
@@ -155,6 +157,7 @@ class RequestBuilder:
             resume_grace_s=fields.resume_grace_s or 0.0,
             best_of=_best_of(fields.sampling),
             model_number=self._model_number,
+            trace=parse_traceparent(fields.traceparent) if fields.traceparent else None,
         )
 
     def tokenize(self, prompt: Sequence[PromptFields], *, add_special_tokens: bool = True) -> list[int]:

@@ -42,6 +42,9 @@ class RequestFields:
 
     request_id: str = ""
     tenant: str = ""
+    """Name of the tenant, which the call's token states."""
+    shared_prefixes: str = ""
+    """As in RequestSpec."""
     prompt: tuple[PromptFields, ...] = ()
     sampling: SamplingFields = field(default_factory=SamplingFields)
     timeout_s: float | None = None
@@ -60,4 +63,6 @@ class RequestFields:
     """Fields that are set but not supported yet."""
     body: bytes = b""
     """The serialized message."""
+    traceparent: str = ""
+    """The caller's span, as W3C has it."""
     body_digest: bytes = b""

@@ -74,7 +74,17 @@ def sample(name: str, owners: list[str]) -> Any:
     field = next(iter(configs.values())).model_fields[name]
     default = field.get_default()
     required = {"model": "m", "config": None}
-    for value in (*choices_of(field.annotation), not default, 3, 32, 600, 0.25, "gold=4", "some/text"):
+    for value in (
+        *choices_of(field.annotation),
+        not default,
+        3,
+        32,
+        600,
+        0.25,
+        "gold=4",
+        "some/text",
+        "http://127.0.0.1:4317",
+    ):
         if value == default or isinstance(value, bool) != (field.annotation is bool):
             continue
         try:
@@ -87,7 +97,9 @@ def sample(name: str, owners: list[str]) -> Any:
 
 
 def all_samples() -> dict[str, Any]:
-    return {name: sample(name, owners) for name, owners in service_options().items()}
+    samples = {name: sample(name, owners) for name, owners in service_options().items()}
+    # With tenants, one of them may fill half of the queue: a static batch must fit into that.
+    return samples | {"max_queued_requests": 2 * samples["batch_size"]}
 
 
 def test_every_option_reaches_its_services_whole(tmp_path):

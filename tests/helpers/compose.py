@@ -23,6 +23,8 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 _VARIABLE = re.compile(r"\$\{(\w+):-([^}$]*)\}")
 _CHECK_DEADLINE_S = 60
+METRICS_PORT = "9464"
+"""In each container. Here they are on one machine, so each has a port of its own."""
 
 
 def read_compose(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -98,6 +100,9 @@ class LocalStack:
     def address(self, port: int) -> str:
         return f"127.0.0.1:{self.ports[port]}"
 
+    def metrics_port(self, name: str) -> int:
+        return self.ports[int(METRICS_PORT) + list(self.services).index(name)]
+
     def start(self, name: str) -> None:
         """Start a service and return when its health check has passed; fails if it ends before."""
         service = self.services[name]
@@ -150,6 +155,8 @@ class LocalStack:
             source, target = mount.split(":")[:2]
             if text == target and source.startswith((".", "/")):
                 return str((ROOT / source).resolve())
+        if text == METRICS_PORT:
+            return str(self.metrics_port(name))
         hosts = "|".join(["0.0.0.0", "127.0.0.1", *self.services])
         found = re.fullmatch(rf"({hosts}):(\d+)", text)
         return self.address(int(found[2])) if found else text
@@ -164,7 +171,13 @@ def local_stack(folder: Path, environ: Mapping[str, str]) -> Iterator[LocalStack
         name: yaml.safe_load(last_instruction(stages, service["build"]["target"], "ENTRYPOINT"))
         for name, service in services.items()
     }
-    stack = LocalStack(services, entrypoints, folder, _free_ports(50051, 50052))
+    ports = _free_ports(50051, 50052, *range(int(METRICS_PORT), int(METRICS_PORT) + len(services)))
+    stack = LocalStack(
+        services,
+        entrypoints,
+        folder,
+        ports,
+    )
     try:
         for name in start_order(services):
             stack.start(name)

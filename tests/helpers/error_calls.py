@@ -16,6 +16,8 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from tests.helpers.error_table import CALLS, HEALTHY
 
+Metadata = tuple[tuple[str, str], ...]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -29,16 +31,23 @@ class Outcome:
 
 
 async def perform(
-    channel: grpc.aio.Channel, target: str, name: str, payload: bytes, timeout: float | None = None
+    channel: grpc.aio.Channel,
+    target: str,
+    name: str,
+    payload: bytes,
+    timeout: float | None = None,
+    metadata: Metadata = (),
 ) -> Outcome:
     """Send one request and wait for its end; of WatchSteps the first answer is enough."""
     call = CALLS[name]
     path = f"/cadenza.v1.{call.service}/{name}"
     try:
         if not call.streams:
-            answer = await channel.unary_unary(path, None, call.answer.FromString)(payload, timeout=timeout)
+            answer = await channel.unary_unary(path, None, call.answer.FromString)(
+                payload, timeout=timeout, metadata=metadata
+            )
             return Outcome("OK", "", _summary(answer))
-        stream = channel.unary_stream(path, None, call.answer.FromString)(payload, timeout=timeout)
+        stream = channel.unary_stream(path, None, call.answer.FromString)(payload, timeout=timeout, metadata=metadata)
         answer = None
         while (following := await stream.read()) is not grpc.aio.EOF:
             answer = following
@@ -77,9 +86,11 @@ async def perform_in_session(
     payload: bytes,
     healthy: list[int] | None = None,
     on_outcome: Callable[[], None] = lambda: None,
+    metadata: Metadata = (),
 ) -> Outcome:
     """Send one SessionRequest, after a healthy request if its tokens are given, which must come out right."""
-    call = channel.stream_stream("/cadenza.v1.GenerationService/Session", None, pb.SessionResponse.FromString)()
+    session = channel.stream_stream("/cadenza.v1.GenerationService/Session", None, pb.SessionResponse.FromString)
+    call = session(metadata=metadata)
     tokens: list[int] = []
     outcomes: list[Outcome] = []
     try:

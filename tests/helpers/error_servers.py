@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tests.helpers.error_table import HEALTHY
 from tests.helpers.scheduler_world import World, world
 from tests.helpers.scripted_executor import ScriptedExecutor, serve
 from tests.helpers.services import executor_service, scheduler_service
+from tests.helpers.tenants import bearer, write_tenants
 
 TAKEN = pb.GenerateRequest(
     request_id="taken", prompt=[{"tokens": {"ids": [5, 6, 7]}}], sampling_params={"max_tokens": 4, "seed": 1}
@@ -64,6 +66,8 @@ class Server:
     """What the request that runs beside a session's rows makes; None: it would not run here."""
     release: Callable[[], None] = lambda: None
     """Lets the executor get on."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    """Of each call."""
 
 
 @asynccontextmanager
@@ -71,6 +75,10 @@ async def server(name: str, folders: dict[str, str]) -> AsyncIterator[Server]:
     """A server of this name; `folders` has those of the tokenizers, with and without a chat template."""
     if name == "starting":
         async with _starting() as it:
+            yield it
+        return
+    if name in ("no_token", "wrong_token", "tenant", "tenant_full"):
+        async with _with_tenants(name, folders) as it:
             yield it
         return
     options = {
@@ -89,6 +97,25 @@ async def server(name: str, folders: dict[str, str]) -> AsyncIterator[Server]:
         w.executor.going.set()
         for call in calls:
             call.cancel()
+
+
+@asynccontextmanager
+async def _with_tenants(name: str, folders: dict[str, str]) -> AsyncIterator[Server]:
+    """A service with two tenants; `other` has a request that runs, and with "tenant_full" so has `gold`, the caller."""
+    limits = {"max_requests": 1, "max_queued_tokens": 64, "max_priority": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_tenants(Path(folder, "tenants.toml"), {"gold": limits, "other": {}, "ops": {"admin": True}})
+        executor = ScriptedExecutor()
+        async with world(executor, tokenizer=folders["tokenizer"], tenants=file) as w:
+            executor.going.clear()
+            calls = [await _hold(w, "taken", "other")]
+            if name == "tenant_full":
+                calls.append(await _hold(w, "own", "gold"))
+            metadata = {"no_token": (), "wrong_token": bearer("gold", 1)}.get(name, bearer("gold"))
+            yield Server(w.target, metadata=metadata, release=executor.going.set)
+            executor.going.set()
+            for call in calls:
+                call.cancel()
 
 
 @asynccontextmanager
@@ -155,8 +182,8 @@ def _take_over(w: World) -> asyncio.Task[None]:
 
     async def take_over() -> None:
         await w.until(lambda: w.engine._live)
-        ((tenant, request_id),) = w.engine._live
-        message = pb.GenerateRequest(tenant=tenant, request_id=request_id, resume=pb.ResumePoint())
+        ((_, request_id),) = w.engine._live
+        message = pb.GenerateRequest(request_id=request_id, resume=pb.ResumePoint())
         async for _ in generation_pb2_grpc.GenerationServiceStub(w.channel).Generate(message):
             w.executor.going.set()
 
@@ -173,11 +200,12 @@ async def _lose(w: World, request_id: str) -> None:
     call.cancel()
 
 
-async def _hold(w: World, request_id: str) -> grpc.aio.Call:
+async def _hold(w: World, request_id: str, tenant: str = "") -> grpc.aio.Call:
     """A request that the executor does not get to, once it is known."""
     message = pb.GenerateRequest()
     message.CopyFrom(TAKEN)
     message.request_id = request_id
-    call = generation_pb2_grpc.GenerationServiceStub(w.channel).Generate(message)
-    await w.until(lambda: w.engine.find("", request_id) is not None)
+    metadata = bearer(tenant) if tenant else None
+    call = generation_pb2_grpc.GenerationServiceStub(w.channel).Generate(message, metadata=metadata)
+    await w.until(lambda: w.engine.find(tenant, request_id) is not None)
     return call

@@ -14,7 +14,7 @@ import grpc
 
 from cadenza.transport import bind, channel_options
 from cadenza.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
-from executor_svc.app import build_executor
+from executor_svc.app import build_executor, open_traces
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.description import Description
 from executor_svc.service.servicer import add_services
@@ -38,13 +38,16 @@ async def executor_service(
     await asyncio.wrap_future(worker.ready)
     server = limited_server()
     address = bind(server, config.listen, default_port=0)
-    await add_services(server, worker, described.result())
+    traces = open_traces(config, address)
+    await add_services(server, worker, described.result(), spans=traces)
     await server.start()
     try:
         yield address
     finally:
         await server.stop(0)
         assert await asyncio.to_thread(worker.stop, 10.0)
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
 
 @dataclass

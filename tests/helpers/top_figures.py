@@ -1,16 +1,25 @@
-"""Step records and a server's state for the tests of `cadenza top`."""
+"""Step records, a server's state and its screens for the tests of `cadenza top`."""
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from datetime import datetime
 
+from rich.console import Console
+
+from cadenza.cli.top_view import Page, TopView
+from cadenza.errors import UnavailableError
 from cadenza.info import ExecutorInfo, ServerInfo, ServerLoad
-from cadenza.top.figures import Snapshot
+from cadenza.top.figures import Lost, Snapshot
 from cadenza.top.meter import Meter
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
 
 MS = 10**6
+NOON = datetime(2026, 11, 23, 12, 0).timestamp()
+LOST = Lost(UnavailableError("no service at 127.0.0.1:50051\x1b[2J: nothing listens there"), 3.4)
+SIZES = [(80, 24), (50, 12)]
 
 
 def info(now_s: float, *, num_executors: int = 1, **load: int) -> ServerInfo:
@@ -66,3 +75,21 @@ def busy_interval() -> Snapshot:
 def alone() -> Snapshot:
     """The same server with its first executor alone."""
     return replace(busy_interval(), executors=busy_interval().executors[:1])
+
+
+def view_of(*observations: Snapshot | Lost, ascii_only: bool = False) -> TopView:
+    view = TopView("127.0.0.1:50051", ascii_only=ascii_only, now=lambda: NOON)
+    for each in observations:
+        view.add(each)
+    return view
+
+
+def screen(view: TopView, size: tuple[int, int], *, page: Page = Page.OVERVIEW) -> list[str]:
+    """The lines that a terminal of this size shows."""
+    console = Console(file=io.StringIO(), width=size[0], height=size[1])
+    text = view.screen(*size, page=page, foot="q quit  d details")
+    console.print(text, no_wrap=True, overflow="crop")
+    lines = [line.rstrip() for line in console.file.getvalue().removesuffix("\n").split("\n")]
+    assert len(lines) == size[1]
+    assert lines[-1] == "q quit  d details"
+    return lines

@@ -13,6 +13,8 @@ from scheduler_svc.core.types import RequestSpec, Sampling
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
+from scheduler_svc.tenants.quotas import Quotas
+from scheduler_svc.tenants.registry import Registry
 from tests.helpers.fake_clock import FakeClock, TimedExecutor
 
 START_S = 1.0
@@ -28,11 +30,19 @@ MODEL = ModelDescription(
 class World:
     """An engine with one executor, both on a fake clock."""
 
-    def __init__(self, config: SchedulerConfig, step_s: float, model: ModelDescription, policies: Policies) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        step_s: float,
+        model: ModelDescription,
+        policies: Policies,
+        registry: Registry | None = None,
+    ) -> None:
         self.clock = FakeClock()
         self.executor = TimedExecutor(self.clock, model, step_s)
         self.core = Scheduler(policies)
-        self.engine = Engine(config, self.core, self.clock)
+        quotas = None if registry is None else Quotas(registry, self.clock, config.max_queued_requests)
+        self.engine = Engine(config, self.core, self.clock, quotas=quotas)
         self.engine.executors.add_port(self.executor)
 
     def submit(
@@ -45,10 +55,11 @@ class World:
         tenant: str = "",
         grace_s: float = 0.0,
         body_digest: bytes = b"",
+        priority: int = 0,
     ) -> LiveRequest:
         """Submit a greedy request."""
         prompt = tuple(range(5, 5 + num_prompt_tokens))
-        spec = RequestSpec(request_id, prompt, Sampling(), max_tokens, tenant=tenant)
+        spec = RequestSpec(request_id, prompt, Sampling(), max_tokens, tenant=tenant, priority=priority)
         return self.engine.submit(
             EngineRequest(spec, deadline=deadline, body_digest=body_digest, resume_grace_s=grace_s)
         )
@@ -61,9 +72,10 @@ async def started(
     step_s: float = STEP_S,
     model: ModelDescription = MODEL,
     policies: Policies | None = None,
+    registry: Registry | None = None,
 ) -> AsyncIterator[World]:
     """A World whose engine is connected; stopped at the end."""
-    world = World(config or SchedulerConfig(), step_s, model, policies or Policies())
+    world = World(config or SchedulerConfig(), step_s, model, policies or Policies(), registry)
     starting = asyncio.create_task(world.engine.start())
     await world.clock.advance(0)
     await starting

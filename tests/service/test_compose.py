@@ -9,11 +9,13 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cadenza import Client, SamplingParams
 from executor_svc.config import ExecutorConfig
@@ -21,6 +23,7 @@ from scheduler_svc.config import SchedulerConfig
 from tests.helpers.compose import (
     COMPOSE_FILE,
     DOCKERFILE,
+    METRICS_PORT,
     ROOT,
     LocalStack,
     last_instruction,
@@ -32,7 +35,10 @@ from tests.helpers.compose import (
 
 CONFIGS = {"executor": ExecutorConfig, "scheduler": SchedulerConfig}
 COMPOSE = read_compose({})
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+SERVICES: dict[str, dict[str, Any]] = {name: each for name, each in COMPOSE["services"].items() if "build" in each}
+"""Those of this project."""
+WATCHERS: dict[str, dict[str, Any]] = {name: each for name, each in COMPOSE["services"].items() if "build" not in each}
+"""Images of others, for --profile watch."""
 GREEDY = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 
 # Of docker-compose 1.29.2's schema (compose_spec.json): what this project may need. It refuses a file with other keys.
@@ -101,7 +107,8 @@ def test_options_and_folders_come_from_the_shell() -> None:
         "CADENZA_EXECUTOR": "dns:///executor:50052",
     }
     services = read_compose(shell)["services"]
-    for name, service in services.items():
+    for name in SERVICES:
+        service = services[name]
         assert service["environment"]["CADENZA_MAX_NUM_SEQS"] == "3", name
         assert "/data/m:/model:ro" in service["volumes"], name
     assert services["executor"]["environment"]["CADENZA_MODEL"] == "org/name"
@@ -140,12 +147,57 @@ def test_the_gpu_profile_differs_in_what_a_gpu_needs_and_no_more() -> None:
 
 def test_docker_compose_1_29_knows_every_key() -> None:
     assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "volumes"}
+    for service in WATCHERS.values():
+        assert set(service) <= SERVICE_KEYS
     for service in SERVICES.values():
         assert set(service) <= SERVICE_KEYS
         assert set(service["build"]) <= BUILD_KEYS
         assert set(service["healthcheck"]) <= HEALTH_KEYS
         for needed in service.get("depends_on", {}).values():
             assert set(needed) == {"condition"}
+
+
+def test_the_watch_profile_scrapes_what_the_services_export_and_loads_the_dashboard() -> None:
+    assert set(WATCHERS) == {"prometheus", "grafana"}
+    for name, service in WATCHERS.items():
+        assert service["profiles"] == ["watch"], "docker-compose up alone must not start it"
+        assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"]), "pinned"
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        named = [mount.split(":")[0] for mount in service["volumes"] if not mount.startswith(".")]
+        assert set(named) <= set(COMPOSE["volumes"]), name
+    mounted = {
+        target: ROOT / source
+        for service in WATCHERS.values()
+        for source, target, *rest in (mount.split(":") for mount in service["volumes"])
+        if source.startswith(".") and rest == ["ro"]
+    }
+    assert all(path.exists() for path in mounted.values())
+    assert f"--config.file={_place_of(mounted, 'prometheus.yml')}" in WATCHERS["prometheus"]["command"]
+    config = yaml.safe_load(mounted[_place_of(mounted, "prometheus.yml")].read_text())
+    rules = Path(_place_of(mounted, "prometheus.yml")).parent / config["rule_files"][0]
+    assert str(rules) == _place_of(mounted, "alerts.yml")
+    found = [each for job in config["scrape_configs"] for each in job["dns_sd_configs"]]
+    scraped = {name: each["port"] for each in found for name in each["names"]}
+    assert scraped == dict.fromkeys(SERVICES, int(METRICS_PORT))
+    for name, service in SERVICES.items():
+        options = service["command"]
+        assert options[options.index("--metrics-port") + 1] == METRICS_PORT, name
+        assert options[options.index("--metrics-host") + 1] == "0.0.0.0", name
+    provisioning = {kind: mounted[f"/etc/grafana/provisioning/{kind}"] for kind in ("datasources", "dashboards")}
+    (source,) = yaml.safe_load((provisioning["datasources"] / "cadenza.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((provisioning["dashboards"] / "cadenza.yml").read_text())["providers"]
+    dashboard = provider["options"]["path"] + "/cadenza.json"
+    assert mounted[dashboard] == ROOT / "docs" / "watch" / "dashboard.json"
+    assert WATCHERS["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == dashboard
+
+
+def _place_of(mounted: dict[str, Path], name: str) -> str:
+    """Where a file is in its container."""
+    (place,) = (place for place in mounted if place.endswith("/" + name))
+    return place
 
 
 # ---------------------------------------------------------------- the images
@@ -238,6 +290,10 @@ def check_answers(stack: LocalStack) -> None:
         info = client.server_info()
     assert info.options["max_num_seqs"] == "5", "the scheduler's environment"
     assert info.load.num_device_blocks == 700, "the executor's environment"
+    for name in stack.services:
+        url = f"http://127.0.0.1:{stack.metrics_port(name)}/metrics"
+        with urllib.request.urlopen(url) as response:
+            assert b"cadenza_event_loop_lag_seconds_count" in response.read(), name
 
 
 def check_a_killed_executor_is_seen_and_its_restart_loses_nothing(stack: LocalStack) -> None:

@@ -25,6 +25,8 @@ EXCEPTIONS = {
     "UNAVAILABLE": errors.UnavailableError,
     "DEADLINE_EXCEEDED": errors.DeadlineError,
     "UNIMPLEMENTED": errors.UnsupportedError,
+    "UNAUTHENTICATED": errors.UnauthenticatedError,
+    "PERMISSION_DENIED": errors.PermissionDeniedError,
 }
 
 
@@ -37,12 +39,13 @@ def check(row, outcome):
     assert matches(row.message, outcome.message), outcome.message
     if row.status == "OK":
         return
-    too_large = row.status == "RESOURCE_EXHAUSTED" and row.server != "full"
-    expected = errors.QueueFullError if row.server == "full" else EXCEPTIONS.get(row.status)
+    is_full = row.server in ("full", "tenant_full")
+    too_large = row.status == "RESOURCE_EXHAUSTED" and not is_full
+    expected = errors.QueueFullError if is_full else EXCEPTIONS.get(row.status)
     assert type(outcome.error) is (errors.InvalidRequestError if too_large else expected)
     assert outcome.error.code.name == row.status
     assert row.field in str(outcome.error)
-    hinted = row.server == "full" or row.status == "UNAVAILABLE"
+    hinted = is_full or row.status == "UNAVAILABLE"
     assert (outcome.retry_s is not None and outcome.retry_s > 0) == hinted
     assert getattr(outcome.error, "retry_after_s", None) == outcome.retry_s
 
@@ -79,6 +82,9 @@ async def test_row_on_another_server(tokenizer_folders, row):
     ):
         if row.call.startswith("Session"):
             beside = server.healthy, server.release
-            check(row, await perform_in_session(channel, server.target, row.payload(), *beside))
+            check(
+                row, await perform_in_session(channel, server.target, row.payload(), *beside, metadata=server.metadata)
+            )
         else:
-            check(row, await perform(channel, server.target, row.call, row.payload(), server.timeout))
+            sent = perform(channel, server.target, row.call, row.payload(), server.timeout, server.metadata)
+            check(row, await sent)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")
 
 FUZZED = ["Generate"] * 5 + ["Tokenize", "Detokenize", "Abort", "GetBlockTable", "Drain", "WatchSteps"]
 RARE = set(
-    "request_id tenant resume resume_grace_s adapter speculation extra_hash_keys n best_of beam_width length_penalty "
+    "request_id resume resume_grace_s adapter speculation extra_hash_keys n best_of beam_width length_penalty "
     "early_stopping grammar media".split()
 )
 """Fields of which nearly any value is refused: seldom set, so that the others are reached."""

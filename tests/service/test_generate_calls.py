@@ -165,10 +165,10 @@ async def test_clients_that_leave_at_any_moment(w):
 
 async def test_abort_from_elsewhere(w):
     w.executor.going.clear()
-    call = w.stub.Generate(request(request_id="a", tenant="t"))
-    await w.until(lambda: w.engine.find("t", "a") is not None)
-    assert not (await w.stub.Abort(pb.AbortRequest(request_id="a"))).aborted
-    assert (await w.stub.Abort(pb.AbortRequest(request_id="a", tenant="t"))).aborted
+    call = w.stub.Generate(request(request_id="a"))
+    await w.until(lambda: w.engine.find("", "a") is not None)
+    assert not (await w.stub.Abort(pb.AbortRequest(request_id="b"))).aborted
+    assert (await w.stub.Abort(pb.AbortRequest(request_id="a"))).aborted
     out = await collect(call)
     assert out.finish.detail == types_pb2.FINISH_DETAIL_ABORTED
     w.executor.going.set()

@@ -14,15 +14,17 @@ from cadenza.errors import UnavailableError
 from cadenza.loadtest.driver import Progress, drive
 from cadenza.loadtest.failures import Failures
 from cadenza.loadtest.prompts import Prompts
-from cadenza.loadtest.requests import RequestShape
+from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.targets.generate import GenerateTarget
 from cadenza.loadtest.targets.session import SessionTarget
+from cadenza.loadtest.tenant_tokens import read_tenant_tokens
 from cadenza.loadtest.watch import watch_series
 from tests.helpers import scripted_server
 from tests.helpers.scheduler_world import world
 from tests.helpers.scripted_executor import VOCAB_SIZE, ScriptedExecutor
 from tests.helpers.scripted_server import Script, event, responses_to, text_of
 from tests.helpers.services import cadenza_services
+from tests.helpers.tenants import token, write_tenants
 
 BOTH = pytest.mark.parametrize("kind", [SessionTarget, GenerateTarget])
 
@@ -93,6 +95,36 @@ async def test_samples_and_beams_are_one_request(kind) -> None:
     assert columns.num_output_tokens.tolist() == [15, 5, 5]
     assert columns.num_samples.tolist() == [3, 1, 1]
     assert columns.num_gaps[1] == 0, "a search returns nothing before its end"
+
+
+@BOTH
+async def test_requests_of_tenants_are_sent_with_their_tokens(kind, tmp_path) -> None:
+    file = write_tenants(tmp_path / "tenants.toml", {"a": {}, "b": {}})
+    (tmp_path / "tokens.toml").write_text(f'[tokens]\na = "{token("a")}"\nb = "{token("b")}"\n')
+    tokens = read_tenant_tokens(str(tmp_path / "tokens.toml"))
+    shapes = [shape(index, tenant="ab"[index % 2]) for index in range(6)]
+    async with world(tenants=file) as w, started(kind(w.target, connections=2, tenant_tokens=tokens)) as target:
+        columns = await drive(burst(*shapes), target, prompts(), timeout_s=20)
+        assert columns.error.tolist() == [""] * 6
+        assert [w.engine.quotas.usage(name).num_output_tokens for name in "ab"] == [15, 15]
+        with pytest.raises(LoadTestError, match="--tenant-tokens has no token of tenant c"):
+            await drive(burst(shape(7, tenant="c")), target, prompts(), timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = 1", "must have one table, [tokens]"),
+        ('[tokens]\na = "two words"', "[tokens] a: is no token"),
+        ("[tokens", "this is not TOML"),
+    ],
+)
+def test_wrong_files_of_tokens(tmp_path, text, message) -> None:
+    (tmp_path / "tokens.toml").write_text(text)
+    with pytest.raises(LoadTestError) as found:
+        read_tenant_tokens(str(tmp_path / "tokens.toml"))
+    assert message in str(found.value)
+    assert "two words" not in str(found.value)
 
 
 @BOTH

@@ -33,7 +33,7 @@ def kept(request_id="a", **fields):
 async def finished(w, message):
     """Run a request to its end and take its stream away before anything was received."""
     call = w.stub.Generate(message)
-    await w.until(lambda: (live := w.engine.find(message.tenant, message.request_id)) is not None and live.ended)
+    await w.until(lambda: (live := w.engine.find("", message.request_id)) is not None and live.ended)
     call.cancel()
 
 
@@ -124,17 +124,16 @@ async def test_a_resume_that_is_refused_takes_nothing_over(w):
     assert len((await collect(first)).ids) == 8
 
 
-async def test_ids_belong_to_tenants_and_bodies(w):
-    await finished(w, kept(tenant="t"))
-    again = await collect(w.stub.Generate(kept(tenant="t")))
+async def test_ids_belong_to_bodies(w):
+    await finished(w, kept())
+    again = await collect(w.stub.Generate(kept()))
     assert len(again.ids) == 8
     assert again.info is not None
-    status = await error_of(w.stub.Generate(kept(tenant="t", seed=2)))
+    status = await error_of(w.stub.Generate(kept(seed=2)))
     assert code_of(status) is grpc.StatusCode.ALREADY_EXISTS
-    for message in (resume("a"), resume("b", tenant="t")):
-        assert code_of(await error_of(w.stub.Generate(message))) is grpc.StatusCode.NOT_FOUND
-    assert not (await w.stub.Abort(pb.AbortRequest(request_id="a", tenant="t"))).aborted
-    status = await error_of(w.stub.Generate(resume("a", tenant="t")))
+    assert code_of(await error_of(w.stub.Generate(resume("b")))) is grpc.StatusCode.NOT_FOUND
+    assert not (await w.stub.Abort(pb.AbortRequest(request_id="a"))).aborted
+    status = await error_of(w.stub.Generate(resume("a")))
     assert code_of(status) is grpc.StatusCode.NOT_FOUND, "an abort ends the grace"
 
 
@@ -145,7 +144,7 @@ async def test_a_grace_ends(w):
     status = await error_of(w.stub.Generate(resume("a")))
     assert (code_of(status), status.message) == (
         grpc.StatusCode.NOT_FOUND,
-        "no request 'a' of tenant '' runs or is kept: there was none, or its grace is over",
+        "no request 'a' runs or is kept: there was none, or its grace is over",
     )
 
 

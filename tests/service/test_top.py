@@ -244,7 +244,9 @@ def test_keys_switch_between_screens_and_quit(target) -> None:
         terminal.resize(80, 24)
         terminal.wait_for_screen(r"  memory +8.0 GiB resident(.*\n)+q quit")
         assert len(terminal.screen) == 24
-        terminal.type(b"xd")
+        terminal.type(b"xt")
+        terminal.wait_for_screen(r"no faults since the start(.*\n)+q quit  d details  t overview")
+        terminal.type(b"t")
         terminal.wait_for_screen("running +3 +██+  max 3")
         terminal.type(b"q")
         terminal.wait_for(r"\x1b\[\?1049l")  # back on the shell's screen

@@ -27,7 +27,7 @@ def admin(client: AsyncClient) -> Any:
     """The stub of the server's AdminService."""
     from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 
-    return AdminServiceStub(client.channel)
+    return client.stub_of(AdminServiceStub)
 
 
 async def explained(call: Any, address: str) -> Any:

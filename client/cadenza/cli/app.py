@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from cadenza import __version__
-from cadenza.cli import chat, drain, executors, fit_costs, generate, loadtest, report, simulate, top, up
+from cadenza.cli import chat, drain, executors, fit_costs, generate, loadtest, report, simulate, tenants, top, up
+from cadenza.cli.credentials import with_credentials
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
 from cadenza.settings.extras import install_command
@@ -36,8 +37,9 @@ A server, and requests from another terminal:
 What it is doing, and an end without a lost request:
   cadenza top
   cadenza drain
-The executors behind it:
+The executors behind it, and whom it serves:
   cadenza executors list
+  cadenza tenants list --file tenants.toml
 Measuring it, and simulating other hardware:
   cadenza loadtest --request-rate 4
   cadenza simulate --executors 1,2,4 --find-max-rate --slo ttft=0.5,tpot=0.05
@@ -55,6 +57,8 @@ class _Command:
     function: Callable[..., None]
     fields: Callable[[], Iterable[FieldOption]] = tuple
     extra: str = ""
+    has_server: bool = False
+    """Whether it talks to a server that may need a token."""
 
 
 def _for_model(*taken: str) -> Iterator[FieldOption]:
@@ -65,11 +69,13 @@ def _for_model(*taken: str) -> Iterator[FieldOption]:
 _COMMANDS = {
     "up": _Command(up, up.up, service_fields, "serve"),
     "serve": _Command(up, up.up, service_fields, "serve"),
-    "generate": _Command(generate, generate.generate, lambda: _for_model("seed"), "serve"),
-    "chat": _Command(chat, chat.chat, lambda: _for_model("seed"), "serve"),
-    "top": _Command(top, top.top),
-    "drain": _Command(drain, drain.drain),
-    "loadtest": _Command(loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()], "loadtest"),
+    "generate": _Command(generate, generate.generate, lambda: _for_model("seed"), "serve", has_server=True),
+    "chat": _Command(chat, chat.chat, lambda: _for_model("seed"), "serve", has_server=True),
+    "top": _Command(top, top.top, has_server=True),
+    "drain": _Command(drain, drain.drain, has_server=True),
+    "loadtest": _Command(
+        loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()], "loadtest", has_server=True
+    ),
     "report": _Command(report, report.report),
     "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields, "loadtest,scheduler"),
     "fit-costs": _Command(fit_costs, fit_costs.fit_costs),
@@ -105,6 +111,7 @@ def make_app(requested: str) -> typer.Typer:
     app.callback()(cadenza)
     app.command("demo")(demo)
     app.add_typer(executors.make_group(context_settings=_CONTEXT), name="executors")
+    app.add_typer(tenants.make_group(context_settings=_CONTEXT), name="tenants")
     for name, command in _COMMANDS.items():
         fields = command.fields() if name == requested else ()
         make = app.command(
@@ -114,7 +121,8 @@ def make_app(requested: str) -> typer.Typer:
             cls=GroupedCommand,
             hidden=name in _ALIASES,
         )
-        make(with_fields(command.function, fields))
+        function = with_credentials(command.function) if command.has_server else command.function
+        make(with_fields(function, fields))
     return app
 
 
@@ -185,7 +193,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _check_command(name: str) -> None:
     """Raise OptionError for an unknown command; an empty name is none."""
-    known = ["demo", *_COMMANDS, "executors"]
+    known = ["demo", *_COMMANDS, "executors", "tenants"]
     if not name or name in known:
         return
     if name in _ELSEWHERE:

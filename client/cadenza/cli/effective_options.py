@@ -8,6 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza.cli.text import size
+from cadenza.credentials import authorized, call_metadata, chosen_token
 from cadenza.local import LocalServices
 from cadenza.local_options import SCHEDULER, Setting
 from cadenza.transport import channel_options
@@ -27,7 +28,7 @@ def effective_options(services: LocalServices, places: Mapping[str, Setting]) ->
     executors = _describe_all({name: addresses[name] for name in services.executors})
     with grpc.insecure_channel(addresses[SCHEDULER], options=channel_options()) as channel:
         _wait_until_serving(channel)
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        stub = authorized(generation_pb2_grpc.GenerationServiceStub(channel), call_metadata(chosen_token(None)))
         model = stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_TIMEOUT_S)
         server = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
     rows = _describe(executors, model, server)

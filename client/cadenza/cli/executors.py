@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cadenza.cli.admin_calls import admin, check_timeout, drained, explained, requests
+from cadenza.cli.credentials import with_credentials
 from cadenza.cli.generate import Target
 from cadenza.cli.service_args import serving
-from cadenza.errors import OptionError
+from cadenza.errors import OptionError, PermissionDeniedError
 
 if TYPE_CHECKING:
     from cadenza.async_client import AsyncClient
@@ -53,9 +54,9 @@ Timeout = Annotated[
 def make_group(**settings: Any) -> typer.Typer:
     """The commands below `cadenza executors`."""
     group = typer.Typer(help=HELP, epilog=EPILOG, add_completion=False, rich_markup_mode=None, **settings)
-    group.command("list", help=_LIST_HELP, epilog=EPILOG)(list_executors)
+    group.command("list", help=_LIST_HELP, epilog=EPILOG)(with_credentials(list_executors))
     for name, command in (("add", add), ("drain", drain), ("resume", resume), ("remove", remove)):
-        group.command(name, epilog=EPILOG)(command)
+        group.command(name, epilog=EPILOG)(with_credentials(command))
     return group
 
 
@@ -128,7 +129,10 @@ async def _executors(server: str) -> list[ExecutorInfo]:
     from cadenza.async_client import AsyncClient
 
     async with AsyncClient(server, reconnect_timeout_s=0) as client:
-        return (await client.server_info()).executors
+        info = await client.server_info()
+    if not info.executors:
+        raise PermissionDeniedError("the executors of a server with tenants are shown to a tenant with admin = true")
+    return info.executors
 
 
 def _call(method: str, address: str, target: str | None) -> None:

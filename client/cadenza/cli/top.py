@@ -29,9 +29,9 @@ Examples:
   cadenza top --json > top.jsonl   a line for each interval
 
 Shows queues, tokens/s, time to first token (TTFT), and KV cache use; bars show the last intervals. Keys: q quits, d
-shows details (steps, plans, sessions, preemptions). The live view covers at least the last 5 seconds, a line of --json
-its interval. If the server goes away, the command waits for it. A server that is not there at the start is an error
-with --once, --json or in a pipe. A watch costs the scheduler a record for each step.
+shows details (steps, plans, sessions, preemptions), t shows tenants and faults. The live view covers at least the last
+5 seconds, a line of --json its interval. If the server goes away, the command waits for it. A server that is not there
+at the start is an error with --once, --json or in a pipe. A watch costs the scheduler a record for each step.
 """
 EPILOG = "Exit codes: 0 success (q, --once), 1 no server or not a Cadenza server, 2 wrong options, 130 Ctrl-C."
 _LIVE_WINDOW_S = 5.0

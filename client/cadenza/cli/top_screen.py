@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from cadenza.cli.keyboard import Keyboard, has_keyboard
-from cadenza.cli.top_view import TopView
+from cadenza.cli.top_view import Page, TopView
 from cadenza.top.figures import Lost, Snapshot
 
 
@@ -20,7 +20,7 @@ class TopScreen:
     def __init__(self, console: Console, view: TopView) -> None:
         self._console = console
         self._view = view
-        self._details = False
+        self._page = Page.OVERVIEW
         self._quit = asyncio.Event()
         self._live = Live(console=console, screen=True, auto_refresh=False)
 
@@ -47,7 +47,7 @@ class TopScreen:
                     results = await asyncio.gather(observing, quitting, return_exceptions=True)
         finally:
             width, height = self._console.size
-            picture = self._view.picture(width, height, details=self._details)
+            picture = self._view.picture(width, height, page=self._page)
             self._console.print(picture, no_wrap=True, overflow="crop")
         if isinstance(results[0], Exception):
             raise results[0]
@@ -56,14 +56,22 @@ class TopScreen:
         if key in "qQ":
             self._quit.set()
         elif key in "dD":
-            self._details = not self._details
-            self._draw()
+            self._turn_to(Page.DETAILS)
+        elif key in "tT":
+            self._turn_to(Page.TENANTS)
+
+    def _turn_to(self, page: Page) -> None:
+        """Show a page, or the first one again if it is shown."""
+        self._page = Page.OVERVIEW if self._page is page else page
+        self._draw()
 
     def _draw(self) -> None:
         width, height = self._console.size
-        self._live.update(self._view.screen(width, height, details=self._details, foot=self._foot()), refresh=True)
+        self._live.update(self._view.screen(width, height, page=self._page, foot=self._foot()), refresh=True)
 
     def _foot(self) -> str:
         if not has_keyboard():
             return "Ctrl-C quits"
-        return "q quit  d overview" if self._details else "q quit  d details"
+        details = "overview" if self._page is Page.DETAILS else "details"
+        tenants = "overview" if self._page is Page.TENANTS else "tenants, faults"
+        return f"q quit  d {details}  t {tenants}"

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from enum import Enum, auto
 
 from rich.text import Text
 
@@ -14,6 +15,7 @@ from cadenza.cli.rows import Row, elide, fit, named
 from cadenza.cli.text import number, printable
 from cadenza.cli.top_details import detail_rows
 from cadenza.cli.top_lanes import duration, lane_rows, share
+from cadenza.cli.top_tenants import fault_parts, tenant_rows
 from cadenza.cli.wrapping import wrap
 from cadenza.top.figures import Lost, Percentiles, Snapshot
 from cadenza.top.sparkline import sparkline
@@ -27,6 +29,16 @@ _WIDTH_WITH_MAXIMUM = 70
 _ERROR_LINES = 6
 _TOTALS_KEEP = 84
 """Rows from this on are more important than the lines of executors."""
+_FAULTS_KEEP = 83.5
+
+
+class Page(Enum):
+    """The screens."""
+
+    OVERVIEW = auto()
+    DETAILS = auto()
+    TENANTS = auto()
+    """Tenants and faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +67,26 @@ class TopView:
         """Take one more interval."""
         self._seen.append(observation)
 
-    def screen(self, width: int, height: int, *, details: bool, foot: str) -> Text:
+    def screen(self, width: int, height: int, *, page: Page, foot: str) -> Text:
         """Exactly `height` lines of at most `width` cells; `foot` is the last."""
-        lines = self._lines(width, height - 1, details=details)
+        lines = self._lines(width, height - 1, page)
         lines += [Text()] * (height - 1 - len(lines))
         return _joined([*lines, Text(foot, style="reverse")])
 
-    def picture(self, width: int, height: int, *, details: bool) -> Text:
+    def picture(self, width: int, height: int, *, page: Page) -> Text:
         """What `screen` shows, as a text that stays in the terminal."""
-        return _joined(self._lines(width, height - 1, details=details))
+        return _joined(self._lines(width, height - 1, page))
 
     def whole(self, width: int) -> Text:
         """Everything, one below the other, for a pipe."""
         latest = self._seen[-1]
-        lines = self._lines(width, 1000, details=False)
+        lines = self._lines(width, 1000, Page.OVERVIEW)
         if isinstance(latest, Snapshot):
-            lines += [Text(), *fit(detail_rows(latest, width, 1000, ascii_only=self._ascii_only), 1000)]
+            for rows in (detail_rows, tenant_rows):
+                lines += [Text(), *fit(rows(latest, width, 1000, ascii_only=self._ascii_only), 1000)]
         return _joined(lines)
 
-    def _lines(self, width: int, height: int, *, details: bool) -> list[Text]:
+    def _lines(self, width: int, height: int, page: Page) -> list[Text]:
         if not self._seen:
             connecting = elide(f"connecting to {self._target}", width, ascii_only=self._ascii_only)
             return fit([Row([Text(connecting)], 100)], height)
@@ -81,14 +94,16 @@ class TopView:
         rows = [Row([self._head(latest, width)], 100)]
         if isinstance(latest, Lost):
             rows += self._lost_rows(latest, width)
-        elif details:
+        elif page is Page.DETAILS:
             rows += detail_rows(latest, width, height - 1, ascii_only=self._ascii_only)
+        elif page is Page.TENANTS:
+            rows += tenant_rows(latest, width, height - 1, ascii_only=self._ascii_only)
         else:
             rows += self._about_rows(latest, width)
-        if isinstance(latest, Lost) or not details:
+        if isinstance(latest, Lost) or page is Page.OVERVIEW:
             for group in _FIGURES:
                 rows += [Row([Text()], 1), *(self._figure_row(figure, width) for figure in group)]
-        if isinstance(latest, Snapshot) and not details:
+        if isinstance(latest, Snapshot) and page is Page.OVERVIEW:
             free = height - sum(len(row.lines) for row in rows if row.keep >= _TOTALS_KEEP)
             lanes = lane_rows(latest.executors, width, free, ascii_only=self._ascii_only)
             rows += [Row([Text()], 1), *lanes] if lanes else []
@@ -122,6 +137,8 @@ class TopView:
         if num_away:
             keep = 95 if len(executors) == 1 else 82  # of several, each has its state in its own line
             rows.append(self._about("away", [f"{num_away} of {len(executors)} executors"], keep, width))
+        if snapshot.info.faults:
+            rows.append(self._about("faults", fault_parts(snapshot.info.faults), _FAULTS_KEEP, width))
         return rows
 
     def _about(self, name: str, parts: list[str], keep: float, width: int) -> Row:

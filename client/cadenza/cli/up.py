@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
 from cadenza.cli.service_args import Config
-from cadenza.errors import OptionError
+from cadenza.errors import CadenzaError, OptionError
+from cadenza.telemetry.logs import CRITICAL, json_line, parse_line
 from cadenza.transport import SCHEDULER_PORT
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ of its life, or 1 s of the scheduler's. On Linux a service that a signal has sto
 again. Meanwhile the requests of an executor go on at the others; without another they wait, until their deadlines at
 most. After a restart of an executor, the effective options are printed again.
 
+With --log-format json each line on stderr is a JSON object, with the name of the service in it.
+
 Every option can also be set in the environment, such as CADENZA_BLOCK_SIZE=32, or in a TOML file (--config), such as
 block_size = 32. The command line overrides the environment, which overrides the file.
 """
@@ -75,9 +79,7 @@ def up(
     **options: Any,
 ) -> None:
     """Serve until SIGINT or SIGTERM; raises LocalServiceError if a service does not start the first time."""
-    from cadenza.local import LocalServices
-    from cadenza.local_options import Setting, read_places
-    from cadenza.supervisor import RestartPolicy
+    from cadenza.local_options import read_places
 
     if named is not None and model not in (None, named):
         raise OptionError(f"option model: it is given twice: {named} and --model {model}")
@@ -86,6 +88,28 @@ def up(
         raise OptionError(
             "option model: it is missing: cadenza up MODEL; or --model, CADENZA_MODEL, or model in a file with --config"
         )
+
+    _log.is_json = _log_format(str(places["model"].value), options, config) == "json"
+    with _errors_as_lines():
+        _run(places, config, options)
+
+
+@contextlib.contextmanager
+def _errors_as_lines() -> Iterator[None]:
+    """In the body, write an error that ends the command as a JSON object too, where lines are such objects."""
+    try:
+        yield
+    except CadenzaError as error:
+        if not _log.is_json:
+            raise
+        _log("cadenza", str(error), CRITICAL)
+        raise typer.Exit(2 if isinstance(error, OptionError) else 1) from None
+
+
+def _run(places: Any, config: Any, options: Mapping[str, Any]) -> None:
+    from cadenza.local import LocalServices
+    from cadenza.local_options import Setting
+    from cadenza.supervisor import RestartPolicy
 
     def value(name: str, default: Any) -> Any:
         return places.get(name, Setting(default)).value
@@ -100,7 +124,7 @@ def up(
         config=config,
         restarts=RestartPolicy(max_deaths=None),
         on_log=_log,
-        on_event=lambda text: _log("cadenza", text),
+        on_event=lambda text: _log("cadenza", text, "warning"),
         on_back=restarted.put,
         on_start=_log.start,
         **options,
@@ -112,6 +136,14 @@ def up(
             services.drain()
             _ignore_signals()
             raise
+
+
+def _log_format(model: str, options: Mapping[str, Any], config: Any) -> str:
+    """The effective --log-format, which holds for this program's own lines too."""
+    from cadenza.local_options import route_options
+
+    setting = route_options(model, {"log_format": options.get("log_format")}, config=config).settings.get("log_format")
+    return "text" if setting is None else str(setting.value)
 
 
 def _serve(services: LocalServices, places: Any, restarted: queue.SimpleQueue[str]) -> NoReturn:
@@ -132,8 +164,11 @@ def _print_settings(services: LocalServices, places: Any) -> None:
 
     try:
         lines = effective_options(services, places)
-    except grpc.RpcError:  # a service has just died again; its restart is reported
-        lines = ["the effective options are not known: a service does not answer"]
+    except grpc.RpcError as error:
+        if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNAUTHENTICATED:
+            lines = ["the effective options are shown to tenants: CADENZA_TOKEN holds no valid token"]
+        else:  # a service has just died again; its restart is reported
+            lines = ["the effective options are not known: a service does not answer"]
     for line in lines:
         _log("cadenza", line)
 
@@ -168,13 +203,19 @@ class _Log:
 
     def __init__(self) -> None:
         self._name_cells = _NAME_CELLS
+        self.is_json = False
+        """Whether each line is a JSON object, with the name of the service in it."""
 
     def start(self, executors: Sequence[str]) -> None:
         """Make room for the names of the executors."""
         self._name_cells = max(_NAME_CELLS, *map(len, executors))
 
-    def __call__(self, service: str, line: str) -> None:
-        """Print a line."""
+    def __call__(self, service: str, line: str, level: str = "info") -> None:
+        """Print a line; `level`: of one that is no JSON object, where lines are such objects."""
+        if self.is_json:
+            _stderr.write(_json_line(service, line, level) + "\n")
+            _stderr.flush()
+            return
         from rich.text import Text
 
         console, cells = _console(), self._name_cells
@@ -187,13 +228,22 @@ class _Log:
             name = f"{'':{cells}} │ "
 
 
+def _json_line(service: str, line: str, level: str) -> str:
+    """A line of a service as it is, with the service's name; any other line as the message of an object."""
+    fields = parse_line(line)
+    if fields is None:
+        return json_line(level, service, line, {"service": service})
+    return json.dumps(fields | {"service": service})
+
+
 @cache
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(file=cast(IO[str], _LogFile()), soft_wrap=True, highlight=False)
+    return Console(file=cast(IO[str], _stderr), soft_wrap=True, highlight=False)
 
 
+_stderr = _LogFile()
 _log = _Log()
 
 

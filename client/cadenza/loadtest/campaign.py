@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cadenza.errors import CadenzaError
+from cadenza.errors import CadenzaError, PermissionDeniedError
 from cadenza.loadtest.caveats import full_batch, load_caveats, server_caveats
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.driver import Progress, drive, undo_cancellation
@@ -214,7 +214,13 @@ class Runner:
         if settings.api == "openai" or not settings.watch_steps:
             yield None
             return
-        async with watch_series(self.address) as series:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                series = await stack.enter_async_context(watch_series(self.address))
+            except PermissionDeniedError as error:
+                self.view.say(f"! no steps are recorded: {error}")
+                yield None
+                return
             yield series
 
     async def _warm_up(self, settings: LoadSettings) -> None:

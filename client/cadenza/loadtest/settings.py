@@ -128,6 +128,12 @@ class LoadSettings(WorkloadSpec):
         description="Environment variable with the key for --api openai, if one is needed.",
         json_schema_extra=about(SERVER),
     )
+    tenant_tokens: str | None = Field(
+        None,
+        description='File of the tenants\' tokens, as [tokens] and lines NAME = "TOKEN": requests of a tenant of '
+        "--tenants, or of the workload's file, are sent with its token. Without it all are sent with this user's own.",
+        json_schema_extra=about(SERVER),
+    )
     connections: int | None = Field(
         None,
         ge=1,
@@ -240,6 +246,8 @@ class LoadSettings(WorkloadSpec):
         if self.api == "openai":
             if not self.url:
                 raise ValueError("--api openai needs --url")
+            if self.tenant_tokens is not None:
+                raise ValueError("--tenant-tokens is for a Cadenza server, not for --api openai")
             return self
         for name in _OF_OPENAI:
             if getattr(self, name) != type(self).model_fields[name].default:

@@ -121,7 +121,7 @@ async def watch_series(address: str, *, clock: Clock = time.perf_counter) -> Asy
     """
     series = StepSeries()
     async with AsyncClient(address) as client:
-        stub: Any = AdminServiceStub(client.channel)
+        stub: Any = client.stub_of(AdminServiceStub)
         call = stub.WatchSteps(admin_pb2.WatchStepsRequest())
         reader: asyncio.Task[None] | None = None
         try:

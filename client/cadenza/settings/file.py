@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cadenza.settings.names import STARTER_OPTIONS
+from cadenza.settings.names import OF_OTHERS
 from cadenza.spelling import misspelling_of, suggestion
 
 TABLES = ("executor", "scheduler")
@@ -33,7 +33,7 @@ class OptionsFile:
         """
         own = self.tables.get(service, {})
         self.refuse_unknown(own, known, f"[{service}] ")
-        wrong = [name for name in self.top if name not in STARTER_OPTIONS and misspelling_of(name, known)]
+        wrong = [name for name in self.top if name not in OF_OTHERS and misspelling_of(name, known)]
         self.refuse_unknown(wrong, known)
         return {name: value for name, value in self.top.items() if name in known} | own
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import ipaddress
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import about, help_text
-from cadenza.settings.names import ENV_PREFIX, STARTER_OPTIONS, flag, variable
+from cadenza.settings.names import CLIENT_VARIABLES, ENV_PREFIX, OF_OTHERS, flag, variable
 from cadenza.spelling import misspelling_of, suggestion
 
 
@@ -41,6 +43,65 @@ class ServiceSettings(BaseSettings):
         description="TOML file of options by these names; what stands in arguments or environment goes before it.",
         json_schema_extra=about("Basics"),
     )
+    log_format: Literal["text", "json"] = Field(
+        "text",
+        description="Lines of text, or one JSON object a line with the ids that the line is about; docs/tracing.md.",
+        json_schema_extra=about("Logging"),
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="OTLP/gRPC URL of an OpenTelemetry collector, such as http://127.0.0.1:4317, that gets a trace of "
+        "each request; default: none. Needs the extra otel; docs/tracing.md.",
+        json_schema_extra=about("Logging"),
+    )
+
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Serve Prometheus metrics at http://METRICS_HOST:PORT/metrics; 0: any free port, which is logged. "
+        "`cadenza up`: that of the scheduler; executors have the next ones. docs/metrics.md.",
+        json_schema_extra=about("Logging"),
+    )
+    metrics_token_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with a bearer token that a scraper must send; it is read again for each scrape.",
+        json_schema_extra=about("Logging"),
+    )
+    metrics_insecure: bool = Field(
+        False,
+        description="Let other machines read the metrics without a token, as on a network of containers alone.",
+        json_schema_extra=about("Logging"),
+    )
+    metrics_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        validate_default=True,
+        description="Address to serve metrics on; beyond loopback it needs --metrics-token-file or "
+        "--metrics-insecure (or --insecure).",
+        json_schema_extra=about("Logging"),
+    )
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _check_endpoint(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^/\s]+/?", value):
+            raise ValueError("must be http://HOST:PORT or https://HOST:PORT of an OTLP/gRPC collector")
+        return value
+
+    @field_validator("metrics_host")
+    @classmethod
+    def _check_metrics_host(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("metrics_port") is None or _is_loopback(value):
+            return value
+        allowed = info.data.get("metrics_insecure") or info.data.get("insecure")
+        if info.data.get("metrics_token_file") is None and not allowed:
+            raise ValueError(
+                f"{value} is beyond loopback: give --metrics-token-file, or --metrics-insecure to let anybody read the "
+                "metrics"
+            )
+        return value
 
     @classmethod
     def settings_customise_sources(
@@ -107,9 +168,9 @@ def ignored_settings(config: ServiceSettings, environment: Mapping[str, str]) ->
     known = [name.upper() for name in names]
     others = []
     for given in sorted(environment):
-        if given.upper().startswith(ENV_PREFIX) and given.upper() not in variables:
+        if given.upper().startswith(ENV_PREFIX) and given.upper() not in {*variables, *CLIENT_VARIABLES}:
             name = given.upper().removeprefix(ENV_PREFIX)
-            if name.lower() not in STARTER_OPTIONS and (meant := misspelling_of(name, known)):
+            if name.lower() not in OF_OTHERS and (meant := misspelling_of(name, known)):
                 yield f"{given} in the environment is not an option; did you mean {ENV_PREFIX}{meant}?"
             else:
                 others.append(given)
@@ -117,6 +178,13 @@ def ignored_settings(config: ServiceSettings, environment: Mapping[str, str]) ->
         others += [f"{name} in {config.config}" for name in read_file(config.config).top if name not in names]
     if others:
         yield f"ignored, not options of the {config.service}: {', '.join(others)}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _origin(name: str, arguments: list[str]) -> str:

@@ -30,6 +30,8 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 from scheduler_svc.engine.policies_from_options import policies_from_options
+from scheduler_svc.tenants.errors import TenantsFileError
+from scheduler_svc.tenants.file import read_tenants
 
 _GREEDY = Sampling()
 MAX_STEP_ROWS = 65_536
@@ -104,6 +106,9 @@ class Simulation:
         self._request_log = RequestLog(traffic, self._lanes, overheads.reply_us / 1e6, keep_gaps=keep_gaps, watch=watch)
         self._keeps_gaps = keep_gaps
         self._max_queued = config.max_queued_requests
+        self._has_tenants = config.tenants is not None
+        if config.tenants is not None:
+            self._core.set_weights(_weights(config.tenants))
         self._traffic = traffic
         self._prompts = prompts
         self._filler = (TOKEN,) * max(lane.core.spec.max_model_len for lane in self._lanes)
@@ -174,11 +179,18 @@ class Simulation:
             if lane.idle:
                 lane.pace(now)
 
+    def _has_place(self, tenant: str) -> bool:
+        """Whether the queue takes a request of this tenant; as scheduler_svc.tenants.quotas."""
+        num_free = self._max_queued - len(self._core.waiting)
+        if not self._has_tenants:
+            return num_free > 0
+        return sum(group.spec.tenant == tenant for group in self._core.waiting) < num_free
+
     def _arrive(self, now: float) -> None:
         """A request arrives: it is queued or refused."""
         request, core = self._traffic.take(), self._core
         shape = request.shape
-        if len(core.waiting) >= self._max_queued:
+        if not self._has_place(shape.tenant):
             self._request_log.refuse(request, now, "RESOURCE_EXHAUSTED")
             return
         spec = RequestSpec(
@@ -279,6 +291,14 @@ class _Core(Scheduler):
     def draining(self) -> bool:
         """Whether the core drains: no further request will arrive."""
         return self._requests.draining
+
+
+def _weights(path: str) -> dict[str, float]:
+    """The weights in a tenants file; raises LoadTestError."""
+    try:
+        return read_tenants(path).weights
+    except TenantsFileError as error:
+        raise LoadTestError(f"--tenants: {error}") from None
 
 
 def _next_at(lane: SimulatedLane) -> float:

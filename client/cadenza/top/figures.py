@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cadenza.errors import CadenzaError
-from cadenza.info import ExecutorInfo, ServerInfo
+from cadenza.info import ExecutorInfo, ServerInfo, TenantInfo
 
 TIMES = ("total", "queue", "device", "sample", "moves")
 """Times of a step on its executor: total is from start to end; queue from the plan's arrival to its start; device the
@@ -43,6 +43,15 @@ class ExecutorFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantFigures:
+    """One tenant over the window."""
+
+    info: TenantInfo
+    output_tokens_per_s: float
+    num_rejected_in_window: int  # requests
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """A server at the end of an interval, and over the window that ends there."""
 
@@ -65,6 +74,7 @@ class Snapshot:
     running_s: float | None  # longest time since a running sequence joined the batch; None: not known, or none runs
     swapped_s: float | None  # longest time since a sequence was swapped out; None: not known, or none is
     executors: list[ExecutorFigures]
+    tenants: list[TenantFigures] = field(default_factory=list)
 
     @property
     def max_num_seqs(self) -> int | None:
@@ -110,9 +120,18 @@ def _snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
     fields = asdict(snapshot)
     info = fields.pop("info")
     executors = [_executor_fields(each) for each in fields.pop("executors")]
+    tenants = [each.pop("info") | each for each in fields.pop("tenants")]
     about = {name: info[name] for name in ("version", "uptime_s", "draining", "resident_bytes")}
     derived = {"kv_use": snapshot.kv_use, "max_num_seqs": snapshot.max_num_seqs}
-    return {**about, **fields, **derived, "load": info["load"], "executors": executors}
+    return {
+        **about,
+        **fields,
+        **derived,
+        "load": info["load"],
+        "executors": executors,
+        "tenants": tenants,
+        "faults": info["faults"],
+    }
 
 
 def _executor_fields(fields: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cadenza.info import ExecutorInfo, ServerInfo
 from cadenza.schedule import ran
 from cadenza.top.ages import Ages
-from cadenza.top.figures import TIMES, ExecutorFigures, Percentiles, Snapshot, percentiles
+from cadenza.top.figures import TIMES, ExecutorFigures, Percentiles, Snapshot, TenantFigures, percentiles
 from cadenza.v1 import admin_pb2, execution_pb2
 
 
@@ -102,6 +102,7 @@ class Meter:
                 )
                 for executor in info.executors
             ],
+            tenants=_tenants(info, base, window_s),
         )
 
     def _step(self, record: admin_pb2.StepRecord) -> _Step:
@@ -163,6 +164,17 @@ def _executor(info: ExecutorInfo, base: ExecutorInfo | None, steps: list[_Step],
         prefix_hit_rate=hits / queries if queries else None,
         times_s=_times(done),
     )
+
+
+def _tenants(info: ServerInfo, base: ServerInfo, window_s: float) -> list[TenantFigures]:
+    """`base`: the server at the window's begin; the counts of a tenant that is new since then began at 0."""
+    before = {tenant.name: (tenant.num_output_tokens, tenant.num_rejected) for tenant in base.tenants}
+    figures = []
+    for tenant in info.tenants:
+        tokens, rejected = before.get(tenant.name, (0, 0))
+        rate = _rate(tenant.num_output_tokens - tokens, window_s)
+        figures.append(TenantFigures(tenant, rate, tenant.num_rejected - rejected))
+    return figures
 
 
 def _ttft(steps: list[_Step]) -> Percentiles | None:

@@ -8,7 +8,14 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from cadenza.async_client import AsyncClient
-from cadenza.errors import CadenzaError, DeadlineError, UnavailableError, UnsupportedError
+from cadenza.errors import (
+    CadenzaError,
+    DeadlineError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnsupportedError,
+)
 from cadenza.step_watch import StepWatch, watch_steps
 from cadenza.top.figures import Lost, Snapshot
 from cadenza.top.meter import Meter
@@ -23,7 +30,7 @@ async def observe(target: str, *, interval_s: float, window_s: float) -> AsyncGe
     """Observe a server forever: a snapshot for each interval, or `Lost`, after which the connection is retried.
 
     Figures are over at least `window_s`; 0: over one interval. Raises UnsupportedError if the server is not a Cadenza
-    scheduler.
+    scheduler, UnauthenticatedError and PermissionDeniedError if it does not take the token.
     """
     last_answer_s = time.monotonic()
     while True:
@@ -35,7 +42,7 @@ async def observe(target: str, *, interval_s: float, window_s: float) -> AsyncGe
                 async for snapshot in observation:
                     last_answer_s = time.monotonic()
                     yield snapshot
-        except UnsupportedError:
+        except (UnsupportedError, UnauthenticatedError, PermissionDeniedError):
             raise
         except CadenzaError as error:
             yield Lost(error, time.monotonic() - last_answer_s)

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """AdminService is served by the scheduler.
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
+    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
     """
 
     def __init__(self, channel):
@@ -78,7 +79,8 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """AdminService is served by the scheduler.
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
+    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
     """
 
     def WatchSteps(self, request, context):
@@ -192,7 +194,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """AdminService is served by the scheduler.
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
+    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
     """
 
     @staticmethod

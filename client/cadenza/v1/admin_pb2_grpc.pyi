@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """AdminService is served by the scheduler."""
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
+    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -58,7 +60,9 @@ class AdminServiceStub:
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """AdminService is served by the scheduler."""
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
+    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchSteps: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStepsRequest, _admin_pb2.WatchStepsResponse]  # type: ignore[assignment]
@@ -85,7 +89,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """AdminService is served by the scheduler."""
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
+    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    """
 
     @_abc_1.abstractmethod
     def WatchSteps(

@@ -45,6 +45,62 @@ OUTPUT_MODE_FINAL: OutputMode.ValueType  # 2
 """One response per sample when it has finished."""
 Global___OutputMode: _TypeAlias = OutputMode  # noqa: Y015
 
+class _FaultKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FaultKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FaultKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FAULT_KIND_UNSPECIFIED: _FaultKind.ValueType  # 0
+    """Unspecified."""
+    FAULT_KIND_EXECUTOR_LOST: _FaultKind.ValueType  # 1
+    """The session with an executor broke: it died, was cut off, or failed a step. A stop is no fault."""
+    FAULT_KIND_EXECUTOR_STALLED: _FaultKind.ValueType  # 2
+    """A step of an executor has run for much longer than it should."""
+    FAULT_KIND_EXECUTOR_RESTARTED: _FaultKind.ValueType  # 3
+    """Another process answered at the address of an executor that had a session before."""
+    FAULT_KIND_EXECUTOR_REFUSED: _FaultKind.ValueType  # 4
+    """An executor answers and cannot be used: another model, limits that do not fit, or another scheduler holds it."""
+    FAULT_KIND_STEP_FAILED: _FaultKind.ValueType  # 5
+    """A step failed, or its result contradicted the plan."""
+    FAULT_KIND_REQUEST_SUSPECTED: _FaultKind.ValueType  # 6
+    """A request was in a step in which an executor died, and is tried apart from the others."""
+    FAULT_KIND_REQUEST_MOVED: _FaultKind.ValueType  # 7
+    """A request went on at another executor than before."""
+    FAULT_KIND_REQUEST_FAILED: _FaultKind.ValueType  # 8
+    """An admitted request ended with an error of the service."""
+    FAULT_KIND_REQUEST_REFUSED: _FaultKind.ValueType  # 9
+    """A request was refused and never ran."""
+    FAULT_KIND_JOURNAL_FAILED: _FaultKind.ValueType  # 10
+    """The journal cannot be written."""
+
+class FaultKind(_FaultKind, metaclass=_FaultKindEnumTypeWrapper):
+    """FaultKind is what went wrong."""
+
+FAULT_KIND_UNSPECIFIED: FaultKind.ValueType  # 0
+"""Unspecified."""
+FAULT_KIND_EXECUTOR_LOST: FaultKind.ValueType  # 1
+"""The session with an executor broke: it died, was cut off, or failed a step. A stop is no fault."""
+FAULT_KIND_EXECUTOR_STALLED: FaultKind.ValueType  # 2
+"""A step of an executor has run for much longer than it should."""
+FAULT_KIND_EXECUTOR_RESTARTED: FaultKind.ValueType  # 3
+"""Another process answered at the address of an executor that had a session before."""
+FAULT_KIND_EXECUTOR_REFUSED: FaultKind.ValueType  # 4
+"""An executor answers and cannot be used: another model, limits that do not fit, or another scheduler holds it."""
+FAULT_KIND_STEP_FAILED: FaultKind.ValueType  # 5
+"""A step failed, or its result contradicted the plan."""
+FAULT_KIND_REQUEST_SUSPECTED: FaultKind.ValueType  # 6
+"""A request was in a step in which an executor died, and is tried apart from the others."""
+FAULT_KIND_REQUEST_MOVED: FaultKind.ValueType  # 7
+"""A request went on at another executor than before."""
+FAULT_KIND_REQUEST_FAILED: FaultKind.ValueType  # 8
+"""An admitted request ended with an error of the service."""
+FAULT_KIND_REQUEST_REFUSED: FaultKind.ValueType  # 9
+"""A request was refused and never ran."""
+FAULT_KIND_JOURNAL_FAILED: FaultKind.ValueType  # 10
+"""The journal cannot be written."""
+Global___FaultKind: _TypeAlias = FaultKind  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     """GenerateRequest is one prompt with its sampling parameters."""
@@ -59,17 +115,17 @@ class GenerateRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     OUTPUT_MODE_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     ENABLE_PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     EXTRA_HASH_KEYS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, at most 128 characters, no control characters; unique within the tenant while the request is
-    unfinished or its results are kept, and within a session for all tenants; empty: the server generates one, but a
-    session requires it. The same id with the same body is the same request, and its output is sent from the beginning.
+    unfinished or its results are kept; empty: the server generates one, but a session requires it. The same id with the
+    same body is the same request, and its output is sent from the beginning.
     """
     resume_grace_s: _builtins.float
     """Seconds for which a request continues and its results are kept after its stream is lost or has ended; 0 to 3,600;
@@ -82,8 +138,6 @@ class GenerateRequest(_message.Message):
     """When output is streamed."""
     return_prompt_token_ids: _builtins.bool
     """Return the prompt's token ids in the first response."""
-    tenant: _builtins.str
-    """The tenant to which the request is charged; at most 128 characters, no control characters."""
     cache_salt: _builtins.bytes
     """Separates prefix-cache entries; only requests with the same salt share blocks; at most 128 bytes."""
     enable_prefix_caching: _builtins.bool
@@ -92,6 +146,11 @@ class GenerateRequest(_message.Message):
     """Name of a LoRA adapter. Reserved: later wave."""
     expected_output_tokens: _builtins.int
     """Expected number of output tokens, 1 or more: a hint for orders that sort by length; ignored by others."""
+    traceparent: _builtins.str
+    """W3C trace context of the caller's span, such as "00-TRACE_ID-SPAN_ID-01", for a service with
+    --otlp-traces-endpoint; at most 128 characters. It overrides the call's metadata `traceparent`. It is no part of the
+    body by which a repeated request is recognized, and one that is malformed is ignored.
+    """
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptPart]:
         """The prompt's parts, in order; 1 to 1,024, or none with resume."""
@@ -102,8 +161,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___ResumePoint:
-        """Continue the request with this id from these positions. Of the other fields only request_id, tenant, output_mode
-        and return_prompt_token_ids may be set.
+        """Continue the request with this id from these positions. Of the other fields only request_id, output_mode,
+        return_prompt_token_ids and traceparent may be set.
         """
 
     @_builtins.property
@@ -125,17 +184,17 @@ class GenerateRequest(_message.Message):
         timeout_s: _builtins.float | None = ...,
         output_mode: Global___OutputMode.ValueType = ...,
         return_prompt_token_ids: _builtins.bool = ...,
-        tenant: _builtins.str = ...,
         cache_salt: _builtins.bytes = ...,
         enable_prefix_caching: _builtins.bool | None = ...,
         adapter: _builtins.str = ...,
         speculation: Global___SpeculationParams | None = ...,
         extra_hash_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         expected_output_tokens: _builtins.int | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling_params", b"sampling_params", "speculation", b"speculation", "tenant", b"tenant", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enable_prefix_caching: _TypeAlias = _typing.Literal["enable_prefix_caching"]  # noqa: Y015
     _WhichOneofArgType__enable_prefix_caching: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching"]  # noqa: Y015
@@ -537,20 +596,16 @@ class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id; 1 to 128 characters, no control characters."""
-    tenant: _builtins.str
-    """Its tenant; at most 128 characters, no control characters."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
-        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -714,6 +769,8 @@ class GetServerInfoResponse(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    FAULTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Cadenza's version."""
     protocol_version: _builtins.int
@@ -723,18 +780,26 @@ class GetServerInfoResponse(_message.Message):
     draining: _builtins.bool
     """Whether the service is draining and rejects new requests."""
     resident_bytes: _builtins.int
-    """Resident memory of the scheduler's process in bytes; 0: unknown."""
+    """Resident memory of the scheduler's process in bytes; 0: unknown, as for a tenant without admin."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The scheduler's effective options, by name."""
+        """The scheduler's effective options, by name; for tenants without admin only those that concern their requests."""
 
     @_builtins.property
     def load(self) -> Global___SchedulerLoad:
-        """The current load."""
+        """The current load. A tenant without admin sees its own requests, tokens and streams alone, and 0 for all else."""
 
     @_builtins.property
     def executors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExecutorInfo]:
-        """The executors."""
+        """The executors; none for a tenant without admin."""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantInfo]:
+        """Each tenant of the tenants file, by name; for a tenant without admin its own entry alone."""
+
+    @_builtins.property
+    def faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___FaultCount]:
+        """Faults since start, one entry for each kind that has occurred; none for a tenant without admin."""
 
     def __init__(
         self,
@@ -747,14 +812,96 @@ class GetServerInfoResponse(_message.Message):
         uptime_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
         resident_bytes: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantInfo] | None = ...,
+        faults: _abc.Iterable[Global___FaultCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executors", b"executors", "load", b"load", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executors", b"executors", "faults", b"faults", "load", b"load", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class FaultCount(_message.Message):
+    """FaultCount is how often one kind of fault has occurred."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    LAST_AGE_S_FIELD_NUMBER: _builtins.int
+    LAST_EXECUTOR_FIELD_NUMBER: _builtins.int
+    kind: Global___FaultKind.ValueType
+    """The kind."""
+    count: _builtins.int
+    """How often it has occurred since the service started."""
+    last_age_s: _builtins.float
+    """Seconds since the last one."""
+    last_executor: _builtins.str
+    """Address of the executor that the last one was about; empty: it was about none."""
+    def __init__(
+        self,
+        *,
+        kind: Global___FaultKind.ValueType = ...,
+        count: _builtins.int = ...,
+        last_age_s: _builtins.float = ...,
+        last_executor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "kind", b"kind", "last_age_s", b"last_age_s", "last_executor", b"last_executor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FaultCount: _TypeAlias = FaultCount  # noqa: Y015
+
+@_typing.final
+class TenantInfo(_message.Message):
+    """TenantInfo is the load of one tenant. A request counts from its admission to the queue to its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_REJECTED_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name in the tenants file; empty: the one tenant of a service without such a file."""
+    num_waiting: _builtins.int
+    """Its requests that wait for their first token, or to go on after a preemption."""
+    num_running: _builtins.int
+    """Its other unfinished requests."""
+    num_queued_tokens: _builtins.int
+    """Prompt tokens of its requests that have not begun to run."""
+    num_output_tokens: _builtins.int
+    """Output tokens since start."""
+    num_rejected: _builtins.int
+    """Requests refused since start because the queue was full or one of its limits was reached."""
+    weight: _builtins.float
+    """Its share where the order is fair."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_waiting: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_queued_tokens: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+        num_rejected: _builtins.int = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_output_tokens", b"num_output_tokens", "num_queued_tokens", b"num_queued_tokens", "num_rejected", b"num_rejected", "num_running", b"num_running", "num_waiting", b"num_waiting", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantInfo: _TypeAlias = TenantInfo  # noqa: Y015
 
 @_typing.final
 class SchedulerLoad(_message.Message):

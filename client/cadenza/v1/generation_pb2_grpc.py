@@ -27,8 +27,12 @@ if _version_not_supported:
 
 class GenerationServiceStub(object):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
-    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
+    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full or a limit of the tenant is reached,
+    NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most
+    1.5 MiB.
+
+    A service with tenants takes the tenant from the token in the call's metadata, `authorization: Bearer TOKEN`, and
+    answers UNAUTHENTICATED without a valid one; see docs/tenants.md.
     """
 
     def __init__(self, channel):
@@ -76,8 +80,12 @@ class GenerationServiceStub(object):
 
 class GenerationServiceServicer(object):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
-    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
+    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full or a limit of the tenant is reached,
+    NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most
+    1.5 MiB.
+
+    A service with tenants takes the tenant from the token in the call's metadata, `authorization: Bearer TOKEN`, and
+    answers UNAUTHENTICATED without a valid one; see docs/tenants.md.
     """
 
     def Generate(self, request, context):
@@ -179,8 +187,12 @@ def add_GenerationServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class GenerationService(object):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
-    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
+    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full or a limit of the tenant is reached,
+    NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most
+    1.5 MiB.
+
+    A service with tenants takes the tenant from the token in the call's metadata, `authorization: Bearer TOKEN`, and
+    answers UNAUTHENTICATED without a valid one; see docs/tenants.md.
     """
 
     @staticmethod

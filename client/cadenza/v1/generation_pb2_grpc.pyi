@@ -28,8 +28,12 @@ GRPC_VERSION: str
 
 class GenerationServiceStub:
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
-    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
+    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full or a limit of the tenant is reached,
+    NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most
+    1.5 MiB.
+
+    A service with tenants takes the tenant from the token in the call's metadata, `authorization: Bearer TOKEN`, and
+    answers UNAUTHENTICATED without a valid one; see docs/tenants.md.
     """
 
     @_typing.overload
@@ -58,8 +62,12 @@ class GenerationServiceStub:
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
-    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
+    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full or a limit of the tenant is reached,
+    NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most
+    1.5 MiB.
+
+    A service with tenants takes the tenant from the token in the call's metadata, `authorization: Bearer TOKEN`, and
+    answers UNAUTHENTICATED without a valid one; see docs/tenants.md.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -84,8 +92,12 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
-    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
+    BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full or a limit of the tenant is reached,
+    NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most
+    1.5 MiB.
+
+    A service with tenants takes the tenant from the token in the call's metadata, `authorization: Bearer TOKEN`, and
+    answers UNAUTHENTICATED without a valid one; see docs/tenants.md.
     """
 
     @_abc_1.abstractmethod

@@ -46,6 +46,7 @@ class PlanLogRecord(_message.Message):
     GIVE_UP_EXECUTOR_FIELD_NUMBER: _builtins.int
     DRAIN_EXECUTOR_FIELD_NUMBER: _builtins.int
     REMOVE_EXECUTOR_FIELD_NUMBER: _builtins.int
+    SET_WEIGHTS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     error: _builtins.str
     """Type and message of the exception that the call raised; empty: none."""
@@ -109,6 +110,10 @@ class PlanLogRecord(_message.Message):
     def remove_executor(self) -> Global___RemoveExecutorCall:
         """An executor was removed."""
 
+    @_builtins.property
+    def set_weights(self) -> Global___SetWeightsCall:
+        """The tenants' weights in the fair order were read, or read again."""
+
     def __init__(
         self,
         *,
@@ -127,13 +132,14 @@ class PlanLogRecord(_message.Message):
         give_up_executor: Global___GiveUpExecutorCall | None = ...,
         drain_executor: Global___DrainExecutorCall | None = ...,
         remove_executor: Global___RemoveExecutorCall | None = ...,
+        set_weights: Global___SetWeightsCall | None = ...,
         error: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "set_weights", b"set_weights", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "error", b"error", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "error", b"error", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "set_weights", b"set_weights", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["header", "add_executor", "session_opened", "executor_lost", "add_request", "abort", "stop_sample", "drain", "plan_step", "apply_result", "executor_described", "step_failed", "give_up_executor", "drain_executor", "remove_executor"]  # noqa: Y015
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["header", "add_executor", "session_opened", "executor_lost", "add_request", "abort", "stop_sample", "drain", "plan_step", "apply_result", "executor_described", "step_failed", "give_up_executor", "drain_executor", "remove_executor", "set_weights"]  # noqa: Y015
     _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
 
@@ -540,6 +546,7 @@ class RecordedRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     KNOWN_OUTPUTS_FIELD_NUMBER: _builtins.int
+    SHARED_PREFIXES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     tenant: _builtins.str
@@ -549,13 +556,15 @@ class RecordedRequest(_message.Message):
     num_samples: _builtins.int
     """Number of samples to draw; with beams, number of best beams to return."""
     cache_salt: _builtins.bytes
-    """Requests share blocks only if they have the same tenant and the same salt."""
+    """Requests share blocks only if they have the same salt, and the same tenant or shared_prefixes."""
     uses_prefix_cache: _builtins.bool
     """Whether it may use and fill the prefix cache."""
     priority: _builtins.int
     """Smaller goes first under --order priority."""
     expected_output_tokens: _builtins.int
     """The client's expected number of output tokens; absent: not given."""
+    shared_prefixes: _builtins.str
+    """Tenants with the same value share cached prefixes; empty: the tenant shares with no other."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt; [num_prompt_tokens]."""
@@ -592,10 +601,11 @@ class RecordedRequest(_message.Message):
         priority: _builtins.int = ...,
         expected_output_tokens: _builtins.int | None = ...,
         known_outputs: _abc.Iterable[_types_pb2.TokenIds] | None = ...,
+        shared_prefixes: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "beams", b"beams", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "beams", b"beams", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "expected_output_tokens", b"expected_output_tokens", "known_outputs", b"known_outputs", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "uses_prefix_cache", b"uses_prefix_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "beams", b"beams", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "expected_output_tokens", b"expected_output_tokens", "known_outputs", b"known_outputs", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "shared_prefixes", b"shared_prefixes", "tenant", b"tenant", "uses_prefix_cache", b"uses_prefix_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
@@ -637,6 +647,50 @@ class RecordedBeams(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordedBeams: _TypeAlias = RecordedBeams  # noqa: Y015
+
+@_typing.final
+class SetWeightsCall(_message.Message):
+    """SetWeightsCall replaces the weights of the fair order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class WeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Weight by tenant, over 0; 1 for all others."""
+
+    def __init__(
+        self,
+        *,
+        weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWeightsCall: _TypeAlias = SetWeightsCall  # noqa: Y015
 
 @_typing.final
 class AbortCall(_message.Message):

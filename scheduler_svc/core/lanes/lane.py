@@ -41,7 +41,7 @@ class Lane:
         """Whether it takes no more groups, and those that run move to other lanes."""
         self.unexplained: frozenset[SequenceGroup] = frozenset()
         """Groups that may have ended the last session, while it is not known whether they killed the executor."""
-        self._policy = policy
+        self.order = policy
         self._caching = prefix_caching and spec.shares_prefixes
         self.rates = MeasuredRates()
         self.turnover = Turnover()
@@ -67,7 +67,7 @@ class Lane:
             rates=self.rates,
             prefix_counts=self.counts.prefixes,
         )
-        self.running = RunningQueue(self._policy)
+        self.running = RunningQueue(self.order)
         """Running sequences: each holds a slot and blocks."""
         self.swapped: dict[Sequence, None] = {}
         """Sequences whose KV is in the host pool."""
@@ -79,7 +79,7 @@ class Lane:
         spec = self.spec
         holders = {held_slot(sequence): sequence for sequence in self.running}
         self.slots = SlotPool(spec.num_slots, holders)
-        self.prefilling = RunningQueue(self._policy)
+        self.prefilling = RunningQueue(self.order)
         """Running sequences with more to compute than one token per step, or newly admitted."""
         self.decode_batch = DecodeBatch(spec.block_size)
         """Running sequences that decode; without beams and sequences that wait for their group's prompt."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 
@@ -17,13 +17,20 @@ class LaneCounts:
     """Number of steps planned."""
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    """Those that moved the KV to the host pool; the others discarded it."""
     prefixes: PrefixCounts = field(default_factory=PrefixCounts)
+
+    def copied(self) -> LaneCounts:
+        """The same counts, which do not change any more."""
+        return replace(self, prefixes=replace(self.prefixes))
 
     def add(self, other: LaneCounts) -> None:
         """Add another executor's counts, except its last step: step ids are counted for each executor."""
         self.num_steps += other.num_steps
         self.num_output_tokens += other.num_output_tokens
         self.num_preemptions += other.num_preemptions
+        self.num_swap_preemptions += other.num_swap_preemptions
         self.prefixes.num_queried += other.prefixes.num_queried
         self.prefixes.num_hits += other.prefixes.num_hits
         self.prefixes.num_host_hits += other.prefixes.num_host_hits

@@ -209,4 +209,5 @@ def _is_replaced(sequence: Sequence) -> bool:
 def root_of(sequence: Sequence) -> tuple[str, bytes, int]:
     """The root of the chains of a sequence in the prefix cache."""
     spec = sequence.group.spec
-    return spec.tenant, spec.cache_salt, _NO_ADAPTER
+    owner = f"\0{spec.shared_prefixes}" if spec.shared_prefixes else spec.tenant
+    return owner, spec.cache_salt, _NO_ADAPTER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
+from math import nextafter
 from operator import attrgetter
 from typing import Protocol
 
@@ -43,6 +44,9 @@ class OrderPolicy(Protocol):
     preemptive: bool
     """Whether a waiting group may preempt running groups of a higher level."""
 
+    shares: bool
+    """Whether subqueues share each step and the memory by weight: see `steps.shares`."""
+
     def subqueue(self, group: SequenceGroup) -> str:
         """The name of a group's subqueue."""
 
@@ -51,6 +55,9 @@ class OrderPolicy(Protocol):
 
     def key(self, group: SequenceGroup) -> OrderKey:
         """A group's sort key in its subqueue: the smallest goes first. Keys are unique."""
+
+    def weight(self, subqueue: str) -> float:
+        """The weight of a subqueue's share."""
 
     def level(self, group: SequenceGroup) -> int:
         """A group's preemption level: a group may preempt groups of a larger level, never of its own."""
@@ -61,17 +68,24 @@ class OrderPolicy(Protocol):
     def on_admission(self, group: SequenceGroup) -> None:
         """A group was admitted for the first time."""
 
+    def on_prompt_tokens(self, group: SequenceGroup, num_tokens: int) -> None:
+        """The first tokens of an admitted group's prompt, so many in all, have KV or are planned."""
+
     def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         """Each of these sequences got a token."""
 
     def on_finish(self, sequence: Sequence) -> None:
         """A sequence finished; `sequence.finish` has the reason."""
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Replace the tenants' weights: they apply to what is charged from now on."""
+
 
 class FcfsOrder:
     """First come, first served. A preempted group keeps its place."""
 
     preemptive = False
+    shares = False
 
     def subqueue(self, group: SequenceGroup) -> str:
         """One subqueue for all groups."""
@@ -85,6 +99,10 @@ class FcfsOrder:
         """The arrival number."""
         return (group.arrival_number,)
 
+    def weight(self, subqueue: str) -> float:
+        """All the same."""
+        return 1.0
+
     def level(self, group: SequenceGroup) -> int:
         """One level: no group preempts another."""
         return 0
@@ -95,10 +113,16 @@ class FcfsOrder:
     def on_admission(self, group: SequenceGroup) -> None:
         """Not used."""
 
+    def on_prompt_tokens(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Not used."""
+
     def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         """Not used."""
 
     def on_finish(self, sequence: Sequence) -> None:
+        """Not used."""
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
         """Not used."""
 
 
@@ -146,14 +170,20 @@ class ShortestFirstOrder(FcfsOrder):
 class FairOrder(FcfsOrder):
     """The least-served tenant goes first: weighted virtual token counters (Sheng et al., OSDI 2024).
 
-    The counter of a returning tenant is lifted to the least counter of the waiting tenants, so that idle time earns no
-    credit.
+    The counter of a returning tenant is lifted to just below the least counter of the waiting tenants: idle time earns
+    no credit, but the tenant goes before one that floods the queue. A prompt is charged by chunks, each token once.
     """
+
+    shares = True
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._served: dict[str, float] = {}
         self._last_subqueue = ""
+        self._charged: dict[SequenceGroup, int] = {}
+        """Prompt tokens that were charged, of groups that were admitted."""
+        self._last_lift = -1.0
+        """Returning tenants that find each other waiting are equal: the one that came first goes first."""
         self._max_counters = _MAX_TENANTS
         """Number of counters beyond which those without effect are dropped, so that it is done rarely."""
 
@@ -164,6 +194,10 @@ class FairOrder(FcfsOrder):
     def rank(self, subqueue: str) -> float:
         """The tenant's served cost divided by its weight."""
         return self._served.get(subqueue, 0.0)
+
+    def weight(self, subqueue: str) -> float:
+        """The tenant's weight."""
+        return self._weights.get(subqueue, 1.0)
 
     def on_arrival(self, group: SequenceGroup, waiting_subqueues: WaitingSubqueues) -> None:
         """Lift the counter of a tenant without waiting groups."""
@@ -177,17 +211,36 @@ class FairOrder(FcfsOrder):
             # A lower counter is lifted on return anyway.
             self._served = {name: cost for name, cost in self._served.items() if cost > least or name in waiting}
             self._max_counters = max(_MAX_TENANTS, 2 * len(self._served))
-        self._served[tenant] = max(self.rank(tenant), least)
+        if least != self._last_lift:
+            least = max(0.0, nextafter(least, -1.0))
+        if self.rank(tenant) <= least:
+            self._served[tenant] = self._last_lift = least
 
     def on_admission(self, group: SequenceGroup) -> None:
-        """Charge the prompt's tokens."""
+        """Note whose group it is."""
         self._last_subqueue = group.spec.tenant
-        self._charge(group.spec.tenant, PROMPT_TOKEN_COST * len(group.spec.prompt_token_ids))
+
+    def on_prompt_tokens(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Charge the prompt's tokens that were not charged yet."""
+        charged = self._charged.get(group, 0)
+        num_tokens = min(num_tokens, len(group.spec.prompt_token_ids))
+        if num_tokens > charged:
+            self._charged[group] = num_tokens
+            self._charge(group.spec.tenant, PROMPT_TOKEN_COST * (num_tokens - charged))
 
     def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         """Charge each tenant's output tokens."""
         for tenant, count in Counter(map(_tenant, sequences)).items():
             self._charge(tenant, OUTPUT_TOKEN_COST * count)
 
+    def on_finish(self, sequence: Sequence) -> None:
+        """Forget a group that has ended."""
+        if sequence.group.finished:
+            self._charged.pop(sequence.group, None)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Replace the weights. What was charged stays, so no rank falls."""
+        self._weights = dict(weights)
+
     def _charge(self, tenant: str, cost: float) -> None:
-        self._served[tenant] = self.rank(tenant) + cost / self._weights.get(tenant, 1.0)
+        self._served[tenant] = self.rank(tenant) + cost / self.weight(tenant)

@@ -20,14 +20,20 @@ from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 
 
 def admit(
-    requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget, num_admissible: int
+    requests: RequestTable,
+    lane: Lane,
+    step: PlannedStep,
+    budget: StepBudget,
+    num_admissible: int,
+    max_rank: float | None = None,
 ) -> list[Sequence]:
     """Admit waiting groups while slots, blocks and budgets last; returns sequences whose last token is planned now.
 
     A batch that is larger than a plan may admit goes on in the next plan, as one that exceeds the token budget.
+    max_rank: only groups of subqueues whose rank is smaller, in their order; None: all.
     """
     fully_planned: list[Sequence] = []
-    memory_is_full, admissions = False, AdmissionBudget(num_admissible)
+    memory_is_full, admissions, order = False, AdmissionBudget(num_admissible), requests.policies.order
     admit_new(requests, lane, step, budget, admissions)
     passed: set[SequenceGroup] = set()
     while admissions.num_groups > 0 and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
@@ -36,6 +42,8 @@ def admit(
         if memory_is_full or (group := next(requests.placer.heads(lane, step.planned_at, passed), None)) is None:
             break
         if not admissions.allows(group, SINGLE_WEIGHT):
+            break
+        if max_rank is not None and order.rank(order.subqueue(group)) >= max_rank:
             break
         is_free = requests.is_free_for(group, lane) and not (
             step.swapped_out and any(each.group is group for each in step.swapped_out)

@@ -30,6 +30,8 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
         return []
     budget.spend(num_tokens)
     samples = _schedule(lane, step, sequence, num_tokens)
+    if sequence.num_computed_tokens - num_tokens < sequence.num_prompt_tokens:
+        lane.order.on_prompt_tokens(group, sequence.num_computed_tokens)
     if samples and siblings:
         budget.spend(0, num_sequences=len(siblings))
         return _fork(lane, step, sequence, siblings)

@@ -10,6 +10,7 @@ from scheduler_svc.core.steps.admission import admit
 from scheduler_svc.core.steps.budget import StepBudget
 from scheduler_svc.core.steps.chunks import plan_beams, plan_chunk
 from scheduler_svc.core.steps.preemption import append_missing, move_away, preempt_for_admission, preempt_for_decodes
+from scheduler_svc.core.steps.shares import plan_prompts_by_rank, preempt_for_share
 from scheduler_svc.core.steps.suspects import clear_sequence, is_ready, next_trial
 from scheduler_svc.core.types import StepPlan
 
@@ -56,19 +57,28 @@ def _plan_all(requests: RequestTable, lane: Lane, step: PlannedStep, budget: Ste
     num_admissible = requests.policies.batching.num_admissible(
         lane, requests.waiting, step.planned_at, draining=requests.draining
     )
-    if num_admissible and requests.policies.order.preemptive:
+    order = requests.policies.order
+    if num_admissible and order.preemptive:
         preempt_for_admission(requests, lane, step)
+    elif num_admissible and order.shares:
+        preempt_for_share(requests, lane, step)
     memory_is_short = preempt_for_decodes(requests, lane, step)
     _resume(lane, step)
     # Sequences with shared KV wait until an earlier plan has computed it.
     prefilling = [sequence for sequence in lane.prefilling if _shared_kv_is_computed(sequence)]
     fully_planned = _plan_decodes(lane, step, budget)
     plan_beams(lane, step, budget, [group for group in lane.due_beam_groups if group not in requests.suspects])
-    for sequence in prefilling:
-        if budget.exhausted:
-            break
-        fully_planned += plan_chunk(lane, step, budget, sequence)
     # A sequence preempted for lack of memory would be admitted again at once.
+    num_admissible = 0 if memory_is_short else num_admissible
+    if prefilling and order.shares:
+        num_joined = len(step.joined)
+        fully_planned += plan_prompts_by_rank(requests, lane, step, budget, prefilling, num_admissible)
+        num_admissible -= len(step.joined) - num_joined
+    else:
+        for sequence in prefilling:
+            if budget.exhausted:
+                break
+            fully_planned += plan_chunk(lane, step, budget, sequence)
     if not memory_is_short:
         fully_planned += admit(requests, lane, step, budget, num_admissible)
     lane.suspects_catch_up = any(chunk.sequence.suspected is not None for chunk in step.chunks)

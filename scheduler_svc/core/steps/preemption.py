@@ -44,7 +44,7 @@ def preempt_for_admission(requests: RequestTable, lane: Lane, step: PlannedStep)
     allocations = allocations_of(requests, lane, head)
     # Blocks that it will share with a victim are not free after the preemption.
     kept = {block_id for allocation in allocations for block_id in lane.blocks.device_blocks_of(allocation.found)}
-    victims = _VictimSet(lane, kept)
+    victims = VictimSet(lane, kept)
     for sequence in lane.running.victims(requests.waiting, step.planned_at):
         num_left = len(lane.running) - len(victims.sequences)
         fits = have_blocks(lane, head, allocations, alone=num_left == 0, num_more=victims.num_freed)
@@ -55,10 +55,10 @@ def preempt_for_admission(requests: RequestTable, lane: Lane, step: PlannedStep)
         victims.add(sequence)
     for victim in victims.sequences:
         if victim.slot is not None:
-            _preempt_victim(requests, lane, step, victim)
+            preempt_victim(requests, lane, step, victim)
 
 
-class _VictimSet:
+class VictimSet:
     """Candidate victims, and the number of blocks that their preemption would free."""
 
     def __init__(self, lane: Lane, kept: set[int]) -> None:
@@ -69,11 +69,10 @@ class _VictimSet:
         self._holders: Counter[int] = Counter()
         self._sharers: Counter[SharedBlocks] = Counter()
 
-    def add(self, sequence: Sequence) -> None:
-        """Add a sequence, and those that are preempted together with it."""
-        for member in preempted_together(sequence):
-            if member in self.sequences:
-                continue
+    def add(self, sequence: Sequence) -> list[Sequence]:
+        """Add a sequence, and those that are preempted together with it; returns those that are new."""
+        added = [member for member in preempted_together(sequence) if member not in self.sequences]
+        for member in added:
             self.sequences[member] = None
             shared, first = member.shared_blocks, 0
             if shared is not None:
@@ -84,6 +83,7 @@ class _VictimSet:
                 self._holders[block_id] += 1
                 last = self._holders[block_id] == self._ref_counts[block_id]
                 self.num_freed += last and block_id not in self._kept
+        return added
 
 
 def _free_reserves(lane: Lane) -> None:
@@ -182,7 +182,7 @@ def _preempt_or_finish(requests: RequestTable, lane: Lane, step: PlannedStep, vi
     """
     others = any(sequence.group is not victim.group for sequence in lane.running)
     if others:
-        _preempt_victim(requests, lane, step, victim)
+        preempt_victim(requests, lane, step, victim)
     elif requests.outgrows(victim.group, lane):
         _preempt(requests, lane, step, victim.group.running, swapped=False)
     elif victim.group.beam_search is not None:
@@ -196,7 +196,7 @@ def _preempt_or_finish(requests: RequestTable, lane: Lane, step: PlannedStep, vi
         victim.finish_after_planned(FinishDetail.KV_CAPACITY)
 
 
-def _preempt_victim(requests: RequestTable, lane: Lane, step: PlannedStep, victim: Sequence) -> None:
+def preempt_victim(requests: RequestTable, lane: Lane, step: PlannedStep, victim: Sequence) -> None:
     """Preempt a sequence, together with those that must lose their KV with it; a swap takes the whole group."""
     group = victim.group.running
     swapped = _prefers_swap(requests, lane, group)
@@ -249,3 +249,4 @@ def _preempt(
     group.num_preemptions += 1
     group.held_until = step.plan.step_id
     lane.counts.num_preemptions += 1
+    lane.counts.num_swap_preemptions += swapped

@@ -67,6 +67,7 @@ def record_death(requests: RequestTable, begun: BegunSteps) -> None:
         if num_deaths >= MAX_DEATHS_ALONE:
             requests.finish_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
             continue
+        requests.num_suspected += group not in requests.suspects
         requests.suspects[group] = Suspicion(death, former.positions | positions, num_deaths)
         for sequence, suspected in positions.items():
             sequence.suspected = suspected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from scheduler_svc.engine.request_trace import ExecutorIdentity
 from scheduler_svc.plan_loop.clock import Timer
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
 from scheduler_svc.plan_loop.ports import ExecutorPort
@@ -37,6 +38,8 @@ class ExecutorMember:
     task: asyncio.Task[None] | None = None
     """Runs `loop`."""
     removal: asyncio.Task[None] | None = None
+    incarnation: int = 0
+    """Of its last session; 0: it has had none."""
     accepted: bool = False
     """Whether it has had a session, and serves the same model as the others."""
     draining: bool = False
@@ -63,6 +66,11 @@ class ExecutorMember:
         return self.port.target
 
     @property
+    def identity(self) -> ExecutorIdentity:
+        """The process that it is, or was in its last session."""
+        return ExecutorIdentity(self.target, self.loop.incarnation)
+
+    @property
     def takes_requests(self) -> bool:
         """Whether it can begin a request now."""
         return self.loop.connected and not self.loop.stalled and not self.draining
@@ -71,6 +79,11 @@ class ExecutorMember:
     def is_live(self) -> bool:
         """Whether it has a session."""
         return self.loop.connected
+
+    def has_other_incarnation(self) -> bool:
+        """Take note of the incarnation of the session that was opened; whether the last session was with another."""
+        former, self.incarnation = self.incarnation, self.loop.incarnation
+        return former not in (0, self.incarnation)
 
     def accept(self) -> None:
         """Record that a session is open."""

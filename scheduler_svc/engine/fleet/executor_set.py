@@ -17,6 +17,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import StepResult
+from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.fleet.changes import Changes
 from scheduler_svc.engine.fleet.executor_member import (
     ExecutorExistsError,
@@ -24,9 +25,11 @@ from scheduler_svc.engine.fleet.executor_member import (
     LastExecutorError,
     UnknownExecutorError,
 )
+from scheduler_svc.engine.fleet.fault_report import FaultReport
 from scheduler_svc.engine.fleet.listener import ExecutorSetListener
 from scheduler_svc.engine.fleet.served_executors import ServedExecutors
 from scheduler_svc.engine.lane_views import lane_load, num_held
+from scheduler_svc.engine.request_trace import ExecutorIdentity
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.plan_loop import AdoptModel, PlanLoop
 from scheduler_svc.plan_loop.ports import (
@@ -57,6 +60,7 @@ class ExecutorSet:
         config: SchedulerConfig,
         clock: Clock,
         listener: ExecutorSetListener,
+        faults: Faults,
         connect: Connect | None = None,
     ) -> None:
         """connect: gives the ports of executors that are added by their address; None: none can be added."""
@@ -65,6 +69,7 @@ class ExecutorSet:
         self._clock = clock
         self._listener = listener
         self._connect = connect
+        self._faults = FaultReport(core, faults)
         self._members: dict[int, ExecutorMember] = {}
         self._num_added = 0
         self._running = False
@@ -94,7 +99,7 @@ class ExecutorSet:
             raise ExecutorExistsError(f"there is an executor {port.target} already")
         self.add_port(port)
         if self.started.is_set():
-            _LOG.info("executor %s is added", port.target)
+            _LOG.info("executor %s is added", port.target, extra={"executor": port.target})
 
     def start(self) -> None:
         """Connect to the executors."""
@@ -211,6 +216,10 @@ class ExecutorSet:
     def _present(self) -> list[ExecutorMember]:
         return [member for member in self._members.values() if not member.loop.leaving]
 
+    def identity_of(self, executor_id: int) -> ExecutorIdentity:
+        """The process that an executor is, or was in its last session."""
+        return self._members[executor_id].identity
+
     # --- calls for all loops -----------------------------------------------------------------------------------------
 
     def wake(self) -> None:
@@ -245,6 +254,7 @@ class ExecutorSet:
     def on_connected(self, executor_id: int) -> None:
         """An executor serves."""
         member = self._members[executor_id]
+        self._faults.on_connected(member)
         member.accept()
         member.cancel_timer()
         if member.draining:
@@ -261,25 +271,19 @@ class ExecutorSet:
         self._listener.on_outputs(outputs)
         self._listener.on_session_ended(executor_id)
         if error is not None:
-            others = any(other.takes_requests for other in self._present)
-            until = "go to the others" if others else f"wait for {'its successor' if stopped else 'it'}"
-            text = "executor %s: %s; %srequests %s" if stopped else "executor %s lost: %s; %srequests %s"
-            level = logging.INFO if stopped else logging.WARNING
-            _LOG.log(level, text, member.target, error, "its " if others else "", until)
+            self._faults.on_lost(member, error, others=self.can_serve)
         self._on_change()
 
     def on_progress(self, executor_id: int) -> None:
         """An executor has stalled, or makes progress again."""
+        self._faults.on_progress(self._members[executor_id])
         self._on_change()
 
     def on_refused(self, executor_id: int, error: Exception) -> None:
         """An executor that answers cannot be used. The first ones to answer must not all be refused."""
         member = self._members[executor_id]
         if str(error) != member.refusal:
-            _LOG.error(
-                "executor %s cannot be used: %s; requests %s",
-                member.target, error, "go to the others" if self.can_serve else "wait",
-            )  # fmt: skip
+            self._faults.on_refused(member, error, others=self.can_serve)
         member.refuse(error, self._clock.monotonic(), fenced=False)
         refused = [each.error for each in self._present if each.error is not None]
         if not self.started.is_set() and len(refused) == len(self._present):
@@ -321,10 +325,7 @@ class ExecutorSet:
         if all(each.fenced and each.is_refused(now) for each in self._present):
             return False
         if not was_held:
-            _LOG.error(
-                "executor %s: %s; another scheduler uses it, and this one tries again every second",
-                member.target, error,
-            )  # fmt: skip
+            self._faults.on_held(member, error)
             member.moves_at = now
             self._on_change()
         return True
@@ -345,7 +346,7 @@ class ExecutorSet:
         if member.loop.lane is not None:
             self._listener.on_outputs(self._core.remove_executor(member.index, self._clock.monotonic()))
         self.served.on_removed(member)
-        _LOG.info("executor %s is removed", member.target)
+        _LOG.info("executor %s is removed", member.target, extra={"executor": member.target})
         self._on_change()
         await member.port.aclose()
 
@@ -387,6 +388,7 @@ class ExecutorSet:
         member.cancel_timer()
         self.deliver()
         self._listener.on_outputs(self._core.give_up_executor(member.index, self._clock.monotonic()))
+        self._faults.count_suspects(member)
 
     def _wake_idle(self) -> None:
         """Wake the loops that had nothing to plan, while requests wait."""

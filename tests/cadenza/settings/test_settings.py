@@ -15,7 +15,7 @@ from cadenza.llm_options import LLMOptions
 from cadenza.local_options import config_classes, service_options
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import GROUPS, group_of
-from cadenza.settings.names import ENV_PREFIX
+from cadenza.settings.names import ENV_PREFIX, OF_OTHERS
 from cadenza.settings.service import ignored_settings
 from cadenza.spelling import misspelling_of, suggestion
 from tests.helpers.paths import ROOT
@@ -140,7 +140,16 @@ def test_no_option_looks_like_a_misspelling_of_another_services():
     fields = {service: set(config.model_fields) for service, config in config_classes().items()}
     for service, other in (("executor", "scheduler"), ("scheduler", "executor")):
         for name in fields[other] - fields[service]:
-            assert not misspelling_of(name, fields[service])
+            assert name in OF_OTHERS or not misspelling_of(name, fields[service])
+
+
+def test_the_executors_load_format_is_no_misspelling_of_log_format(tmp_path):
+    file = tmp_path / "cadenza.toml"
+    file.write_text('load_format = "dummy"\nlog_format = "json"\n')
+    config = scheduler.read_config(["--config", str(file)])
+    assert config.log_format == "json"
+    (warning,) = ignored_settings(config, {"CADENZA_LOAD_FORMAT": "dummy"})
+    assert "did you mean" not in warning
 
 
 def test_a_service_that_is_started_alone_ignores_the_number_of_executors(tmp_path):

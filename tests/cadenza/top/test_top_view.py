@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from datetime import datetime
 
 import pytest
 from rich.cells import cell_len
@@ -12,34 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from cadenza.cli.rows import Row, elide, fit, named
-from cadenza.cli.top_view import TopView
-from cadenza.errors import UnavailableError
+from cadenza.cli.top_view import Page
 from cadenza.info import ExecutorInfo, ServerLoad
-from cadenza.top.figures import Lost, Percentiles, Snapshot
+from cadenza.top.figures import Percentiles, Snapshot
 from cadenza.top.meter import Meter
-from tests.helpers.top_figures import alone, busy_interval, info, record
-
-NOON = datetime(2026, 11, 23, 12, 0).timestamp()
-LOST = Lost(UnavailableError("no service at 127.0.0.1:50051\x1b[2J: nothing listens there"), 3.4)
-SIZES = [(80, 24), (50, 12)]
-
-
-def view_of(*observations: Snapshot | Lost, ascii_only: bool = False) -> TopView:
-    view = TopView("127.0.0.1:50051", ascii_only=ascii_only, now=lambda: NOON)
-    for each in observations:
-        view.add(each)
-    return view
-
-
-def screen(view: TopView, size: tuple[int, int], *, details: bool = False) -> list[str]:
-    """The lines that a terminal of this size shows."""
-    console = Console(file=io.StringIO(), width=size[0], height=size[1])
-    text = view.screen(*size, details=details, foot="q quit  d details")
-    console.print(text, no_wrap=True, overflow="crop")
-    lines = [line.rstrip() for line in console.file.getvalue().removesuffix("\n").split("\n")]
-    assert len(lines) == size[1]
-    assert lines[-1] == "q quit  d details"
-    return lines
+from tests.helpers.top_figures import LOST, SIZES, alone, busy_interval, info, record, screen, view_of
 
 
 def large(*, num_executors: int = 1, num_dropped: int = 0) -> Snapshot:
@@ -125,7 +101,7 @@ def test_several_executors_have_a_line_each_below_the_totals():
 
 
 def test_the_state_of_an_executor_and_its_reason_are_in_the_details():
-    lines = screen(view_of(two_lanes()), (80, 40), details=True)
+    lines = screen(view_of(two_lanes()), (80, 40), page=Page.DETAILS)
     at = lines.index("executor 1    host:1, cpu, refused")
     assert lines[at + 1] == "  it serves another model, models/b"
     assert "  batch         1.7 of 7, 2 at most" in lines or "  batch       1.7 of 7, 2 at most" in lines
@@ -139,20 +115,20 @@ def test_the_state_of_an_executor_and_its_reason_are_in_the_details():
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize("page", list(Page))
 @pytest.mark.parametrize("num_executors", [1, 2, 9])
-def test_every_screen_fits(size, details, num_executors):
+def test_every_screen_fits(size, page, num_executors):
     for observations in (
         [large(num_executors=num_executors)], [large(num_executors=num_executors, num_dropped=10**6)] * 99,
         [busy_interval()] * 99, [LOST], [busy_interval(), LOST],
     ):  # fmt: skip
         view = view_of(*observations)
-        text = view.screen(*size, details=details, foot="q quit  d details").plain.splitlines()
+        text = view.screen(*size, page=page, foot="q quit  d details").plain.splitlines()
         assert len(text) == size[1]
         assert max(map(cell_len, text)) <= size[0], "no line is wrapped or cut"
-        lines = screen(view, size, details=details)
+        lines = screen(view, size, page=page)
         assert lines[0].startswith("cadenza top  127.0.0.1:50051")
-        if details and observations == [large(num_executors=num_executors)]:
+        if page is Page.DETAILS and observations == [large(num_executors=num_executors)]:
             shown = [line for line in lines if line.startswith("executor ")]
             assert shown, "an executor is shown"
             assert any(line.startswith("preemptions") for line in lines), "executors do not push it out"
@@ -163,9 +139,9 @@ def test_every_screen_fits(size, details, num_executors):
 @pytest.mark.parametrize("size", [(26, 8), (10, 3), (1, 1)])
 def test_a_terminal_too_small_for_it_is_no_error(size):
     for observations in ([large(num_executors=3)] * 3, [LOST], []):
-        for details in (False, True):
+        for page in Page:
             console = Console(file=io.StringIO(), width=size[0], height=size[1])
-            text = view_of(*observations).screen(*size, details=details, foot="q")
+            text = view_of(*observations).screen(*size, page=page, foot="q")
             console.print(text, no_wrap=True, overflow="crop")
             lines = console.file.getvalue().removesuffix("\n").split("\n")
             assert len(lines) == size[1]
@@ -173,7 +149,7 @@ def test_a_terminal_too_small_for_it_is_no_error(size):
 
 
 def test_details():
-    lines = screen(view_of(busy_interval()), (80, 24), details=True)
+    lines = screen(view_of(busy_interval()), (80, 24), page=Page.DETAILS)
     for line in (
         "KV blocks     2 of 8, 0 cached", "preemptions   1 in 2 s, 1 since the start",
         "swapped       1 now, 1 out, 0 in",
@@ -182,13 +158,13 @@ def test_details():
     ):  # fmt: skip
         assert line in lines
     with_host = info(12.0, num_host_blocks=64, num_used_host_blocks=3)
-    lines = screen(view_of(replace(busy_interval(), info=with_host)), (80, 24), details=True)
+    lines = screen(view_of(replace(busy_interval(), info=with_host)), (80, 24), page=Page.DETAILS)
     assert "swapped       0 now, 1 out, 0 in, host blocks 3 of 64" in lines
-    lines = screen(view_of(alone()), (80, 24), details=True)
+    lines = screen(view_of(alone()), (80, 24), page=Page.DETAILS)
     assert "  session     incarnation 8000000000000000, epoch 3" in lines
     assert "oldest        waiting 1.5 s, running 1.5 s, swapped 0.5 s" in lines
     assert not any(line.startswith("lost") for line in lines)
-    low = screen(view_of(replace(alone(), num_dropped=2)), (50, 12), details=True)
+    low = screen(view_of(replace(alone(), num_dropped=2)), (50, 12), page=Page.DETAILS)
     assert "lost          2 step records" in low
     assert "  p50/p99 ms  total 20.00/29.80" in low
 
@@ -197,8 +173,8 @@ def test_without_the_characters_for_bars():
     for observations in ([large()] * 50, [large(num_executors=3)], [busy_interval(), LOST]):
         view = view_of(*observations, ascii_only=True)
         for each in SIZES:
-            for details in (False, True):
-                assert "\n".join(screen(view, each, details=details)).isascii()
+            for page in Page:
+                assert "\n".join(screen(view, each, page=page)).isascii()
 
 
 def test_everything_goes_into_a_pipe():

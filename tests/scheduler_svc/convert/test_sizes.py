@@ -66,7 +66,7 @@ def test_what_the_fields_limits_allow_is_parsed(message: Any) -> None:
 
 
 TOO_LONG = {
-    "message": b"\x0a" + pb.GenerateRequest(tenant="x" * MAX_REQUEST_BYTES).SerializeToString(),
+    "message": b"\x0a" + pb.GenerateRequest(adapter="x" * MAX_REQUEST_BYTES).SerializeToString(),
     "lists of numbers": pb.GenerateRequest(
         prompt=[{"tokens": {"ids": [5] * (MAX_LIST_BYTES + 1)}}]
     ).SerializeToString(),
@@ -87,7 +87,7 @@ def test_what_is_too_long_does_not_reach_the_parser(field: str) -> None:
 
 
 def test_a_long_message_of_a_session_is_refused_under_its_id() -> None:
-    raw = pb.SessionRequest(generate={"request_id": "a", "tenant": "x" * MAX_REQUEST_BYTES}).SerializeToString()
+    raw = pb.SessionRequest(generate={"request_id": "a", "adapter": "x" * MAX_REQUEST_BYTES}).SerializeToString()
     got = _read(pb.SessionRequest, pb.SessionRequest.FromString, raw)
     assert isinstance(got, Unreadable)
     assert got.request_id == "a"

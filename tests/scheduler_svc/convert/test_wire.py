@@ -25,7 +25,7 @@ def with_bad_utf8(message):
     ("fields", "path"),
     [
         ({"request_id": BAD}, "request_id"),
-        ({"timeout_s": 2.5, "output_mode": 2, "tenant": BAD}, "tenant"),
+        ({"timeout_s": 2.5, "output_mode": 2, "adapter": BAD}, "adapter"),
         ({"prompt": [{"text": "fine"}, {"tokens": {"ids": [1, 300]}}, {"text": "a" + BAD}]}, "prompt[2].text"),
         ({"sampling_params": {"stop": ["a", "b", BAD], "seed": 2**64 - 1}}, "sampling_params.stop[2]"),
         (
@@ -40,17 +40,17 @@ def test_the_bad_string_is_found(fields, path):
 
 
 def test_whose_message_it_is():
-    message = pb.SessionRequest(generate={"request_id": "名前", "tenant": BAD})
+    message = pb.SessionRequest(generate={"request_id": "名前", "adapter": BAD})
     assert string_at(with_bad_utf8(message), 1, 1) == "名前"
-    assert path_of_bad_string(with_bad_utf8(message), pb.SessionRequest) == "generate.tenant"
+    assert path_of_bad_string(with_bad_utf8(message), pb.SessionRequest) == "generate.adapter"
     assert string_at(with_bad_utf8(pb.SessionRequest(generate={"request_id": BAD})), 1, 1) == ""
 
 
 def test_the_search_gives_up():
     """A message can hold millions of fields, and nothing else is served meanwhile."""
-    many = pb.GenerateRequest(prompt=[{}] * 20_000, tenant=BAD)
+    many = pb.GenerateRequest(prompt=[{}] * 20_000, adapter=BAD)
     assert path_of_bad_string(with_bad_utf8(many), pb.GenerateRequest) == ""
-    assert string_at(many.SerializeToString(), 9) == ""
+    assert string_at(many.SerializeToString(), 12) == ""
 
 
 @given(st.binary(max_size=60))

@@ -32,12 +32,15 @@ class Quiet:
     def detach(self, *_: object, handed_over: bool) -> None:
         """Nothing runs."""
 
+    def caller_span(self, _: object) -> None:
+        """Nothing is traced."""
+
     def log_refused(self, *_: object) -> None:
         """Nothing is logged."""
 
 
 def session() -> Session:
-    return Session(Quiet(), None)  # type: ignore[arg-type]
+    return Session(Quiet(), None, None)  # type: ignore[arg-type]
 
 
 def add(opened: Session, request_id: str, *, prompt_logprobs: int = 0) -> LiveRequest:

@@ -30,7 +30,11 @@ from scheduler_svc.journal.restore import Restored, Restorer
 from scheduler_svc.journal.writer import JournalWriter
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.tenants.errors import TenantLimitError
+from scheduler_svc.tenants.registry import Registry
+from scheduler_svc.tenants.tenant import Tenant
 from tests.helpers.journals import HeldThread, opened_store, stored
+from tests.helpers.tenants import write_tenants
 from tests.helpers.virtual_engine import MODEL, STEP_S, World
 
 EXACT = replace(MODEL, is_exact=True, fingerprint=b"print", eos_token_ids=(2,), max_logprobs=5)
@@ -49,9 +53,10 @@ class Process:
     def submit(self, request_id: str = "r", max_tokens: int = 20, **fields) -> LiveRequest:
         params = types_pb2.SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, **fields.pop("params", {}))
         prompt = [types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5, 6, 7]))]
+        tenant = Tenant(fields.pop("tenant", ""))
         message = pb.GenerateRequest(request_id=request_id, prompt=prompt, sampling_params=params, **fields)
         now = self.world.clock.monotonic()
-        return self.world.engine.submit(self.builder.build(request_fields(message), now=now, time_left_s=None))
+        return self.world.engine.submit(self.builder.build(request_fields(message, tenant), now=now, time_left_s=None))
 
     async def steps(self, count: int) -> None:
         await self.world.clock.advance(count * STEP_S)
@@ -59,10 +64,15 @@ class Process:
 
 @contextlib.asynccontextmanager
 async def process(
-    folder: Path, model: ModelDescription = EXACT, *, at_s: float = 0.0, allow_fingerprint_change: bool = False
+    folder: Path,
+    model: ModelDescription = EXACT,
+    *,
+    at_s: float = 0.0,
+    allow_fingerprint_change: bool = False,
+    registry: Registry | None = None,
 ) -> AsyncIterator[Process]:
     """`at_s`: seconds on the wall's clock since the first process began."""
-    world = World(SchedulerConfig(), STEP_S, model, Policies())
+    world = World(SchedulerConfig(), STEP_S, model, Policies(), registry)
     if at_s:
         world.clock.now_ns, start_ns = 7_000_000_000, world.clock.wall_time_ns()
         world.clock.wall_time_ns = lambda: start_ns + round(at_s * 1e9) + world.clock.now_ns - 7_000_000_000
@@ -357,3 +367,27 @@ async def test_tenants_are_apart(tmp_path: Path) -> None:
         engine = second.world.engine
         assert [len(read(engine.find(tenant, "r"))[0]) for tenant in ("blue", "red")] == [5, 7]
         assert engine.find("", "r") is None
+
+
+async def test_restored_requests_count_in_their_tenants_limits(tmp_path: Path) -> None:
+    """They are not charged again: the tokens of a minute begin anew with the process."""
+    limits = {"max_requests": 2, "max_queued_tokens": 7, "tokens_per_minute": 30, "shared_prefixes": "team"}
+    file = tmp_path / "tenants.toml"
+    write_tenants(file, {"blue": limits, "red": limits})
+    async with process(tmp_path, registry=Registry(str(file))) as first:
+        for name in ("a", "b"):
+            first.submit(name, tenant="blue", max_tokens=5)
+        with pytest.raises(TenantLimitError):
+            first.submit("c", tenant="blue")
+    async with process(tmp_path, at_s=1.0, registry=Registry(str(file))) as second:
+        assert second.restored.num_unfinished == 2
+        quotas = second.world.engine.quotas
+        assert (quotas.usage("blue").num_requests, quotas.usage("blue").num_queued_tokens) == (2, 6)
+        live = second.world.engine.find("blue", "a")
+        assert live.request.spec.shared_prefixes == "team"
+        with pytest.raises(TenantLimitError, match="max_requests"):
+            second.submit("c", tenant="blue")
+        second.submit("a", tenant="red", max_tokens=1)
+        await second.steps(20)
+        assert quotas.usage("blue").num_requests == 0
+        second.submit("c", tenant="blue")

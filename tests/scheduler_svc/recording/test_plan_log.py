@@ -48,7 +48,7 @@ SAMPLING = core_sampling(
 REQUEST = RequestSpec(
     "r", (5, 6, 7), SAMPLING, max_tokens=11, eos_token_ids=frozenset({9, 3}), num_samples=3,
     beams=BeamSpec(4, 0.1, early_stopping=None), cache_salt=b"\xff\x00", uses_prefix_cache=False, priority=-3,
-    tenant="blue", expected_output_tokens=0, known_outputs=((5, 6), ()),
+    tenant="blue", shared_prefixes="team", expected_output_tokens=0, known_outputs=((5, 6), ()),
 )  # fmt: skip
 EXECUTOR = ExecutorSpec(
     8, 100, 10, 5, 50, 64, watermark=0.1, num_host_blocks=20, shares_prefixes=False, numerics=b"n",
@@ -77,7 +77,7 @@ DESCRIPTION = execution_pb2.DescribeResponse(
 
 def header(**changes: object) -> pb.PlanLogRecord:
     record = records.header(
-        SchedulerConfig(max_num_seqs=5, order="fair", tenant_weights="gold=4", watermark=0.1).model_dump(),
+        SchedulerConfig(max_num_seqs=5, tenants="t.toml", watermark=0.1).model_dump(),
         model_description(DESCRIPTION),
         cadenza_version="0.1.0",
         started_unix_ns=1,
@@ -155,7 +155,7 @@ def test_the_header_has_description_and_options(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("CADENZA_RECORD", "elsewhere")
     read = core_replay.RecordedConfig(**options).model_dump()
     monkeypatch.undo()
-    assert read == SchedulerConfig(max_num_seqs=5, order="fair", tenant_weights="gold=4", watermark=0.1).model_dump()
+    assert read == SchedulerConfig(max_num_seqs=5, tenants="t.toml", watermark=0.1).model_dump()
 
 
 def read(path: Path) -> tuple[list[pb.PlanLogRecord], int]:

@@ -65,14 +65,14 @@ def test_everything_arrives():
     request = build(
         {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 2**64 - 1, "max_tokens": 9,
          "min_tokens": 3, "stop": ["x"], "stop_token_ids": [9], "logprobs": 3, "priority": -4},
-        request_id="a", tenant="t", timeout_s=2,
+        request_id="a", timeout_s=2,
     )  # fmt: skip
     spec = request.spec
     assert spec.sampling == core_sampling(
         temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=2**64 - 1, stop_token_ids=(0, 2, 9), min_tokens=3,
         num_logprobs=3,
     )  # fmt: skip
-    assert (spec.request_id, spec.tenant, spec.max_tokens, spec.priority) == ("a", "t", 9, -4)
+    assert (spec.request_id, spec.max_tokens, spec.priority) == ("a", 9, -4)
     assert request.deadline == 102.0
     assert len(request.body_digest) == 32
 
@@ -174,7 +174,6 @@ def test_paths_of_refusals():
     assert refused(prompt=[both]) == "prompt[0].chat.add_generation_prompt"
     assert refused(prompt=[chat(("user", "x"))], tokenizer=False) == "prompt[0].chat"
     assert refused(request_id="x" * 129) == "request_id"
-    assert refused(tenant="x" * 129) == "tenant"
     assert refused(cache_salt=b"x" * 129) == "cache_salt"
     assert refused(expected_output_tokens=0) == "expected_output_tokens"
     for timeout_s in (0, -1, math.nan, math.inf):
@@ -252,7 +251,7 @@ def test_same_body_same_digest():
         return build(request_id="a", **fields).body_digest
 
     assert digest() == digest()
-    assert digest() != digest(tenant="t")
+    assert digest() != digest(cache_salt=b"t")
     assert digest(params={"seed": 1}) != digest(params={"seed": 2})
 
 

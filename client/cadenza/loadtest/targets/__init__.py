@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cadenza.loadtest.target import Target
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def make_target(settings: LoadSettings, address: str, environment: Mapping[str, str] | None = None) -> Target:
     """The target that the settings name, at HOST:PORT or, over HTTP, at a base URL; it is not connected yet.
 
-    Raises LoadTestError for an invalid URL.
+    Raises LoadTestError for an invalid URL or file of tokens.
     """
     if settings.api == "openai":
         from cadenza.loadtest.targets.openai import OpenAITarget
@@ -30,11 +30,19 @@ def make_target(settings: LoadSettings, address: str, environment: Mapping[str, 
             temperature=settings.temperature,
             seed=settings.seed,
         )
-    connections = settings.connections or 1
+    options: dict[str, Any] = {
+        "connections": settings.connections or 1,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+    }
+    if settings.tenant_tokens is not None:
+        from cadenza.loadtest.tenant_tokens import read_tenant_tokens
+
+        options["tenant_tokens"] = read_tenant_tokens(settings.tenant_tokens)
     if settings.api == "generate":
         from cadenza.loadtest.targets.generate import GenerateTarget
 
-        return GenerateTarget(address, connections=connections, temperature=settings.temperature, seed=settings.seed)
+        return GenerateTarget(address, **options)
     from cadenza.loadtest.targets.session import SessionTarget
 
-    return SessionTarget(address, connections=connections, temperature=settings.temperature, seed=settings.seed)
+    return SessionTarget(address, **options)

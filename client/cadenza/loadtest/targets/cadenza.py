@@ -6,13 +6,15 @@ import asyncio
 import itertools
 import time
 import uuid
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from google.rpc import code_pb2
 
 from cadenza.async_client import AsyncClient
+from cadenza.credentials import chosen_token
 from cadenza.loadtest.live import LiveRequest
-from cadenza.loadtest.requests import RequestShape
+from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.target import Clock, ExecutorFacts, ServerFacts
 from cadenza.v1 import generation_pb2, types_pb2
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
@@ -30,7 +32,8 @@ class CadenzaTarget:
 
     Outputs have the length of the shape: EOS is ignored. They are token ids only, unless a session continues with an
     answer's text. `temperature` 0 is greedy; requests with n over 1 must sample and use temperature 1 then. Each
-    request's sampling seed follows from `seed` and its index.
+    request's sampling seed follows from `seed` and its index. With `tenant_tokens` a tenant's requests have connections
+    of their own with its token; without, all requests are this user's.
     """
 
     api = ""
@@ -43,8 +46,15 @@ class CadenzaTarget:
         temperature: float = 0.0,
         seed: int = 0,
         clock: Clock = time.perf_counter,
+        tenant_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        self._clients = [AsyncClient(address) for _ in range(connections)]
+        own = chosen_token(None) or next(iter((tenant_tokens or {}).values()), None)
+        self._clients = [AsyncClient(address, token=own) for _ in range(connections)]
+        self._turns_of: dict[str, Iterator[int]] = {}
+        for name, token in (tenant_tokens or {}).items():
+            first = len(self._clients)
+            self._clients += [AsyncClient(address, token=token) for _ in range(connections)]
+            self._turns_of[name] = itertools.cycle(range(first, first + connections))
         self._temperature = temperature
         self._seed = seed
         self._clock = clock
@@ -59,7 +69,7 @@ class CadenzaTarget:
         client = self._clients[0]
         model, server = await client.model_info(), await client.server_info()
         await asyncio.gather(*(each.model_info() for each in self._clients[1:]))
-        self._stubs = [GenerationServiceStub(each.channel) for each in self._clients]
+        self._stubs = [each.stub_of(GenerationServiceStub) for each in self._clients]
         return ServerFacts(
             kind="cadenza",
             api=self.api,
@@ -85,6 +95,14 @@ class CadenzaTarget:
         for client in self._clients:
             await client.close()
 
+    def _place(self, shape: RequestShape) -> int:
+        """The index of the connection of this request; raises LoadTestError for a tenant without a token."""
+        if not self._turns_of or not shape.tenant:
+            return next(self._turns)
+        if shape.tenant not in self._turns_of:
+            raise LoadTestError(f"--tenant-tokens has no token of tenant {shape.tenant}")
+        return next(self._turns_of[shape.tenant])
+
     def _request(
         self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest
     ) -> generation_pb2.GenerateRequest:
@@ -109,7 +127,6 @@ class CadenzaTarget:
             request_id=next(self._ids),
             prompt=[part],
             sampling_params=params,
-            tenant=shape.tenant,
             cache_salt=self._cache_salt,
         )
 

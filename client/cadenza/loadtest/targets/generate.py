@@ -21,7 +21,7 @@ class GenerateTarget(CadenzaTarget):
         if request.ByteSize() > MAX_REQUEST_BYTES:
             live.failed(TOO_LARGE)
             return
-        stub = self._stubs[next(self._turns)]
+        stub = self._stubs[self._place(shape)]
         live.sent_s = self._clock()
         call = stub.Generate(request)
         is_last = False

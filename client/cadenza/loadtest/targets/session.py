@@ -45,7 +45,7 @@ class SessionTarget(CadenzaTarget):
         if request.ByteSize() + _ENVELOPE_BYTES > MAX_REQUEST_BYTES:
             live.failed(TOO_LARGE)
             return
-        place = next(self._turns)
+        place = self._place(shape)
         if self._streams[place].broken:
             self._streams[place] = _Stream(self._stubs[place], self._clock)
         await self._streams[place].run(request, live)
@@ -79,7 +79,7 @@ class _Stream:
             await ended
         except asyncio.CancelledError:
             self._open.pop(request.request_id, None)
-            abort = generation_pb2.AbortRequest(request_id=request.request_id, tenant=request.tenant)
+            abort = generation_pb2.AbortRequest(request_id=request.request_id)
             self._send(generation_pb2.SessionRequest(abort=abort))
             raise
 

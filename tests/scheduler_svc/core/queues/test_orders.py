@@ -113,6 +113,62 @@ def test_an_absent_tenant_does_not_save_up() -> None:
     assert served(bench)["a"] - before == pytest.approx(200, abs=40), "not everything for b until it has caught up"
 
 
+def test_a_prompt_that_has_begun_is_no_obstacle_to_a_tenant_that_was_served_less() -> None:
+    """The step's budget goes to the least-served tenant first; without shares the long prompt would take it whole."""
+    bench = Bench(Policies(order=FairOrder()), max_num_seqs=4, max_num_batched_tokens=8, num_blocks=64)
+    bench.add("long", 40, tenant="a")
+    bench.add("longer", 40, tenant="a")
+    bench.step()
+    bench.add("short", 6, tenant="b")
+    bench.step()
+    assert bench.order == ["long", "short"], "in the next step, though the long prompt has 32 tokens left"
+    bench.step()
+    assert bench.tokens["short"], "its whole prompt was computed in that step"
+
+
+def test_chunks_of_long_prompts_alternate_by_weight() -> None:
+    bench = Bench(Policies(order=FairOrder({"b": 3.0})), max_num_seqs=4, max_num_batched_tokens=8, num_blocks=64)
+    bench.add("a", 64, tenant="a")
+    bench.add("a, waiting", 8, tenant="a")
+    bench.step()
+    bench.add("b", 48, tenant="b")
+    count = 0
+    while not bench.tokens["b"]:
+        bench.step()
+        count += 1
+    assert count <= 8 + 1, "6 steps of its own, and every fourth is the other tenant's"
+
+
+def test_a_tenant_above_its_share_gives_up_slots_for_one_within_its_own() -> None:
+    bench = Bench(Policies(order=FairOrder()), max_num_seqs=4)
+    for index in range(8):
+        bench.add(f"a{index}", 4, max_tokens=40, tenant="a")
+    for _ in range(3):
+        bench.step()
+    assert bench.order == ["a0", "a1", "a2", "a3"]
+    for index in range(4):
+        bench.add(f"b{index}", 4, max_tokens=40, tenant="b")
+    for _ in range(3):
+        bench.step()
+    assert bench.order[4:] == ["b0", "b1"], "half of the slots"
+    preempted = [name for name in ("a0", "a1", "a2", "a3") if bench.sequences(name, "a")[0].group.num_preemptions]
+    assert preempted == ["a2", "a3"], "those that came last"
+    for _ in range(10):
+        bench.step()
+    assert bench.order[4:] == ["b0", "b1"], "within its share no tenant is preempted"
+
+
+def test_weights_change_while_it_runs() -> None:
+    bench = Bench(Policies(order=FairOrder()), max_num_seqs=2)
+    flood(bench, "a", 400)
+    flood(bench, "b", 400)
+    bench.core.set_weights({"b": 3.0})
+    while served(bench)["b"] < 400:
+        bench.step()
+    counts = served(bench)
+    assert counts["b"] / (counts["a"] + counts["b"]) == pytest.approx(0.75, abs=0.05)
+
+
 MAX_WAIT_S = 40.0
 ORDERS = [FcfsOrder, PriorityOrder, ShortestFirstOrder, FairOrder]
 

@@ -1,0 +1,111 @@
+"""Shares of subqueues, as tenants, under an order that has them: of each step's budget, and of slots and blocks.
+
+A step's budget goes to the subqueue of the smallest rank first. So a prompt that has begun is no obstacle to a waiting
+one of a subqueue that was served less. A subqueue that holds more than its share of an executor's slots or blocks, by
+weight among those that run there or want to, gives up the excess when another one needs it that stays within its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.queues.orders import OrderPolicy
+from scheduler_svc.core.request_table import RequestTable
+from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.steps.admission import admit
+from scheduler_svc.core.steps.allocation import allocations_of, have_blocks
+from scheduler_svc.core.steps.budget import StepBudget
+from scheduler_svc.core.steps.chunks import plan_chunk
+from scheduler_svc.core.steps.preemption import VictimSet, preempt_victim
+
+
+def plan_prompts_by_rank(
+    requests: RequestTable,
+    lane: Lane,
+    step: PlannedStep,
+    budget: StepBudget,
+    prefilling: Iterable[Sequence],
+    num_admissible: int,
+) -> list[Sequence]:
+    """Plan the chunks of prompts that have begun, each after the waiting groups of subqueues with a smaller rank.
+
+    Returns sequences whose last token is planned now.
+    """
+    order = requests.policies.order
+    fully_planned: list[Sequence] = []
+    for sequence in sorted(prefilling, key=lambda each: order.rank(order.subqueue(each.group))):
+        if budget.exhausted:
+            break
+        rank, num_joined = order.rank(order.subqueue(sequence.group)), len(step.joined)
+        fully_planned += admit(requests, lane, step, budget, num_admissible, max_rank=rank)
+        num_admissible -= len(step.joined) - num_joined
+        if not budget.exhausted:
+            fully_planned += plan_chunk(lane, step, budget, sequence)
+    return fully_planned
+
+
+def preempt_for_share(requests: RequestTable, lane: Lane, step: PlannedStep) -> None:
+    """Preempt sequences of subqueues above their share, if that lets the next group in, whose subqueue stays within its
+    own. A subqueue within its share loses nothing, so that two never preempt each other in turn.
+    """
+    order, head = requests.policies.order, requests.placer.own_head(lane, step.planned_at)
+    if head is None or not head.has_all_results:
+        return
+    own = order.subqueue(head)
+    holdings = _Holdings(lane, order, own)
+    if holdings.names == {own}:
+        return
+    allocations = allocations_of(requests, lane, head)
+    num_blocks = sum(allocation.num_to_take for allocation in allocations)
+    if not holdings.is_within(own, len(allocations), num_blocks):
+        return
+    kept = {block_id for allocation in allocations for block_id in lane.blocks.device_blocks_of(allocation.found)}
+    victims = VictimSet(lane, kept)
+    for sequence in [None, *lane.running.victims(requests.waiting, step.planned_at)]:
+        if sequence is not None:
+            name = order.subqueue(sequence.group)
+            if holdings.is_within(name) or requests.waiting.is_overdue(sequence.group, step.planned_at):
+                continue
+            for victim in victims.add(sequence):
+                holdings.remove(name, victim)
+        num_left = len(lane.running) - len(victims.sequences)
+        fits = have_blocks(lane, head, allocations, alone=num_left == 0, num_more=victims.num_freed)
+        if fits and num_left + len(allocations) <= lane.spec.max_num_seqs:
+            break
+    else:
+        return
+    for victim in victims.sequences:
+        if victim.slot is not None:
+            preempt_victim(requests, lane, step, victim)
+
+
+class _Holdings:
+    """Slots and blocks that each subqueue holds on an executor. Shared blocks count for each holder."""
+
+    def __init__(self, lane: Lane, order: OrderPolicy, other: str) -> None:
+        """other: a subqueue that has a share too, although it may hold nothing."""
+        self._num_slots = Counter(order.subqueue(sequence.group) for sequence in lane.running)
+        self._num_blocks: Counter[str] = Counter()
+        self.names = {*self._num_slots, other}
+        if len(self.names) > 1:
+            for sequence in lane.running:
+                self._num_blocks[order.subqueue(sequence.group)] += len(sequence.block_ids)
+        weights = {name: order.weight(name) for name in self.names}
+        total = sum(weights.values())
+        self._max_slots = {name: lane.spec.max_num_seqs * weight / total for name, weight in weights.items()}
+        self._max_blocks = {name: lane.spec.num_blocks * weight / total for name, weight in weights.items()}
+
+    def is_within(self, name: str, more_slots: int = 0, more_blocks: int = 0) -> bool:
+        """Whether a subqueue stays within its share with so many more."""
+        return (
+            self._num_slots[name] + more_slots <= self._max_slots[name]
+            and self._num_blocks[name] + more_blocks <= self._max_blocks[name]
+        )
+
+    def remove(self, name: str, sequence: Sequence) -> None:
+        """A sequence is to be preempted."""
+        self._num_slots[name] -= 1
+        self._num_blocks[name] -= len(sequence.block_ids)

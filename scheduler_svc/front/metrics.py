@@ -1,0 +1,85 @@
+"""The scheduler's metrics: what is read for a scrape, and the server, if there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from cadenza.metrics.histogram import Histogram
+from cadenza.metrics.loop_lag import LoopLag
+from scheduler_svc.front.front import Front
+from scheduler_svc.metrics.snapshot import ServiceFigures, Snapshot, take_snapshot
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+    from cadenza.metrics.server import MetricsServer
+
+_LOG = logging.getLogger(__name__)
+
+
+class MeasuredPort(Protocol):
+    """An executor's port that measures its plans."""
+
+    target: str
+    plan_bytes: Histogram
+
+
+class SchedulerMetrics:
+    """Serves the metrics at --metrics-port. Without it nothing is imported, and no thread runs."""
+
+    def __init__(self, front: Front, ports: Sequence[MeasuredPort]) -> None:
+        """ports: of all executors, those that were removed included; more are added while the service runs."""
+        self._front = front
+        self._ports = ports
+        self._lag = LoopLag()
+        self._server: MetricsServer | None = None
+
+    def start(self) -> None:
+        """Listen; raises OSError if the port is taken."""
+        config = self._front.config
+        if config.metrics_port is None:
+            return
+        # Imported here: it takes some 0.1 s, for those who want metrics only.
+        from cadenza.metrics.server import LoopCollector, MetricsServer
+
+        self._server = MetricsServer(config.metrics_host, config.metrics_port, token_file=config.metrics_token_file)
+        self._lag.start()
+        self._server.start(LoopCollector(asyncio.get_running_loop(), self._read))
+        _LOG.info("metrics at http://%s/metrics", self._server.address)
+
+    def stop(self) -> None:
+        """Close the port; safe at any time."""
+        self._lag.stop()
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def snapshot(self) -> Snapshot:
+        """A copy of all numbers at this moment."""
+        front = self._front
+        engine = front.engine
+        service = ServiceFigures(
+            model=getattr(engine.executors.served, "model", None),
+            journal_writable=engine.journal.healthy,
+            num_streams=front.num_streams,
+            num_kept_bytes=engine.kept.num_bytes,
+            prefix_caching=front.config.enable_prefix_caching,
+            wall_time_s=engine.clock.wall_time_ns() / 1e9,
+            loop_lag=self._lag.histogram.copy(),
+            max_loop_lag_s=self._lag.max_s,
+            plan_bytes=tuple((port.target, port.plan_bytes.copy()) for port in self._ports),
+        )
+        return take_snapshot(engine, service)
+
+    def _read(self) -> Callable[[], Iterable[Metric]]:
+        return partial(_families, self.snapshot())
+
+
+def _families(snapshot: Snapshot) -> Iterable[Metric]:
+    from scheduler_svc.metrics.export import scrape
+
+    return scrape(snapshot).families()

@@ -1,0 +1,46 @@
+"""Refuses calls without a valid token, before their messages are read.
+
+Health and reflection need none. Of our services every call needs one if there is a tenants file, and those of
+AdminService one of a tenant with admin.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from scheduler_svc.front.front import abort_with
+from scheduler_svc.tenants.errors import AdminNeededError, UnauthenticatedError
+from scheduler_svc.tenants.registry import Registry
+
+_OURS = "/cadenza.v1."
+_ADMIN = _OURS + "AdminService/"
+_Handler = Any  # grpc.RpcMethodHandler, which has no useful type
+
+
+class TokenGate(grpc.aio.ServerInterceptor):
+    """The first interceptor: a refused call is not parsed, whatever it sends."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
+    ) -> _Handler:
+        """The method's handler, or one that refuses the call."""
+        if not self._registry.is_open and details.method.startswith(_OURS):
+            try:
+                caller = self._registry.caller(details.invocation_metadata)
+                if details.method.startswith(_ADMIN):
+                    caller.check_admin()
+            except (UnauthenticatedError, AdminNeededError) as exc:
+                # Serves methods of every kind: it reads no message and sends none.
+                return grpc.stream_stream_rpc_method_handler(functools.partial(_refuse, exc))
+        return await continuation(details)
+
+
+async def _refuse(exc: Exception, _requests: Any, context: Any) -> None:
+    await abort_with(context, exc)

@@ -1,0 +1,171 @@
+"""The scheduler's metric families. docs/metrics.md is made from these: change them, then `make docs`."""
+
+from __future__ import annotations
+
+from cadenza.metrics.common import LOOP_DEFINITIONS
+from cadenza.metrics.families import Definition, Kind
+
+_ENGINE = ("model_name", "engine")
+
+
+def _vllm(kind: Kind, unit: str, names: str, meaning: str, labels: tuple[str, ...] = ()) -> tuple[Definition, ...]:
+    """A family of vLLM, under each of its names."""
+    return tuple(Definition(f"vllm:{name}", kind, unit, meaning, (*_ENGINE, *labels)) for name in names.split())
+
+
+VLLM_DEFINITIONS = (
+    *_vllm("gauge", "requests", "num_requests_running", "Requests with a sequence that runs."),
+    *_vllm("gauge", "requests", "num_requests_waiting", "Requests that wait, those that were preempted included."),
+    *_vllm(
+        "gauge", "requests", "num_requests_waiting_by_reason",
+        "The same by reason; capacity: for blocks, slots or their turn; deferred: for an executor, since none serves.",
+        ("reason",),
+    ),
+    *_vllm(
+        "gauge", "share", "kv_cache_usage_perc gpu_cache_usage_perc",
+        "Used device blocks of all executors, 0 to 1. Cached blocks without holders are free.",
+    ),
+    *_vllm(
+        "counter", "tokens", "prefix_cache_queries_total gpu_prefix_cache_queries_total",
+        "Tokens of admitted sequences that were looked up in the prefix cache.",
+    ),
+    *_vllm("counter", "tokens", "prefix_cache_hits_total gpu_prefix_cache_hits_total", "Those that were found."),
+    *_vllm("gauge", "share", "gpu_prefix_cache_hit_rate", "Hits divided by queries, since the start."),
+    *_vllm("counter", "preemptions", "num_preemptions_total", "Preemptions."),
+    *_vllm("counter", "tokens", "prompt_tokens_total", "Prompt tokens of requests that have their first token."),
+    *_vllm("counter", "tokens", "prompt_tokens_cached_total", "Those that came from the prefix cache."),
+    *_vllm("counter", "tokens", "generation_tokens_total", "Output tokens."),
+    *_vllm(
+        "counter", "requests", "request_success_total",
+        "Requests that ended; stop: EOS, stop token or stop string; length; abort: by the client or a deadline; error.",
+        ("finished_reason",),
+    ),
+    *_vllm(
+        "counter", "requests", "admission_rejections_total",
+        "Requests refused because a limit was reached. max_num_queued_reqs is --max-queued-requests.", ("reason",),
+    ),
+    *_vllm("histogram", "tokens", "iteration_tokens_total", "Tokens that a step computed. It is a histogram."),
+    *_vllm("histogram", "tokens", "request_prompt_tokens", "Prompt tokens of requests that ended."),
+    *_vllm("histogram", "tokens", "request_generation_tokens", "Output tokens of requests that ended."),
+    *_vllm("histogram", "seconds", "time_to_first_token_seconds", "From the arrival of a request to its first token."),
+    *_vllm(
+        "histogram", "seconds", "inter_token_latency_seconds time_per_output_token_seconds",
+        "Between two tokens of a sequence, one value for each token; without beams.",
+    ),
+    *_vllm(
+        "histogram", "seconds", "request_time_per_output_token_seconds",
+        "Mean time between two tokens of a request that ended.",
+    ),
+    *_vllm("histogram", "seconds", "e2e_request_latency_seconds", "From the arrival of a request to its end."),
+    *_vllm("histogram", "seconds", "request_queue_time_seconds", "From the arrival of a request to its first step."),
+    *_vllm("histogram", "seconds", "request_prefill_time_seconds", "From its first step to its first token."),
+    *_vllm("histogram", "seconds", "request_decode_time_seconds", "From its first token to its end."),
+    *_vllm("histogram", "seconds", "request_inference_time_seconds", "From its first step to its end."),
+    Definition(
+        "vllm:cache_config_info", "gauge", "", "1; the labels have the blocks of all executors.",
+        ("engine", "block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching"),
+    ),
+    Definition(
+        "vllm:lora_requests_info", "gauge", "unix seconds", "Adapters; there are none yet.",
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
+)  # fmt: skip
+
+_TENANT, _LANE = ("tenant",), ("executor",)
+TENANT_DEFINITIONS = (
+    Definition("cadenza_requests_admitted_total", "counter", "requests", "Requests that were admitted.", _TENANT),
+    Definition(
+        "cadenza_tenant_requests", "gauge", "requests", "Requests that have not ended, by state (waiting, running).",
+        ("tenant", "state"),
+    ),
+    Definition(
+        "cadenza_tenant_queued_tokens", "gauge", "tokens", "Prompt tokens of requests that have not begun to run.",
+        _TENANT,
+    ),
+    Definition(
+        "cadenza_requests_ended_total", "counter", "requests",
+        "Requests that ended, by FinishDetail; failed: with an error instead.", ("tenant", "reason"),
+    ),
+    Definition(
+        "cadenza_admission_rejections_total", "counter", "requests",
+        "Requests refused because a limit of the service or of their tenant was reached.", ("tenant", "limit"),
+    ),
+    Definition(
+        "cadenza_prompt_tokens_total", "counter", "tokens", "Prompt tokens of requests that have their first token.",
+        _TENANT,
+    ),
+    Definition(
+        "cadenza_cached_prompt_tokens_total", "counter", "tokens", "Those that came from the prefix cache.", _TENANT
+    ),
+    Definition("cadenza_output_tokens_total", "counter", "tokens", "Output tokens.", _TENANT),
+    Definition(
+        "cadenza_time_to_first_token_seconds", "histogram", "seconds", "TTFT: from arrival to the first token.",
+        _TENANT,
+    ),
+    Definition(
+        "cadenza_time_per_output_token_seconds", "histogram", "seconds",
+        "TPOT: mean time between two tokens of a request that ended.", _TENANT,
+    ),
+    Definition("cadenza_queue_time_seconds", "histogram", "seconds", "From arrival to the first step.", _TENANT),
+    Definition("cadenza_request_time_seconds", "histogram", "seconds", "From arrival to the end.", _TENANT),
+)  # fmt: skip
+LANE_DEFINITIONS = (
+    Definition("cadenza_lane_serving", "gauge", "0 or 1", "Whether the executor takes requests now.", _LANE),
+    Definition("cadenza_lane_stalled_seconds", "gauge", "seconds", "For how long its step has hung.", _LANE),
+    Definition("cadenza_lane_inflight_plans", "gauge", "plans", "Plans without a result.", _LANE),
+    Definition(
+        "cadenza_lane_requests", "gauge", "requests", "Requests there; waiting: those that wait for it alone.",
+        ("executor", "state"),
+    ),
+    Definition(
+        "cadenza_lane_kv_blocks", "gauge", "blocks",
+        "KV blocks by tier (device, host) and state (used, cached: without holders, free: empty).",
+        ("executor", "tier", "state"),
+    ),
+    Definition("cadenza_lane_stored_tokens", "gauge", "tokens", "Tokens whose KV running sequences use.", _LANE),
+    Definition("cadenza_lane_resident_bytes", "gauge", "bytes", "Memory of its process; 0: unknown.", _LANE),
+    Definition("cadenza_lane_sessions_ended_total", "counter", "sessions", "Sessions with it that ended.", _LANE),
+    Definition("cadenza_lane_steps_total", "counter", "steps", "Steps planned.", _LANE),
+    Definition("cadenza_lane_output_tokens_total", "counter", "tokens", "Output tokens.", _LANE),
+    Definition(
+        "cadenza_lane_computed_prompt_tokens_total", "counter", "tokens",
+        "Prompt tokens computed, those that were computed again included.", _LANE,
+    ),
+    Definition(
+        "cadenza_lane_preemptions_total", "counter", "preemptions",
+        "Preemptions by kind: recompute discards the KV, swap moves it to the host.", ("executor", "kind"),
+    ),
+    Definition("cadenza_lane_prefix_queried_tokens_total", "counter", "tokens", "Tokens looked up.", _LANE),
+    Definition(
+        "cadenza_lane_prefix_hit_tokens_total", "counter", "tokens", "Tokens found, by tier.", ("executor", "tier")
+    ),
+    Definition("cadenza_lane_step_seconds", "histogram", "seconds", "Time of a step on the executor.", _LANE),
+    Definition(
+        "cadenza_lane_host_gap_seconds", "histogram", "seconds",
+        "Time between two results beyond the step's own, while sequences ran: the executor waited for its plan.", _LANE,
+    ),
+    Definition(
+        "cadenza_lane_inter_token_latency_seconds", "histogram", "seconds",
+        "ITL: between two tokens of a sequence; without beams.", _LANE,
+    ),
+    Definition("cadenza_lane_step_tokens", "histogram", "tokens", "Tokens that a step computed.", _LANE),
+    Definition("cadenza_lane_step_sequences", "histogram", "sequences", "Sequences in a step.", _LANE),
+    Definition("cadenza_lane_plan_bytes", "histogram", "bytes", "Size of a plan on the wire.", _LANE),
+)  # fmt: skip
+SERVICE_DEFINITIONS = (
+    Definition("cadenza_healthy", "gauge", "0 or 1", "Whether health says SERVING."),
+    Definition("cadenza_draining", "gauge", "0 or 1", "Whether new requests are refused until a resume."),
+    Definition("cadenza_journal_writable", "gauge", "0 or 1", "Whether the journal can be written; 1 without one."),
+    Definition("cadenza_executors", "gauge", "executors", "Executors that are configured."),
+    Definition("cadenza_executors_serving", "gauge", "executors", "Those that take requests now."),
+    Definition("cadenza_client_streams", "gauge", "streams", "Open Generate and Session streams."),
+    Definition("cadenza_kept_result_bytes", "gauge", "bytes", "Kept results of finished requests."),
+    Definition(
+        "cadenza_requests_refused_total", "counter", "requests", "Requests that never ran, by status code.", ("code",)
+    ),
+    Definition("cadenza_faults_total", "counter", "faults", "Faults by kind: see below.", ("kind",)),
+    Definition("cadenza_uptime_seconds", "gauge", "seconds", "Since the start."),
+)
+DEFINITIONS = (
+    *VLLM_DEFINITIONS, *SERVICE_DEFINITIONS, *TENANT_DEFINITIONS, *LANE_DEFINITIONS, *LOOP_DEFINITIONS,
+)  # fmt: skip

@@ -1,0 +1,32 @@
+"""Errors of tenants and tokens. A message never holds a token, and one text covers all wrong tokens."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.errors import QueueFullError
+
+
+class TenantsFileError(ValueError):
+    """The tenants file cannot be read or has invalid contents; the message names the file, the table and the key."""
+
+
+class UnauthenticatedError(Exception):
+    """The call has no valid token."""
+
+    def __init__(self) -> None:
+        super().__init__("this service needs a valid token, in the call's metadata: authorization: Bearer TOKEN")
+
+
+class AdminNeededError(Exception):
+    """The call's token is that of a tenant without admin."""
+
+    def __init__(self) -> None:
+        super().__init__("this call needs the token of a tenant with admin = true")
+
+
+class TenantLimitError(QueueFullError):
+    """A limit of the tenant is reached; try again after `retry_after_s` seconds."""
+
+    def __init__(self, limit: str, message: str, retry_after_s: float) -> None:
+        """limit: its name in the tenants file."""
+        super().__init__(f"{message} ({limit})", retry_after_s)
+        self.limit = limit

@@ -1,0 +1,47 @@
+"""Tokens as the service knows them: by their SHA-256 only.
+
+A token holds 256 random bits, so its plain hash can be neither reversed nor guessed, and needs no salt and no slow hash
+(docs/decisions/0029).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+
+from scheduler_svc.tenants.errors import UnauthenticatedError
+
+HASH_PREFIX = "sha256:"
+METADATA_KEY = "authorization"
+MAX_TOKEN_CHARS = 512
+"""A longer text is no token, and is not hashed."""
+_SCHEME = "bearer "
+_NO_DIGEST = bytes(hashlib.sha256().digest_size)
+
+
+def digest_of(token: str) -> bytes:
+    """Return the SHA-256 of a token."""
+    return hashlib.sha256(token.encode("utf-8", "replace")).digest()
+
+
+def token_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    """Return the bearer token in a call's metadata; None if there is none."""
+    for key, value in metadata or ():
+        if key == METADATA_KEY and isinstance(value, str) and value[: len(_SCHEME)].lower() == _SCHEME:
+            return value[len(_SCHEME) :].strip()
+    return None
+
+
+def known_digest(token: str | None, digests: Mapping[bytes, bytes]) -> bytes:
+    """Return the token's digest if it is one of these, which are listed under themselves; raises UnauthenticatedError.
+
+    The lookup depends on the token only through its hash, which a caller cannot steer; the comparison of what it finds
+    takes the same time wherever two digests differ.
+    """
+    if token is None or not 0 < len(token) <= MAX_TOKEN_CHARS:
+        raise UnauthenticatedError
+    digest = digest_of(token)
+    if not hmac.compare_digest(digests.get(digest, _NO_DIGEST), digest):
+        raise UnauthenticatedError
+    return digest

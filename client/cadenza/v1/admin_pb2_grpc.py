@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
-    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
     """
 
     def __init__(self, channel):
@@ -79,8 +79,8 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
-    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
     """
 
     def WatchSteps(self, request, context):
@@ -194,8 +194,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
-    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
-    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
     """
 
     @_typing.overload
@@ -60,8 +60,8 @@ class AdminServiceStub:
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
-    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -89,8 +89,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a valid
-    token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
     """
 
     @_abc_1.abstractmethod

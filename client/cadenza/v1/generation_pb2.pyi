@@ -124,8 +124,8 @@ class GenerateRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, at most 128 characters, no control characters; unique within the tenant while the request is
-    unfinished or its results are kept; empty: the server generates one, but a session requires it. The same id with the
-    same body is the same request, and its output is sent from the beginning.
+    unfinished or its results are kept; empty: the server generates one, but a session requires it. The same id with
+    the same body is the same request, and its output is sent from the beginning.
     """
     resume_grace_s: _builtins.float
     """Seconds for which a request continues and its results are kept after its stream is lost or has ended; 0 to 3,600;

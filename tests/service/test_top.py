@@ -123,6 +123,9 @@ async def test_an_executor_that_is_away_is_seen() -> None:
         w.executor.refuse = None
         *_, back = await until(outputs, lambda each: each.executors[0].info.connected)
     assert back.executors[0].info.epoch == w.executor.last_epoch
+    (lost,) = (fault for fault in back.info.faults if fault.kind == "executor_lost")
+    assert (lost.count, lost.last_executor) == (1, back.executors[0].info.target)
+    assert 0 < lost.last_age_s < back.info.uptime_s
 
 
 async def test_a_server_that_falls_silent_is_lost(monkeypatch) -> None:

@@ -15,7 +15,6 @@ from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestSpec, Sampling
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, RequestReader
-from scheduler_svc.front import session as front_session
 from scheduler_svc.front.session import Session, _Entry
 from scheduler_svc.plan_loop.ports import EngineRequest
 
@@ -189,7 +188,7 @@ async def test_a_session_reads_no_further_while_a_thousand_outputs_wait(monkeypa
     async def no_long_fields(_: object) -> None:
         """No request is long."""
 
-    monkeypatch.setattr(front_session, "_long_fields", no_long_fields)
+    monkeypatch.setattr(opened, "_long_fields", no_long_fields)
     monkeypatch.setattr(opened, "_handle", lambda name, _: add(opened, name))
     reading = asyncio.create_task(opened._read(requests()))
     for _ in range(5):

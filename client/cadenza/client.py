@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from types import TracebackType
+from typing import Literal
 
 from cadenza.async_client import AsyncClient
 from cadenza.info import ModelInfo, ServerInfo
@@ -16,6 +17,7 @@ from cadenza.reconnect import RECONNECT_TIMEOUT_S
 from cadenza.sampling_params import SamplingParams
 from cadenza.session import OnOutput
 from cadenza.short_interrupts import quiet_at_exit, shorten_interrupts
+from cadenza.tls import TLS
 from cadenza.transport import SCHEDULER_PORT
 
 
@@ -28,11 +30,15 @@ class Client:
     """
 
     def __init__(
-        self, target: str = f"127.0.0.1:{SCHEDULER_PORT}", *, reconnect_timeout_s: float = RECONNECT_TIMEOUT_S
+        self,
+        target: str = f"127.0.0.1:{SCHEDULER_PORT}",
+        *,
+        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
+        tls: TLS | Literal[False] | None = None,
     ) -> None:
         shorten_interrupts()
         self._loop = LoopThread.shared()
-        self._client = AsyncClient(target, reconnect_timeout_s=reconnect_timeout_s)
+        self._client = AsyncClient(target, reconnect_timeout_s=reconnect_timeout_s, tls=tls)
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
 
     def __enter__(self) -> Client:

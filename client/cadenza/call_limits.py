@@ -1,0 +1,162 @@
+"""What one peer may take of a service before its requests are known: calls, metadata, unfinished messages.
+
+gRPC's own limits are among the options in `cadenza.transport`. These fill the gaps that measurements have shown
+(docs/security.md): a peer that never confirms the server's settings may send 16 MB of metadata with each call; half a
+message is kept for as long as its call stays open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from cadenza.transport import MAX_METADATA_BYTES
+
+MESSAGE_TIMEOUT_S = 30.0
+"""How long the only message of a call may take to arrive."""
+MAX_UNFINISHED = 64
+"""Calls that may wait for the rest of their message for over a second; beyond it the oldest ones end."""
+MAX_STREAMS_PER_PEER = 256
+"""Calls with a stream of messages (sessions, reflection) of one address: each may hold half a message."""
+_GRACE_S = 1.0
+_ENTRY_BYTES = 32
+_Handler = Any  # grpc.RpcMethodHandler, which has no useful type
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CallLimits(grpc.aio.ServerInterceptor):
+    """The outermost interceptor of a service: begins no handler before the call's message is there."""
+
+    def __init__(
+        self, *, message_timeout_s: float = MESSAGE_TIMEOUT_S, max_streams_per_peer: int = MAX_STREAMS_PER_PEER
+    ) -> None:
+        self._unfinished = UnfinishedMessages(message_timeout_s)
+        self._max_streams = max_streams_per_peer
+        self._num_streams: Counter[str] = Counter()  # by address
+        self._limited: dict[str, _Handler] = {}
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
+    ) -> _Handler:
+        """The method's handler within the limits, cached."""
+        if metadata_bytes(details.invocation_metadata) > MAX_METADATA_BYTES:
+            return grpc.stream_stream_rpc_method_handler(_refuse_metadata)
+        handler = self._limited.get(details.method)
+        if handler is None:
+            handler = await continuation(details)
+            if handler is None:
+                return handler
+            limit = self._limit_streams if handler.request_streaming else self._limit_message
+            handler = self._limited[details.method] = limit(handler)
+        return handler
+
+    def _limit_message(self, handler: _Handler) -> _Handler:
+        """The handler of a call with one message, as one that reads a stream: only so can the wait for it end."""
+        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        if inspect.isasyncgenfunction(behaviour):
+
+            async def generate(messages: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
+                async for response in behaviour(await self._unfinished.first(messages, context), context):
+                    yield response
+
+            run: Any = generate
+        else:
+
+            async def call(messages: AsyncIterator[Any], context: _Context) -> Any:
+                return await behaviour(await self._unfinished.first(messages, context), context)
+
+            run = call
+        make: Any = grpc.stream_unary_rpc_method_handler
+        if handler.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler
+        return make(run, handler.request_deserializer, handler.response_serializer)
+
+    def _limit_streams(self, handler: _Handler) -> _Handler:
+        """The handler of a call with a stream of messages, for so many calls of one address at a time."""
+        kind = "stream_stream" if handler.response_streaming else "stream_unary"
+        behaviour = getattr(handler, kind)
+        if inspect.isasyncgenfunction(behaviour):
+
+            async def generate(messages: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
+                async with self._counted(context):
+                    async for response in behaviour(messages, context):
+                        yield response
+
+            return handler._replace(**{kind: generate})
+
+        async def call(messages: AsyncIterator[Any], context: _Context) -> Any:
+            async with self._counted(context):
+                return await behaviour(messages, context)
+
+        return handler._replace(**{kind: call})
+
+    @asynccontextmanager
+    async def _counted(self, context: _Context) -> AsyncIterator[None]:
+        address = context.peer().rpartition(":")[0]
+        if self._num_streams[address] >= self._max_streams:
+            message = f"{address} has {self._max_streams} streams of messages, which is the limit"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        self._num_streams[address] += 1
+        try:
+            yield
+        finally:
+            self._num_streams[address] -= 1
+            if not self._num_streams[address]:
+                del self._num_streams[address]
+
+
+class UnfinishedMessages:
+    """The calls whose only message has not arrived."""
+
+    def __init__(self, timeout_s: float, max_calls: int = MAX_UNFINISHED) -> None:
+        self._timeout_s = timeout_s
+        self._max_calls = max_calls
+        self._waiting: dict[asyncio.Timeout, float] = {}
+        """When each began, oldest first."""
+        self._sweep: asyncio.TimerHandle | None = None
+
+    async def first(self, messages: AsyncIterator[Any], context: _Context) -> Any:
+        """The message of a call; ends the call if it does not come in time."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeout_s) as timeout:
+                self._waiting[timeout] = loop.time()
+                if len(self._waiting) > self._max_calls and self._sweep is None:
+                    self._sweep = loop.call_later(_GRACE_S, self._end_oldest, loop)
+                try:
+                    return await anext(messages)
+                finally:
+                    del self._waiting[timeout]
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
+        except StopAsyncIteration:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+        raise AssertionError("abort returned")
+
+    def _end_oldest(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the calls over the limit that have had their second; the oldest first."""
+        self._sweep = None
+        num_over = len(self._waiting) - self._max_calls
+        if num_over <= 0:
+            return
+        now = loop.time()
+        for timeout, began in list(self._waiting.items())[:num_over]:
+            if now - began >= _GRACE_S:
+                timeout.reschedule(now)
+        self._sweep = loop.call_later(_GRACE_S, self._end_oldest, loop)
+
+
+def metadata_bytes(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
+    """The size of a call's metadata."""
+    return sum(len(key) + len(value) + _ENTRY_BYTES for key, value in metadata or ())
+
+
+async def _refuse_metadata(_messages: AsyncIterator[Any], context: _Context) -> None:
+    message = f"the call has over {MAX_METADATA_BYTES} bytes of metadata"
+    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)

@@ -110,12 +110,10 @@ def test_every_option_reaches_its_services_whole(tmp_path):
     environment = {f"CADENZA_{name.upper()}": str(value) for name, value in options.items()}
     file = tmp_path / "all.toml"
     file.write_text("".join(f"{name} = {str(value).lower()!r}\n" for name, value in options.items()))
+    listener = {name: options[name] for name in options if name.startswith("tls_")}  # their variables are a client's
     for arguments in (
         route_options("m", options, environment={}),
-        # The variables of TLS are those of clients.
-        route_options(
-            "m", {name: options[name] for name in options if name.startswith("tls_")}, environment=environment
-        ),
+        route_options("m", listener, environment=environment),
         route_options("m", {}, config=file, environment={}),
     ):
         configs = {

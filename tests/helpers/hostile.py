@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ssl
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -60,20 +61,31 @@ class Hostile:
     """Whether it answers pings and settings; a connection without a preface must not."""
     frames: list[tuple[int, int, bytes]] = field(default_factory=list)
     """(kind, stream, payload) of each frame that came."""
+    settings: asyncio.Event = field(default_factory=asyncio.Event)
+    """The server's settings have come."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    window: int = 65_535
+    """Bytes of data that the server takes on this connection now (RFC 9113, section 5.2)."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _task: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(
-        cls, address: str, *, tls: ssl.SSLContext | None = None, preface: bool = True, local: str | None = None
+        cls,
+        address: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        preface: bool = True,
+        answers: bool = True,
+        local: str | None = None,
     ) -> Hostile:
-        """Connect, and say what begins a connection unless it is to stay silent."""
+        """Connect, and send what begins a connection unless it is to stay silent."""
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(
             host, int(port), ssl=tls, server_hostname="localhost" if tls else None,
             local_addr=None if local is None else (local, 0),
         )  # fmt: skip
-        each = cls(reader, writer, answers=preface)
+        each = cls(reader, writer, answers=preface and answers)
         if preface:
             each.send(PREFACE + frame(SETTINGS))
         each._task = asyncio.create_task(each._read())
@@ -81,6 +93,8 @@ class Hostile:
 
     def send(self, raw: bytes) -> None:
         """Send bytes; a closed connection takes them in silence."""
+        if self.closed.is_set():
+            return
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write(raw)
 
@@ -91,6 +105,24 @@ class Hostile:
     def of_kind(self, kind: int) -> list[tuple[int, bytes]]:
         """(stream, payload) of the frames of one kind."""
         return [(stream, payload) for each, stream, payload in self.frames if each == kind]
+
+    async def send_data(self, stream: int, payload: bytes) -> None:
+        """Send a part of a message as soon as the server takes it."""
+        await self.until(lambda: self.window >= len(payload) or self.closed.is_set())
+        self.window -= len(payload)
+        self.send(frame(DATA, payload, stream=stream))
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Wait until what the server has sent fulfils a condition; raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def drain(self) -> None:
+        """Wait until the connection takes more."""
+        with contextlib.suppress(OSError):
+            await self.writer.drain()
 
     async def close(self) -> None:
         """Close the connection."""
@@ -108,7 +140,13 @@ class Hostile:
                 payload = await self.reader.readexactly(int.from_bytes(head[:3], "big"))
                 kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
                 self.frames.append((kind, stream, payload))
+                self._changed.set()
+                if kind == WINDOW_UPDATE and stream == 0:
+                    self.window += int.from_bytes(payload, "big")
+                if kind == SETTINGS:
+                    self.settings.set()
                 if self.answers and kind in (PING, SETTINGS) and not flags & ACK:
                     self.send(frame(kind, payload if kind == PING else b"", flags=ACK))
         except (asyncio.IncompleteReadError, OSError):
             self.closed.set()
+            self._changed.set()

@@ -209,7 +209,7 @@ async def test_files_that_cannot_be_used_are_named_with_their_options(certs, tmp
         ({"tls_client_ca": "a.pem"}, "--tls-client-ca needs --tls-cert and --tls-key"),
     ):
         service = Service(SchedulerConfig(executor=["127.0.0.1:1"], listen="127.0.0.1:0", **options))
-        with pytest.raises(ValueError, match="^--tls-") as caught:
+        with pytest.raises(ValueError, match=r"^--tls-") as caught:
             await service.start()
         assert message in str(caught.value)
         await service.stop()
@@ -233,7 +233,7 @@ async def test_nothing_listens_beyond_loopback_without_credentials(service, cert
 
     for address in ("0.0.0.0:0", "[::]:0", "192.0.2.1:50051", "no-such-host.invalid:1"):
         for options in ({}, certs.listener(service, proof=False)):
-            with pytest.raises(ValueError, match="--tls-client-ca.* or --insecure"):
+            with pytest.raises(ValueError, match=r"--tls-client-ca.* or --insecure"):
                 credentials(listen=address, **options)
         assert credentials(listen=address, insecure=True) is None
         assert credentials(listen=address, **certs.listener(service)) is not None

@@ -42,7 +42,9 @@ def check(target: str, service: str = "", *, timeout_s: float = 3.0, tls: TLS | 
         try:
             state = call(wrappers_pb2.StringValue(value=service), timeout=timeout_s).value
         except grpc.RpcError as error:
-            reason = tls_reason(address, tls, default_port=SCHEDULER_PORT, timeout_s=timeout_s)
+            reason = ""
+            if error.code() is grpc.StatusCode.UNAVAILABLE:  # at once; after a timeout there is no time left
+                reason = tls_reason(address, tls, default_port=SCHEDULER_PORT, timeout_s=1.0)
             return f"{error.code().name}: {reason or error.details()}"
     if state == _SERVING:
         return None

@@ -23,6 +23,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 _VARIABLE = re.compile(r"\$\{(\w+):-([^}$]*)\}")
 _CHECK_DEADLINE_S = 60
+_CERTS = "/certs"
 
 
 def read_compose(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -99,7 +100,10 @@ class LocalStack:
         return f"127.0.0.1:{self.ports[port]}"
 
     def start(self, name: str) -> None:
-        """Start a service and return when its health check has passed; fails if it ends before."""
+        """Start a service and return when its health check has passed; fails if it ends before.
+
+        One without a health check runs to its end.
+        """
         service = self.services[name]
         command = [*self.entrypoints[name], *service["command"]]
         environment = {variable: self._local(name, str(value)) for variable, value in service["environment"].items()}
@@ -111,7 +115,28 @@ class LocalStack:
                 stdout=log,
                 stderr=log,
             )
-        self.wait_healthy(name)
+        if "healthcheck" in service:
+            self.wait_healthy(name)
+        else:
+            assert self.processes.pop(name).wait(_CHECK_DEADLINE_S) == 0, self.log(name)
+
+    def path(self, name: str, place: str) -> Path:
+        """The folder of this machine that stands for one in a container: of a mount, or with the mounts below it."""
+        volumes = self.folder / "volumes"
+        for mount in self.services[name]["volumes"]:
+            source, target = mount.split(":")[:2]
+            if not source.startswith((".", "/")):
+                (volumes / source).mkdir(parents=True, exist_ok=True)
+            if place == target:
+                return (ROOT / source).resolve() if source.startswith((".", "/")) else volumes / source
+        below = self.folder / name / place.lstrip("/")
+        below.mkdir(parents=True, exist_ok=True)
+        for mount in self.services[name]["volumes"]:
+            source, target = mount.split(":")[:2]
+            link = below / Path(target).name
+            if Path(target).parent == Path(place) and not link.exists():
+                link.symlink_to(volumes / source)
+        return below
 
     def check(self, name: str, *more: str) -> subprocess.CompletedProcess[str]:
         """Run the health check of a service once."""
@@ -146,10 +171,9 @@ class LocalStack:
     def _local(self, name: str, text: str) -> str:
         if text == "python":
             return sys.executable
-        for mount in self.services[name]["volumes"]:
-            source, target = mount.split(":")[:2]
-            if text == target and source.startswith((".", "/")):
-                return str((ROOT / source).resolve())
+        if text == "/model" or text == _CERTS or text.startswith(f"{_CERTS}/"):
+            folder = _CERTS if text.startswith(_CERTS) else text
+            return f"{self.path(name, folder)}{text.removeprefix(folder)}"
         hosts = "|".join(["0.0.0.0", "127.0.0.1", *self.services])
         found = re.fullmatch(rf"({hosts}):(\d+)", text)
         return self.address(int(found[2])) if found else text
@@ -161,7 +185,8 @@ def local_stack(folder: Path, environ: Mapping[str, str]) -> Iterator[LocalStack
     services = {name: each for name, each in read_compose(environ)["services"].items() if "profiles" not in each}
     stages = read_dockerfile()
     entrypoints = {
-        name: yaml.safe_load(last_instruction(stages, service["build"]["target"], "ENTRYPOINT"))
+        name: service.get("entrypoint")
+        or yaml.safe_load(last_instruction(stages, service["build"]["target"], "ENTRYPOINT"))
         for name, service in services.items()
     }
     stack = LocalStack(services, entrypoints, folder, _free_ports(50051, 50052))

@@ -5,6 +5,7 @@ Where there is an engine, test_compose_engine.py builds the images and runs the 
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cadenza import Client, SamplingParams
+from cadenza import TLS, Client, SamplingParams
 from executor_svc.config import ExecutorConfig
 from scheduler_svc.config import SchedulerConfig
 from tests.helpers.compose import (
@@ -37,8 +38,8 @@ GREEDY = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 
 # Of docker-compose 1.29.2's schema (compose_spec.json): what this project may need. It refuses a file with other keys.
 SERVICE_KEYS = set(
-    "build cap_drop command cpus cpuset depends_on deploy environment healthcheck image init logging mem_limit "
-    "networks pids_limit ports profiles read_only restart security_opt shm_size stop_grace_period stop_signal tmpfs "
+    "build cap_drop command cpus cpuset depends_on deploy entrypoint environment healthcheck image init logging "
+    "mem_limit networks pids_limit ports profiles read_only restart security_opt shm_size stop_grace_period stop_signal tmpfs "
     "user volumes working_dir".split()
 )
 BUILD_KEYS = set("args cache_from context dockerfile labels network target".split())
@@ -47,6 +48,7 @@ HEALTH_KEYS = set("disable interval retries start_period test timeout".split())
 INSTRUCTIONS = set("ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM LABEL RUN SHELL STOPSIGNAL USER VOLUME WORKDIR".split())
 
 every_service = pytest.mark.parametrize("name", SERVICES)
+every_server = pytest.mark.parametrize("name", [name for name in SERVICES if name != "certs"])
 
 
 # ---------------------------------------------------------------- what the files say
@@ -60,11 +62,26 @@ def test_a_container_is_confined(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["tmpfs"] == ["/tmp"]
-    assert service["restart"] == "unless-stopped"
+    assert service["restart"] == ("no" if name == "certs" else "unless-stopped")
     from_host = [mount for mount in service["volumes"] if mount.startswith((".", "/"))]
-    assert from_host == ["./models/cadenza-demo:/model:ro"]
+    assert from_host == ([] if name == "certs" else ["./models/cadenza-demo:/model:ro"])
     # The file must not take back what the image says: its user (tested next) and its entry point.
-    assert not {"user", "privileged", "cap_add", "entrypoint"} & set(service)
+    assert not {"user", "privileged", "cap_add"} & set(service)
+    assert "entrypoint" not in service or name == "certs"
+
+
+def test_each_part_has_its_own_key_and_no_other() -> None:
+    """The authority's key stays in the container that makes certificates, which ends before the others start."""
+    for name, service in SERVICES.items():
+        mounts = [mount for mount in service["volumes"] if mount.startswith("certs-")]
+        party = name.removesuffix("-gpu")
+        assert mounts == ([f"certs-{party}:/certs:ro"] if name != "certs" else mounts)
+        if name != "certs":
+            assert {"--tls-cert", "--tls-key", "--tls-client-ca"} <= set(service["command"])
+            assert "--insecure" not in service["command"]
+    assert [mount.split(":")[1] for mount in SERVICES["certs"]["volumes"]] == [
+        f"/certs/{part}" for part in ("ca", "scheduler", "executor", "client")
+    ]
 
 
 @every_service
@@ -81,7 +98,7 @@ def test_clients_reach_the_schedulers_alone_and_from_this_machine(name: str) -> 
         assert re.fullmatch(r"127\.0\.0\.1:\d+:50051", port)
 
 
-@every_service
+@every_server
 def test_every_option_is_there_once(name: str) -> None:
     """What `command` settles and what `environment` passes on are the options of that service, all and no others."""
     all_named = dict.fromkeys(re.findall(r"CADENZA_\w+", COMPOSE_FILE.read_text()), "set")
@@ -102,6 +119,8 @@ def test_options_and_folders_come_from_the_shell() -> None:
     }
     services = read_compose(shell)["services"]
     for name, service in services.items():
+        if name == "certs":
+            continue
         assert service["environment"]["CADENZA_MAX_NUM_SEQS"] == "3", name
         assert "/data/m:/model:ro" in service["volumes"], name
     assert services["executor"]["environment"]["CADENZA_MODEL"] == "org/name"
@@ -118,7 +137,8 @@ def test_a_scheduler_waits_until_its_executor_is_healthy() -> None:
         assert SERVICES[name]["depends_on"] == {executor: {"condition": "service_healthy"}}
         assert f"{executor}:50052" in SERVICES[name]["command"]
         assert executor in SERVICES[name]["environment"]["no_grpc_proxy"].split(",")
-    assert start_order(SERVICES) == ["executor", "scheduler", "executor-gpu", "scheduler-gpu"]
+        assert SERVICES[executor]["depends_on"] == {"certs": {"condition": "service_completed_successfully"}}
+    assert start_order(SERVICES) == ["certs", "executor", "scheduler", "executor-gpu", "scheduler-gpu"]
 
 
 def test_the_gpu_profile_differs_in_what_a_gpu_needs_and_no_more() -> None:
@@ -143,7 +163,7 @@ def test_docker_compose_1_29_knows_every_key() -> None:
     for service in SERVICES.values():
         assert set(service) <= SERVICE_KEYS
         assert set(service["build"]) <= BUILD_KEYS
-        assert set(service["healthcheck"]) <= HEALTH_KEYS
+        assert set(service.get("healthcheck", {})) <= HEALTH_KEYS
         for needed in service.get("depends_on", {}).values():
             assert set(needed) == {"condition"}
 
@@ -220,28 +240,41 @@ def stack(tmp_path: Path) -> Iterator[LocalStack]:
 def test_up_answers_survives_a_killed_executor_and_stops_at_once(stack: LocalStack) -> None:
     check_answers(stack)
     check_a_killed_executor_is_seen_and_its_restart_loses_nothing(stack)
-    for name in reversed(start_order(stack.services)):
+    for name in reversed([each for each in start_order(stack.services) if each in stack.processes]):
         assert stack.stop(name) == 0, stack.log(name)
         assert stack.check(name).returncode == 1
 
 
+def client_tls(stack: LocalStack) -> TLS:
+    """What `docker compose cp certs:/certs/client/. certs` fetches."""
+    own = stack.path("certs", "/certs/client")
+    return TLS(own / "ca.pem", own / "client.pem", own / "client-key.pem")
+
+
 def check_answers(stack: LocalStack) -> None:
+    tls = client_tls(stack)
     answer = subprocess.run(
         [sys.executable, "-m", "cadenza", "generate", "--target", stack.address(50051), "What is 27 + 48?"],
+        env={
+            **os.environ,
+            "CADENZA_TLS_CA": str(tls.ca),
+            "CADENZA_TLS_CERT": str(tls.cert),
+            "CADENZA_TLS_KEY": str(tls.key),
+        },
         capture_output=True,
         text=True,
         check=False,
     )
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.strip()
-    with Client(stack.address(50051)) as client:
+    with Client(stack.address(50051), tls=client_tls(stack)) as client:
         info = client.server_info()
     assert info.options["max_num_seqs"] == "5", "the scheduler's environment"
     assert info.load.num_device_blocks == 700, "the executor's environment"
 
 
 def check_a_killed_executor_is_seen_and_its_restart_loses_nothing(stack: LocalStack) -> None:
-    with Client(stack.address(50051)) as client:
+    with Client(stack.address(50051), tls=client_tls(stack)) as client:
         expected = client.generate(["Tell me a story."], GREEDY)[0].outputs[0].token_ids
         stream = client.stream("Tell me a story.", GREEDY)
         tokens = list(next(stream).outputs[0].token_ids)

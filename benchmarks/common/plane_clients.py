@@ -16,7 +16,8 @@ import grpc
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza import AsyncClient, SamplingParams
-from cadenza.transport import channel_options
+from cadenza.tls import TLS
+from cadenza.transport import aio_channel
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
 
@@ -207,7 +208,7 @@ def _check(event: pb.SessionEvent) -> None:
 
 @asynccontextmanager
 async def _stub(target: str) -> AsyncIterator[Any]:
-    async with grpc.aio.insecure_channel(target, options=channel_options()) as channel:
+    async with aio_channel(target, TLS.from_environment()) as channel:
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         yield stub
 

@@ -142,15 +142,19 @@ class LocalStack:
         """Run the health check of a service once."""
         kind, *command = self.services[name]["healthcheck"]["test"]
         assert kind == "CMD"
-        return subprocess.run(
-            [*(self._local(name, part) for part in command), *more],
-            cwd=self.folder,
-            env=_base_environment(),
-            capture_output=True,
-            text=True,
-            timeout=_seconds(self.services[name]["healthcheck"]["timeout"]),
-            check=False,
-        )
+        arguments = [*(self._local(name, part) for part in command), *more]
+        try:
+            return subprocess.run(
+                arguments,
+                cwd=self.folder,
+                env=_base_environment(),
+                capture_output=True,
+                text=True,
+                timeout=_seconds(self.services[name]["healthcheck"]["timeout"]),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:  # for an engine, such a check has failed
+            return subprocess.CompletedProcess(arguments, 1, "", "the health check ran out of time")
 
     def wait_healthy(self, name: str) -> None:
         """Ask again and again, as an engine does; a check is a process and takes its time."""

@@ -39,8 +39,8 @@ GREEDY = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 # Of docker-compose 1.29.2's schema (compose_spec.json): what this project may need. It refuses a file with other keys.
 SERVICE_KEYS = set(
     "build cap_drop command cpus cpuset depends_on deploy entrypoint environment healthcheck image init logging "
-    "mem_limit networks pids_limit ports profiles read_only restart security_opt shm_size stop_grace_period stop_signal tmpfs "
-    "user volumes working_dir".split()
+    "mem_limit networks pids_limit ports profiles read_only restart security_opt shm_size stop_grace_period "
+    "stop_signal tmpfs user volumes working_dir".split()
 )
 BUILD_KEYS = set("args cache_from context dockerfile labels network target".split())
 HEALTH_KEYS = set("disable interval retries start_period test timeout".split())

@@ -22,8 +22,8 @@ MESSAGE_TIMEOUT_S = 30.0
 """How long the only message of a call may take to arrive."""
 MAX_UNFINISHED = 64
 """Calls that may wait for the rest of their message for over a second; beyond it the oldest ones end."""
-MAX_STREAMS_PER_PEER = 256
-"""Calls with a stream of messages (sessions, reflection) of one address: each may hold half a message."""
+MAX_STREAMS_PER_PEER = 1024
+"""Calls with a stream of messages (sessions, reflection) of one address: each may hold half a message, of 2 MiB."""
 _GRACE_S = 1.0
 _ENTRY_BYTES = 32
 _Handler = Any  # grpc.RpcMethodHandler, which has no useful type

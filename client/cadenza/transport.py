@@ -35,8 +35,8 @@ MAX_METADATA_BYTES = 16 * 1024
 """Limit of a call's metadata, as HTTP/2 counts them (RFC 9113, section 6.5.2): names, values and 32 bytes for each."""
 MAX_STREAMS = 4096
 """Calls that a connection may have open at a time; further ones of a gRPC client wait in the client."""
-MAX_EXECUTOR_STREAMS = 64
-"""The same at an executor, whose scheduler needs two."""
+MAX_EXECUTOR_STREAMS = 256
+"""The same at an executor, whose scheduler needs two: room for streams that another scheduler left half open."""
 MAX_CONNECTIONS = 2000
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """The key of a serialized google.rpc.Status in the trailing metadata of a call."""

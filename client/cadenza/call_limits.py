@@ -112,44 +112,51 @@ class CallLimits(grpc.aio.ServerInterceptor):
 
 
 class UnfinishedMessages:
-    """The calls whose only message has not arrived."""
+    """The calls whose only message has not arrived. One timer looks at all of them: one for each costs more."""
 
     def __init__(self, timeout_s: float, max_calls: int = MAX_UNFINISHED) -> None:
         self._timeout_s = timeout_s
         self._max_calls = max_calls
-        self._waiting: dict[asyncio.Timeout, float] = {}
-        """When each began, oldest first."""
-        self._sweep: asyncio.TimerHandle | None = None
+        self._waiting: dict[asyncio.Task[Any], float] = {}
+        """When each began to wait, oldest first."""
+        self._late: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
     async def first(self, messages: AsyncIterator[Any], context: _Context) -> Any:
         """The message of a call; ends the call if it does not come in time."""
-        loop = asyncio.get_running_loop()
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        self._waiting[task] = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_later(_GRACE_S, self._end_late, loop)
         try:
-            async with asyncio.timeout(self._timeout_s) as timeout:
-                self._waiting[timeout] = loop.time()
-                if len(self._waiting) > self._max_calls and self._sweep is None:
-                    self._sweep = loop.call_later(_GRACE_S, self._end_oldest, loop)
-                try:
-                    return await anext(messages)
-                finally:
-                    del self._waiting[timeout]
-        except TimeoutError:
+            return await self._next(messages, task)
+        except asyncio.CancelledError:
+            if task not in self._late:
+                raise
+            self._late.discard(task)
+            task.uncancel()
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
         except StopAsyncIteration:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
         raise AssertionError("abort returned")
 
-    def _end_oldest(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End the calls over the limit that have had their second; the oldest first."""
-        self._sweep = None
-        num_over = len(self._waiting) - self._max_calls
-        if num_over <= 0:
-            return
-        now = loop.time()
-        for timeout, began in list(self._waiting.items())[:num_over]:
-            if now - began >= _GRACE_S:
-                timeout.reschedule(now)
-        self._sweep = loop.call_later(_GRACE_S, self._end_oldest, loop)
+    async def _next(self, messages: AsyncIterator[Any], task: asyncio.Task[Any]) -> Any:
+        try:
+            return await anext(messages)
+        finally:
+            del self._waiting[task]
+
+    def _end_late(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the calls that are out of time; over the limit, the oldest ones that have had their second."""
+        now, num_over = loop.time(), len(self._waiting) - self._max_calls
+        for index, (task, began) in enumerate(list(self._waiting.items())):
+            limit_s = _GRACE_S if index < num_over else self._timeout_s
+            if now - began < limit_s:
+                break
+            self._late.add(task)
+            task.cancel()
+        self._timer = loop.call_later(_GRACE_S, self._end_late, loop) if self._waiting else None
 
 
 def metadata_bytes(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:

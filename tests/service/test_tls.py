@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cadenza import AsyncClient, OptionError, SamplingParams, UnavailableError
+from cadenza import LLM, AsyncClient, Client, OptionError, SamplingParams, UnavailableError
 from cadenza.healthcheck import check
 from cadenza.tls import TLS
 from cadenza.transport import aio_channel
@@ -239,3 +239,20 @@ async def test_nothing_listens_beyond_loopback_without_credentials(service, cert
         assert credentials(listen=address, **certs.listener(service)) is not None
     for address in (":0", "127.0.0.1:0", "127.8.9.1:0", "localhost:0", "[::1]:0"):
         assert credentials(listen=address) is None
+
+
+@pytest.mark.slow
+def test_services_started_here_serve_other_machines_over_tls(certs, monkeypatch) -> None:
+    """The process that starts them connects with the scheduler's own certificate; executors stay on loopback."""
+    for name, value in (("CA", "a client's"), ("CERT", "a client's"), ("KEY", "a client's")):
+        monkeypatch.setenv(f"CADENZA_TLS_{name}", value)
+    options = {"simulate": "instant", "skip_tokenizer_init": True, "use_tqdm_on_load": False, "host": "0.0.0.0"}
+    with pytest.raises(OptionError, match=r"^option host: 0\.0\.0\.0: other machines could use the server without"):
+        LLM("simulated", **options)
+    with LLM("simulated", **options, **certs.listener("scheduler")) as llm:
+        assert llm.generate([[5, 6]], SamplingParams(max_tokens=3, detokenize=False), use_tqdm=False)[0].finished
+        port = llm.target.rpartition(":")[2]
+        with Client(f"localhost:{port}", tls=certs.of("client")) as client:
+            assert client.model_info().model == "simulated"
+        with Client(f"127.0.0.1:{port}", tls=False) as client, pytest.raises(UnavailableError, match="it speaks TLS"):
+            client.model_info()

@@ -57,7 +57,7 @@ class PeerLimit:
         """Look once a second, for ever."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.look()
+            await asyncio.to_thread(self.look)
 
     def _report(self, over: Counter[str]) -> None:
         for peer in over.keys() - self._reported:

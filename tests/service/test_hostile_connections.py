@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import sys
 from collections.abc import AsyncIterator
@@ -12,11 +13,16 @@ import grpc
 import psutil
 import pytest
 
+from benchmarks.common.service_process import service_process
 from cadenza.call_limits import CallLimits, UnfinishedMessages
 from cadenza.connection_limits import PeerLimit
 from cadenza.transport import MAX_METADATA_BYTES, aio_channel, bind, server_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc
+from scheduler_svc.app import Service
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.links import front_credentials
+from tests.helpers.certificates import certificates
 from tests.helpers.hostile import (
     CONTINUATION,
     DATA,
@@ -60,12 +66,12 @@ class Server(generation_pb2_grpc.GenerationServiceServicer):
 
 
 @asynccontextmanager
-async def serve(limits: CallLimits | None = None, **options) -> AsyncIterator[tuple[Server, str]]:
+async def serve(limits: CallLimits | None = None, credentials=None, **options) -> AsyncIterator[tuple[Server, str]]:
     times = {**QUICKER, **options.pop("times", {})}
     made = [(name, times.get(name, value)) for name, value in server_options(max_received_bytes=2 * MB, **options)]
     server, servicer = grpc.aio.server(options=made, interceptors=[limits or CallLimits()]), Server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-    address = bind(server, "127.0.0.1:0", default_port=0)
+    address = bind(server, "127.0.0.1:0", default_port=0, credentials=credentials)
     await server.start()
     try:
         yield servicer, address
@@ -143,6 +149,45 @@ async def test_connections_that_never_begin_or_have_no_calls_are_closed() -> Non
         assert not busy.closed.is_set()
         assert await is_served(address)
         for each in (*ended, busy):
+            await each.close()
+
+
+async def test_tls_handshakes_that_do_not_end_are_closed(tmp_path) -> None:
+    """Before a client has shown its certificate it can hold a connection for the time of a handshake, and no more."""
+    certs = certificates(tmp_path / "certs")
+    config = SchedulerConfig(executor=["127.0.0.1:1"], **certs.listener("scheduler"))
+    async with serve(credentials=front_credentials(config)) as (_, address):
+        silent, half = [await Hostile.connect(address, preface=False) for _ in range(2)]
+        half.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc")  # the beginning of a ClientHello
+        async with asyncio.timeout(10):
+            await asyncio.gather(silent.closed.wait(), half.closed.wait())
+        async with aio_channel(address, certs.of("client")) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            assert (await stub.GetModelInfo(pb.GetModelInfoRequest())).model == "m"
+        await silent.close()
+        await half.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("service", ["scheduler", "executor"])
+async def test_services_hold_their_peers_to_the_limit(service: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        if service == "scheduler":
+            config = SchedulerConfig(executor=["127.0.0.1:1"], listen="127.0.0.1:0", max_connections_per_peer=4)
+            running = Service(config)
+            address = await running.start()
+            stack.push_async_callback(running.stop)
+        else:
+            options = ("--simulate", "instant", "--max-connections-per-peer", "4")
+            _, address = await stack.enter_async_context(service_process("executor_svc", *options))
+        greedy = [await Hostile.connect(address, local="127.0.0.2") for _ in range(6)]
+        waiting = {asyncio.create_task(each.closed.wait()) for each in greedy}
+        async with asyncio.timeout(20):
+            while len(waiting) > 4:
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for each in waiting:
+            each.cancel()
+        for each in greedy:
             await each.close()
 
 

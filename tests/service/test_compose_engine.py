@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cadenza import Client, SamplingParams
+from cadenza import TLS, Client, SamplingParams
 from cadenza.healthcheck import check
 from tests.helpers.compose import ROOT
 
@@ -32,6 +32,8 @@ pytestmark = [
 
 PROJECT = "cadenza-test"
 SERVICES = ("executor", "scheduler")
+TLS_OF_CLIENT = TLS(ROOT / "certs" / "ca.pem", ROOT / "certs" / "client.pem", ROOT / "certs" / "client-key.pem")
+"""What the page's lines copy."""
 GREEDY = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
 # Ends the service in a container, which is the child of the init process; an engine may end this with it.
 KILL = "kill -KILL $(cat /proc/1/task/1/children) || echo failed"
@@ -104,11 +106,12 @@ def compose() -> Iterator[Compose]:
 def test_it_serves_when_the_lines_of_the_page_return(compose: Compose) -> None:
     compose("stop")
     compose.up()
-    assert check(compose.target) is None
+    assert check(compose.target, tls=TLS_OF_CLIENT) is None
 
 
 def test_generate_from_the_host(compose: Compose) -> None:
-    answer = _run(sys.executable, "-m", "cadenza", "generate", "--target", compose.target, "What is 27 + 48?")
+    files = [f"--tls-{name}={getattr(TLS_OF_CLIENT, name)}" for name in ("ca", "cert", "key")]
+    answer = _run(sys.executable, "-m", "cadenza", "generate", "--target", compose.target, *files, "What is 27 + 48?")
     assert answer.strip()
 
 
@@ -132,7 +135,7 @@ def test_the_scheduler_image_holds_no_torch(compose: Compose) -> None:
 def test_a_killed_executor_costs_no_token(compose: Compose) -> None:
     """The engine starts it again, and the stream goes on."""
     restarts = compose.inspect("executor")["RestartCount"]
-    with Client(compose.target) as client:
+    with Client(compose.target, tls=TLS_OF_CLIENT) as client:
         expected = client.generate(["Tell me a story."], GREEDY)[0].outputs[0].token_ids
         stream = client.stream("Tell me a story.", GREEDY)
         tokens = list(next(stream).outputs[0].token_ids)

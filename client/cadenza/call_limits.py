@@ -11,7 +11,6 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -24,6 +23,8 @@ MAX_UNFINISHED = 64
 """Calls that may wait for the rest of their message for over a second; beyond it the oldest ones end."""
 MAX_STREAMS_PER_PEER = 1024
 """Calls with a stream of messages (sessions, reflection) of one address: each may hold half a message, of 2 MiB."""
+MAX_CALLS_PER_PEER = 16_384
+"""Calls of one address with one message each: an idle one takes some 24 KB."""
 _GRACE_S = 1.0
 _ENTRY_BYTES = 32
 _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
@@ -34,11 +35,15 @@ class CallLimits(grpc.aio.ServerInterceptor):
     """The outermost interceptor of a service: begins no handler before the call's message is there."""
 
     def __init__(
-        self, *, message_timeout_s: float = MESSAGE_TIMEOUT_S, max_streams_per_peer: int = MAX_STREAMS_PER_PEER
+        self,
+        *,
+        message_timeout_s: float = MESSAGE_TIMEOUT_S,
+        max_streams_per_peer: int = MAX_STREAMS_PER_PEER,
+        max_calls_per_peer: int = MAX_CALLS_PER_PEER,
     ) -> None:
         self._unfinished = UnfinishedMessages(message_timeout_s)
-        self._max_streams = max_streams_per_peer
-        self._num_streams: Counter[str] = Counter()  # by address
+        self._streams = _PeerCounts(max_streams_per_peer, "streams of messages")
+        self._calls = _PeerCounts(max_calls_per_peer, "calls")
         self._limited: dict[str, _Handler] = {}
 
     async def intercept_service(
@@ -62,14 +67,22 @@ class CallLimits(grpc.aio.ServerInterceptor):
         if inspect.isasyncgenfunction(behaviour):
 
             async def generate(messages: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
-                async for response in behaviour(await self._unfinished.first(messages, context), context):
-                    yield response
+                address = await self._calls.take(context)
+                try:
+                    async for response in behaviour(await self._unfinished.first(messages, context), context):
+                        yield response
+                finally:
+                    self._calls.free(address)
 
             run: Any = generate
         else:
 
             async def call(messages: AsyncIterator[Any], context: _Context) -> Any:
-                return await behaviour(await self._unfinished.first(messages, context), context)
+                address = await self._calls.take(context)
+                try:
+                    return await behaviour(await self._unfinished.first(messages, context), context)
+                finally:
+                    self._calls.free(address)
 
             run = call
         make: Any = grpc.stream_unary_rpc_method_handler
@@ -84,31 +97,47 @@ class CallLimits(grpc.aio.ServerInterceptor):
         if inspect.isasyncgenfunction(behaviour):
 
             async def generate(messages: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
-                async with self._counted(context):
+                address = await self._streams.take(context)
+                try:
                     async for response in behaviour(messages, context):
                         yield response
+                finally:
+                    self._streams.free(address)
 
             return handler._replace(**{kind: generate})
 
         async def call(messages: AsyncIterator[Any], context: _Context) -> Any:
-            async with self._counted(context):
+            address = await self._streams.take(context)
+            try:
                 return await behaviour(messages, context)
+            finally:
+                self._streams.free(address)
 
         return handler._replace(**{kind: call})
 
-    @asynccontextmanager
-    async def _counted(self, context: _Context) -> AsyncIterator[None]:
+
+class _PeerCounts:
+    """Counts open calls by the peer's address, for which there is a limit."""
+
+    def __init__(self, limit: int, what: str) -> None:
+        self._limit = limit
+        self._what = what
+        self._open: Counter[str] = Counter()
+
+    async def take(self, context: _Context) -> str:
+        """Count a call, and return its peer's address; ends the call if there are too many."""
         address = context.peer().rpartition(":")[0]
-        if self._num_streams[address] >= self._max_streams:
-            message = f"{address} has {self._max_streams} streams of messages, which is the limit"
+        if self._open[address] >= self._limit:
+            message = f"{address} has {self._limit} {self._what}, which is the limit"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
-        self._num_streams[address] += 1
-        try:
-            yield
-        finally:
-            self._num_streams[address] -= 1
-            if not self._num_streams[address]:
-                del self._num_streams[address]
+        self._open[address] += 1
+        return address
+
+    def free(self, address: str) -> None:
+        """Count a call no more."""
+        self._open[address] -= 1
+        if not self._open[address]:
+            del self._open[address]
 
 
 class UnfinishedMessages:

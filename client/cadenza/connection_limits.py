@@ -40,7 +40,7 @@ class PeerLimit:
                 if stat.S_ISSOCK(status.st_mode):
                     found[status.st_ino] = int(name)
         self._peers = {inode: peer for inode, peer in self._peers.items() if inode in found}
-        for inode in found.keys() - self._peers.keys():
+        for inode in sorted(found.keys() - self._peers.keys()):  # roughly in the order of their beginning
             self._peers[inode] = _peer_of(found[inode], inode, self._port)
         connections: defaultdict[str, list[int]] = defaultdict(list)
         for inode, peer in self._peers.items():

@@ -85,6 +85,17 @@ async def is_served(address: str) -> bool:
         return (await stub.GetModelInfo(pb.GetModelInfoRequest())).model == "m"
 
 
+async def some_closed(connections: list[Hostile], count: int) -> None:
+    """Wait until the server has closed so many of the connections."""
+    waiting = {asyncio.create_task(each.closed.wait()) for each in connections}
+    try:
+        while len(waiting) > len(connections) - count:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()
+
+
 def resident() -> int:
     return psutil.Process().memory_info().rss
 
@@ -95,13 +106,9 @@ async def test_connections_beyond_the_limit_are_closed_and_those_within_are_serv
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             await stub.GetModelInfo(pb.GetModelInfoRequest())
             hostile = [await Hostile.connect(address) for _ in range(20)]
-            waiting = {asyncio.create_task(each.closed.wait()) for each in hostile}
             async with asyncio.timeout(10):
-                while len(waiting) > 7:
-                    _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                await some_closed(hostile, 13)
             assert (await stub.GetModelInfo(pb.GetModelInfoRequest())).model == "m"
-            for each in waiting:
-                each.cancel()
             for each in hostile:
                 await each.close()
         async with asyncio.timeout(10):
@@ -119,13 +126,14 @@ async def test_connections_of_one_peer_beyond_its_limit_are_closed_the_newest_fi
         limit = PeerLimit(int(address.rpartition(":")[2]), 4)
         greedy = [await Hostile.connect(address, local="127.0.0.2") for _ in range(3)]
         modest = [await Hostile.connect(address, local="127.0.0.3") for _ in range(2)]
+        await asyncio.gather(*(each.settings.wait() for each in greedy + modest))
         assert limit.look() == 0
         greedy += [await Hostile.connect(address, local="127.0.0.2", preface=index % 2 == 0) for index in range(6)]
         await asyncio.gather(*(each.settings.wait() for each in greedy + modest))
         assert limit.look() == 5
         async with asyncio.timeout(10):
-            await asyncio.gather(*(each.closed.wait() for each in greedy if each not in greedy[:4]))
-        assert not any(each.closed.is_set() for each in greedy[:4] + modest)
+            await some_closed(greedy[3:], 5)
+        assert not any(each.closed.is_set() for each in greedy[:3] + modest)
         assert await is_served(address)
         for each in greedy + modest:
             await each.close()
@@ -181,12 +189,8 @@ async def test_services_hold_their_peers_to_the_limit(service: str) -> None:
             options = ("--simulate", "instant", "--max-connections-per-peer", "4")
             _, address = await stack.enter_async_context(service_process("executor_svc", *options))
         greedy = [await Hostile.connect(address, local="127.0.0.2") for _ in range(6)]
-        waiting = {asyncio.create_task(each.closed.wait()) for each in greedy}
         async with asyncio.timeout(20):
-            while len(waiting) > 4:
-                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for each in waiting:
-            each.cancel()
+            await some_closed(greedy, 2)
         for each in greedy:
             await each.close()
 
@@ -307,6 +311,34 @@ async def test_streams_of_messages_of_one_peer_are_limited() -> None:
         assert await another.code() is grpc.StatusCode.OK
         for session in sessions[1:]:
             session.cancel()
+
+
+async def test_calls_of_one_peer_are_limited() -> None:
+    async with (
+        serve(CallLimits(max_calls_per_peer=4)) as (_, address),
+        aio_channel(address) as channel,
+        aio_channel(address) as another,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        calls = [stub.Generate(pb.GenerateRequest(request_id=str(index))) for index in range(4)]
+        for call in calls:
+            await call.read()
+        refused = generation_pb2_grpc.GenerationServiceStub(another).Generate(pb.GenerateRequest())
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "has 4 calls, which is the limit" in await refused.details()
+        for call in calls:
+            call.cancel()
+        async with asyncio.timeout(10):
+            while not await is_counted_out(address):
+                pass
+
+
+async def is_counted_out(address: str) -> bool:
+    """Whether a call is taken again."""
+    try:
+        return await is_served(address)
+    except grpc.aio.AioRpcError:
+        return False
 
 
 async def test_the_oldest_unfinished_messages_end_first() -> None:

@@ -41,6 +41,7 @@ from benchmarks.common.plane_clients import (
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from benchmarks.common.service_process import cpu_s, service_process
 from benchmarks.common.stats import percentile
+from benchmarks.common.tls_services import BenchmarkCertificates
 
 NAME = "service_plane"
 _OUTPUT_TOKENS = {1: 2000, 64: 512, 512: 256, 2000: 128}
@@ -181,20 +182,26 @@ async def measure(services: Services, case: Case, repeats: int) -> tuple[list[Me
 
 
 @contextlib.asynccontextmanager
-async def _services(step_us: float) -> AsyncIterator[Services]:
-    with tempfile.TemporaryDirectory() as folder:
+async def _services(step_us: float, *, tls: bool) -> AsyncIterator[Services]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as connecting:
         costs = Path(folder) / "costs.json"
         costs.write_text(json.dumps({"step_us": step_us}))
-        executor = (
+        executor: tuple[str, ...] = (
             *("--simulate", str(costs) if step_us else "instant", "--simulate-vocab-size", str(VOCAB_SIZE)),
             *("--max-num-seqs", str(_MAX_RUNNING), "--max-num-batched-tokens", "8192"),
             *("--max-model-len", str(_MAX_TOKENS + PROMPT_TOKENS)),
         )
-        scheduler = ("--tokenizer", str(DEMO_MODEL), "--max-queued-requests", str(2 * _MAX_RUNNING))
+        scheduler: tuple[str, ...] = ("--tokenizer", str(DEMO_MODEL), "--max-queued-requests", str(2 * _MAX_RUNNING))
+        certificates = BenchmarkCertificates(Path(folder) / "certs") if tls else None
+        if certificates is not None:
+            executor += certificates.listener("executor")
+            scheduler += (*certificates.listener("scheduler"), *certificates.executor_link())
         async with (
             service_process("executor_svc", *executor) as (executor_pid, address),
             service_process("scheduler_svc", "--executor", address, *scheduler) as (scheduler_pid, target),
         ):
+            if certificates is not None:
+                connecting.enter_context(certificates.as_client())
             warm_up = Load(64, 32, text=True)
             await over_sessions(target, warm_up, 1)
             await over_streams(target, warm_up)
@@ -206,14 +213,13 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
     for step_us, together in itertools.groupby(cases(options), lambda case: case.step_us):
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             stack = contextlib.AsyncExitStack()
-            services = runner.run(stack.enter_async_context(_services(step_us)))
+            services = runner.run(stack.enter_async_context(_services(step_us, tls=options.tls)))
             try:
                 for case in together:
                     progress(f"{NAME}: {_title(case.params)}")
                     repeats, other_cores = runner.run(measure(services, case, options.repeats))
-                    yield make_row(
-                        NAME, seed=options.seed, params=case.params, repeats=repeats, other_cores=other_cores
-                    )
+                    params = {**case.params, "tls": True} if options.tls else case.params
+                    yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=other_cores)
             finally:
                 runner.run(stack.aclose())
 
@@ -268,6 +274,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=_listed(positive), default=[64, 256, 1024], help="default 64,256,1024")
     parser.add_argument("--step-ms", type=_listed(positive_number), default=[5.0, 1.0], help="default 5,1")
     parser.add_argument("--rate", type=positive_number, default=100.0, help="requests/s of ttft (default 100)")
+    parser.add_argument("--tls", action="store_true", help="mutual TLS on both links (default: plain text)")
     parser.add_argument("--ttft-s", type=positive_number, default=4.0, help="seconds of ttft (default 4)")
 
 

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from cadenza.connection_limits import allow_connections, start_peer_limit
 from cadenza.stop_signals import StopSignals
 from cadenza.telemetry.otlp import Traces, TracesError
+from cadenza.tls_files import TlsError
+from cadenza.tls_server import listener_credentials
 from cadenza.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
@@ -33,7 +36,7 @@ _log = logging.getLogger(__name__)
 # Seconds that a stop waits for streams, and then for the running step.
 _STOP_GRACE_S = 0.2
 _STOP_STEP_S = 1.5
-EXIT_HUNG = 4
+EXIT_OPTIONS, EXIT_HUNG = 2, 4
 
 
 def build_executor(config: ExecutorConfig, described: Future[Description]) -> Executor:
@@ -81,16 +84,23 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     """
     signals = StopSignals()
     signals.install()
-    server = limited_server()
+    scheduler_name = None if config.tls_client_ca is None else config.tls_scheduler_name
+    server = limited_server(scheduler_name, config.max_connections)
     try:
+        credentials = listener_credentials(config, default_port=EXECUTOR_PORT)
+        allow_connections(config.max_connections)
         # Before the model is loaded, so that a port in use is reported at once; connections wait until the server
         # starts.
-        address = bind(server, config.listen, default_port=EXECUTOR_PORT)
+        address = bind(server, config.listen, default_port=EXECUTOR_PORT, credentials=credentials)
         traces = open_traces(config, address)
         metrics = _metrics(config)
     except (OSError, TracesError) as exc:
         report(str(exc))
         return 1, True
+    except TlsError as exc:
+        report(str(exc))
+        return EXIT_OPTIONS, True
+    peer_limit = start_peer_limit(address, config.max_connections_per_peer)
     described: Future[Description] = Future()
     worker = Worker(lambda: _build_without_collections(config, described))
     worker.start()
@@ -106,6 +116,8 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
         else:
             code = 0 if signals.stop.is_set() else 1
     finally:
+        if peer_limit is not None:
+            peer_limit.cancel()
         if metrics is not None:
             metrics.stop()
         ended = await _stop(server, worker)

@@ -183,6 +183,13 @@ class ExecutorConfig(ServiceSettings):
         "new ones; the executor with its running step. 0, SIGINT (Ctrl-C) or a second signal: not at all.",
         json_schema_extra=about("Scheduling", "s"),
     )
+    tls_scheduler_name: str = Field(
+        "cadenza-scheduler",
+        min_length=1,
+        description="With --tls-client-ca: the name that the scheduler's certificate must have; others of the CA may "
+        "only check the health.",
+        json_schema_extra=about("Security"),
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
     )

@@ -20,8 +20,11 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cadenza.call_limits import CallLimits
+from cadenza.connection_limits import allow_connections, start_peer_limit
 from cadenza.stop_signals import StopSignals
 from cadenza.telemetry.otlp import Traces, TracesError
+from cadenza.tls_files import TlsError
 from cadenza.transport import MAX_RECEIVED_BYTES, SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
@@ -43,6 +46,7 @@ from scheduler_svc.front.token_gate import TokenGate
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.journal import SchedulerJournal, connect
+from scheduler_svc.links import executor_files, front_credentials
 from scheduler_svc.plan_loop.clock import SystemClock
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ExecutorPort, ModelDescription
 from scheduler_svc.recording.recording import recorded_core
@@ -59,7 +63,7 @@ _NO_TOKENIZER = (
     "the model has no tokenizer: requests must send token ids, as `cadenza generate --ids 5,6,7` does; "
     "--tokenizer names one"
 )
-EXIT_OK, EXIT_FAILED, EXIT_FENCED = 0, 1, 3
+EXIT_OK, EXIT_FAILED, EXIT_OPTIONS, EXIT_FENCED = 0, 1, 2, 3
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
@@ -70,8 +74,10 @@ class Service:
     """The scheduler service on one event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Raises JournalError, TenantsFileError, and TracesError if traces cannot be sent."""
+        """Raises JournalError, TenantsFileError, TracesError, and TlsError for the files of the links to executors."""
         self._config = config
+        self._executor_files = executor_files(config)
+        self._peer_limit: asyncio.Task[None] | None = None
         clock = SystemClock()
         self._clock = clock
         self._tenants = Registry(config.tenants)
@@ -109,8 +115,8 @@ class Service:
         self._model = ModelFront(self._front, config)
         self._metrics = SchedulerMetrics(self._front, self._ports)
         self._server = grpc.aio.server(
-            interceptors=[TokenGate(self._tenants), UnreadableMessages(), PreparedResponses()],
-            options=server_options(max_received_bytes=MAX_RECEIVED_BYTES),
+            interceptors=[CallLimits(), TokenGate(self._tenants), UnreadableMessages(), PreparedResponses()],
+            options=server_options(max_received_bytes=MAX_RECEIVED_BYTES, max_connections=config.max_connections),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._front), self._server)
@@ -119,16 +125,22 @@ class Service:
         reflection.enable_server_reflection((*_SERVICES, health, reflection.SERVICE_NAME), self._server)
 
     async def start(self) -> str:
-        """Bind and listen; health is NOT_SERVING and calls get UNAVAILABLE. Returns the address; raises OSError."""
-        address = bind(self._server, self._config.listen, default_port=SCHEDULER_PORT)
+        """Bind and listen; health is NOT_SERVING and calls get UNAVAILABLE. Returns the address.
+
+        Raises OSError, TlsError.
+        """
+        credentials = front_credentials(self._config)
+        allow_connections(self._config.max_connections)
+        address = bind(self._server, self._config.listen, default_port=SCHEDULER_PORT, credentials=credentials)
         self._front.address = address
         self._metrics.start()
+        self._peer_limit = start_peer_limit(address, self._config.max_connections_per_peer)
         await self._server.start()
         self._following = asyncio.create_task(self._tenants.follow(self._clock), name="tenants-file")
         return address
 
     def _connect(self, executor_id: int, target: str) -> ExecutorPort:
-        port = GrpcExecutor(target, self._scheduler_id)
+        port = GrpcExecutor(target, self._scheduler_id, tls=self._executor_files)
         self._ports.append(port)
         return self._record(executor_id, port)
 
@@ -205,6 +217,8 @@ class Service:
     async def stop(self) -> None:
         """Update health, end the streams, close the server, the sessions and the channels; safe at any time."""
         self._health.stop()
+        if self._peer_limit is not None:
+            self._peer_limit.cancel()
         if self._journal is not None:
             # First: the streams end next, and their requests are to go on in the next process.
             await self._journal.close_writer()
@@ -260,6 +274,9 @@ async def serve(
     except TenantsFileError as exc:
         report(f"--tenants {exc}")
         return EXIT_FAILED
+    except TlsError as exc:
+        report(str(exc))
+        return EXIT_OPTIONS
     try:
         address = await service.start()
         if reread is not None:
@@ -270,6 +287,9 @@ async def serve(
             await service.run(signals.stop)
             await service.drain(signals.at_once)
         return EXIT_OK
+    except TlsError as exc:
+        report(str(exc))
+        return EXIT_OPTIONS
     except (OSError, TokenizerError, LimitsError, JournalError) as exc:
         report(str(exc))
     except ExecutorFencedError as exc:

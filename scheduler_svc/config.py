@@ -208,6 +208,31 @@ class SchedulerConfig(ServiceSettings):
         "new ones; the executor with its running step. 0, SIGINT (Ctrl-C) or a second signal: not at all.",
         json_schema_extra=about("Scheduling", "s"),
     )
+    executor_ca: str | None = Field(
+        None,
+        min_length=1,
+        description="PEM file of CA certificates that the executors' certificates are checked against; with it the "
+        "connections to executors use TLS; read again when it changes.",
+        json_schema_extra=about("Security"),
+    )
+    executor_cert: str | None = Field(
+        None,
+        min_length=1,
+        description="PEM file of the certificate chain that the executors see; read again when it changes.",
+        json_schema_extra=about("Security"),
+    )
+    executor_key: str | None = Field(
+        None,
+        min_length=1,
+        description="PEM file of the key of --executor-cert; read again when it changes.",
+        json_schema_extra=about("Security"),
+    )
+    executor_server_name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name that the executors' certificates must have; default: the host of the executor's address.",
+        json_schema_extra=about("Security"),
+    )
     record: str | None = Field(
         None,
         min_length=1,

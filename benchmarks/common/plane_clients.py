@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza import AsyncClient, SamplingParams
-from cadenza.transport import channel_options
+from cadenza.tls import TLS
+from cadenza.transport import aio_channel
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
 
@@ -242,7 +243,7 @@ def _check(event: pb.SessionEvent) -> None:
 
 
 def _channel(target: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(target, options=channel_options())
+    return aio_channel(target, TLS.from_environment())
 
 
 @asynccontextmanager

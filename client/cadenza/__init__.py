@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from cadenza.local import LocalServices
     from cadenza.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from cadenza.sampling_params import SamplingParams
+    from cadenza.tls import TLS
 
 __version__ = "0.1.0"
 
@@ -69,6 +70,7 @@ _HOMES = {
     "cadenza.local": ("LocalServices",),
     "cadenza.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "cadenza.sampling_params": ("SamplingParams",),
+    "cadenza.tls": ("TLS",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -76,6 +78,7 @@ __all__ = [  # noqa: RUF022 - by kind
     "LLM",
     "Client",
     "AsyncClient",
+    "TLS",
     "SamplingParams",
     "RequestOutput",
     "CompletionOutput",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import grpc
 
@@ -39,7 +39,9 @@ from cadenza.request_stream import RequestStream
 from cadenza.sampling_params import SamplingParams
 from cadenza.session import BatchItem, OnOutput, SessionBatch, batch_results
 from cadenza.short_interrupts import shorten_interrupts
-from cadenza.transport import SCHEDULER_PORT, channel_options, format_address, parse_address
+from cadenza.tls import TLS
+from cadenza.tls_client import client_files, client_tls, explained_unavailable
+from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
 from cadenza.v1 import generation_pb2
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -65,6 +67,10 @@ class AsyncClient:
     they raise the UnavailableError of the loss; RequestLostError if the server does not have the rest any more. The
     server keeps their requests for twice that time, so those of a program that dies run on for so long. With 0, and
     before the server has been reached once, a lost connection is an error at once.
+
+    `tls`: how it proves who it is, and whom it trusts; without it, CADENZA_TLS_CA and so on say so; False,
+    or none of them set: plain text. Its files are read again when they change. Raises OptionError for files that cannot
+    be used.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class AsyncClient:
         token: str | None = None,
         insecure: bool = False,
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
+        tls: TLS | Literal[False] | None = None,
     ) -> None:
         shorten_interrupts()
         self._reconnect_timeout_s = checked_timeout(reconnect_timeout_s)
@@ -81,8 +88,10 @@ class AsyncClient:
         self._is_given_up: Callable[[], bool] = lambda: False
         host, port = parse_address(target, default_port=SCHEDULER_PORT)
         self.target = format_address(host, port)
+        self._tls = client_tls(tls)
+        self._files = client_files(self._tls)
         token = chosen_token(token)
-        check_connection(host, token, has_tls=False, insecure=insecure)
+        check_connection(host, token, has_tls=self._tls is not None, insecure=insecure)
         self._metadata = call_metadata(token)
         self._generation: GenerationServiceAsyncStub | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -213,7 +222,7 @@ class AsyncClient:
         claim_grpc()
         loop = _running_loop()
         if self._channel is None:
-            self._channel, self._loop = grpc.aio.insecure_channel(self.target, options=channel_options()), loop
+            self._channel, self._loop = aio_channel(self.target, self._files), loop
         elif None is not self._loop is not loop:
             raise RuntimeError("this AsyncClient belongs to another event loop: make one for each")
         return self._channel
@@ -245,7 +254,7 @@ class AsyncClient:
         batch = SessionBatch(self._stub(), self.target, items, self._attempts(), on_output)
         self._running.add(batch)
         try:
-            with self._explained():
+            async with self._explained():
                 await batch.run()
         finally:
             self._running.discard(batch)
@@ -266,7 +275,7 @@ class AsyncClient:
         stream = RequestStream(self._stub(), self.target, request, collector, self._attempts())
         self._running.add(stream)
         try:
-            with self._explained():
+            async with self._explained():
                 while (delta := await stream.next()) is not None:
                     yield delta
         finally:
@@ -289,22 +298,22 @@ class AsyncClient:
         self._was_reached = True
 
     async def _call(self, call: Awaitable[T]) -> T:
-        with self._explained():
+        async with self._explained():
             response = await call
         self._was_reached = True
         return response
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _explained(self) -> AsyncGenerator[None, None]:
         """Convert an exception that ends a call to a CadenzaError."""
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, self.target) from None
-        except UnavailableError:
+            raise await explained_unavailable(from_rpc_error(error, self.target), self.target, self._tls) from None
+        except UnavailableError as error:
             if self._closed:  # while it waited for the server
                 raise _closed_during_call() from None
-            raise
+            raise await explained_unavailable(error, self.target, self._tls) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if (

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from types import TracebackType
+from typing import Literal
 
 from cadenza.async_client import AsyncClient
 from cadenza.info import ModelInfo, ServerInfo
@@ -16,6 +17,7 @@ from cadenza.reconnect import RECONNECT_TIMEOUT_S
 from cadenza.sampling_params import SamplingParams
 from cadenza.session import OnOutput
 from cadenza.short_interrupts import quiet_at_exit, shorten_interrupts
+from cadenza.tls import TLS
 from cadenza.transport import SCHEDULER_PORT
 
 
@@ -34,10 +36,13 @@ class Client:
         token: str | None = None,
         insecure: bool = False,
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
+        tls: TLS | Literal[False] | None = None,
     ) -> None:
         shorten_interrupts()
         self._loop = LoopThread.shared()
-        self._client = AsyncClient(target, token=token, insecure=insecure, reconnect_timeout_s=reconnect_timeout_s)
+        self._client = AsyncClient(
+            target, token=token, insecure=insecure, reconnect_timeout_s=reconnect_timeout_s, tls=tls
+        )
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
 
     def __enter__(self) -> Client:

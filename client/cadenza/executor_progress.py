@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import grpc
 
-from cadenza.transport import channel_options
+from cadenza.tls import TLS
+from cadenza.transport import sync_channel
 from cadenza.v1 import generation_pb2, generation_pb2_grpc
 
 _TIMEOUT_S = 1.0
@@ -19,9 +20,10 @@ class ExecutorProgress:
     `executor` is that of the executor.
     """
 
-    def __init__(self, target: Callable[[], str], executor: str) -> None:
+    def __init__(self, target: Callable[[], str], executor: str, tls: TLS | None = None) -> None:
         self._target = target
         self._executor = executor
+        self._tls = tls
         self._counted = 0
 
     def completed_step(self) -> bool:
@@ -29,7 +31,7 @@ class ExecutorProgress:
 
         False if the scheduler does not answer within a second: then the executor counts as one without progress.
         """
-        with grpc.insecure_channel(self._target(), options=channel_options()) as channel:
+        with sync_channel(self._target(), self._tls) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             try:
                 info = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)

@@ -14,23 +14,24 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf import wrappers_pb2
 
-from cadenza.transport import SCHEDULER_PORT, format_address, parse_address
+from cadenza.tls import TLS
+from cadenza.tls_reason import tls_reason
+from cadenza.transport import SCHEDULER_PORT, format_address, parse_address, sync_channel
 
 _CHECK = "/grpc.health.v1.Health/Check"
 _STATES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")  # grpc.health.v1.HealthCheckResponse.ServingStatus
 _SERVING = _STATES.index("SERVING")
 
 
-def check(target: str, service: str = "", *, timeout_s: float = 3.0) -> str | None:
+def check(target: str, service: str = "", *, timeout_s: float = 3.0, tls: TLS | None = None) -> str | None:
     """Check the health of `service`; "" means the whole server. Returns None if it is serving, else the reason.
 
-    Raises ValueError if `target` is not HOST:PORT, or `timeout_s` is not over 0.
+    Raises ValueError if `target` is not HOST:PORT, `timeout_s` is not over 0, or a file of `tls` cannot be used.
     """
     if not 0 < timeout_s < math.inf:
         raise ValueError(f"the timeout must be a number of seconds above 0, not {timeout_s:g}")
     address = format_address(*parse_address(target, default_port=SCHEDULER_PORT))
-    # Connect directly: a proxy from the environment must not be used for a check on the same machine.
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with sync_channel(address, tls) as channel:
         # Request and response have one field each, numbered 1, a string and an enum: on the wire they equal these #
         # wrappers. The real messages come with grpcio-health-checking, which the light client does not need.
         call = channel.unary_unary(
@@ -41,7 +42,10 @@ def check(target: str, service: str = "", *, timeout_s: float = 3.0) -> str | No
         try:
             state = call(wrappers_pb2.StringValue(value=service), timeout=timeout_s).value
         except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}"
+            reason = ""
+            if error.code() is grpc.StatusCode.UNAVAILABLE:  # at once; after a timeout there is no time left
+                reason = tls_reason(address, tls, default_port=SCHEDULER_PORT, timeout_s=1.0)
+            return f"{error.code().name}: {reason or error.details()}"
     if state == _SERVING:
         return None
     return _STATES[state] if 0 <= state < len(_STATES) else f"state {state}"
@@ -53,9 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("target", metavar="HOST:PORT")
     parser.add_argument("--service", default="", metavar="NAME", help="check one gRPC service (default: the server)")
     parser.add_argument("--timeout-s", type=float, default=3.0, metavar="SECONDS", help="how long to wait (default: 3)")
+    for name in ("ca", "cert", "key"):
+        parser.add_argument(f"--tls-{name}", metavar="FILE", help=f"as CADENZA_TLS_{name.upper()}")
+    parser.add_argument("--tls-server-name", metavar="NAME", help="the name that the certificate must have")
     options = parser.parse_args(arguments)
+    given = {name.removeprefix("tls_"): value for name, value in vars(options).items() if name.startswith("tls_")}
     try:
-        reason = check(options.target, options.service, timeout_s=options.timeout_s)
+        tls = TLS(**given) if any(given.values()) else TLS.from_environment()
+        reason = check(options.target, options.service, timeout_s=options.timeout_s, tls=tls)
     except ValueError as error:
         parser.error(str(error))
     print(f"{options.target}: {reason or 'SERVING'}", file=sys.stderr if reason else sys.stdout)

@@ -75,7 +75,12 @@ class LLM:
                 on_start=progress.start,
                 **options,
             )
-        self._client = Client(self._services.target, token=token, reconnect_timeout_s=reconnect_timeout_s)
+        self._client = Client(
+            self._services.target,
+            token=token,
+            reconnect_timeout_s=reconnect_timeout_s,
+            tls=self._services.tls or False,
+        )
         services = self._services  # not self, which must be collected as soon as nobody refers to it
         self._client._expect_server(lambda: services.failure is not None)
 

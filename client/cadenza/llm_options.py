@@ -36,6 +36,27 @@ class LLMOptions(TypedDict, total=False):
     """Address to serve metrics on; beyond loopback it needs --metrics-token-file or --metrics-insecure (or --insecure).
     [default: 127.0.0.1]"""
 
+    insecure: bool | None
+    """Let other machines reach the service without credentials; without it, an address beyond loopback needs TLS and
+    proof of who the clients are; docs/security.md. [default: off]"""
+
+    tls_cert: str | None
+    """PEM file of the certificate chain that the service shows; read again when it changes."""
+
+    tls_key: str | None
+    """PEM file of the key of --tls-cert; read again when it changes."""
+
+    tls_client_ca: str | None
+    """PEM file of CA certificates: clients must show a certificate that one of them has signed; read again when it
+    changes."""
+
+    max_connections: int | None
+    """Connections of all peers together; further ones are closed at once. [default: 2000]"""
+
+    max_connections_per_peer: int | None
+    """Connections of one address; further ones are closed within a second, on Linux. Give more behind a proxy.
+    [default: 500]"""
+
     simulate: str | None
     """Simulate the model: steps take no time (instant), or the time that a JSON file of step costs gives;
     docs/simulated.md. Values: instant, COSTS.json."""

@@ -18,12 +18,13 @@ from cadenza.child_process import ChildService, LogSink, subject
 from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.executor_progress import ExecutorProgress
 from cadenza.executor_shares import ExecutorShare, executor_shares
-from cadenza.local_checks import check_address, check_device, check_files, check_model
+from cadenza.local_checks import check_address, check_device, check_files, check_listener, check_model, own_tls
 from cadenza.local_options import SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
 from cadenza.local_ports import metrics_ports, reserve_port, scheduler_address
 from cadenza.short_interrupts import quiet_at_exit
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.supervisor import RestartPolicy, SupervisedService
+from cadenza.tls import TLS
 
 _logger = logging.getLogger("cadenza.local")
 
@@ -59,6 +60,7 @@ class _Family:
     on_event: Callable[[str], None]
     on_back: Callable[[str], None]
     metrics_ports: dict[str, int]  # by service; empty: no metrics
+    tls: TLS | None = None  # of connections to the scheduler
     owner: int = field(default_factory=os.getpid)  # the parent process
     children: dict[str, ChildService] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -102,6 +104,8 @@ class LocalServices:
         model = check_model(model)
         arguments = route_options(model, options, config=config)
         check_address(host, port)
+        check_listener(host, arguments.settings)
+        self._tls = own_tls(arguments.settings)
         if programs is None:
             check_device(arguments.settings)
             check_files(model, arguments.settings)
@@ -121,6 +125,7 @@ class LocalServices:
             on_event or _logger.warning,
             on_back or (lambda service: None),
             metrics_ports(arguments.settings, list(shares), kept),
+            self._tls,
         )
         for sentence in ignored_variables():
             self._family.on_event(sentence)
@@ -150,6 +155,11 @@ class LocalServices:
     def target(self) -> str:
         """`HOST:PORT` of the scheduler."""
         return self._family.addresses[SCHEDULER]
+
+    @property
+    def tls(self) -> TLS | None:
+        """How this process connects to the scheduler; None: in plain text."""
+        return self._tls
 
     @property
     def addresses(self) -> Mapping[str, str]:
@@ -234,7 +244,7 @@ def _watch(family: _Family) -> None:
     """Supervise all services until `stopping` is set, or the scheduler or the last executor is given up."""
     services = {}
     for executor in family.shares:
-        progress = ExecutorProgress(lambda: family.addresses[SCHEDULER], family.addresses[executor])
+        progress = ExecutorProgress(lambda: family.addresses[SCHEDULER], family.addresses[executor], family.tls)
         services[executor] = _supervised(family, executor, progress.completed_step)
     services[SCHEDULER] = _supervised(family, SCHEDULER, _cannot_know)
     try:

@@ -16,7 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cadenza.errors import OptionError
-from cadenza.local_options import Setting
+from cadenza.local_options import LISTENER_OPTIONS, Setting
+from cadenza.tls import TLS
+from cadenza.tls_files import PemFile, TlsError, first_name
+from cadenza.tls_server import is_loopback
 from cadenza.transport import format_address
 
 _HUB_TIMEOUT_S = 10.0
@@ -67,6 +70,31 @@ def check_device(settings: Mapping[str, Setting]) -> None:
     missing = _missing_for_cuda()
     if missing:
         raise setting.refused("device", f"cuda: {missing}; use cpu or auto")
+
+
+def check_listener(host: str, settings: Mapping[str, Setting]) -> None:
+    """Check that other machines cannot reach the scheduler without credentials, and the files of TLS."""
+    values = {name: _value(settings, name) for name in (*LISTENER_OPTIONS, "tenants")}
+    proves = values["tls_cert"] is not None and (values["tls_client_ca"] or values["tenants"]) is not None
+    if not (proves or values["insecure"] or is_loopback(host)):
+        raise OptionError(
+            f"option host: {host}: other machines could use the server without credentials: give --tls-cert, --tls-key "
+            "and --tls-client-ca or --tenants (`cadenza certs` makes the files), or --insecure to allow it"
+        )
+
+
+def own_tls(settings: Mapping[str, Setting]) -> TLS | None:
+    """How this process connects to a scheduler that it starts with these options; None: in plain text.
+
+    It trusts the scheduler's own certificate, and shows it.
+    """
+    cert, key = _value(settings, "tls_cert"), _value(settings, "tls_key")
+    if cert is None or key is None:
+        return None
+    try:
+        return TLS(str(cert), str(cert), str(key), first_name(PemFile("--tls-cert", str(cert))))
+    except TlsError as error:
+        raise OptionError(f"option {str(error).removeprefix('--')}") from None
 
 
 def check_address(host: str, port: object) -> None:

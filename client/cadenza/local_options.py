@@ -27,7 +27,19 @@ STARTER = "cadenza"
 PLACES = ("model", "host", "port")
 """Options of `cadenza up` itself; a file may have them besides those of the services."""
 # Cadenza sets these options itself when it starts both services.
-_OWN = {"model": "it is the model", "listen": "use host and port", "executor": "it is started here"}
+_LINK = "the executors are started here, and listen on loopback"
+_OWN = {
+    "model": "it is the model",
+    "listen": "use host and port",
+    "executor": "it is started here",
+    **dict.fromkeys(
+        ("executor_ca", "executor_cert", "executor_key", "executor_server_name", "tls_scheduler_name"), _LINK
+    ),
+}
+LISTENER_OPTIONS = ("insecure", "tls_cert", "tls_key", "tls_client_ca")
+"""Options of both services that are the scheduler's alone here: the executors listen on loopback."""
+_CLIENT_VARIABLES = "CADENZA_TLS_"
+"""Variables of clients: here they do not set the options of the listener that have the same names."""
 # Kubernetes sets such variables in every pod for a service named cadenza.
 _KUBERNETES = re.compile(r"CADENZA_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)|CADENZA_PORT")
 
@@ -80,6 +92,8 @@ def service_options() -> dict[str, list[str]]:
     options: dict[str, list[str]] = {}
     for service, config in option_classes().items():
         for name in config.model_fields:
+            if service == EXECUTOR and name in LISTENER_OPTIONS:
+                continue
             if name not in _OWN and name != "config":
                 options.setdefault(name, []).append(service)
     return options
@@ -154,6 +168,8 @@ def ignored_variables(environment: Mapping[str, str] | None = None) -> Iterator[
     for name in sorted(os.environ if environment is None else environment):
         if not name.upper().startswith(ENV_PREFIX) or name.upper() in known or _KUBERNETES.fullmatch(name):
             continue
+        if name.upper().startswith(_CLIENT_VARIABLES):
+            continue
         reason, hint = own.get(name.upper()), suggestion(name.upper(), known, ENV_PREFIX)
         wrong = f"has no effect here: {reason}" if reason else f"is not an option{hint}"
         yield f"{name} in the environment {wrong}"
@@ -191,7 +207,9 @@ def _from_environment(environment: Mapping[str, str], names: Collection[str]) ->
     return {
         by_variable[key.upper()]: Setting(value, key)
         for key, value in sorted(environment.items())
-        if key.upper() in by_variable and not (_KUBERNETES.fullmatch(key) and "://" in value)
+        if key.upper() in by_variable
+        and not key.upper().startswith(_CLIENT_VARIABLES)
+        and not (_KUBERNETES.fullmatch(key) and "://" in value)
     }
 
 

@@ -15,6 +15,9 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from cadenza.tls import TLS, ChannelFiles
+from cadenza.tls_channel import tls_channel
+
 PROTOCOL_VERSION = 1
 SCHEDULER_PORT = 50051
 EXECUTOR_PORT = 50052
@@ -31,6 +34,13 @@ MAX_STEP_LOGPROBS = 128 * 1024
 message of a result with both has 1.9 MB, which is parsed in 1.5 ms and serialized in 2.1 ms."""
 MAX_SHORT_BYTES = 64 * 1024
 """Limit of all other messages to an executor."""
+MAX_METADATA_BYTES = 16 * 1024
+"""Limit of a call's metadata, as HTTP/2 counts them (RFC 9113, section 6.5.2): names, values and 32 bytes for each."""
+MAX_STREAMS = 4096
+"""Calls that a connection may have open at a time; further ones of a gRPC client wait in the client."""
+MAX_EXECUTOR_STREAMS = 256
+"""The same at an executor, whose scheduler needs two: room for streams that another scheduler left half open."""
+MAX_CONNECTIONS = 2000
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """The key of a serialized google.rpc.Status in the trailing metadata of a call."""
 
@@ -64,9 +74,29 @@ def channel_options() -> list[tuple[str, Any]]:
     ]
 
 
-def server_options(*, max_received_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
-    """Options for a server: bursts of new streams are accepted, frequent pings are tolerated."""
+def server_options(
+    *,
+    max_received_bytes: int = MAX_MESSAGE_BYTES,
+    max_streams: int = MAX_STREAMS,
+    max_connections: int = MAX_CONNECTIONS,
+) -> list[tuple[str, Any]]:
+    """Options for a server: bursts of new streams are accepted, frequent pings are tolerated.
+
+    `max_streams`: calls of one connection at a time; it also bounds what calls that are begun and cancelled at once can
+    take (CVE-2023-44487). `max_connections`: of all peers together.
+    """
     return [
+        ("grpc.max_concurrent_streams", max_streams),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        # A connection that sends nothing, or not the beginning of HTTP/2, is closed; by default after two minutes.
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        # So is one that does not confirm the settings, for which the limit of metadata does not hold before.
+        ("grpc.http2.settings_timeout", 10_000),
+        # One without calls is told to go; our clients make another when they need it.
+        ("grpc.max_connection_idle_ms", 300_000),
+        # Metadata of a call, with 32 bytes for each entry: 16 KiB hold at most some 500 entries.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         *(option for option in _COMMON if option[0] != _MAX_RECEIVED),
         (_MAX_RECEIVED, max_received_bytes),
         # By default a busy server refuses part of a burst of new streams; with these it accepts all of 10,000.
@@ -121,14 +151,35 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def bind(server: Any, address: str, *, default_port: int) -> str:
-    """Bind a grpc(.aio) server to `HOST:PORT` (port 0: any free one).
+def aio_channel(target: str, tls: TLS | ChannelFiles | None = None) -> grpc.aio.Channel:
+    """A channel to `HOST:PORT` for asyncio, in plain text without `tls`. Each call uses a connection that was made with
+    the files as they are then. Raises TlsError for files that cannot be used.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=channel_options())
+    files = tls if isinstance(tls, ChannelFiles) else ChannelFiles(tls)
+    return tls_channel(target, files, channel_options())
+
+
+def sync_channel(target: str, tls: TLS | None = None) -> grpc.Channel:
+    """A channel to `HOST:PORT` for threads, for a short time: it keeps the files as they are now. Raises TlsError."""
+    if tls is None:
+        return grpc.insecure_channel(target, options=channel_options())
+    files = ChannelFiles(tls)
+    return grpc.secure_channel(target, files.credentials(), options=[*channel_options(), *files.options()])
+
+
+def bind(server: Any, address: str, *, default_port: int, credentials: grpc.ServerCredentials | None = None) -> str:
+    """Bind a grpc(.aio) server to `HOST:PORT` (port 0: any free one), in plain text without `credentials`.
 
     Returns the bound address; raises OSError with a clear message if the port is taken or not permitted.
     """
     host, port = parse_address(address, default_port=default_port)
     try:
-        bound = server.add_insecure_port(format_address(host, port))
+        if credentials is None:
+            bound = server.add_insecure_port(format_address(host, port))
+        else:
+            bound = server.add_secure_port(format_address(host, port), credentials)
     except RuntimeError as exc:
         raise OSError(f"cannot listen on {format_address(host, port)}: the port is taken or not permitted") from exc
     if bound == 0:

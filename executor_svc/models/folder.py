@@ -58,6 +58,11 @@ def check_folder(folder: Path, with_weights: bool) -> None:
         find_weights(folder)
 
 
+def _is_weight_file(name: str) -> bool:
+    """Whether an index may name this file: never a pickle, and none of another folder."""
+    return name.endswith(".safetensors") and Path(name).name == name
+
+
 def find_weights(folder: Path) -> Path | dict[str, Path]:
     """Return the file of the weights, or of a sharded checkpoint the file of each tensor; raises LoaderError."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -65,6 +70,9 @@ def find_weights(folder: Path) -> Path | dict[str, Path]:
         content = read_json(folder, index.name, required=True).get("weight_map")
         if not isinstance(content, dict) or not content:
             raise LoaderError(f"model folder {folder}: {index.name} has no weight_map")
+        odd = sorted({str(file) for file in content.values() if not _is_weight_file(str(file))})
+        if odd:
+            raise LoaderError(f"model folder {folder}: {index.name} names {odd[0]}, which is no safetensors file in it")
         missing = sorted({file for file in content.values() if not (folder / str(file)).is_file()})
         if missing:
             raise LoaderError(f"model folder {folder}: weight files named by {index.name} are missing: {missing[0]}")

@@ -14,7 +14,10 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
+from cadenza.call_limits import CallLimits
 from cadenza.transport import (
+    MAX_CONNECTIONS,
+    MAX_EXECUTOR_STREAMS,
     MAX_PLAN_BYTES,
     MAX_SHORT_BYTES,
     STATUS_DETAILS_KEY,
@@ -23,16 +26,24 @@ from cadenza.transport import (
     server_options,
 )
 from cadenza.v1 import execution_pb2
+from executor_svc.service.scheduler_only import SchedulerOnly
 
 _PLAN_STREAM = f"/{execution_pb2.DESCRIPTOR.services_by_name['ExecutionService'].full_name}/Execute"
 _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
 
 
-def limited_server() -> grpc.aio.Server:
-    """A server that checks the length of each message before it is parsed."""
-    return grpc.aio.server(
-        interceptors=[_UnreadableMessages()], options=server_options(max_received_bytes=MAX_PLAN_BYTES)
+def limited_server(scheduler_name: str | None = None, max_connections: int = MAX_CONNECTIONS) -> grpc.aio.Server:
+    """A server that checks the length of each message before it is parsed, and all that `CallLimits` limits.
+
+    `scheduler_name`: that in the certificate of the only client that may do more than check the health; None: any may.
+    """
+    interceptors: list[grpc.aio.ServerInterceptor] = [CallLimits()]
+    if scheduler_name is not None:
+        interceptors.append(SchedulerOnly(scheduler_name))
+    options = server_options(
+        max_received_bytes=MAX_PLAN_BYTES, max_streams=MAX_EXECUTOR_STREAMS, max_connections=max_connections
     )
+    return grpc.aio.server(interceptors=[*interceptors, _UnreadableMessages()], options=options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,13 @@ from google.rpc import status_pb2
 from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
 from cadenza.metrics.histogram import Histogram
 from cadenza.slices import run_in_slices
+from cadenza.tls import ChannelFiles
+from cadenza.tls_reason import find_tls_reason
 from cadenza.transport import (
     EXECUTOR_PORT,
     PROTOCOL_VERSION,
     STATUS_DETAILS_KEY,
-    channel_options,
+    aio_channel,
     format_address,
     parse_address,
 )
@@ -52,6 +54,7 @@ _FIRST_NOTICE_S = 10.0
 """An executor that was started together with this scheduler listens by then, though it may still load its model."""
 _NOTICE_S = 30.0
 _DESCRIBE_TIMEOUT_S = 5.0
+_TLS_LOOK_S = 3.0
 _RETRY_S = 0.2
 _FENCED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
 """Without a SessionRefusal that allows a retry, these stop the scheduler."""
@@ -60,11 +63,15 @@ _FENCED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
 class GrpcExecutor:
     """An ExecutorPort for one address. The channel reconnects by itself; each session has a connection of its own."""
 
-    def __init__(self, target: str, scheduler_id: str, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, target: str, scheduler_id: str, *, silence_s: float = SILENCE_S, tls: ChannelFiles | None = None
+    ) -> None:
         """scheduler_id: the executor hands itself over at once to another process with the same id.
 
-        silence_s: an executor without messages for this long counts as lost. Raises ValueError for a bad address.
+        silence_s: an executor without messages for this long counts as lost. tls: None for plain text.
+        Raises ValueError for a bad address.
         """
+        self._tls = tls
         self.target = format_address(*parse_address(target, default_port=EXECUTOR_PORT))
         self._scheduler_id = scheduler_id
         self._incarnation = secrets.randbits(64)
@@ -75,7 +82,7 @@ class GrpcExecutor:
 
     def _connect(self) -> None:
         """Use a connection that is made by the next call."""
-        self._channel = grpc.aio.insecure_channel(self.target, options=channel_options())
+        self._channel = aio_channel(self.target, self._tls)
         self._stub: pb_grpc.ExecutionServiceAsyncStub = pb_grpc.ExecutionServiceStub(self._channel)
         # Messages of a plan stream are made here, so that their sizes are known at no further cost.
         self._execute: grpc.aio.StreamStreamMultiCallable[bytes, pb.ExecuteResponse] = self._channel.stream_stream(
@@ -96,23 +103,17 @@ class GrpcExecutor:
     async def describe(self) -> ModelDescription:
         """Wait until the executor answers; raises ExecutorLostError for another protocol version."""
         notice = asyncio.create_task(self._log_waiting())
+        answer = asyncio.create_task(self._description())
+        refusal = asyncio.create_task(self._tls_refusal())
         try:
-            while True:
-                await self._reconnect_if_doubtful()
-                try:
-                    message = await self._stub.Describe(
-                        pb.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S, wait_for_ready=True
-                    )
-                    break
-                except grpc.aio.AioRpcError as exc:
-                    self._is_doubtful = exc.code() is not grpc.StatusCode.UNAVAILABLE
-                    # UNAVAILABLE: still loading, or the connection broke; DEADLINE_EXCEEDED: nothing listens there.
-                    if exc.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                        raise ExecutorLostError(f"Describe: {_reason(exc)}") from exc
-                    if exc.code() is grpc.StatusCode.UNAVAILABLE:  # may be returned at once
-                        await asyncio.sleep(_RETRY_S)
+            await asyncio.wait((answer, refusal), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ExecutorLostError(await refusal)
+            message = await answer
         finally:
-            notice.cancel()
+            for task in (notice, answer, refusal):
+                task.cancel()
+            await asyncio.gather(answer, refusal, return_exceptions=True)
         if message.protocol_version != PROTOCOL_VERSION:
             raise ExecutorLostError(
                 f"it speaks protocol version {message.protocol_version}, this scheduler {PROTOCOL_VERSION}"
@@ -121,6 +122,32 @@ class GrpcExecutor:
             return model_description(message)
         except ProtocolError as exc:
             raise ExecutorLostError(str(exc)) from exc
+
+    async def _description(self) -> pb.DescribeResponse:
+        """The answer of an executor that listens, some time; raises ExecutorLostError for another one."""
+        while True:
+            await self._reconnect_if_doubtful()
+            try:
+                return await self._stub.Describe(pb.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S, wait_for_ready=True)
+            except grpc.aio.AioRpcError as exc:
+                self._is_doubtful = exc.code() is not grpc.StatusCode.UNAVAILABLE
+                # UNAVAILABLE: still loading, or the connection broke; DEADLINE_EXCEEDED: nothing listens there.
+                if exc.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise ExecutorLostError(f"Describe: {_reason(exc)}") from exc
+                if exc.code() is grpc.StatusCode.UNAVAILABLE:  # may be returned at once
+                    await asyncio.sleep(_RETRY_S)
+
+    async def _tls_refusal(self) -> str:
+        """Why no connection comes about, as soon as it is known that TLS is the reason.
+
+        A call that waits for its connection would wait for ever, without a word.
+        """
+        while True:
+            await asyncio.sleep(_TLS_LOOK_S)
+            tls = None if self._tls is None else self._tls.tls
+            reason = await find_tls_reason(self.target, tls, default_port=EXECUTOR_PORT, prefix="--executor-")
+            if reason:
+                return f"no TLS connection: {reason}"
 
     async def open(self, epoch: int) -> GrpcPlanStream:
         """Open a session; raises ExecutorLostError, StaleEpochError, ExecutorHeldError, ExecutorFencedError."""

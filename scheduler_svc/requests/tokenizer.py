@@ -70,7 +70,8 @@ def load_tokenizer(source: str, *, required: bool = False) -> Tokenizer | None:
         # Imported here: it takes seconds, and a service for token ids only does not need it.
         from transformers import AutoTokenizer
 
-        inner = AutoTokenizer.from_pretrained(source)
+        # False, not the default: that asks on a terminal whether to run the folder's own code.
+        inner = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as exc:
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise TokenizerError(f"cannot load a tokenizer from {source!r}: {reason} {_HINT}") from exc

@@ -14,6 +14,7 @@ import cadenza
 from cadenza.cli.app import run
 from cadenza.errors import OptionError
 from cadenza.local_options import (
+    LISTENER_OPTIONS,
     STARTER,
     Setting,
     config_classes,
@@ -58,6 +59,18 @@ def test_values_reach_the_services_as_their_types():
     arguments = route_options("m", {"skip_tokenizer_init": "yes", "enable_prefix_caching": "0", "block_size": "08"})
     assert set(arguments.executor) == {"--model=m", "--block-size=8"}
     assert set(arguments.scheduler) == {"--skip-tokenizer-init", "--no-enable-prefix-caching"}
+
+
+def test_services_started_here_take_no_credentials_of_clients():
+    """A shell with a client's CADENZA_TLS_CERT must not make it the certificate of a server that is started there."""
+    environment = {"CADENZA_TLS_CERT": "client.pem", "CADENZA_TLS_KEY": "client-key.pem", "CADENZA_TLS_CA": "ca.pem"}
+    assert not route_options("m", {}, environment=environment).settings
+    assert not list(ignored_variables(environment))
+    given = route_options("m", {"tls_cert": "c.pem", "tls_key": "k.pem"}, environment={})
+    assert given.scheduler == ["--tls-cert=c.pem", "--tls-key=k.pem"]
+    assert given.executor == ["--model=m"], "executors listen on loopback"
+    with pytest.raises(OptionError, match="option executor_ca cannot be given here"):
+        route_options("m", {"executor_ca": "ca.pem"}, environment={})
 
 
 def test_every_option_has_a_service():
@@ -109,9 +122,10 @@ def test_every_option_reaches_its_services_whole(tmp_path):
     environment = {f"CADENZA_{name.upper()}": str(value) for name, value in options.items()}
     file = tmp_path / "all.toml"
     file.write_text("".join(f"{name} = {str(value).lower()!r}\n" for name, value in options.items()))
+    listener = {name: options[name] for name in options if name.startswith("tls_")}  # their variables are a client's
     for arguments in (
         route_options("m", options, environment={}),
-        route_options("m", {}, environment=environment),
+        route_options("m", listener, environment=environment),
         route_options("m", {}, config=file, environment={}),
     ):
         configs = {
@@ -139,7 +153,8 @@ def test_every_option_is_taken_by_every_command(command, monkeypatch, capsys):
     monkeypatch.setattr("cadenza.local.LocalServices", start)
     options = all_samples()
     if command != "up":
-        options.pop("seed")  # there, --seed is that of sampling
+        for name in ("seed", *LISTENER_OPTIONS):  # --seed is that of sampling, --tls-cert that of a client
+            options.pop(name)
     arguments = [command, "--model", "m", *to_arguments(options), *(["x"] if command == "generate" else [])]
     with pytest.raises(Started):
         run(arguments)

@@ -12,7 +12,9 @@ from typing import Any
 
 import grpc
 
-from cadenza.transport import bind, channel_options
+from cadenza.tls import TLS
+from cadenza.tls_server import listener_credentials
+from cadenza.transport import aio_channel, bind
 from cadenza.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from executor_svc.app import build_executor, open_traces
 from executor_svc.config import ExecutorConfig
@@ -36,8 +38,8 @@ async def executor_service(
     worker = Worker(lambda: gate.before(build_executor(config, described)))
     worker.start()
     await asyncio.wrap_future(worker.ready)
-    server = limited_server()
-    address = bind(server, config.listen, default_port=0)
+    server = limited_server(None if config.tls_client_ca is None else config.tls_scheduler_name)
+    address = bind(server, config.listen, default_port=0, credentials=listener_credentials(config, default_port=0))
     traces = open_traces(config, address)
     await add_services(server, worker, described.result(), spans=traces)
     await server.start()
@@ -92,23 +94,28 @@ class Running:
 
 
 @asynccontextmanager
-async def scheduler_service(executor: str, *, one_session: bool = True, **options: Any) -> AsyncIterator[Running]:
-    """A scheduler on an executor. A session that breaks heals by itself, so it is checked that none did."""
+async def scheduler_service(
+    executor: str, *, one_session: bool = True, tls: TLS | None = None, **options: Any
+) -> AsyncIterator[Running]:
+    """A scheduler on an executor; `tls`: how it is connected to.
+
+    A session that breaks heals by itself, so it is checked that none did.
+    """
     config = SchedulerConfig(executor=[executor], listen="127.0.0.1:0", **options)
     service = Service(config)
     target = await service.start()
     try:
         await service.open()
-        async with connection(target, one_session=one_session) as running:
+        async with connection(target, one_session=one_session, tls=tls) as running:
             yield running
     finally:
         await service.stop()
 
 
 @asynccontextmanager
-async def connection(target: str, *, one_session: bool = True) -> AsyncIterator[Running]:
+async def connection(target: str, *, one_session: bool = True, tls: TLS | None = None) -> AsyncIterator[Running]:
     """A channel to a scheduler that runs already."""
-    async with grpc.aio.insecure_channel(target, options=channel_options()) as channel:
+    async with aio_channel(target, tls) as channel:
         running = Running(target, channel)
         epoch = await running.epoch()
         yield running

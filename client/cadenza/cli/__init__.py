@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+# grpc logs each failed TLS handshake, which the command reports in its own words; it reads this variable on import.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def main() -> None:

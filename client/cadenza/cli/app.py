@@ -15,10 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from cadenza import __version__
-from cadenza.cli import chat, drain, executors, fit_costs, generate, loadtest, report, simulate, tenants, top, up
+from cadenza.cli import certs, chat, drain, executors, fit_costs, generate, loadtest, report, simulate, tenants, top, up
+from cadenza.cli.connection import with_connection
 from cadenza.cli.credentials import with_credentials
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
+from cadenza.local_options import LISTENER_OPTIONS
 from cadenza.settings.extras import install_command
 from cadenza.spelling import suggestion
 
@@ -40,6 +42,8 @@ What it is doing, and an end without a lost request:
 The executors behind it, and whom it serves:
   cadenza executors list
   cadenza tenants list --file tenants.toml
+Certificates for TLS:
+  cadenza certs DIR
 Measuring it, and simulating other hardware:
   cadenza loadtest --request-rate 4
   cadenza simulate --executors 1,2,4 --find-max-rate --slo ttft=0.5,tpot=0.05
@@ -57,25 +61,27 @@ class _Command:
     function: Callable[..., None]
     fields: Callable[[], Iterable[FieldOption]] = tuple
     extra: str = ""
-    has_server: bool = False
-    """Whether it talks to a server that may need a token."""
+    connects: bool = False
+    """Whether it connects to a running server."""
 
 
 def _for_model(*taken: str) -> Iterator[FieldOption]:
     """The services' options for a command that may start them, without the names that it uses itself."""
+    taken = (*taken, *LISTENER_OPTIONS)
     return (option for option in service_fields("Server started by --model: {}") if option.name not in taken)
 
 
 _COMMANDS = {
     "up": _Command(up, up.up, service_fields, "serve"),
     "serve": _Command(up, up.up, service_fields, "serve"),
-    "generate": _Command(generate, generate.generate, lambda: _for_model("seed"), "serve", has_server=True),
-    "chat": _Command(chat, chat.chat, lambda: _for_model("seed"), "serve", has_server=True),
-    "top": _Command(top, top.top, has_server=True),
-    "drain": _Command(drain, drain.drain, has_server=True),
+    "generate": _Command(generate, generate.generate, lambda: _for_model("seed"), "serve", True),
+    "chat": _Command(chat, chat.chat, lambda: _for_model("seed"), "serve", True),
+    "top": _Command(top, top.top, connects=True),
+    "drain": _Command(drain, drain.drain, connects=True),
     "loadtest": _Command(
-        loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()], "loadtest", has_server=True
+        loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()], "loadtest", True
     ),
+    "certs": _Command(certs, certs.certs),
     "report": _Command(report, report.report),
     "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields, "loadtest,scheduler"),
     "fit-costs": _Command(fit_costs, fit_costs.fit_costs),
@@ -121,8 +127,9 @@ def make_app(requested: str) -> typer.Typer:
             cls=GroupedCommand,
             hidden=name in _ALIASES,
         )
-        function = with_credentials(command.function) if command.has_server else command.function
-        make(with_fields(function, fields))
+        function = with_credentials(command.function) if command.connects else command.function
+        function = with_fields(function, fields)
+        make(with_connection(function) if command.connects else function)
     return app
 
 

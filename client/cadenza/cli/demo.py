@@ -72,7 +72,7 @@ def _demo_model() -> Path:
 
 
 async def _run(console: Console, target: str, max_num_seqs: int) -> None:
-    async with AsyncClient(target) as client:
+    async with AsyncClient(target, tls=False) as client:
         info = await client.model_info()
         if not info.has_chat_template:
             raise FailedPreconditionError(f"{info.model} has no chat template, which the demo needs")

@@ -11,7 +11,7 @@ from cadenza.cli.text import size
 from cadenza.credentials import authorized, call_metadata, chosen_token
 from cadenza.local import LocalServices
 from cadenza.local_options import SCHEDULER, Setting
-from cadenza.transport import channel_options
+from cadenza.transport import sync_channel
 from cadenza.v1 import execution_pb2, execution_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
 
 _TIMEOUT_S = 5.0
@@ -26,7 +26,7 @@ def effective_options(services: LocalServices, places: Mapping[str, Setting]) ->
     """
     addresses = services.addresses
     executors = _describe_all({name: addresses[name] for name in services.executors})
-    with grpc.insecure_channel(addresses[SCHEDULER], options=channel_options()) as channel:
+    with sync_channel(addresses[SCHEDULER], services.tls) as channel:
         _wait_until_serving(channel)
         stub = authorized(generation_pb2_grpc.GenerationServiceStub(channel), call_metadata(chosen_token(None)))
         model = stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_TIMEOUT_S)
@@ -46,7 +46,7 @@ def _describe_all(addresses: Mapping[str, str]) -> dict[str, execution_pb2.Descr
     answers: dict[str, execution_pb2.DescribeResponse] = {}
     failure: grpc.RpcError | None = None
     for name, address in addresses.items():
-        with grpc.insecure_channel(address, options=channel_options()) as channel:
+        with sync_channel(address) as channel:
             try:
                 answers[name] = execution_pb2_grpc.ExecutionServiceStub(channel).Describe(
                     execution_pb2.DescribeRequest(), timeout=_TIMEOUT_S

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cadenza.cli.admin_calls import admin, check_timeout, drained, explained, requests
+from cadenza.cli.connection import with_connection
 from cadenza.cli.credentials import with_credentials
 from cadenza.cli.generate import Target
 from cadenza.cli.service_args import serving
@@ -54,9 +55,9 @@ Timeout = Annotated[
 def make_group(**settings: Any) -> typer.Typer:
     """The commands below `cadenza executors`."""
     group = typer.Typer(help=HELP, epilog=EPILOG, add_completion=False, rich_markup_mode=None, **settings)
-    group.command("list", help=_LIST_HELP, epilog=EPILOG)(with_credentials(list_executors))
+    group.command("list", help=_LIST_HELP, epilog=EPILOG)(with_connection(with_credentials(list_executors)))
     for name, command in (("add", add), ("drain", drain), ("resume", resume), ("remove", remove)):
-        group.command(name, epilog=EPILOG)(with_credentials(command))
+        group.command(name, epilog=EPILOG)(with_connection(with_credentials(command)))
     return group
 
 

@@ -101,9 +101,11 @@ def serving(target: str | None, model: str | None, config: str | None, options: 
     from rich.console import Console
 
     from cadenza.local import LocalServices
+    from cadenza.tls import no_tls_variables
 
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_tls_variables())  # the services started here listen on loopback
         with console.status(f"starting both services on {model}"):
             # Events arrive on another thread while the answer streams: each is a line of its own.
             services = stack.enter_context(LocalServices(model, config=config, on_event=console.print, **given))

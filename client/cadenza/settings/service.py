@@ -103,6 +103,46 @@ class ServiceSettings(BaseSettings):
             )
         return value
 
+    insecure: bool = Field(
+        False,
+        description="Let other machines reach the service without credentials; without it, an address beyond loopback "
+        "needs TLS and proof of who the clients are; docs/security.md.",
+        json_schema_extra=about("Security"),
+    )
+    tls_cert: str | None = Field(
+        None,
+        min_length=1,
+        description="PEM file of the certificate chain that the service shows; read again when it changes.",
+        json_schema_extra=about("Security"),
+    )
+    tls_key: str | None = Field(
+        None,
+        min_length=1,
+        description="PEM file of the key of --tls-cert; read again when it changes.",
+        json_schema_extra=about("Security"),
+    )
+    tls_client_ca: str | None = Field(
+        None,
+        min_length=1,
+        description="PEM file of CA certificates: clients must show a certificate that one of them has signed; read "
+        "again when it changes.",
+        json_schema_extra=about("Security"),
+    )
+
+    max_connections: int = Field(
+        2000,
+        ge=1,
+        description="Connections of all peers together; further ones are closed at once.",
+        json_schema_extra=about("Security", "connections"),
+    )
+    max_connections_per_peer: int = Field(
+        500,
+        ge=1,
+        description="Connections of one address; further ones are closed within a second, on Linux. Give more behind a "
+        "proxy.",
+        json_schema_extra=about("Security", "connections"),
+    )
+
     @classmethod
     def settings_customise_sources(
         cls,

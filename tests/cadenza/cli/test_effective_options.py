@@ -83,7 +83,9 @@ def lines():
             )
         )
         addresses = dict(zip(names, at, strict=True)) | {"scheduler": address}
-        services = SimpleNamespace(addresses=addresses, executors=names, settings={"executors": Setting(len(names))})
+        services = SimpleNamespace(
+            addresses=addresses, executors=names, settings={"executors": Setting(len(names))}, tls=None
+        )
         made = effective_options(services, {})
         for name, target in addresses.items():
             made = [line.replace(target, f"<{name}>") for line in made]

@@ -237,6 +237,8 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (_write("model.safetensors", "rubbish"), "not a readable safetensors file"),
     (_write("model.safetensors.index.json", "{}"), "no weight_map"),
     (_write("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'), "missing: b.safetensors"),
+    (_write("model.safetensors.index.json", '{"weight_map": {"a": "b.bin"}}'), "names b.bin, which is no safetensors"),
+    (_write("model.safetensors.index.json", '{"weight_map": {"a": "../b.safetensors"}}'), r"names \.\./b.safetensors"),
 ]
 
 

@@ -1,0 +1,31 @@
+"""The credentials of the scheduler's two links, to clients and to executors, from its options."""
+
+from __future__ import annotations
+
+import grpc
+
+from cadenza.tls import TLS, ChannelFiles
+from cadenza.tls_files import TlsError
+from cadenza.tls_server import listener_credentials
+from cadenza.transport import SCHEDULER_PORT
+from scheduler_svc.config import SchedulerConfig
+
+
+def front_credentials(config: SchedulerConfig) -> grpc.ServerCredentials | None:
+    """The credentials of the listener for clients; None: plain text. Raises TlsError."""
+    has_tokens = config.tenants is not None
+    return listener_credentials(
+        config, default_port=SCHEDULER_PORT, other_proof="--tenants", has_other_proof=has_tokens
+    )
+
+
+def executor_files(config: SchedulerConfig) -> ChannelFiles | None:
+    """The files by which executors and this scheduler know each other; None: plain text. Raises TlsError."""
+    given = {name: getattr(config, f"executor_{name}") for name in ("ca", "cert", "key", "server_name")}
+    if not any(given.values()):
+        return None
+    if given["ca"] is None:
+        raise TlsError("--executor-cert, --executor-key and --executor-server-name need --executor-ca")
+    if (given["cert"] is None) != (given["key"] is None):
+        raise TlsError("--executor-cert and --executor-key need each other")
+    return ChannelFiles(TLS(**given), prefix="--executor-")

@@ -1,0 +1,258 @@
+"""Both links over TLS, with certificates made as `cadenza certs` makes them: who is refused, how, and rotation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cadenza import LLM, AsyncClient, Client, OptionError, SamplingParams, UnavailableError
+from cadenza.healthcheck import check
+from cadenza.tls import TLS
+from cadenza.transport import aio_channel
+from cadenza.v1 import execution_pb2 as pb
+from cadenza.v1 import execution_pb2_grpc, generation_pb2
+from scheduler_svc.app import Service
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.executors.client import GrpcExecutor
+from scheduler_svc.links import executor_files
+from scheduler_svc.plan_loop.ports import ExecutorLostError
+from tests.helpers.certificates import Certificates, certificates
+from tests.helpers.services import executor_service, scheduler_service
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture
+def certs(tmp_path) -> Certificates:
+    return certificates(tmp_path / "certs")
+
+
+def executor(certs: Certificates, **options):
+    return executor_service("", simulate="instant", **certs.listener("executor"), **options)
+
+
+def scheduler(certs: Certificates, address: str, **options):
+    tls = certs.of("client")
+    return scheduler_service(
+        address, tls=tls, skip_tokenizer_init=True, **certs.listener("scheduler"), **certs.executor_link(), **options
+    )
+
+
+async def failure(target: str, tls) -> str:
+    async with AsyncClient(target, tls=tls) as client:
+        with pytest.raises(UnavailableError) as caught:
+            await client.model_info()
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    return caught.value.message
+
+
+async def test_clients_without_the_right_certificate_are_refused_and_told_why(certs, tmp_path) -> None:
+    other, old = certificates(tmp_path / "other"), Certificates(tmp_path / "old")
+    shutil.copytree(certs.folder, old.folder)
+    old.renew(days=-1)  # by the same CA
+    async with executor(certs) as address, scheduler(certs, address) as running:
+        async with AsyncClient(running.target, tls=certs.of("client")) as client:
+            assert (await client.generate([[5, 6]], SamplingParams(max_tokens=3, detokenize=False)))[0].finished
+        ca, theirs = certs.of("client").ca, other.of("client")
+        expired = old.of("client")
+        cases = {
+            "it requires a certificate of its clients": TLS(ca),
+            "which is not of a CA that it trusts": TLS(ca, theirs.cert, theirs.key),
+            "which has expired": TLS(ca, expired.cert, expired.key),
+            "its certificate is not valid here: unable to get local issuer certificate": theirs,
+            "certificate is not valid for 'elsewhere'": TLS(ca, expired.cert, expired.key, "elsewhere"),
+            "it speaks TLS: --tls-ca FILE names the CA": False,
+        }
+        for text, tls in cases.items():
+            message = await failure(running.target, tls)
+            assert message.startswith(f"no TLS connection to {running.target}: "), message
+            assert text in message
+        assert await asyncio.to_thread(check, running.target, tls=certs.of("client")) is None
+        assert "it requires a certificate" in str(await asyncio.to_thread(check, running.target, tls=TLS(ca)))
+        for name in ("scheduler.pem", "scheduler-key.pem"):
+            (old.folder / "scheduler" / name).rename(certs.folder / "scheduler" / name)
+        assert "certificate has expired" in await failure(running.target, certs.of("client"))
+
+
+async def test_a_client_over_tls_is_told_that_the_server_speaks_plain_text(certs) -> None:
+    async with (
+        executor_service("", simulate="instant") as address,
+        scheduler_service(address, skip_tokenizer_init=True) as running,
+    ):
+        assert "it does not speak TLS" in await failure(running.target, certs.of("client"))
+
+
+async def test_an_executor_takes_its_schedulers_certificate_alone(certs) -> None:
+    async with executor(certs) as address:
+        refused = []
+        for party in ("client", "executor"):
+            async with aio_channel(address, certs.of(party)) as channel:
+                stub = execution_pb2_grpc.ExecutionServiceStub(channel)
+                plan_stream = stub.Execute()
+                await plan_stream.write(pb.ExecuteRequest(open=pb.OpenSession(scheduler_id="x", epoch=1)))
+                refused.append(await plan_stream.code())
+                with pytest.raises(grpc.aio.AioRpcError, match=f"not that of cadenza-{party}") as caught:
+                    await stub.Describe(pb.DescribeRequest())
+                refused.append(caught.value.code())
+                health = health_pb2_grpc.HealthStub(channel)
+                assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1, "open to all of the CA"
+        assert set(refused) == {grpc.StatusCode.PERMISSION_DENIED}
+        async with aio_channel(address, certs.of("scheduler")) as channel:
+            stub = execution_pb2_grpc.ExecutionServiceStub(channel)
+            assert (await stub.Describe(pb.DescribeRequest())).protocol_version == 1
+
+
+async def test_a_scheduler_with_the_wrong_credentials_says_so(certs, tmp_path) -> None:
+    other = certificates(tmp_path / "other")
+    wrong = {
+        "cadenza-client": certs.executor_link("client"),
+        "unable to get local issuer certificate": other.executor_link(),
+        "it speaks TLS: --executor-ca FILE": {},
+    }
+
+    async def reason(address: str, options: dict[str, str]) -> str:
+        config = SchedulerConfig(executor=[address], listen="127.0.0.1:0", **options)
+        port = GrpcExecutor(address, "x", tls=executor_files(config))
+        try:
+            with pytest.raises(ExecutorLostError) as caught:
+                async with asyncio.timeout(20):
+                    await port.describe()
+            return str(caught.value)
+        finally:
+            await port.aclose()
+
+    async with executor(certs) as address:
+        found = await asyncio.gather(*(reason(address, options) for options in wrong.values()))
+    for text, message in zip(wrong, found, strict=True):
+        assert text in message
+
+
+async def test_certificates_are_replaced_under_load_and_no_stream_is_lost(certs, caplog) -> None:
+    """New certificates, and a new CA beside the old one and in its place, while streams run and new ones begin."""
+    caplog.set_level(logging.WARNING)
+    async with executor(certs) as address, scheduler(certs, address) as running:
+        async with AsyncClient(running.target, tls=certs.of("client")) as client:
+            rotated = asyncio.Event()
+            finished: list[int] = []
+
+            async def read(index: int) -> None:
+                tokens = 0
+                async for delta in client.stream([5 + index], LONG):
+                    tokens += len(delta.outputs[0].token_ids)
+                    if not rotated.is_set() and tokens > 20:
+                        await rotated.wait()
+                finished.append(tokens)
+
+            async with asyncio.TaskGroup() as group:
+                early = [group.create_task(read(index)) for index in range(8)]
+                for options in ({}, {"new_ca": True}, {}):
+                    certs.renew(**options)
+                    group.create_task(read(20))
+                    assert (await client.generate([[9]], LONG))[0].finished
+                    async with AsyncClient(running.target, tls=certs.of("client")) as another:
+                        await another.model_info()
+                drop_old_authorities(certs)
+                assert (await client.generate([[9]], LONG))[0].finished
+                assert not any(each.done() for each in early)
+                rotated.set()
+            assert finished == [400] * 11
+        info = await running.generation.GetServerInfo(generation_pb2.GetServerInfoRequest())
+        assert info.executors[0].epoch == 1, "the plan stream has lived through it"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def drop_old_authorities(certs: Certificates) -> None:
+    for party in ("ca", "scheduler", "executor", "client"):
+        path = certs.folder / party / "ca.pem"
+        newest = path.read_text().split("-----END CERTIFICATE-----")[0] + "-----END CERTIFICATE-----\n"
+        new = path.with_suffix(".new")
+        new.write_text(newest)
+        new.replace(path)
+
+
+async def test_an_expired_certificate_of_the_scheduler_heals_without_a_restart(certs, caplog) -> None:
+    """Its connection to an executor cannot be made, until new files are there."""
+    certs.renew(days=-1)
+    async with asyncio.timeout(30):
+        listener = certs.listener("executor")
+        files = executor_files(SchedulerConfig(executor=["127.0.0.1:1"], **certs.executor_link()))
+        assert "has expired" in caplog.text
+        async with executor_service("", simulate="instant", **listener) as address:
+            port = GrpcExecutor(address, "x", tls=files)
+            with pytest.raises(ExecutorLostError, match="certificate has expired"):
+                await port.describe()
+            certs.renew()
+            assert (await port.describe()).name == "simulated"
+            await port.aclose()
+
+
+async def test_files_that_cannot_be_used_are_named_with_their_options(certs, tmp_path) -> None:
+    (tmp_path / "empty.pem").write_text("nothing")
+    key = certs.of("client").key
+    for options, message in (
+        ({"tls_cert": "missing.pem", "tls_key": str(key)}, "--tls-cert missing.pem: no such file or directory"),
+        ({"tls_cert": str(tmp_path / "empty.pem"), "tls_key": str(key)}, "empty.pem: this is not a certificate in PEM"),
+        (
+            {**certs.listener("scheduler"), "tls_key": str(key)},
+            f"--tls-key {key}: this is not the key of --tls-cert {certs.listener('scheduler')['tls_cert']}",
+        ),
+        (
+            {**certs.listener("scheduler"), "tls_client_ca": str(key)},
+            f"--tls-client-ca {key}: this is not a certificate",
+        ),
+        ({"tls_cert": "a.pem"}, "--tls-cert needs --tls-key"),
+        ({"tls_client_ca": "a.pem"}, "--tls-client-ca needs --tls-cert and --tls-key"),
+    ):
+        service = Service(SchedulerConfig(executor=["127.0.0.1:1"], listen="127.0.0.1:0", **options))
+        with pytest.raises(ValueError, match=r"^--tls-") as caught:
+            await service.start()
+        assert message in str(caught.value)
+        await service.stop()
+    with pytest.raises(OptionError, match=r"^option tls-ca missing\.pem: no such file or directory$"):
+        AsyncClient(tls=TLS("missing.pem"))
+    with pytest.raises(ValueError, match="cert needs key"):
+        TLS(cert="a.pem")
+
+
+@pytest.mark.parametrize("service", ["scheduler", "executor"])
+async def test_nothing_listens_beyond_loopback_without_credentials(service, certs) -> None:
+    from cadenza.tls_server import listener_credentials
+    from executor_svc.config import ExecutorConfig
+
+    def credentials(**options):
+        if service == "scheduler":
+            from scheduler_svc.links import front_credentials
+
+            return front_credentials(SchedulerConfig(executor=["127.0.0.1:1"], **options))
+        return listener_credentials(ExecutorConfig(simulate="instant", **options), default_port=0)
+
+    for address in ("0.0.0.0:0", "[::]:0", "192.0.2.1:50051", "no-such-host.invalid:1"):
+        for options in ({}, certs.listener(service, proof=False)):
+            with pytest.raises(ValueError, match=r"--tls-client-ca.* or --insecure"):
+                credentials(listen=address, **options)
+        assert credentials(listen=address, insecure=True) is None
+        assert credentials(listen=address, **certs.listener(service)) is not None
+    for address in (":0", "127.0.0.1:0", "127.8.9.1:0", "localhost:0", "[::1]:0"):
+        assert credentials(listen=address) is None
+
+
+@pytest.mark.slow
+def test_services_started_here_serve_other_machines_over_tls(certs, monkeypatch) -> None:
+    """The process that starts them connects with the scheduler's own certificate; executors stay on loopback."""
+    for name, value in (("CA", "a client's"), ("CERT", "a client's"), ("KEY", "a client's")):
+        monkeypatch.setenv(f"CADENZA_TLS_{name}", value)
+    options = {"simulate": "instant", "skip_tokenizer_init": True, "use_tqdm_on_load": False, "host": "0.0.0.0"}
+    with pytest.raises(OptionError, match=r"^option host: 0\.0\.0\.0: other machines could use the server without"):
+        LLM("simulated", **options)
+    with LLM("simulated", **options, **certs.listener("scheduler")) as llm:
+        assert llm.generate([[5, 6]], SamplingParams(max_tokens=3, detokenize=False), use_tqdm=False)[0].finished
+        port = llm.target.rpartition(":")[2]
+        with Client(f"localhost:{port}", tls=certs.of("client")) as client:
+            assert client.model_info().model == "simulated"
+        with Client(f"127.0.0.1:{port}", tls=False) as client, pytest.raises(UnavailableError, match="it speaks TLS"):
+            client.model_info()

@@ -32,7 +32,7 @@ _SEQUENCE_ITEMS = 128
 _ENTRY_ITEMS = 64
 """The work of reading the logprobs of one token, in numbers that take as long: 4 us (measured)."""
 _PLAN_ITEMS = 4096
-"""A plan with more numbers in its admissions becomes a message after a pause: making it was a slice of its own."""
+"""As many numbers of the admissions become part of a message before the first pause: making the plan was work too."""
 _DIGEST_DIGITS = 12
 """Hexadecimal digits of a digest in a message: enough to see that two differ."""
 
@@ -121,12 +121,12 @@ def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
     """
     request = pb.ExecuteRequest(plan=_without_admissions(plan, epoch))
     admitted = request.plan.admitted
-    num_items = 0
+    num_items, most = 0, _PLAN_ITEMS
     for sequence in plan.admitted:
         size = _num_items(sequence)
-        if num_items + size > SLICE_ITEMS:
+        if num_items + size > most:
             yield
-            num_items = 0
+            num_items, most = 0, SLICE_ITEMS
         num_items += size
         message = admitted.add()
         if size <= SLICE_ITEMS:

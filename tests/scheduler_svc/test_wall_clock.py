@@ -14,6 +14,7 @@ from tests.helpers.virtual_engine import START_S, started
 READERS = {
     "scheduler_svc/plan_loop/clock.py": "for deadlines that a restart must keep",
     "scheduler_svc/recording/recording.py": "the time of a recording",
+    "executor_svc/service/step_traces.py": "the times of spans",
 }
 _CALLS = frozenset({"time", "time_ns", "now", "utcnow", "today"})
 

@@ -107,4 +107,4 @@ def test_a_token_is_not_sent_far_away_by_a_command(
 def test_a_token_is_no_option_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Other users of the machine see command lines."""
     assert run(["drain", "--token", "x"]) == 2
-    assert "there is no option --token; did you mean --token-file?" in capsys.readouterr().err
+    assert "there is no option --token; did you mean --token-file" in capsys.readouterr().err

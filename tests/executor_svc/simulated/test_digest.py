@@ -59,9 +59,10 @@ def test_every_part_of_a_sequence_counts() -> None:
     lane = bench.core.lanes[0]
     assert check_mirror(lane, executor.inner.slots, result.debug_digest)
     sequence = next(iter(lane.running))
-    sequence.token_ids[0] += 1
+    prompt_ids = sequence.prompt_ids
+    sequence.prompt_ids = (prompt_ids[0] + 1, *prompt_ids[1:])
     assert lane_digest(lane) != result.debug_digest
-    sequence.token_ids[0] -= 1
+    sequence.prompt_ids = prompt_ids
     sequence.block_ids[0] += 1
     assert lane_digest(lane) != result.debug_digest
     sequence.block_ids[0] -= 1

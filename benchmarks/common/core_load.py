@@ -102,7 +102,7 @@ def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes
 def memory_per_sequence(case: Case, seed: int) -> dict[str, float]:
     """Memory per running sequence, by tracemalloc: bytes allocated between the empty core and all sequences decoding.
 
-    Without the lists of token ids and the prompts, which belong to the caller. The executor's pool (free blocks,
+    Without the lists of output tokens, and without the prompts, which belong to the caller. The executor's pool (free blocks,
     slots), which exists before the first request, is given as `pool_bytes_per_block`.
     """
     prompts = case.prompts(seed)
@@ -117,7 +117,7 @@ def memory_per_sequence(case: Case, seed: int) -> dict[str, float]:
         full = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    tokens = sum(sys.getsizeof(sequence.token_ids) for sequence in core.lanes[_EXECUTOR].running)
+    tokens = sum(sys.getsizeof(sequence.output_ids) for sequence in core.lanes[_EXECUTOR].running)
     return {
         "memory_bytes_per_seq": (full - empty - tokens) / case.running,
         "pool_bytes_per_block": empty / case.num_blocks(0),

@@ -102,8 +102,8 @@ def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes
 def memory_per_sequence(case: Case, seed: int) -> dict[str, float]:
     """Memory per running sequence, by tracemalloc: bytes allocated between the empty core and all sequences decoding.
 
-    Without the lists of output tokens, and without the prompts, which belong to the caller. The executor's pool (free blocks,
-    slots), which exists before the first request, is given as `pool_bytes_per_block`.
+    Without the lists of output tokens, and without the prompts, which belong to the caller. The executor's pool (free
+    blocks, slots), which exists before the first request, is given as `pool_bytes_per_block`.
     """
     prompts = case.prompts(seed)
     gc.collect()

@@ -115,7 +115,7 @@ class Service:
         self._model = ModelFront(self._front, config)
         self._metrics = SchedulerMetrics(self._front, self._ports)
         self._server = grpc.aio.server(
-            interceptors=[CallLimits(), TokenGate(self._tenants), UnreadableMessages(), PreparedResponses()],
+            interceptors=[TokenGate(self._tenants), CallLimits(), UnreadableMessages(), PreparedResponses()],
             options=server_options(max_received_bytes=MAX_RECEIVED_BYTES, max_connections=config.max_connections),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)

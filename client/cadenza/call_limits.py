@@ -32,7 +32,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallLimits(grpc.aio.ServerInterceptor):
-    """The outermost interceptor of a service: begins no handler before the call's message is there."""
+    """Begins no handler before the call's message is there.
+
+    It keeps what the next interceptor returns for a method: one that decides by the call must come before it.
+    """
 
     def __init__(
         self,

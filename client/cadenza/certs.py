@@ -231,9 +231,9 @@ def how_to_use(folder: Path) -> str:
     """What to do with the files, as text."""
     return f"""The authority's key, {folder / "ca" / "ca-key.pem"}, stays here. Each party needs its own folder alone.
 
-  python -m executor_svc --listen :50052 --tls-cert {folder}/executor/executor.pem \\
+  python -m executor_svc --listen 0.0.0.0:50052 --tls-cert {folder}/executor/executor.pem \\
     --tls-key {folder}/executor/executor-key.pem --tls-client-ca {folder}/executor/ca.pem --model MODEL
-  python -m scheduler_svc --listen :50051 --tls-cert {folder}/scheduler/scheduler.pem \\
+  python -m scheduler_svc --listen 0.0.0.0:50051 --tls-cert {folder}/scheduler/scheduler.pem \\
     --tls-key {folder}/scheduler/scheduler-key.pem --tls-client-ca {folder}/scheduler/ca.pem \\
     --executor HOST:50052 --executor-ca {folder}/scheduler/ca.pem \\
     --executor-cert {folder}/scheduler/scheduler.pem --executor-key {folder}/scheduler/scheduler-key.pem

@@ -33,8 +33,8 @@ class LLMOptions(TypedDict, total=False):
     """Let other machines read the metrics without a token, as on a network of containers alone. [default: off]"""
 
     metrics_host: str | None
-    """Address to serve metrics on; beyond loopback it needs --metrics-token-file or --metrics-insecure (or --insecure).
-    [default: 127.0.0.1]"""
+    """Address to serve metrics on; beyond loopback it needs --metrics-token-file or --metrics-insecure. [default:
+    127.0.0.1]"""
 
     insecure: bool | None
     """Let other machines reach the service without credentials; without it, an address beyond loopback needs TLS and

@@ -161,14 +161,14 @@ def read_places(
 def ignored_variables(environment: Mapping[str, str] | None = None) -> Iterator[str]:
     """A sentence for each CADENZA_ variable without effect here: a misspelled option, or one that Cadenza sets
     itself."""
-    from cadenza.settings.names import ENV_PREFIX, variable
+    from cadenza.settings.names import CLIENT_VARIABLES, ENV_PREFIX, variable
 
     known = {variable(name) for name in (*service_options(), *PLACES, "config")}
     own = {variable(name): reason for name, reason in _OWN.items()}
     for name in sorted(os.environ if environment is None else environment):
         if not name.upper().startswith(ENV_PREFIX) or name.upper() in known or _KUBERNETES.fullmatch(name):
             continue
-        if name.upper().startswith(_CLIENT_VARIABLES):
+        if name.upper() in CLIENT_VARIABLES or name.upper().startswith(_CLIENT_VARIABLES):
             continue
         reason, hint = own.get(name.upper()), suggestion(name.upper(), known, ENV_PREFIX)
         wrong = f"has no effect here: {reason}" if reason else f"is not an option{hint}"

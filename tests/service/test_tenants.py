@@ -142,6 +142,21 @@ async def test_health_and_reflection_need_no_token(file):
         assert "cadenza.v1.GenerationService" in {each.name for each in answer.list_services_response.service}
 
 
+async def test_each_call_is_checked_whoever_called_first(file):
+    """Interceptors keep handlers by method: none may keep the answer to one caller's token."""
+    async with serving(file) as w:
+        await w.admin.Resume(admin_pb2.ResumeRequest(), metadata=bearer("ops"))
+        for metadata, code in (
+            (None, grpc.StatusCode.UNAUTHENTICATED),
+            (bearer("gold"), grpc.StatusCode.PERMISSION_DENIED),
+        ):
+            status = await error_of(w.admin.Resume(admin_pb2.ResumeRequest(), metadata=metadata))
+            assert code_of(status) is code
+        status = await error_of(w.stub.GetModelInfo(pb.GetModelInfoRequest()))
+        assert code_of(status) is grpc.StatusCode.UNAUTHENTICATED
+        assert (await w.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("gold"))).vocab_size
+
+
 async def test_a_revoked_token_starts_nothing_and_what_runs_goes_on(file):
     async with serving(file) as w:
         w.executor.going.clear()

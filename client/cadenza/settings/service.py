@@ -78,8 +78,7 @@ class ServiceSettings(BaseSettings):
         "127.0.0.1",
         min_length=1,
         validate_default=True,
-        description="Address to serve metrics on; beyond loopback it needs --metrics-token-file or "
-        "--metrics-insecure (or --insecure).",
+        description="Address to serve metrics on; beyond loopback it needs --metrics-token-file or --metrics-insecure.",
         json_schema_extra=about("Logging"),
     )
 
@@ -95,8 +94,7 @@ class ServiceSettings(BaseSettings):
     def _check_metrics_host(cls, value: str, info: ValidationInfo) -> str:
         if info.data.get("metrics_port") is None or _is_loopback(value):
             return value
-        allowed = info.data.get("metrics_insecure") or info.data.get("insecure")
-        if info.data.get("metrics_token_file") is None and not allowed:
+        if info.data.get("metrics_token_file") is None and not info.data.get("metrics_insecure"):
             raise ValueError(
                 f"{value} is beyond loopback: give --metrics-token-file, or --metrics-insecure to let anybody read the "
                 "metrics"

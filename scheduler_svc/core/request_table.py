@@ -208,7 +208,7 @@ class RequestTable:
 
     def finish_all(self, lane: Lane, finishes: dict[Sequence, Finish]) -> None:
         """Finish sequences that a lane runs: as `finish` for each, but those in a row that decode alone all at once."""
-        if self.suspects or self.begun or any(each.unexplained for each in self.lanes.values()):
+        if lane.resuming or self.suspects or self.begun or any(each.unexplained for each in self.lanes.values()):
             for sequence, finish in finishes.items():
                 self.finish(sequence, finish)
             return

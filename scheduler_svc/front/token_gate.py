@@ -22,7 +22,7 @@ _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
 
 
 class TokenGate(grpc.aio.ServerInterceptor):
-    """The first interceptor: a refused call is not parsed, whatever it sends, and those after it keep handlers by method."""
+    """The first interceptor: a refused call is not parsed. Those after it keep handlers by method, for all callers."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

@@ -44,8 +44,8 @@ _LOG = logging.getLogger(__name__)
 _RECONNECT_S = 0.2
 _REFUSED_S = 1.0
 """Time until the description of an executor that does not fit is read again: another may have replaced it."""
-_FEW_DECODES = 32
-"""Their outputs are delivered in 0.1 ms (measured)."""
+_FEW_OUTPUTS = 32
+"""They are delivered in 0.1 ms (measured)."""
 
 AdoptModel = Callable[[Callable[[], None]], None]
 """Adopts an executor's description: calls its argument, which gives the lane the executor's limits.
@@ -401,4 +401,4 @@ class PlanLoop:
         record = self._listener.on_applied(step, result, outputs, now)
         if record is not None:
             self._undelivered.append(record)
-        return step.has_first_tokens and len(step.decode_slots) <= _FEW_DECODES
+        return step.has_first_tokens and len(step.decode_slots) + len(step.chunks) <= _FEW_OUTPUTS

@@ -24,7 +24,7 @@ def admit(
     lane: Lane,
     step: PlannedStep,
     budget: StepBudget,
-    num_admissible: int,
+    admissions: AdmissionBudget,
     max_rank: float | None = None,
 ) -> list[Sequence]:
     """Admit waiting groups while slots, blocks and budgets last; returns sequences whose last token is planned now.
@@ -33,7 +33,7 @@ def admit(
     max_rank: only groups of subqueues whose rank is smaller, in their order; None: all.
     """
     fully_planned: list[Sequence] = []
-    memory_is_full, admissions, order = False, AdmissionBudget(num_admissible), requests.policies.order
+    memory_is_full, order, num_before = False, requests.policies.order, admissions.num_admitted
     admit_new(requests, lane, step, budget, admissions)
     passed: set[SequenceGroup] = set()
     while admissions.num_groups > 0 and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
@@ -80,7 +80,8 @@ def admit(
         for sequence in [allocation.sequence for allocation in allocations if allocation.sequence.may_compute]:
             if not budget.exhausted:
                 fully_planned += plan_chunk(lane, step, budget, sequence)
-    requests.policies.batching.record_admissions(lane, admissions.num_admitted, memory_is_full=memory_is_full)
+    num_joined = admissions.num_admitted - num_before
+    requests.policies.batching.record_admissions(lane, num_joined, memory_is_full=memory_is_full)
     return fully_planned
 
 

@@ -56,6 +56,7 @@ def _is_new(group: SequenceGroup, lane: Lane) -> bool:
         or spec.sampling.num_prompt_logprobs is not None
         # The limit of its length is another one here.
         or group.max_model_len > lane.spec.max_model_len
+        or sequence.max_len != spec.length_limit(group.max_model_len)[0]
         or sequence.num_prompt_tokens + 1 >= sequence.max_len
     )
 

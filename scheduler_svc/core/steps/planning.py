@@ -7,7 +7,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 from scheduler_svc.core.steps.admission import admit
-from scheduler_svc.core.steps.budget import StepBudget
+from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import plan_beams, plan_chunk
 from scheduler_svc.core.steps.preemption import append_missing, move_away, preempt_for_admission, preempt_for_decodes
 from scheduler_svc.core.steps.shares import plan_prompts_by_rank, preempt_for_share
@@ -69,18 +69,16 @@ def _plan_all(requests: RequestTable, lane: Lane, step: PlannedStep, budget: Ste
     fully_planned = _plan_decodes(lane, step, budget)
     plan_beams(lane, step, budget, [group for group in lane.due_beam_groups if group not in requests.suspects])
     # A sequence preempted for lack of memory would be admitted again at once.
-    num_admissible = 0 if memory_is_short else num_admissible
+    admissions = AdmissionBudget(0 if memory_is_short else num_admissible)
     if prefilling and order.shares:
-        num_joined = len(step.joined)
-        fully_planned += plan_prompts_by_rank(requests, lane, step, budget, prefilling, num_admissible)
-        num_admissible -= len(step.joined) - num_joined
+        fully_planned += plan_prompts_by_rank(requests, lane, step, budget, prefilling, admissions)
     else:
         for sequence in prefilling:
             if budget.exhausted:
                 break
             fully_planned += plan_chunk(lane, step, budget, sequence)
     if not memory_is_short:
-        fully_planned += admit(requests, lane, step, budget, num_admissible)
+        fully_planned += admit(requests, lane, step, budget, admissions)
     lane.suspects_catch_up = any(chunk.sequence.suspected is not None for chunk in step.chunks)
     return fully_planned
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from operator import itemgetter
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
@@ -17,7 +18,7 @@ from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.admission import admit
 from scheduler_svc.core.steps.allocation import allocations_of, have_blocks
-from scheduler_svc.core.steps.budget import StepBudget
+from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import plan_chunk
 from scheduler_svc.core.steps.preemption import VictimSet, preempt_victim
 
@@ -28,20 +29,23 @@ def plan_prompts_by_rank(
     step: PlannedStep,
     budget: StepBudget,
     prefilling: Iterable[Sequence],
-    num_admissible: int,
+    admissions: AdmissionBudget,
 ) -> list[Sequence]:
     """Plan the chunks of prompts that have begun, each after the waiting groups of subqueues with a smaller rank.
 
-    Returns sequences whose last token is planned now.
+    Overdue ones come first. Returns sequences whose last token is planned now.
     """
-    order = requests.policies.order
-    fully_planned: list[Sequence] = []
-    for sequence in sorted(prefilling, key=lambda each: order.rank(order.subqueue(each.group))):
+    order, fully_planned = requests.policies.order, list[Sequence]()
+    places = []
+    for sequence in prefilling:
+        is_overdue = requests.waiting.is_overdue(sequence.group, step.planned_at)
+        places.append((not is_overdue, order.rank(order.subqueue(sequence.group)), sequence))
+    for may_wait, _, sequence in sorted(places, key=itemgetter(0, 1)):
         if budget.exhausted:
             break
-        rank, num_joined = order.rank(order.subqueue(sequence.group)), len(step.joined)
-        fully_planned += admit(requests, lane, step, budget, num_admissible, max_rank=rank)
-        num_admissible -= len(step.joined) - num_joined
+        if may_wait:
+            rank = order.rank(order.subqueue(sequence.group))
+            fully_planned += admit(requests, lane, step, budget, admissions, max_rank=rank)
         if not budget.exhausted:
             fully_planned += plan_chunk(lane, step, budget, sequence)
     return fully_planned
@@ -64,10 +68,14 @@ def preempt_for_share(requests: RequestTable, lane: Lane, step: PlannedStep) -> 
         return
     kept = {block_id for allocation in allocations for block_id in lane.blocks.device_blocks_of(allocation.found)}
     victims = VictimSet(lane, kept)
+    head_is_overdue = requests.waiting.is_overdue(head, step.planned_at)
     for sequence in [None, *lane.running.victims(requests.waiting, step.planned_at)]:
         if sequence is not None:
             name = order.subqueue(sequence.group)
             if holdings.is_within(name) or requests.waiting.is_overdue(sequence.group, step.planned_at):
+                continue
+            # Queued again, it would go before the head.
+            if not head_is_overdue and order.rank(name) <= order.rank(own):
                 continue
             for victim in victims.add(sequence):
                 holdings.remove(name, victim)

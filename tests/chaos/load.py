@@ -116,7 +116,7 @@ class Load:
         longest = 0.0
         client._running.add(stream)
         try:
-            with client._explained():
+            async with client._explained():
                 while (delta := await stream.next()) is not None:
                     now = time.monotonic()
                     if last is not None:
@@ -137,7 +137,7 @@ class Load:
         batch = SessionBatch(client._stub(), client.target, items, client._attempts())
 
         async def run() -> None:
-            with client._explained():
+            async with client._explained():
                 await batch.run()
 
         task = asyncio.create_task(run())

@@ -26,33 +26,17 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class CountingDecodeBatch(DecodeBatch):
-    """A decode batch that keeps the sum of its members' computed tokens, without a loop over them."""
+    """A decode batch that keeps how much the newest step reads."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
         self.num_read = 0
         """Positions that the members' tokens of the newest step read, each token's own included."""
-        self._offsets = 0
-
-    @property
-    def num_computed(self) -> int:
-        """Computed tokens, summed over all members."""
-        return len(self.slots) * self.num_steps - self._offsets
-
-    def join(self, sequence: Sequence) -> None:
-        """Add a member."""
-        super().join(sequence)
-        self._offsets += self.num_steps - sequence.num_computed_tokens
-
-    def leave(self, sequence: Sequence) -> None:
-        """Remove a member."""
-        self._offsets -= self.num_steps - sequence.num_computed_tokens
-        super().leave(sequence)
 
     def advance(self) -> list[Sequence]:
         """Every member computes one token."""
         ending = super().advance()
-        self.num_read = len(self.slots) * self.num_steps - self._offsets
+        self.num_read = self.num_computed_tokens
         return ending
 
 
@@ -190,7 +174,7 @@ class SimulatedLane:
         core = self.core
         if not alone or core.blocks.num_shared_refs:
             return core.num_stored_tokens
-        return self.decode_batch.num_computed + sum(sequence.num_computed_tokens for sequence in core.prefilling)
+        return self.decode_batch.num_computed_tokens + sum(sequence.num_computed_tokens for sequence in core.prefilling)
 
 
 def _candidates(step: PlannedStep) -> dict[int, Candidates]:

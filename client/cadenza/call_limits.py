@@ -178,6 +178,9 @@ class UnfinishedMessages:
             return await anext(messages)
         finally:
             del self._waiting[task]
+            # gRPC's iterator and its generator refer to each other, and to all that the call holds.
+            if (close := getattr(aiter(messages), "aclose", None)) is not None:
+                await close()
 
     def _end_late(self, loop: asyncio.AbstractEventLoop) -> None:
         """End the calls that are out of time; over the limit, the oldest ones that have had their second."""

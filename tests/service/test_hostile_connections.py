@@ -254,7 +254,7 @@ def send_headers(hostile: Hostile, stream: int, head: bytes) -> None:
 
 
 async def test_metadata_of_a_usual_size_are_taken() -> None:
-    async with serve() as (_, address), aio_channel(address) as channel:
+    async with serve(times={"grpc.max_connection_idle_ms": 60_000}) as (_, address), aio_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         usual = (("authorization", "Bearer " + "x" * 200), ("traceparent", "0" * 55), ("x-large", "v" * 12_000))
         assert (await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=usual)).model == "m"

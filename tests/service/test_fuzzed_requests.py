@@ -7,7 +7,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cadenza.v1 import types_pb2
+from cadenza.v1 import generation_pb2, types_pb2
 from tests.checkpoints import make_llama
 from tests.helpers import error_servers
 from tests.helpers.error_calls import in_session, perform, perform_in_session
@@ -94,6 +94,12 @@ def payloads(draw, call):
             return payload
 
 
+async def forget(services):
+    """A request with a grace would keep its id for the next example."""
+    abort = generation_pb2.AbortRequest(request_id="fuzzed").SerializeToString()
+    assert (await perform(services.scheduler, services.target, "Abort", abort)).status == "OK"
+
+
 def check(outcome):
     assert outcome.status in STATUSES, outcome
     # The executor took every plan, and could compute it.
@@ -108,6 +114,7 @@ async def test_any_request_ends(services, sent):
     check(await perform(services.scheduler, services.target, call, payload))
     if call == "Drain":
         await perform(services.scheduler, services.target, "Resume", b"")
+    await forget(services)
 
 
 @few
@@ -121,3 +128,4 @@ async def test_any_sampling_params_end(services, params):
 @given(st.one_of([payloads("Generate").map(in_session)] * 4 + [payloads("Session")]))
 async def test_any_message_leaves_the_others_of_its_session_alone(services, payload):
     check(await perform_in_session(services.scheduler, services.target, payload, services.healthy))
+    await forget(services)

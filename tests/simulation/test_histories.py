@@ -13,7 +13,7 @@ from tests.simulation.scenario import FAULT_KINDS, LANE_FAULT_KINDS, RECORDED_EV
 from tests.simulation.seeded_bugs import SEEDED_BUGS, SeededBug, seeded
 
 NUM_CHECKED = 500
-NUM_TESTED = 8_500
+NUM_TESTED = 6_000
 _CHECKED_CHUNK = 500
 _TESTED_CHUNK = 500
 _LEAST_FAULTS = 4

@@ -1,4 +1,4 @@
-"""500 histories in `make check`, 8,500 in `make test`: every promise holds in each, whatever happens."""
+"""500 histories in `make check`, 6,000 in `make test`: every promise holds in each, whatever happens."""
 
 from __future__ import annotations
 

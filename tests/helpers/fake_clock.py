@@ -52,6 +52,11 @@ class FakeClock(Clock):
         heapq.heappush(self._timers, timer)
         return timer
 
+    @property
+    def has_timers(self) -> bool:
+        """Whether anything waits for this clock."""
+        return any(timer.callback is not None for timer in self._timers)
+
     async def advance(self, seconds: float) -> None:
         """Move on by this much: run the timers that come due, and between them every task that can go on."""
         end_ns = self.now_ns + round(seconds * 1e9)

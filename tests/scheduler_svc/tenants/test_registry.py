@@ -104,7 +104,7 @@ async def _pass(clock: FakeClock) -> None:
     """A second, and the thread that reads the file: then the registry waits for the next second."""
     await clock.advance(1.0)
     async with asyncio.timeout(20):
-        while not clock.has_timers:
+        while not clock.has_timers:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 

@@ -193,6 +193,9 @@ async def test_a_session_reads_no_further_while_a_thousand_outputs_wait(monkeypa
     reading = asyncio.create_task(opened._read(requests()))
     for _ in range(5):
         await asyncio.sleep(0)
+    assert 0 < num_read < 1000, "other tasks run meanwhile"
+    for _ in range(50):
+        await asyncio.sleep(0)
     assert num_read == len(opened._outputs) == 1001
     while not opened._input_over:
         assert await messages_of(opened)

@@ -92,7 +92,7 @@ def server_options(
         ("grpc.server_handshake_timeout_ms", 10_000),
         # So is one that does not confirm the settings, for which the limit of metadata does not hold before.
         ("grpc.http2.settings_timeout", 10_000),
-        # One without calls is told to go; our clients make another when they need it.
+        # One without calls is closed; our clients make another when they need it.
         ("grpc.max_connection_idle_ms", 300_000),
         # Metadata of a call, with 32 bytes for each entry: 16 KiB hold at most some 500 entries.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),

@@ -40,7 +40,7 @@ def server_info(front: Front, builder: RequestBuilder, tenant: Tenant) -> pb.Get
 
 
 def _own_load(load: TenantLoad) -> pb.SchedulerLoad:
-    """Return a tenant's own part of the load; what would tell of other tenants stays 0."""
+    """Return a tenant's own part of the load; what would show the load of other tenants stays 0."""
     return pb.SchedulerLoad(
         num_waiting=load.num_waiting, num_running=load.num_running, num_output_tokens=load.num_output_tokens
     )

@@ -62,12 +62,7 @@ def admit(
         if _finish_oversized(requests, lane, group):
             continue
         allocations = allocations_of(requests, lane, group)
-        if num_free_slots < len(allocations):
-            allocations = allocations[:num_free_slots] if group.can_admit_partially else []
-        memory_is_full = not have_blocks(lane, group, allocations, alone=alone)
-        while memory_is_full and len(allocations) > 1 and group.can_admit_partially:
-            allocations.pop()
-            memory_is_full = not have_blocks(lane, group, allocations, alone=alone)
+        allocations, memory_is_full = _fitting(lane, group, allocations, num_free_slots, alone=alone)
         if memory_is_full and alone:
             _shrink_or_finish(requests, lane, group)
             continue
@@ -83,6 +78,22 @@ def admit(
     num_joined = admissions.num_admitted - num_before
     requests.policies.batching.record_admissions(lane, num_joined, memory_is_full=memory_is_full)
     return fully_planned
+
+
+def _fitting(
+    lane: Lane, group: SequenceGroup, allocations: list[Allocation], num_free_slots: int, *, alone: bool
+) -> tuple[list[Allocation], bool]:
+    """The allocations that fit into so many slots and the free blocks, and whether they lack blocks all the same.
+
+    A group that can be admitted in part has fewer of them; any other one none, if slots are lacking.
+    """
+    if num_free_slots < len(allocations):
+        allocations = allocations[:num_free_slots] if group.can_admit_partially else []
+    memory_is_full = not have_blocks(lane, group, allocations, alone=alone)
+    while memory_is_full and len(allocations) > 1 and group.can_admit_partially:
+        allocations.pop()
+        memory_is_full = not have_blocks(lane, group, allocations, alone=alone)
+    return allocations, memory_is_full
 
 
 def _num_free_slots(lane: Lane) -> int:

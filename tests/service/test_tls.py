@@ -93,8 +93,8 @@ async def test_an_executor_takes_its_schedulers_certificate_alone(certs) -> None
         for party in ("client", "executor"):
             async with aio_channel(address, certs.of(party)) as channel:
                 stub = execution_pb2_grpc.ExecutionServiceStub(channel)
-                plan_stream = stub.Execute()
-                await plan_stream.write(pb.ExecuteRequest(open=pb.OpenSession(scheduler_id="x", epoch=1)))
+                # The messages are an iterator: a write may find the stream refused already, and raise.
+                plan_stream = stub.Execute(iter([pb.ExecuteRequest(open=pb.OpenSession(scheduler_id="x", epoch=1))]))
                 refused.append(await plan_stream.code())
                 with pytest.raises(grpc.aio.AioRpcError, match=f"not that of cadenza-{party}") as caught:
                     await stub.Describe(pb.DescribeRequest())

@@ -47,7 +47,7 @@ NAME = "service_plane"
 _OUTPUT_TOKENS = {1: 2000, 64: 512, 512: 256, 2000: 128}
 """Output tokens of each request, by the number of requests; other numbers as the next smaller one."""
 _MAX_RUNNING = 2048
-_SKIPPED_STEPS, _TIMED_STEPS = 40, 200
+_SKIPPED_STEPS, _TIMED_STEPS = 100, 1000
 _MAX_TOKENS = 2048
 _TTFT_TOKENS = 32
 Metrics = dict[str, float]

@@ -39,8 +39,26 @@ class Attention:
 
     def contexts(self, rows: IntArray, lengths: IntArray) -> U64:
         """Return [n] sums over the first lengths[i] positions, one or more, of the block tables of slots rows[i]."""
-        found, first = self._contributions(rows, lengths)
-        sums: U64 = np.add.reduceat(found.sum(axis=1), first)
+        num_full = lengths // self._pools.block_size
+        owner, index = spans(np.zeros(len(rows), np.int64), num_full)
+        sums = np.zeros(len(rows), np.uint64)
+        np.add.at(sums, owner, self._full_blocks(self._slots.block_tables[rows[owner], index], index))
+        tails = lengths % self._pools.block_size
+        (late,) = np.nonzero(tails)
+        blocks = self._slots.block_tables[rows[late], num_full[late]]
+        found = contributions(self._pools.device[blocks], self._keys[num_full[late]])
+        found *= np.arange(self._pools.block_size) < tails[late, None]
+        sums[late] += found.sum(axis=1)
+        return sums
+
+    def _full_blocks(self, blocks: IntArray, index: IntArray) -> U64:
+        """Return [B] the sums of whole blocks, read as the index[i]-th of a table; a sum is kept until a write."""
+        (new,) = np.nonzero(self._pools.summed_at[blocks] != index)
+        found = contributions(self._pools.device[blocks[new]], self._keys[index[new]]).sum(axis=1)
+        sums = self._pools.sums[blocks]
+        sums[new] = found
+        self._pools.sums[blocks[new]] = found
+        self._pools.summed_at[blocks[new]] = index[new]
         return sums
 
     def prompt_contexts(self, wanted: PromptRows) -> U64:

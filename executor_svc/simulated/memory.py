@@ -37,9 +37,14 @@ class DigestPools:
         self.block_size = block_size
         self.device: U64 = np.zeros((num_device_blocks, block_size), np.uint64)
         self.host: U64 = np.zeros((num_host_blocks, block_size), np.uint64)
+        # Sums of device blocks' contributions, and the index in a table that they were read at; -1: not since a write.
+        self.sums: U64 = np.zeros(num_device_blocks, np.uint64)
+        self.summed_at = np.full(num_device_blocks, -1, np.int64)
 
     def move(self, plan: StepPlan) -> int:
         """Swap out, copy, swap in, in this order; return the number of moved blocks."""
+        self.summed_at[plan.copies.destinations] = -1
+        self.summed_at[plan.swap_in.destinations] = -1
         return (
             _move(self.device, self.host, plan.swap_out)
             + _move(self.device, self.device, plan.copies)
@@ -49,6 +54,7 @@ class DigestPools:
     def write(self, places: IntArray, digests: U64) -> None:
         """Write digests to places of the device pool, block * block_size + offset; [n] each."""
         self.device.reshape(-1)[places] = digests
+        self.summed_at[places // self.block_size] = -1
 
     def read(self, places: IntArray) -> U64:
         """Return [n] the digests at places of the device pool."""

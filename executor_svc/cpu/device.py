@@ -13,7 +13,6 @@ from torch import Tensor
 
 from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
 from executor_svc.config import ExecutorConfig
-from executor_svc.cpu.kernels.codegen.compiled import processor
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 from executor_svc.cpu.kernels.probe import probe_linear
@@ -97,7 +96,7 @@ class CpuDevice:
 
     @property
     def isa(self) -> str:
-        return f"{torch.backends.cpu.get_cpu_capability()} {_processor()} {processor()}"
+        return f"{torch.backends.cpu.get_cpu_capability()} {_processor()} {self._kernels.isa.name}"
 
     @property
     def versions(self) -> tuple[str, ...]:

@@ -41,12 +41,13 @@ class Attention:
         """Return [n] sums over the first lengths[i] positions, one or more, of the block tables of slots rows[i]."""
         num_full = lengths // self._pools.block_size
         owner, index = spans(np.zeros(len(rows), np.int64), num_full)
-        sums = np.zeros(len(rows), np.uint64)
-        np.add.at(sums, owner, self._full_blocks(self._slots.block_tables[rows[owner], index], index))
+        sums: U64 = np.zeros(len(rows), np.uint64)
+        blocks = self._slots.block_tables[rows[owner], index].astype(np.int64)
+        np.add.at(sums, owner, self._full_blocks(blocks, index))
         tails = lengths % self._pools.block_size
         (late,) = np.nonzero(tails)
-        blocks = self._slots.block_tables[rows[late], num_full[late]]
-        found = contributions(self._pools.device[blocks], self._keys[num_full[late]])
+        last = self._slots.block_tables[rows[late], num_full[late]]
+        found = contributions(self._pools.device[last], self._keys[num_full[late]])
         found *= np.arange(self._pools.block_size) < tails[late, None]
         sums[late] += found.sum(axis=1)
         return sums

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from executor_svc.cpu.kernels.attention_plan import TILE_FIELDS, tile_tokens
-from executor_svc.cpu.kernels.codegen.compiled import Code, has_feature
+from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
 from executor_svc.cpu.kernels.codegen.functions import exp, tanh, where
 from executor_svc.device.kernels import AttentionShape
@@ -85,7 +85,7 @@ class _AttentionKernel:
         self._head_bytes = block_size * self._width * self._size
         self._block_bytes = 2 * shape.num_kv_heads * block_size * self._width * self._size
         self._group_bytes = shape.group * self._width * self._size
-        self._registers = 24 if has_feature("avx512f") else 6
+        self._registers = 24 if code.isa.has("avx512f") else 6
         window = "" if shape.window is None else f"_window{shape.window}"
         cap = "" if shape.softcap is None else f"_cap{shape.softcap}"
         sizes = f"{shape.num_heads}_{shape.num_kv_heads}_{shape.head_size}_{self._width}_{block_size}_{max_model_len}"

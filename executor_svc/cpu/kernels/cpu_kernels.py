@@ -15,6 +15,7 @@ from executor_svc.cpu.kernels import rope as rotary
 from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
+from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
@@ -39,11 +40,16 @@ class CpuKernels:
 
     name = "cpu-3"
 
-    def __init__(self, num_threads: int = 1) -> None:
-        self._code = Code()
+    def __init__(self, num_threads: int = 1, isa: Isa | None = None) -> None:
+        """isa: what kernels are compiled for; by default the highest level of this processor."""
+        self._code = Code(isa)
         self._team = Team(self._code, num_threads)
         self._recording: Recording | None = None
         self._workspace = Workspace()
+
+    @property
+    def isa(self) -> Isa:
+        return self._code.isa
 
     @property
     def num_threads(self) -> int:

@@ -13,8 +13,9 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from executor_svc.cpu.kernels.codegen.compiled import Code, has_feature
+from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, BfloatType, Dtype, Emitter, Int, Vec
+from executor_svc.cpu.kernels.codegen.isa import Isa
 
 PANEL = 2 * LANES
 """Columns of the result that are computed together; rows of a panel of the weight."""
@@ -47,9 +48,9 @@ def inner_step(dtype: Dtype) -> int:
     return 2 if dtype == "bfloat16" else 1
 
 
-def tile_sizes() -> tuple[int, ...]:
+def tile_sizes(isa: Isa) -> tuple[int, ...]:
     """Return the possible numbers of rows of x per pass over a panel, descending: their sums fill the registers."""
-    return (12, 8, 4, 2, 1) if has_feature("avx512f") else (3, 2, 1)
+    return (12, 8, 4, 2, 1) if isa.has("avx512f") else (3, 2, 1)
 
 
 def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
@@ -74,7 +75,7 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         bias: Int,
         ahead: Int,
     ) -> None:
-        tiles = {count: _tile(code, dtype, out, with_bias, count) for count in tile_sizes()}
+        tiles = {count: _tile(code, dtype, out, with_bias, count) for count in tile_sizes(code.isa)}
         edge = _tile(code, dtype, out, with_bias, 1, whole=False)
         panels = (columns + (PANEL - 1)) // PANEL
         panel, first = item % panels, item // panels * ROWS_AT_ONCE
@@ -141,7 +142,8 @@ def _tile(code: Code, dtype: Dtype, out: Dtype, with_bias: bool, rows: int, whol
             result = []
             for row, start in enumerate(starts):
                 factor = _load_factor(emit, start + index * (step * size), dtype, last)
-                result += [_add_products(emit, sums[2 * row + half], factor, weights[half], dtype) for half in range(2)]
+                for half in range(2):
+                    result.append(_add_products(emit, sums[2 * row + half], factor, weights[half], dtype, code.isa))
             return result
 
         def advance_many(index: Int, sums: list[Vec]) -> list[Vec]:
@@ -201,11 +203,11 @@ def _load_factor(emit: Emitter, address: Int, dtype: Dtype, last: bool) -> Any:
     return builder.shuffle_vector(one, nothing, ir.Constant(_VI32, [0] * LANES))
 
 
-def _add_products(emit: Emitter, total: Vec, factor: Any, weights: Any, dtype: Dtype) -> Vec:
+def _add_products(emit: Emitter, total: Vec, factor: Any, weights: Any, dtype: Dtype, isa: Isa) -> Vec:
     if dtype == "float32":
         return Vec(emit, factor).times_plus(Vec(emit, weights), total)
     builder = emit.builder
-    if has_feature("avx512bf16"):
+    if isa.has("avx512bf16"):
         dot = emit.declare("llvm.x86.avx512bf16.dpbf16ps.512", _VF32, [_VF32, _PAIRS, _PAIRS])
         pairs = [builder.bitcast(each, _PAIRS) for each in (factor, weights)]
         return Vec(emit, builder.call(dot, [total.value, *pairs]))

@@ -1,4 +1,4 @@
-"""Compiles the kernels that `emit` writes to machine code for this processor."""
+"""Compiles the kernels that `emit` writes to machine code of an instruction set."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
+from executor_svc.cpu.kernels.codegen.isa import Isa, host_isa
 
 _I64 = ir.IntType(64)
 
@@ -22,24 +23,12 @@ def _target() -> Any:
     return llvm.Target.from_default_triple()
 
 
-@cache
-def processor() -> str:
-    """Return LLVM's name of the processor, and the features that it compiles for."""
-    _target()
-    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
-
-
-@cache
-def has_feature(name: str) -> bool:
-    """Return whether this processor has a feature, by LLVM's name, such as avx512bf16."""
-    _target()
-    return bool(llvm.get_host_cpu_features().get(name, False))
-
-
 class Code:
     """Kernels by name. Added kernels are compiled at the first request for an address."""
 
-    def __init__(self) -> None:
+    def __init__(self, isa: Isa | None = None) -> None:
+        """isa: what kernels are compiled for; by default the highest level of this processor."""
+        self.isa = isa or host_isa()
         self._module = ir.Module("kernels")
         self._pending: set[str] = set()
         self._addresses: dict[str, int] = {}
@@ -95,9 +84,7 @@ class Code:
     def _compile(self) -> None:
         module = llvm.parse_assembly(str(self._module))
         module.verify()
-        machine = _target().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2
-        )
+        machine = _target().create_target_machine(cpu=self.isa.cpu, features=self.isa.flags, opt=2)
         engine = llvm.create_mcjit_compiler(module, machine)
         engine.finalize_object()
         self._engines.append(engine)

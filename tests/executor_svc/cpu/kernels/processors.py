@@ -1,27 +1,19 @@
-"""Kernels as they are made for other processors, run on this one. For tests only."""
+"""The instruction sets that this processor can run. For tests only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
-
-from executor_svc.cpu.kernels import attention, matmul
-from executor_svc.cpu.kernels.codegen.compiled import has_feature
-
-LACKING: dict[str, frozenset[str]] = {
-    "this processor": frozenset(),
-    "no AVX512-BF16": frozenset({"avx512bf16"}),
-    "no AVX-512": frozenset({"avx512bf16", "avx512f"}),
-}
+from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa, host_isa
 
 
-def take_away(features: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let kernels that are made from now on do without some features."""
+def _isas() -> dict[str, Isa]:
+    found = {}
+    for name in ISA_NAMES:
+        try:
+            found[name] = forced_isa(name)
+        except ValueError:
+            continue
+    return found or {"native": host_isa()}
 
-    def lacking(name: str) -> bool:
-        return name not in features and has_feature(name)
 
-    known: Callable[[str], bool] = lacking
-    for module in (matmul, attention):
-        monkeypatch.setattr(module, "has_feature", known)
+ISAS = _isas()
+"""By name, from the lowest to the highest."""

@@ -16,7 +16,7 @@ from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.device import reference
 from executor_svc.device.kernels import AttentionShape
 from tests.executor_svc.cpu.kernels.layout import as_kept, plan_for
-from tests.executor_svc.cpu.kernels.processors import LACKING, take_away
+from tests.executor_svc.cpu.kernels.processors import ISAS
 from tests.executor_svc.driver import flat_batch
 
 Chunks = list[tuple[int, int]]
@@ -171,10 +171,9 @@ def test_as_long_as_the_model_allows() -> None:
     assert not bool((scratch[:used] == 77).all())
 
 
-@pytest.mark.parametrize("lacking", LACKING)
-def test_as_made_for_other_processors(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_away(LACKING[lacking], monkeypatch)
-    kernels = CpuKernels()
+@pytest.mark.parametrize("isa", ISAS)
+def test_as_compiled_for_lower_levels(isa: str) -> None:
+    kernels = CpuKernels(isa=ISAS[isa])
     chunks = [(250, 1), (0, 100), (130, 70), (0, 1)]
     for dtype in (F32, BF16):
         compare(chunks, 2, 3, 20, 8, dtype=dtype, kernels=kernels)

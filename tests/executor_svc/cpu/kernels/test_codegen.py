@@ -7,10 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from llvmlite import binding as llvm
 from torch import Tensor
 
-from executor_svc.cpu.kernels.codegen.compiled import Code, has_feature, processor, symbol
+from executor_svc.cpu.kernels.codegen.compiled import Code, symbol
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
 from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
 from tests.executor_svc.cpu.kernels.emitted import mapped, run
@@ -234,13 +233,6 @@ def test_helpers_are_made_once_and_called() -> None:
     Program(Team(code, 1), [Launch(name, "items", 1, 1, (out.ctypes.data,))]).run(items=1)
     assert out.tolist() == [40, 42]
     assert made == ["twice"]
-
-
-def test_what_is_known_of_the_processor() -> None:
-    name, features = processor().split(" ", 1)
-    assert name == llvm.get_host_cpu_name()
-    assert ("+avx512f," in features) is has_feature("avx512f")
-    assert not has_feature("no such feature")
 
 
 def test_symbols_that_are_not_there() -> None:

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor_svc.cpu.kernels.codegen.compiled import has_feature
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
-from executor_svc.cpu.kernels.matmul import PANEL, ROWS_AT_ONCE, pack, tile_sizes
+from executor_svc.cpu.kernels.matmul import PANEL, ROWS_AT_ONCE, pack
 from tests.executor_svc.cpu.kernels.bits import equal_bits
-from tests.executor_svc.cpu.kernels.processors import LACKING, take_away
+from tests.executor_svc.cpu.kernels.processors import ISAS
 
 F32, BF16 = torch.float32, torch.bfloat16
 ROWS = [*range(1, 31), ROWS_AT_ONCE - 1, ROWS_AT_ONCE, ROWS_AT_ONCE + 1, 2 * ROWS_AT_ONCE + 23]
@@ -27,19 +26,9 @@ def randn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module", params=LACKING)
+@pytest.fixture(scope="module", params=ISAS)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    """With every kernel made already, so that patches need not stay."""
-    made = CpuKernels()
-    with pytest.MonkeyPatch.context() as patch:
-        take_away(LACKING[request.param], patch)
-        assert (12 in tile_sizes()) is (has_feature("avx512f") and request.param != "no AVX-512")
-        for dtype in (F32, BF16):
-            for bias in (None, torch.zeros(1, dtype=dtype)):
-                linear = CpuLinear(torch.zeros(1, 1, dtype=dtype), bias, made)
-                for out_dtype in (dtype, F32):
-                    linear(torch.zeros(1, 1, dtype=dtype), out_dtype)
-    return made
+    return CpuKernels(isa=ISAS[request.param])
 
 
 def check(linear: CpuLinear, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:

@@ -325,7 +325,8 @@ class PlanLoop:
     async def _send_plans(self, stream: PlanStream) -> None:
         while True:
             await self._wait_until_due()
-            await run_in_slices(self._core.look_ahead(self._executor_id, self._clock.monotonic()))
+            if len(self._core.waiting):
+                await run_in_slices(self._core.look_ahead(self._executor_id, self._clock.monotonic()))
             now = self._clock.monotonic()
             plan = self._core.plan_step(self._executor_id, now)
             self._undelivered.append(partial(self._listener.on_outputs, self._core.take_outputs()))
@@ -351,21 +352,26 @@ class PlanLoop:
         limit = min(self._config.max_inflight_plans, self.model.max_inflight_plans)
         while True:
             self._wake.clear()
-            delay: float | None = None
+            due: float | None = None
             if len(inflight) < limit:
-                delay = self._pacer.due(inflight[0].total_tokens) - self._clock.monotonic() if inflight else 0.0
-                if delay <= 0:
+                if not inflight:
                     return
-            await self._wait_for_outputs(None if delay is None else self._clock.monotonic() + delay)
+                due = self._pacer.due(inflight[0].total_tokens)
+                if due <= self._clock.monotonic():
+                    return
+            await self._wait_for_outputs(due)
 
     async def _wait_for_outputs(self, until: float | None) -> None:
         """Wait until `wake` is called, or until this moment on the clock."""
-        delay = None if until is None else until - self._clock.monotonic()
+        if until is None:
+            await self._wake.wait()
+            return
+        # A timer costs a fifth of a timeout's context, and most steps wait here.
+        timer = self._clock.call_later(until - self._clock.monotonic(), self._wake.set)
         try:
-            async with self._clock.timeout(delay):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+            await self._wake.wait()
+        finally:
+            timer.cancel()
 
     async def _receive_results(self, stream: PlanStream) -> None:
         async for result in stream.results():

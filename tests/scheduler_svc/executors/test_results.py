@@ -7,7 +7,8 @@ import pytest
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import Candidates, SlotError
-from scheduler_svc.executors.convert import ProtocolError, step_result
+from scheduler_svc.executors.convert import ProtocolError
+from scheduler_svc.executors.results import step_result
 
 
 def entry(slot=4, start=1, **changes) -> pb.SlotLogprobs:

@@ -310,24 +310,29 @@ class Engine:
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Apply outputs to the live requests, then notify each one's listener once."""
-        now = self.clock.monotonic_ns()
-        self.quotas.on_outputs(outputs)
-        touched = apply_outputs(outputs, self._live, self._core.stop_sample)
-        self.journal.on_outputs(touched.values())
-        for key, live in touched.items():
-            if not live.times.first_token_ns and live.num_completion_tokens:
-                live.times.first_token_ns = now
-                self._recorder.on_first_token(now - live.times.arrival_ns)
-                self.numbers.requests.on_first_token(live.request.spec, live.times, live.counts, live.catches_up)
-            if live.finish_if_all_ended():
-                self._close(key, live, now)
-            if not live.shows_later:
-                live.notify()
+        if outputs:
+            self._apply(outputs)
         # At once: there may be no executor, and no result for hours.
         finished = self._core.take_finished()
         self._recorder.on_finished(finished)
         self.numbers.on_finished(finished)
         release_finished(finished)
+
+    def _apply(self, outputs: StepOutputs) -> None:
+        now = self.clock.monotonic_ns()
+        self.quotas.on_outputs(outputs)
+        touched, finished = apply_outputs(outputs, self._live, self._core.stop_sample)
+        self.journal.on_outputs(touched)
+        for live in touched:
+            if not live.times.first_token_ns and live.num_completion_tokens:
+                live.times.first_token_ns = now
+                self._recorder.on_first_token(now - live.times.arrival_ns)
+                self.numbers.requests.on_first_token(live.request.spec, live.times, live.counts, live.catches_up)
+            if live in finished and live.finish_if_all_ended():
+                self._close(live.request.spec.key, live, now)
+            listener = live.listener
+            if listener is not None and not live.shows_later:
+                listener(live)
 
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""

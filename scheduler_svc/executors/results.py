@@ -19,8 +19,7 @@ def step_result(message: pb.StepResult) -> StepResult:
     """Return a result; raises ProtocolError if its columns differ in length."""
     if message.logprobs or message.prompt_logprobs:
         return run_at_once(result_in_slices(message))
-    _check(message)
-    return _filled(message, {}, {})
+    return _filled(message, _checked_status(message), {}, {})
 
 
 def result_in_slices(message: pb.StepResult) -> Work[StepResult]:
@@ -30,19 +29,20 @@ def result_in_slices(message: pb.StepResult) -> Work[StepResult]:
     """
     if len(message.logprobs) * _ENTRY_ITEMS + _num_prompt_values(message) > SLICE_ITEMS:
         yield  # Parsing it was a slice of its own.
-    _check(message)
+    status = _checked_status(message)
     logprobs = yield from _logprobs(message)
     prompt_logprobs = yield from _prompt_logprobs(message)
-    return _filled(message, logprobs, prompt_logprobs)
+    return _filled(message, status, logprobs, prompt_logprobs)
 
 
-def _check(message: pb.StepResult) -> None:
-    """Raise ProtocolError for an unknown status, and for columns that differ in length."""
-    if message.status not in _STATUSES:
+def _checked_status(message: pb.StepResult) -> StepStatus:
+    """Return the status; raises ProtocolError for an unknown one, and for columns that differ in length."""
+    status = _STATUSES.get(message.status)
+    if status is None:
         raise ProtocolError(f"result of step {message.step_id}: status {message.status} is unknown")
     num_slots, num_counts, num_tokens = len(message.slots), len(message.num_tokens), len(message.token_ids)
     num_sampled = sum(message.num_tokens) if num_counts else num_slots
-    if message.status == StepStatus.OK and (num_counts not in (0, num_slots) or num_sampled != num_tokens):
+    if status is StepStatus.OK and (num_counts not in (0, num_slots) or num_sampled != num_tokens):
         raise ProtocolError(
             f"result of step {message.step_id}: {num_slots} slots, {num_counts} counts, {num_tokens} token ids"
         )
@@ -50,15 +50,19 @@ def _check(message: pb.StepResult) -> None:
         raise ProtocolError(
             f"result of step {message.step_id}: {len(message.errors)} errors of {len(message.error_slots)} slots"
         )
+    return status
 
 
 def _filled(
-    message: pb.StepResult, logprobs: dict[int, TokenLogprobs], prompt_logprobs: dict[int, PromptLogprobs]
+    message: pb.StepResult,
+    status: StepStatus,
+    logprobs: dict[int, TokenLogprobs],
+    prompt_logprobs: dict[int, PromptLogprobs],
 ) -> StepResult:
     timings = message.timings
     return StepResult(
         step_id=message.step_id,
-        status=_STATUSES[message.status],
+        status=status,
         error_message=message.error_message,
         slots=message.slots[:],
         num_tokens=message.num_tokens[:],

@@ -13,18 +13,16 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from cadenza.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import InvariantError, LimitsError
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler, check_limits
 from scheduler_svc.core.types import SessionEnd, StepResult, StepStatus
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.fleet_model import executor_spec
+from scheduler_svc.plan_loop.listener import PlanLoopListener
 from scheduler_svc.plan_loop.model_change import ModelRefusedError
 from scheduler_svc.plan_loop.opening import open_session
 from scheduler_svc.plan_loop.pacing import StepPacer
@@ -46,51 +44,6 @@ _REFUSED_S = 1.0
 """Time until the description of an executor that does not fit is read again: another may have replaced it."""
 _FEW_OUTPUTS = 32
 """They are delivered in 0.1 ms (measured)."""
-
-AdoptModel = Callable[[Callable[[], None]], None]
-"""Adopts an executor's description: calls its argument, which gives the lane the executor's limits.
-
-Raises ModelRefusedError, before that call, if the executor cannot be served any more.
-"""
-
-
-class PlanLoopListener(Protocol):
-    """Receives the loop's events; called on the event loop, never concurrently."""
-
-    def on_outputs(self, outputs: StepOutputs) -> None:
-        """Samples have new tokens or have finished."""
-
-    def on_planned(self, step: PlannedStep) -> None:
-        """A step was planned and will be sent next."""
-
-    def on_applied(
-        self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
-    ) -> Callable[[], None] | None:
-        """A step's result was applied, with these outputs, which are delivered later.
-
-        The loop makes the returned call after that.
-        """
-
-    def on_connected(self, executor_id: int) -> None:
-        """A session was opened."""
-
-    def on_lost(self, executor_id: int, error: ExecutorLostError | None, outputs: StepOutputs) -> None:
-        """A session has ended, with these outputs; `error` is None if the loop was cancelled."""
-
-    def on_progress(self, executor_id: int) -> None:
-        """The executor has stalled, or makes progress again."""
-
-    def on_refused(self, executor_id: int, error: Exception) -> None:
-        """The executor answers, but cannot be used: LimitsError, ModelRefusedError, or ExecutorLostError.
-
-        It is described again until it, or another one at its address, can.
-        """
-
-    async def check_model(self, executor_id: int, model: ModelDescription) -> AdoptModel:
-        """Prepare for an executor with this description; raises ModelRefusedError.
-
-        The loop calls the result once the session is open.
-        """
 
 
 class PlanLoop:
@@ -366,7 +319,7 @@ class PlanLoop:
         if until is None:
             await self._wake.wait()
             return
-        # A timer costs a fifth of a timeout's context, and most steps wait here.
+        # Not a timeout: its contexts and its exception take longer than the timer, and nearly every step waits here.
         timer = self._clock.call_later(until - self._clock.monotonic(), self._wake.set)
         try:
             await self._wake.wait()

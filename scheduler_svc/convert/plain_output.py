@@ -21,6 +21,13 @@ _MAX_HEADS = 8
 
 def varint(value: int) -> bytes:
     """Return the wire form of an unsigned integer."""
+    # Token ids are below 2**21, where no loop is needed.
+    if value < 0x80:
+        return bytes((value,))
+    if value < 0x4000:
+        return bytes((0x80 | (value & 0x7F), value >> 7))
+    if value < 0x200000:
+        return bytes((0x80 | (value & 0x7F), 0x80 | (value >> 7 & 0x7F), value >> 14))
     found = bytearray()
     while value > 0x7F:
         found.append(0x80 | (value & 0x7F))
@@ -35,6 +42,8 @@ def _tag(number: int, wire_type: int) -> bytes:
 
 _FIRST_TOKEN_INDEX = _tag(pb.SampleOutput.FIRST_TOKEN_INDEX_FIELD_NUMBER, _VARINT)
 _TOKEN_IDS = _tag(pb.SampleOutput.TOKEN_IDS_FIELD_NUMBER, _LENGTH_PREFIXED)
+_ONE_TOKEN = tuple(_TOKEN_IDS + varint(size) for size in range(11))
+"""What precedes a single token id, by the size of its wire form."""
 _TEXT = _tag(pb.SampleOutput.TEXT_FIELD_NUMBER, _LENGTH_PREFIXED)
 _TEXT_OFFSET = _tag(pb.SampleOutput.TEXT_OFFSET_FIELD_NUMBER, _VARINT)
 _REQUEST_ID = _tag(pb.GenerateResponse.REQUEST_ID_FIELD_NUMBER, _LENGTH_PREFIXED)
@@ -52,7 +61,7 @@ def _first_token_index(value: int) -> bytes:
 @lru_cache(maxsize=1 << 18)
 def _one_token(token_id: int) -> bytes:
     found = varint(token_id)
-    return _TOKEN_IDS + varint(len(found)) + found
+    return _ONE_TOKEN[len(found)] + found
 
 
 @lru_cache(maxsize=1 << 12)

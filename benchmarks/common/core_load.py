@@ -26,6 +26,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling, StepPlan, StepResult
 from scheduler_svc.engine.freed_memory import release_finished
 from scheduler_svc.executors import convert as execution
+from scheduler_svc.executors.results import step_result
 
 _EXECUTOR = 0
 _EPOCH = 1
@@ -79,7 +80,7 @@ def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes
         result = changing.result(core)
         received = _wire_result(result)
         begin_parse = clock()
-        result = execution.step_result(pb.StepResult.FromString(received))
+        result = step_result(pb.StepResult.FromString(received))
         begin_apply = clock()
         outputs = _apply(core, result)
         release_finished(core.take_finished())

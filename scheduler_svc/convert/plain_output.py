@@ -15,10 +15,19 @@ _VARINT, _LENGTH_PREFIXED = 0, 2
 _MAX_TOKENS = 64
 _MAX_CHARS = 1024
 """More output of a request at once is left to the plain form, which keeps to the limits of a message."""
+_MAX_HEADS = 8
+"""Outputs without text have three sizes or so."""
 
 
 def varint(value: int) -> bytes:
     """Return the wire form of an unsigned integer."""
+    # Token ids are below 2**21, where no loop is needed.
+    if value < 0x80:
+        return bytes((value,))
+    if value < 0x4000:
+        return bytes((0x80 | (value & 0x7F), value >> 7))
+    if value < 0x200000:
+        return bytes((0x80 | (value & 0x7F), 0x80 | (value >> 7 & 0x7F), value >> 14))
     found = bytearray()
     while value > 0x7F:
         found.append(0x80 | (value & 0x7F))
@@ -33,6 +42,8 @@ def _tag(number: int, wire_type: int) -> bytes:
 
 _FIRST_TOKEN_INDEX = _tag(pb.SampleOutput.FIRST_TOKEN_INDEX_FIELD_NUMBER, _VARINT)
 _TOKEN_IDS = _tag(pb.SampleOutput.TOKEN_IDS_FIELD_NUMBER, _LENGTH_PREFIXED)
+_ONE_TOKEN = tuple(_TOKEN_IDS + varint(size) for size in range(11))
+"""What precedes a single token id, by the size of its wire form."""
 _TEXT = _tag(pb.SampleOutput.TEXT_FIELD_NUMBER, _LENGTH_PREFIXED)
 _TEXT_OFFSET = _tag(pb.SampleOutput.TEXT_OFFSET_FIELD_NUMBER, _VARINT)
 _REQUEST_ID = _tag(pb.GenerateResponse.REQUEST_ID_FIELD_NUMBER, _LENGTH_PREFIXED)
@@ -50,7 +61,7 @@ def _first_token_index(value: int) -> bytes:
 @lru_cache(maxsize=1 << 18)
 def _one_token(token_id: int) -> bytes:
     found = varint(token_id)
-    return _TOKEN_IDS + varint(len(found)) + found
+    return _ONE_TOKEN[len(found)] + found
 
 
 @lru_cache(maxsize=1 << 12)
@@ -78,7 +89,7 @@ class PlainOutput:
     It moves the reader's own position, so that both may be used in turns.
     """
 
-    __slots__ = ("_event_id", "_live", "_position", "_request_id", "_sample")
+    __slots__ = ("_event_id", "_heads", "_live", "_position", "_request_id", "_sample")
 
     def __init__(self, reader: RequestReader, position: Cursor) -> None:
         """`position`: that of the reader, from `plain_position`."""
@@ -88,6 +99,8 @@ class PlainOutput:
         self._position = position
         self._request_id = _REQUEST_ID + varint(len(request_id)) + request_id
         self._event_id = _EVENT_ID + varint(len(request_id)) + request_id
+        self._heads: dict[int, bytes] = {}
+        """By the size of an output: the bytes of an event before it."""
 
     @classmethod
     def of(cls, reader: RequestReader) -> PlainOutput | None:
@@ -108,20 +121,34 @@ class PlainOutput:
         output = self._take_output()
         if output is None:
             return None
-        event, response, outputs = _lengths(len(self._event_id), len(output))
-        return b"".join((event, self._event_id, response, self._request_id, outputs, output))
+        head = self._heads.get(len(output))
+        return (self._event_head(len(output)) if head is None else head) + output
+
+    def _event_head(self, output_size: int) -> bytes:
+        """Return the bytes of an event before an output of this size, and keep them for the next such output."""
+        event, response, outputs = _lengths(len(self._event_id), output_size)
+        head = b"".join((event, self._event_id, response, self._request_id, outputs))
+        if len(self._heads) == _MAX_HEADS:
+            self._heads.clear()
+        self._heads[output_size] = head
+        return head
 
     def _take_output(self) -> bytes | None:
         sample, position, live = self._sample, self._position, self._live
         text, text_start = sample.text, position.text
         if sample.finish is not None or live.hidden or live.error is not None or text_start is None:
             return None
-        ids, chars = sample.token_ids, "" if text is None else text.text
-        if sample.max_shown_tokens is None:
-            end, text_end = len(ids), len(chars)
+        ids, start = sample.token_ids, position.token
+        if text is None and sample.max_shown_tokens is None:
+            end = len(ids)
+            if end - start == 1 and not text_start:
+                # Most outputs by far are one token without text.
+                position.token = end
+                return _first_token_index(start) + _one_token(ids[start]) if start else _one_token(ids[start])
+            chars, text_end = "", 0
         else:
-            end, text_end = sample.shown_ends()
-        start = position.token
+            chars = "" if text is None else text.text
+            end, text_end = (len(ids), len(chars)) if sample.max_shown_tokens is None else sample.shown_ends()
         if not 0 < end - start <= _MAX_TOKENS or not 0 <= text_end - text_start <= _MAX_CHARS:
             return None
         position.token, position.text = end, text_end

@@ -300,9 +300,12 @@ class SlotError(IntEnum):
     NO_ALLOWED_TOKEN = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
-    """The output of one step, in columns: for each slot that was scheduled to sample, its token or none."""
+    """The output of one step, in columns: for each slot that was scheduled to sample, its token or none.
+
+    Never changed; not frozen, as `Sampling`.
+    """
 
     step_id: int
     status: StepStatus = StepStatus.OK

@@ -12,9 +12,13 @@ from scheduler_svc.engine.live_request import LiveRequest
 
 def apply_outputs(
     outputs: StepOutputs, lives: Mapping[RequestKey, LiveRequest], stop_sample: Callable[[RequestKey, int], object]
-) -> dict[RequestKey, LiveRequest]:
-    """Extend the requests; returns those with something new. `stop_sample`: ends one at a stop string."""
-    touched: dict[RequestKey, LiveRequest] = {}
+) -> tuple[dict[LiveRequest, None], set[LiveRequest]]:
+    """Extend the requests; returns those with something new, in order, and those of which a sample has finished.
+
+    stop_sample: ends one at a stop string.
+    """
+    touched: dict[LiveRequest, None] = {}
+    finished: set[LiveRequest] = set()
 
     def extend(
         sequence: Sequence | BeamOutput,
@@ -29,16 +33,18 @@ def apply_outputs(
         # A beam search has more sequences than results.
         if live is None or index >= len(live.samples) or live.samples[index].finish is not None:
             return
-        touched[key] = live
+        touched[live] = None
         if live.samples[index].extend(token_ids, logprobs, finish, cumulative_logprob) is not None:
             stop_sample(key, index)
+        if live.samples[index].finish is not None:
+            finished.add(live)
 
     for sequence, prompt_logprobs in outputs.prompt_logprobs:
         live = lives.get(sequence.group.key)
         if live is not None and live.prompt_logprobs is not None:
-            touched[sequence.group.key] = live
+            touched[live] = None
             live.prompt_logprobs.extend(prompt_logprobs)
-    with_more = outputs.logprobs.keys() | outputs.finishes.keys()
+    with_more, live_of = outputs.logprobs.keys() | outputs.finishes.keys(), lives.get
     for sequence, token_id in zip(outputs.sequences, outputs.token_ids, strict=True):
         if with_more and sequence in with_more:
             logprobs = outputs.logprobs.get(sequence)
@@ -46,19 +52,20 @@ def apply_outputs(
             continue
         # As `extend`, for what nearly every token of a step is: a token and no more. A call takes longer than the rest.
         key, index = sequence.group.key, sequence.sample_index
-        live = lives.get(key)
+        live = live_of(key)
         if live is None or index >= len(live.samples):
             continue
         sample = live.samples[index]
         if sample.finish is not None:
             continue
-        touched[key] = live
+        touched[live] = None
         if sample.text is None:
             sample.token_ids.append(token_id)
         elif sample.append(token_id) is not None:
+            finished.add(live)
             stop_sample(key, index)
     for sequence, finish in outputs.finishes.items():
         extend(sequence, (), (), finish)
     for beam in outputs.hypotheses:
         extend(beam, beam.token_ids, (), beam.finish, beam.cumulative_logprob)
-    return touched
+    return touched, finished

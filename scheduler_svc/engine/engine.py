@@ -15,7 +15,6 @@ from cadenza.telemetry.spans import SpanSink
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DrainingError,
-    ModelChangedError,
     RequestExistsError,
     UnknownRequestError,
 )
@@ -33,13 +32,13 @@ from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.kept_requests import KeptRequests
 from scheduler_svc.engine.lane_views import block_tables, current_load, retry_after_s
 from scheduler_svc.engine.live_request import Listener, LiveRequest, record_planned
+from scheduler_svc.engine.model_events import ModelEvents
 from scheduler_svc.engine.restored_requests import RestoredRequests
-from scheduler_svc.engine.served_model import PreparedModel, ServedModel
+from scheduler_svc.engine.served_model import ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 from scheduler_svc.engine.tracing.request_traces import request_traces
 from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.plan_loop.clock import Clock
-from scheduler_svc.plan_loop.model_change import ModelChange
 from scheduler_svc.plan_loop.ports import (
     Connect,
     EngineRequest,
@@ -81,9 +80,11 @@ class Engine:
         self.clock = clock
         self.faults = Faults(clock)
         self.numbers = EngineNumbers(core, self.quotas.registry.has, self.executor_infos)
-        self.executors = ExecutorSet(core, config, clock, self, self.faults, connect)
-        self._traces = request_traces(clock, spans, self.executors)
         self._live: dict[RequestKey, LiveRequest] = {}
+        self.served_model = ServedModel(core, allow_fingerprint_change=config.allow_fingerprint_change)
+        models = ModelEvents(core, self.served_model, self.journal, self._live, self.fail)
+        self.executors = ExecutorSet(core, config, clock, self, models, self.faults, connect)
+        self._traces = request_traces(clock, spans, self.executors)
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(
             clock,
@@ -105,7 +106,6 @@ class Engine:
         self.fenced = asyncio.Event()
         """Set when the engine has stopped permanently: fenced by another scheduler, or crashed; see `failure`."""
         self.failure: Exception | None = None
-        self.served_model = ServedModel(core, allow_fingerprint_change=config.allow_fingerprint_change)
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 
@@ -310,24 +310,29 @@ class Engine:
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Apply outputs to the live requests, then notify each one's listener once."""
-        now = self.clock.monotonic_ns()
-        self.quotas.on_outputs(outputs)
-        touched = apply_outputs(outputs, self._live, self._core.stop_sample)
-        self.journal.on_outputs(touched.values())
-        for key, live in touched.items():
-            if not live.times.first_token_ns and live.num_completion_tokens:
-                live.times.first_token_ns = now
-                self._recorder.on_first_token(now - live.times.arrival_ns)
-                self.numbers.requests.on_first_token(live.request.spec, live.times, live.counts, live.catches_up)
-            if live.finish_if_all_ended():
-                self._close(key, live, now)
-            if not live.shows_later:
-                live.notify()
+        if outputs:
+            self._apply(outputs)
         # At once: there may be no executor, and no result for hours.
         finished = self._core.take_finished()
         self._recorder.on_finished(finished)
         self.numbers.on_finished(finished)
         release_finished(finished)
+
+    def _apply(self, outputs: StepOutputs) -> None:
+        now = self.clock.monotonic_ns()
+        self.quotas.on_outputs(outputs)
+        touched, finished = apply_outputs(outputs, self._live, self._core.stop_sample)
+        self.journal.on_outputs(touched)
+        for live in touched:
+            if not live.times.first_token_ns and live.num_completion_tokens:
+                live.times.first_token_ns = now
+                self._recorder.on_first_token(now - live.times.arrival_ns)
+                self.numbers.requests.on_first_token(live.request.spec, live.times, live.counts, live.catches_up)
+            if live in finished and live.finish_if_all_ended():
+                self._close(live.request.spec.key, live, now)
+            listener = live.listener
+            if listener is not None and not live.shows_later:
+                listener(live)
 
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""
@@ -355,38 +360,6 @@ class Engine:
         self._recorder.on_session_ended(executor_id)
         self._traces.on_session_ended(executor_id, self._live.values())
         self.numbers.on_session_ended(executor_id)
-
-    async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
-        """Let the front prepare for a changed model; returns the call that adopts it. Raises ModelRefusedError."""
-        return partial(self._adopt_model, change, await self.served_model.prepare(change))
-
-    def _adopt_model(self, change: ModelChange, prepared: PreparedModel) -> None:
-        """Serve the changed model, and end the requests that cannot go on with it; their output stays readable."""
-        self._end_misfits(partial(self.served_model.adopt, change, prepared))
-        if not change.same_numerics:
-            self.journal.on_other_numerics(change.after)
-
-    def on_limits(self, model: ModelDescription) -> None:
-        """Check new requests against other limits, and end the unfinished ones that no executor can hold any more."""
-        self._end_misfits(partial(self.served_model.adopt_limits, model))
-
-    def _end_misfits(self, adopt: Callable[[list[EngineRequest]], list[Exception | None]]) -> None:
-        """Adopt a model or limits, and end the unfinished requests for which that gives an error."""
-        unfinished = list(self._live.values())
-        for live, error in zip(unfinished, adopt([live.request for live in unfinished]), strict=True):
-            if error is not None:
-                self.fail(live, error)
-
-    def on_stranded(self, reason: str) -> None:
-        """End the requests with output that no executor can go on with any more."""
-        for key in self._core.stranded:
-            self.fail(self._live[key], ModelChangedError(reason))
-
-    @property
-    def max_logprobs_in_use(self) -> int:
-        """The largest number of logprobs that an unfinished request wants."""
-        samplings = [live.request.spec.sampling for live in self._live.values()]
-        return max((max(each.num_logprobs or 0, each.num_prompt_logprobs or 0) for each in samplings), default=0)
 
     def _close(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
         live.ended = True

@@ -17,7 +17,7 @@ from google.rpc import status_pb2
 
 from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
 from cadenza.metrics.histogram import Histogram
-from cadenza.slices import run_in_slices
+from cadenza.slices import run_at_once, run_in_slices
 from cadenza.tls import ChannelFiles
 from cadenza.tls_reason import find_tls_reason
 from cadenza.transport import (
@@ -31,7 +31,8 @@ from cadenza.transport import (
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
 from scheduler_svc.core.types import StepPlan, StepResult
-from scheduler_svc.executors.convert import ProtocolError, model_description, request_in_slices, result_in_slices
+from scheduler_svc.executors.convert import ProtocolError, model_description, request_in_slices
+from scheduler_svc.executors.results import result_in_slices, step_result
 from scheduler_svc.metrics.buckets import PLAN_BYTES
 from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
@@ -233,13 +234,16 @@ class GrpcPlanStream:
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan; raises ExecutorLostError."""
         self._inflight.append((plan.step_id, time.monotonic()))
-        self._plan_bytes.observe(await self._write(await run_in_slices(request_in_slices(plan, self._epoch))))
+        work = request_in_slices(plan, self._epoch)
+        # A plan without admissions is short.
+        request = await run_in_slices(work) if plan.admitted else run_at_once(work)
+        self._plan_bytes.observe(await self._write(request))
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Yield results in plan order; raises ExecutorLostError when the stream ends."""
         while True:
             message = await self._read()
-            if message.WhichOneof("message") == "result":
+            if message.HasField("result"):
                 yield await self._result(message.result)
 
     async def close(self) -> None:
@@ -257,7 +261,9 @@ class GrpcPlanStream:
             self._inflight.popleft()
         self.begun_step_id = max(self.begun_step_id, message.step_id)
         try:
-            return await run_in_slices(result_in_slices(message))
+            if message.logprobs or message.prompt_logprobs:
+                return await run_in_slices(result_in_slices(message))
+            return step_result(message)
         except ProtocolError as exc:
             raise ExecutorLostError(str(exc)) from exc
 
@@ -275,11 +281,12 @@ class GrpcPlanStream:
         if not isinstance(message, pb.ExecuteResponse):
             await self._raise_lost(None)
         self._silence.heard()
-        if message.WhichOneof("message") == "heartbeat":
+        kind = message.WhichOneof("message")
+        if kind == "heartbeat":
             self.last_heartbeat = message.heartbeat
             self.resident_bytes = message.heartbeat.resident_bytes or self.resident_bytes
             self.begun_step_id = max(self.begun_step_id, message.heartbeat.running_step_id)
-        elif message.WhichOneof("message") == "stopping":
+        elif kind == "stopping":
             raise ExecutorStoppedError("a signal stopped it")
         return message
 

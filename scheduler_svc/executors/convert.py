@@ -1,9 +1,8 @@
-"""execution.proto: converts plans to the wire form, results and descriptions from it."""
+"""execution.proto: converts plans to the wire form, and descriptions from it; `results` converts results."""
 
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,15 +12,9 @@ from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import (
     AdmittedSequence,
     BlockPairs,
-    Candidates,
-    PromptLogprobs,
     Sampling,
     SamplingValue,
-    SlotError,
     StepPlan,
-    StepResult,
-    StepStatus,
-    TokenLogprobs,
 )
 from scheduler_svc.plan_loop.ports import ModelDescription
 
@@ -29,8 +22,6 @@ _ALLOWED = "allowed_token_ids"
 """The longest list of the sampling parameters."""
 _SEQUENCE_ITEMS = 128
 """The work of describing one sequence, in numbers that take as long: 20 us (measured)."""
-_ENTRY_ITEMS = 64
-"""The work of reading the logprobs of one token, in numbers that take as long: 4 us (measured)."""
 _PLAN_ITEMS = 4096
 """As many numbers of the admissions become part of a message before the first pause: making the plan was work too."""
 _DIGEST_DIGITS = 12
@@ -119,7 +110,8 @@ def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
 
     It is filled in place: protobuf would copy each part of a message that it is put together from.
     """
-    request = pb.ExecuteRequest(plan=_without_admissions(plan, epoch))
+    request = pb.ExecuteRequest()
+    _fill_without_admissions(request.plan, plan, epoch)
     admitted = request.plan.admitted
     num_items, most = 0, _PLAN_ITEMS
     for sequence in plan.admitted:
@@ -157,24 +149,23 @@ def _num_items(sequence: AdmittedSequence) -> int:
     return num_items if sequence.source is None else num_items - sequence.source.num_blocks
 
 
-def _without_admissions(plan: StepPlan, epoch: int) -> pb.StepPlan:
-    message = pb.StepPlan(
-        step_id=plan.step_id,
-        epoch=epoch,
-        released_slots=plan.released_slots,
-        held_slots=plan.held_slots,
-        resumed_slots=plan.resumed_slots,
-        decode_ready=plan.decode_ready,
-        debug_digest=plan.debug_digest,
-        announces_start=plan.announces_start,
-    )
-    for pairs, moves in (
-        (plan.swapped_out, message.swap_out),
-        (plan.copied, message.copies),
-        (plan.swapped_in, message.swap_in),
-    ):
-        if pairs:
-            moves.append(_moves(pairs))
+def _fill_without_admissions(message: pb.StepPlan, plan: StepPlan, epoch: int) -> None:
+    """Fill in what is there: a decode step has little more than its id."""
+    message.step_id, message.epoch = plan.step_id, epoch
+    if plan.released_slots:
+        message.released_slots.extend(plan.released_slots)
+    if plan.held_slots:
+        message.held_slots.extend(plan.held_slots)
+    if plan.resumed_slots:
+        message.resumed_slots.extend(plan.resumed_slots)
+    message.decode_ready, message.debug_digest = plan.decode_ready, plan.debug_digest
+    message.announces_start = plan.announces_start
+    if plan.swapped_out:
+        message.swap_out.append(_moves(plan.swapped_out))
+    if plan.copied:
+        message.copies.append(_moves(plan.copied))
+    if plan.swapped_in:
+        message.swap_in.append(_moves(plan.swapped_in))
     if plan.append_slots:
         message.appends.add(slots=plan.append_slots, block_ids=plan.append_block_ids)
     if plan.given_slots:
@@ -187,54 +178,6 @@ def _without_admissions(plan: StepPlan, epoch: int) -> pb.StepPlan:
     if plan.fork_slots:
         message.forks.source_slots.extend(plan.fork_source_slots)
         message.forks.slots.extend(plan.fork_slots)
-    return message
-
-
-def step_result(message: pb.StepResult) -> StepResult:
-    """Return a result; raises ProtocolError if its columns differ in length."""
-    return run_at_once(result_in_slices(message))
-
-
-def result_in_slices(message: pb.StepResult) -> Work[StepResult]:
-    """Return a result, with a pause after each slice of its logprobs; raises ProtocolError."""
-    if len(message.logprobs) * _ENTRY_ITEMS + _num_prompt_values(message) > SLICE_ITEMS:
-        yield  # Parsing it was a slice of its own.
-    try:
-        status = StepStatus(message.status)
-    except ValueError as exc:
-        raise ProtocolError(f"result of step {message.step_id}: status {message.status} is unknown") from exc
-    slots, counts, token_ids = message.slots[:], message.num_tokens[:], message.token_ids[:]
-    num_sampled = sum(counts) if counts else len(slots)
-    if status is StepStatus.OK and (len(counts) not in (0, len(slots)) or num_sampled != len(token_ids)):
-        raise ProtocolError(
-            f"result of step {message.step_id}: {len(slots)} slots, {len(counts)} counts, {len(token_ids)} token ids"
-        )
-    if len(message.errors) != len(message.error_slots):
-        raise ProtocolError(
-            f"result of step {message.step_id}: {len(message.errors)} errors of {len(message.error_slots)} slots"
-        )
-    timings = message.timings
-    logprobs = yield from _logprobs(message)
-    prompt_logprobs = yield from _prompt_logprobs(message)
-    return StepResult(
-        step_id=message.step_id,
-        status=status,
-        error_message=message.error_message,
-        slots=slots,
-        num_tokens=counts,
-        token_ids=token_ids,
-        error_slots=list(message.error_slots),
-        errors=[_slot_error(error) for error in message.errors],
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        candidates=_candidates(message),
-        debug_digest=message.debug_digest,
-        queue_ns=timings.queue_ns,
-        device_ns=timings.device_ns,
-        sample_ns=timings.sample_ns,
-        moves_ns=timings.moves_ns,
-        total_ns=timings.total_ns,
-    )
 
 
 def _moves(pairs: BlockPairs) -> pb.BlockMoves:
@@ -318,97 +261,3 @@ def _plain_value(value: Any) -> SamplingValue:
     if isinstance(value, int | float):
         return value
     return tuple(tuple(each.ids) if isinstance(each, types_pb2.TokenIds) else each for each in value)
-
-
-def _logprobs(message: pb.StepResult) -> Work[dict[int, TokenLogprobs]]:
-    by_slot = {}
-    num_items = 0
-    for entry in message.logprobs:
-        by_slot[entry.slot] = _token_logprobs(entry)
-        num_items += _ENTRY_ITEMS + entry.columns.num_top
-        if num_items > SLICE_ITEMS:
-            num_items = 0
-            yield
-    return by_slot
-
-
-def _token_logprobs(entry: pb.SlotLogprobs) -> TokenLogprobs:
-    """Return logprobs in compact arrays, as `_prompt_columns`: Python numbers would take eight times the memory."""
-    columns = entry.columns
-    if len(columns.chosen_logprobs) != 1 or len(columns.chosen_ranks) != 1:
-        raise ProtocolError(f"slot {entry.slot}: logprobs of {len(columns.chosen_logprobs)} tokens for one")
-    if not columns.num_top == len(columns.top_token_ids) == len(columns.top_logprobs):
-        raise ProtocolError(f"slot {entry.slot}: {len(columns.top_token_ids)} top tokens for {columns.num_top}")
-    return TokenLogprobs(
-        logprob=columns.chosen_logprobs[0],
-        rank=columns.chosen_ranks[0],
-        top_token_ids=array("I", columns.top_token_ids),
-        top_logprobs=array("f", columns.top_logprobs),
-    )
-
-
-def _candidates(message: pb.StepResult) -> dict[int, Candidates]:
-    by_slot = {entry.slot: _slot_candidates(entry) for entry in message.candidates}
-    if len(by_slot) != len(message.candidates):
-        raise ProtocolError(f"result of step {message.step_id}: candidates of a slot come twice")
-    return by_slot
-
-
-def _slot_candidates(entry: pb.SlotCandidates) -> Candidates:
-    token_ids, logprobs = list(entry.token_ids), list(entry.logprobs)
-    if not 0 < len(token_ids) == len(logprobs):
-        raise ProtocolError(f"slot {entry.slot}: {len(token_ids)} candidates and {len(logprobs)} logprobs")
-    return Candidates(token_ids, logprobs)
-
-
-def _slot_error(number: int) -> SlotError:
-    try:
-        return SlotError(number)
-    except ValueError:
-        return SlotError.UNSPECIFIED
-
-
-def _num_prompt_values(message: pb.StepResult) -> int:
-    return sum(len(entry.columns.chosen_logprobs) * (1 + entry.columns.num_top) for entry in message.prompt_logprobs)
-
-
-def _prompt_logprobs(message: pb.StepResult) -> Work[dict[int, PromptLogprobs]]:
-    by_slot = {}
-    for entry in message.prompt_logprobs:
-        by_slot[entry.slot] = yield from _prompt_columns(entry)
-    if len(by_slot) != len(message.prompt_logprobs):
-        raise ProtocolError(f"result of step {message.step_id}: prompt logprobs of a slot come twice")
-    return by_slot
-
-
-def _prompt_columns(entry: pb.SlotLogprobs) -> Work[PromptLogprobs]:
-    """Return prompt logprobs in compact arrays, since they are kept as long as the request lives."""
-    columns = entry.columns
-    num_tokens, num_top = len(columns.chosen_logprobs), len(columns.top_token_ids)
-    if entry.start < 1 or num_tokens < 1 or len(columns.chosen_ranks) != num_tokens:
-        raise ProtocolError(
-            f"slot {entry.slot}: {num_tokens} prompt logprobs and {len(columns.chosen_ranks)} ranks from {entry.start}"
-        )
-    if not num_tokens * columns.num_top == num_top == len(columns.top_logprobs):
-        raise ProtocolError(
-            f"slot {entry.slot}: {num_top} top tokens and {len(columns.top_logprobs)} logprobs "
-            f"for {num_tokens} prompt tokens with {columns.num_top} each"
-        )
-    return PromptLogprobs(
-        start=entry.start,
-        logprobs=(yield from _to_array("f", columns.chosen_logprobs)),
-        ranks=(yield from _to_array("I", columns.chosen_ranks)),
-        num_top=columns.num_top,
-        top_token_ids=(yield from _to_array("I", columns.top_token_ids)),
-        top_logprobs=(yield from _to_array("f", columns.top_logprobs)),
-    )
-
-
-def _to_array(typecode: str, values: Any) -> Work[array[Any]]:
-    """Copy a repeated field, with a pause after each slice of a long one."""
-    copied = array(typecode)
-    for part in slices_of(values):
-        copied.extend(part)
-        if len(values) > SLICE_ITEMS:
-            yield
-    return copied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterable
 from typing import Any
 
@@ -49,11 +49,12 @@ class _Entry:
     It is the listener of its live request.
     """
 
-    __slots__ = ("fields", "plain", "reader", "session", "task")
+    __slots__ = ("fields", "plain", "reader", "request_id", "session", "task")
 
     def __init__(self, session: Session, fields: RequestFields) -> None:
         self.session = session
         self.fields = fields
+        self.request_id = fields.request_id
         self.task: asyncio.Task[None] | None = None
         self.reader: RequestReader | None = None
         self.plain: PlainOutput | None = None
@@ -81,7 +82,8 @@ class Session:
         self._caller_span = front.caller_span(context)
         self._caller = caller
         self._entries: dict[str, _Entry] = {}
-        self._outputs: OrderedDict[str, _Entry] = OrderedDict()
+        self._outputs: dict[str, _Entry] = {}
+        """Requests with new output by id, in the order of their turns."""
         self._errors: deque[pb.SessionEvent] = deque()
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
@@ -111,7 +113,7 @@ class Session:
         """Mark a request as having new output."""
         if not self._outputs:
             self._wake.set()
-        self._outputs[entry.fields.request_id] = entry
+        self._outputs[entry.request_id] = entry
 
     # --- input -------------------------------------------------------------------------------------------------------
 
@@ -210,7 +212,7 @@ class Session:
     def _attach(self, entry: _Entry, live: LiveRequest) -> None:
         """Serve a request; one that this session serves already goes on from the new resume point."""
         entry.reader = open_reader(live, entry.fields)
-        self._entries[entry.fields.request_id] = entry
+        self._entries[entry.request_id] = entry
         self._front.engine.listen(live, entry)
         self.mark(entry)
 
@@ -238,31 +240,37 @@ class Session:
         has room left, else in the next one. Errors have half of a message while there are outputs.
         """
         parts: list[bytes] = []
-        num_bytes = num_turns = 0
+        num_bytes = 0
         max_error_bytes = MAX_CHUNK_BYTES // 2 if self._outputs else MAX_CHUNK_BYTES
         while self._errors and num_bytes < max_error_bytes:
             event = self._errors.popleft()
             parts.append(_as_field(event))
             num_bytes += len(parts[-1])
         self._drained.set()
-        next_pause = _PAUSE_BYTES
+        pause_at = _PAUSE_BYTES
         while self._outputs and num_bytes < MAX_CHUNK_BYTES:
-            # Marked again by `_take_turn`, behind the others, if it has more.
-            _, entry = self._outputs.popitem(last=False)
-            if entry.plain is not None and (part := entry.plain.take_event()) is not None:
-                parts.append(part)
-                num_bytes += len(part)
-            else:
-                num_bytes += self._take_turn(entry, parts, min(TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
-                num_turns += 1
-            if num_bytes + num_turns * _TURN_COST_BYTES >= next_pause:
-                next_pause = num_bytes + num_turns * _TURN_COST_BYTES + _PAUSE_BYTES
+            # `_take_turn` marks a request again that has more: behind all others.
+            marked, self._outputs = self._outputs, {}
+            entries = iter(marked.values())
+            for entry in entries:
+                plain = entry.plain
+                if plain is not None and (part := plain.take_event()) is not None:
+                    parts.append(part)
+                    num_bytes += len(part)
+                else:
+                    num_bytes += self._take_turn(entry, parts, min(TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
+                    pause_at -= _TURN_COST_BYTES
+                if num_bytes >= pause_at or num_bytes >= MAX_CHUNK_BYTES:
+                    break
+            self._outputs = {entry.request_id: entry for entry in entries} | self._outputs
+            if num_bytes >= pause_at:
+                pause_at = num_bytes + _PAUSE_BYTES
                 await asyncio.sleep(0)
         return b"".join(parts) if parts else None
 
     def _take_turn(self, entry: _Entry, parts: list[bytes], max_bytes: int) -> int:
         """Add output of the request whose turn it is; returns its approximate size in bytes."""
-        request_id, reader = entry.fields.request_id, entry.reader
+        request_id, reader = entry.request_id, entry.reader
         if reader is None:
             return 0
         if reader.live.listener is not entry:
@@ -291,12 +299,12 @@ class Session:
     def _end(self, entry: _Entry, exc: Exception) -> int:
         """End a request that ran with an error; returns 0, the bytes of output."""
         self._drop(entry)
-        self._report(entry.fields.request_id, exc, done=True, refused=False)
+        self._report(entry.request_id, exc, done=True, refused=False)
         return 0
 
     def _fail(self, entry: _Entry, exc: Exception) -> None:
         self._drop(entry)
-        self._report(entry.fields.request_id, exc, done=True)
+        self._report(entry.request_id, exc, done=True)
 
     def _report(self, request_id: str, exc: Exception, *, done: bool, refused: bool = True) -> None:
         """Report an error; `refused`: the request never ran. The engine logs the end of one that did."""
@@ -309,8 +317,8 @@ class Session:
 
     def _drop(self, entry: _Entry) -> None:
         """Remove a request; the engine aborts a running one unless it has a grace or another stream."""
-        self._entries.pop(entry.fields.request_id, None)
-        self._outputs.pop(entry.fields.request_id, None)
+        self._entries.pop(entry.request_id, None)
+        self._outputs.pop(entry.request_id, None)
         if entry.task is not None and entry.task is not asyncio.current_task():
             entry.task.cancel()
         if entry.reader is not None:

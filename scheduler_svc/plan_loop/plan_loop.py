@@ -13,18 +13,16 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from cadenza.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import InvariantError, LimitsError
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler, check_limits
 from scheduler_svc.core.types import SessionEnd, StepResult, StepStatus
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.fleet_model import executor_spec
+from scheduler_svc.plan_loop.listener import PlanLoopListener
 from scheduler_svc.plan_loop.model_change import ModelRefusedError
 from scheduler_svc.plan_loop.opening import open_session
 from scheduler_svc.plan_loop.pacing import StepPacer
@@ -46,51 +44,6 @@ _REFUSED_S = 1.0
 """Time until the description of an executor that does not fit is read again: another may have replaced it."""
 _FEW_OUTPUTS = 32
 """They are delivered in 0.1 ms (measured)."""
-
-AdoptModel = Callable[[Callable[[], None]], None]
-"""Adopts an executor's description: calls its argument, which gives the lane the executor's limits.
-
-Raises ModelRefusedError, before that call, if the executor cannot be served any more.
-"""
-
-
-class PlanLoopListener(Protocol):
-    """Receives the loop's events; called on the event loop, never concurrently."""
-
-    def on_outputs(self, outputs: StepOutputs) -> None:
-        """Samples have new tokens or have finished."""
-
-    def on_planned(self, step: PlannedStep) -> None:
-        """A step was planned and will be sent next."""
-
-    def on_applied(
-        self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
-    ) -> Callable[[], None] | None:
-        """A step's result was applied, with these outputs, which are delivered later.
-
-        The loop makes the returned call after that.
-        """
-
-    def on_connected(self, executor_id: int) -> None:
-        """A session was opened."""
-
-    def on_lost(self, executor_id: int, error: ExecutorLostError | None, outputs: StepOutputs) -> None:
-        """A session has ended, with these outputs; `error` is None if the loop was cancelled."""
-
-    def on_progress(self, executor_id: int) -> None:
-        """The executor has stalled, or makes progress again."""
-
-    def on_refused(self, executor_id: int, error: Exception) -> None:
-        """The executor answers, but cannot be used: LimitsError, ModelRefusedError, or ExecutorLostError.
-
-        It is described again until it, or another one at its address, can.
-        """
-
-    async def check_model(self, executor_id: int, model: ModelDescription) -> AdoptModel:
-        """Prepare for an executor with this description; raises ModelRefusedError.
-
-        The loop calls the result once the session is open.
-        """
 
 
 class PlanLoop:
@@ -325,7 +278,8 @@ class PlanLoop:
     async def _send_plans(self, stream: PlanStream) -> None:
         while True:
             await self._wait_until_due()
-            await run_in_slices(self._core.look_ahead(self._executor_id, self._clock.monotonic()))
+            if len(self._core.waiting):
+                await run_in_slices(self._core.look_ahead(self._executor_id, self._clock.monotonic()))
             now = self._clock.monotonic()
             plan = self._core.plan_step(self._executor_id, now)
             self._undelivered.append(partial(self._listener.on_outputs, self._core.take_outputs()))
@@ -351,21 +305,26 @@ class PlanLoop:
         limit = min(self._config.max_inflight_plans, self.model.max_inflight_plans)
         while True:
             self._wake.clear()
-            delay: float | None = None
+            due: float | None = None
             if len(inflight) < limit:
-                delay = self._pacer.due(inflight[0].total_tokens) - self._clock.monotonic() if inflight else 0.0
-                if delay <= 0:
+                if not inflight:
                     return
-            await self._wait_for_outputs(None if delay is None else self._clock.monotonic() + delay)
+                due = self._pacer.due(inflight[0].total_tokens)
+                if due <= self._clock.monotonic():
+                    return
+            await self._wait_for_outputs(due)
 
     async def _wait_for_outputs(self, until: float | None) -> None:
         """Wait until `wake` is called, or until this moment on the clock."""
-        delay = None if until is None else until - self._clock.monotonic()
+        if until is None:
+            await self._wake.wait()
+            return
+        # Not a timeout: its contexts and its exception take longer than the timer, and nearly every step waits here.
+        timer = self._clock.call_later(until - self._clock.monotonic(), self._wake.set)
         try:
-            async with self._clock.timeout(delay):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+            await self._wake.wait()
+        finally:
+            timer.cancel()
 
     async def _receive_results(self, stream: PlanStream) -> None:
         async for result in stream.results():

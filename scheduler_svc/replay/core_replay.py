@@ -15,7 +15,8 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import FinishDetail, StepPlan
 from scheduler_svc.engine.policies_from_options import policies_from_options
-from scheduler_svc.executors.convert import step_plan, step_result
+from scheduler_svc.executors.convert import step_plan
+from scheduler_svc.executors.results import step_result
 from scheduler_svc.recording.recorded import executor_spec, request_spec, session_end
 from scheduler_svc.recording.records import differences, error_text, recorded_options
 

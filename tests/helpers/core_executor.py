@@ -11,7 +11,8 @@ from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from scheduler_svc.core.types import ExecutorSpec, StepPlan, StepResult
-from scheduler_svc.executors.convert import step_plan, step_result
+from scheduler_svc.executors.convert import step_plan
+from scheduler_svc.executors.results import step_result
 
 COSTS = StepCosts(step_us=100, token_us=10, context_token_us=0.01, sample_us=2, moved_block_us=20)
 _EPOCH = 1

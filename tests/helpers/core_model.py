@@ -35,7 +35,8 @@ from scheduler_svc.core.types import (
     StepResult,
 )
 from scheduler_svc.engine.policies_from_options import policies_from_options
-from scheduler_svc.executors.convert import step_plan, step_result
+from scheduler_svc.executors.convert import step_plan
+from scheduler_svc.executors.results import step_result
 from tests.executor_svc.driver import Model
 
 _STEP_S = 0.01

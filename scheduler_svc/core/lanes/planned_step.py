@@ -59,7 +59,8 @@ class PlannedStep:
     @property
     def total_tokens(self) -> int:
         """Tokens computed in this step."""
-        return len(self.decode_slots) + sum(chunk.num_tokens for chunk in self.chunks)
+        num_decoded = len(self.decode_slots)
+        return num_decoded + sum(chunk.num_tokens for chunk in self.chunks) if self.chunks else num_decoded
 
     @property
     def has_first_tokens(self) -> bool:

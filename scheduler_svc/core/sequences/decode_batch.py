@@ -108,6 +108,11 @@ class DecodeBatch:
         return num_blocks
 
     @property
+    def num_needing_blocks(self) -> int:
+        """Number of `needing_blocks`."""
+        return len(self._block_calendar.get(self.num_steps, ()))
+
+    @property
     def needing_blocks(self) -> list[Sequence]:
         """The members that need one more block for the next step."""
         return list(self._block_calendar.get(self.num_steps, ()))

@@ -77,7 +77,7 @@ def _plan_all(requests: RequestTable, lane: Lane, step: PlannedStep, budget: Ste
             if budget.exhausted:
                 break
             fully_planned += plan_chunk(lane, step, budget, sequence)
-    if not memory_is_short:
+    if num_admissible and not memory_is_short:
         fully_planned += admit(requests, lane, step, budget, admissions)
     lane.suspects_catch_up = any(chunk.sequence.suspected is not None for chunk in step.chunks)
     return fully_planned

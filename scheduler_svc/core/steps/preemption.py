@@ -20,6 +20,11 @@ def preempt_for_decodes(requests: RequestTable, lane: Lane, step: PlannedStep) -
     Returns whether any were preempted. All victims are preempted before any block is taken, so this step writes to no
     block that is freed here.
     """
+    # With neither beams nor forks, decodes write to their own blocks alone.
+    writes_own = not (lane.due_beam_groups or lane.pending_copy_on_write)
+    if writes_own and lane.decode_batch.num_needing_blocks <= lane.blocks.num_free:
+        _append_blocks(lane, step)
+        return False
     _free_reserves(lane)
     victims: list[Sequence] | None = None
     while _num_needed_blocks(lane) > lane.blocks.num_free:

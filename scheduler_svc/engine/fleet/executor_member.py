@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.engine.lane_views import lane_load
 from scheduler_svc.engine.request_trace import ExecutorIdentity
 from scheduler_svc.plan_loop.clock import Timer
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
-from scheduler_svc.plan_loop.ports import ExecutorPort
+from scheduler_svc.plan_loop.ports import ExecutorPort, ExecutorState, Load
 
 _REFUSED_FOR_S = 5.0
 """A refusal is repeated at least so often while it is true: a refused executor is described again every second, and a
@@ -103,3 +105,12 @@ class ExecutorMember:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+
+    def state(self, core: Scheduler, now: float) -> ExecutorState:
+        """Its current state."""
+        lane = self.loop.lane
+        return self.loop.state(
+            draining=self.draining,
+            refusal=self.refusal if self.is_refused(now) else "",
+            load=lane_load(core, lane) if lane is not None else Load(),
+        )

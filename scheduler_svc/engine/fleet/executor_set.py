@@ -27,11 +27,12 @@ from scheduler_svc.engine.fleet.executor_member import (
 )
 from scheduler_svc.engine.fleet.fault_report import FaultReport
 from scheduler_svc.engine.fleet.listener import ExecutorSetListener
-from scheduler_svc.engine.fleet.served_executors import ServedExecutors
-from scheduler_svc.engine.lane_views import lane_load, num_held
+from scheduler_svc.engine.fleet.served_executors import ModelListener, ServedExecutors
+from scheduler_svc.engine.lane_views import num_held
 from scheduler_svc.engine.request_trace import ExecutorIdentity
 from scheduler_svc.plan_loop.clock import Clock
-from scheduler_svc.plan_loop.plan_loop import AdoptModel, PlanLoop
+from scheduler_svc.plan_loop.listener import AdoptModel
+from scheduler_svc.plan_loop.plan_loop import PlanLoop
 from scheduler_svc.plan_loop.ports import (
     Connect,
     ExecutorFencedError,
@@ -39,7 +40,6 @@ from scheduler_svc.plan_loop.ports import (
     ExecutorPort,
     ExecutorState,
     ExecutorStoppedError,
-    Load,
     ModelDescription,
 )
 
@@ -60,6 +60,7 @@ class ExecutorSet:
         config: SchedulerConfig,
         clock: Clock,
         listener: ExecutorSetListener,
+        models: ModelListener,
         faults: Faults,
         connect: Connect | None = None,
     ) -> None:
@@ -74,7 +75,7 @@ class ExecutorSet:
         self._num_added = 0
         self._running = False
         self._changes = Changes()
-        self.served = ServedExecutors(core, config, clock, listener, self._members)
+        self.served = ServedExecutors(core, config, clock, models, self._members)
         self.started = asyncio.Event()
         """Set once the first session is open, or when none can be opened: see `start_error`."""
         self.start_error: Exception | None = None
@@ -203,14 +204,7 @@ class ExecutorSet:
     def states(self) -> list[ExecutorState]:
         """The state of each executor."""
         now = self._clock.monotonic()
-        return [
-            member.loop.state(
-                draining=member.draining,
-                refusal=member.refusal if member.is_refused(now) else "",
-                load=lane_load(self._core, member.loop.lane) if member.loop.lane is not None else Load(),
-            )
-            for member in self._present
-        ]
+        return [member.state(self._core, now) for member in self._present]
 
     @property
     def _present(self) -> list[ExecutorMember]:

@@ -8,10 +8,9 @@ from typing import Protocol
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.types import StepResult
-from scheduler_svc.engine.fleet.served_executors import ModelListener
 
 
-class ExecutorSetListener(ModelListener, Protocol):
+class ExecutorSetListener(Protocol):
     """Receives the events of all executors; called on the event loop, never concurrently."""
 
     def on_outputs(self, outputs: StepOutputs) -> None:

@@ -16,8 +16,8 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.fleet.executor_member import ExecutorMember
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.fleet_model import fleet_model, why_other_model
+from scheduler_svc.plan_loop.listener import AdoptModel
 from scheduler_svc.plan_loop.model_change import ModelChange, ModelRefusedError, model_change
-from scheduler_svc.plan_loop.plan_loop import AdoptModel
 from scheduler_svc.plan_loop.ports import ModelDescription
 
 CHANGE_AFTER_S = 2.0

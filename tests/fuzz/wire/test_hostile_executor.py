@@ -12,7 +12,8 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec
-from scheduler_svc.executors.convert import ProtocolError, model_description, step_plan, step_result
+from scheduler_svc.executors.convert import ProtocolError, model_description, step_plan
+from scheduler_svc.executors.results import step_result
 from tests.fuzz.wire.messages import any_message, damaged, mixed, near
 from tests.helpers.core_executor import CoreExecutor
 from tests.helpers.core_sampling import core_sampling

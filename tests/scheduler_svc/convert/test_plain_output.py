@@ -84,6 +84,16 @@ def test_bytes_are_those_of_the_plain_form(request_id, pushes, text, session):
             assert raw == expected.SerializeToString(), "nor does the order of the fields differ"
 
 
+def test_what_is_kept_for_outputs_of_one_size_is_right_for_all_sizes():
+    """More sizes than are kept, each of them twice."""
+    live = live_request()
+    _, fast = begun(live)
+    slow, _ = begun(live)
+    for count in (*range(1, 30), *range(1, 30)):
+        live.samples[0].extend([70_000] * count)
+        assert fast.take_event() == in_session(plain_form(slow), "r").SerializeToString()
+
+
 def test_large_numbers():
     for value in (0, 1, 127, 128, 16383, 16384, 2**21, 2**32 - 1):
         assert pb.SampleOutput.FromString(b"\x08" + varint(value)).sample_index == value

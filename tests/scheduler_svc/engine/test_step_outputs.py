@@ -75,6 +75,21 @@ def test_each_sample_gets_its_own_tokens_and_end() -> None:
     assert len(stage.notified) == 3, "listeners are called once for all outputs of a step"
 
 
+def test_tokens_alone_make_no_look_at_the_samples_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has a token for each of hundreds of requests; only a sample's finish can end one."""
+    stage, looks = Stage(num_samples=2), []
+    finish_if_all_ended = LiveRequest.finish_if_all_ended
+    monkeypatch.setattr(
+        LiveRequest, "finish_if_all_ended", lambda live: (looks.append(live), finish_if_all_ended(live))[1]
+    )
+    stage.outputs([(0, 10), (1, 11)])
+    assert (len(looks), len(stage.notified)) == (0, 1)
+    stage.outputs([(0, 20), (1, 21)], [(0, EOS)])
+    assert (len(looks), stage.live.ended) == (1, False)
+    stage.outputs(ends=[(1, EOS)])
+    assert (len(looks), stage.live.ended) == (2, True)
+
+
 def test_outputs_after_a_samples_finish_are_ignored() -> None:
     stage = Stage(num_samples=2)
     stage.outputs([(0, 10)], [(0, EOS)])

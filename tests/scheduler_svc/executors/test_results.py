@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cadenza.slices import run_at_once
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import Candidates, SlotError
-from scheduler_svc.executors.convert import ProtocolError, step_result
+from scheduler_svc.executors.convert import ProtocolError
+from scheduler_svc.executors.results import result_in_slices, step_result
 
 
 def entry(slot=4, start=1, **changes) -> pb.SlotLogprobs:
@@ -48,6 +50,15 @@ def test_prompt_logprobs_by_slot() -> None:
 def test_columns_that_do_not_fit_are_refused(entries) -> None:
     with pytest.raises(ProtocolError, match="prompt"):
         step_result(result(*entries))
+
+
+def test_results_are_the_same_in_slices_and_at_once() -> None:
+    plain = {"slots": [1, 4], "token_ids": [7, 8], "timings": pb.StepTimings(total_ns=5)}
+    for message in (result(**plain), result(entry(4), **plain), result(**plain, error_slots=[4], errors=[2])):
+        assert step_result(message) == run_at_once(result_in_slices(message))
+    for wrong in ({"slots": [1]}, {"slots": [1], "num_tokens": [2]}, {"error_slots": [1]}):
+        with pytest.raises(ProtocolError, match="result of step 9"):
+            step_result(result(**wrong))
 
 
 def test_errors_have_their_kinds() -> None:

@@ -23,7 +23,8 @@ from scheduler_svc.core.types import (
     SessionEnd,
     StepPlan,
 )
-from scheduler_svc.executors.convert import model_description, step_plan, step_result
+from scheduler_svc.executors.convert import model_description, step_plan
+from scheduler_svc.executors.results import step_result
 from scheduler_svc.recording import plan_log, records
 from scheduler_svc.recording.plan_log import PlanLogWriter
 from scheduler_svc.recording.recorded import (

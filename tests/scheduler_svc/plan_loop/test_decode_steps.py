@@ -1,0 +1,32 @@
+"""A step that decodes only: the plan loop makes no work that it does not need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.virtual_engine import STEP_S, started
+
+
+async def test_a_step_that_decodes_only_needs_no_timeout_and_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both cost more than the planning itself."""
+    async with started() as world:
+        lives = [world.submit(100, request_id=str(index)) for index in range(4)]
+        await world.clock.advance(3 * STEP_S)
+        calls: list[str] = []
+
+        def counted(owner: Any, name: str) -> None:
+            function = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
+
+        counted(world.clock, "timeout")
+        counted(world.core, "look_ahead")
+        num_steps = world.core.num_steps
+        await world.clock.advance(20 * STEP_S)
+        assert world.core.num_steps - num_steps == 20
+        assert calls == []
+        # One that waits may need a lookup.
+        lives.append(world.submit(5, request_id="waits"))
+        await world.clock.advance(2 * STEP_S)
+        assert "look_ahead" in calls

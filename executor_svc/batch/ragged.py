@@ -16,7 +16,8 @@ def spans(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
     Run i begins at starts[i] and has lengths[i] places.
     """
     owner = np.arange(len(lengths)).repeat(lengths)
-    places = np.arange(len(owner)) + (starts - (lengths.cumsum() - lengths))[owner]
+    ahead: IntArray = starts - (lengths.cumsum() - lengths)
+    places = np.arange(len(owner)) + ahead[owner]
     return owner, places
 
 

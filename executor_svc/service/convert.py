@@ -67,7 +67,7 @@ def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
     """Read a plan, with a pause after each slice of its admissions; raises InvalidPlan, as `plan_from_wire`."""
     # A step that only decodes has none of the parts.
     present = {field.name: value for field, value in message.ListFields()}
-    reserved = [part for part in ("drafts", "transfers") if part in present]
+    reserved: list[str] = [part for part in ("drafts", "transfers") if part in present]
     parts: dict[str, Any] = {}
     for part, read in _PARTS.items():
         if part in present:

@@ -31,8 +31,9 @@ class Attention:
         context = self._slots.num_computed_tokens[rows]
         owner, positions = spans(context, counts)
         slots = rows[owner]
-        added = token_hashes(self._slots.token_ids[slots, positions], positions)
-        running, first = added.cumsum(), counts.cumsum() - counts
+        added = token_hashes(self._slots.token_ids[slots, positions].astype(np.int64), positions)
+        running: U64 = added.cumsum()
+        first = counts.cumsum() - counts
         before = np.zeros(len(rows), np.uint64)
         late = context > 0
         before[late] = self._pools.read(self._places(rows[late], context[late] - 1))

@@ -16,8 +16,8 @@ def spans(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
     Run i begins at starts[i] and has lengths[i] places.
     """
     owner = np.arange(len(lengths)).repeat(lengths)
-    ahead: IntArray = starts - (lengths.cumsum() - lengths)
-    places = np.arange(len(owner)) + ahead[owner]
+    ends: IntArray = lengths.cumsum()
+    places = np.arange(len(owner)) + (starts - (ends - lengths))[owner]
     return owner, places
 
 

@@ -15,8 +15,9 @@ def spans(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
 
     Run i begins at starts[i] and has lengths[i] places.
     """
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    places = np.arange(len(owner)) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    owner = np.arange(len(lengths)).repeat(lengths)
+    ends: IntArray = lengths.cumsum()
+    places = np.arange(len(owner)) + (starts - (ends - lengths))[owner]
     return owner, places
 
 

@@ -194,28 +194,31 @@ class Slots:
 
     def schedule(self, plan: StepPlan) -> Scheduled:
         """Return the work of an applied plan: its explicit slots and, with decode_ready, every other ready slot."""
-        part, n = plan.scheduled, self.limits.num_slots
+        part = plan.scheduled
         self._check_scheduled(part)
         self._check_forks(plan.forks, part)
-        counts = np.zeros(n, np.int64)
-        samples = np.zeros(n, np.bool_)
+        slots = part.slots[:0]
         if plan.decode_ready:
             ready = self.ready()
             ready[plan.forks.slots] = False
-            counts[ready] = 1
-            samples[ready] = True
+            ready[part.slots] = False
+            (slots,) = ready.nonzero()
+        counts, samples = np.ones(len(slots), np.int64), np.ones(len(slots), np.bool_)
         idle, sources = part.slots, None
         if len(part.slots):
             stopped = self.stopped[part.slots]
-            counts[part.slots] = np.where(stopped, 0, part.num_tokens)
-            samples[part.slots] = part.samples
             idle = np.sort(part.slots[stopped & part.samples])
-        slots = np.flatnonzero(counts)
-        readers = slots[samples[slots]]
+            computing = ~stopped & (part.num_tokens != 0)
+            slots = np.concatenate((slots, part.slots[computing]))
+            order = np.argsort(slots)
+            slots = slots[order]
+            counts = np.concatenate((counts, part.num_tokens[computing]))[order]
+            samples = np.concatenate((samples, part.samples[computing]))[order]
+        readers = slots[samples]
         if len(plan.forks.slots):
             readers, sources, idle = self._fork(plan, readers, idle)
-        candidates = np.flatnonzero(self.sampling["num_candidates"][readers])
-        scheduled = Scheduled(slots, counts[slots], samples[slots], idle, readers, sources, candidates)
+        (candidates,) = self.sampling["num_candidates"][readers].nonzero()
+        scheduled = Scheduled(slots, counts, samples, idle, readers, sources, candidates)
         self._check_limits(scheduled)
         return scheduled
 

@@ -97,6 +97,7 @@ def make_result(
     sampled = computed.sampled
     rows = scheduled.sampling_slots
     valid = sampled.valid
+    failed = ~valid
     taken = scheduled.takes_token(valid)
     slots, num_tokens = rows, taken.astype(np.int64)
     if len(scheduled.idle_slots):
@@ -110,8 +111,8 @@ def make_result(
         slots=slots,
         num_tokens=num_tokens[:0] if num_tokens.all() else num_tokens,
         token_ids=sampled.token_ids[taken],
-        error_slots=rows[~valid],
-        errors=tuple(SlotError(error) for error in sampled.errors[~valid]),
+        error_slots=rows[failed],
+        errors=tuple(SlotError(error) for error in sampled.errors[failed]),
         logprobs=_logprobs(computed, rows),
         prompt_logprobs=computed.prompt_logprobs,
         candidates=_candidates(sampled, scheduled),

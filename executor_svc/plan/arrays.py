@@ -10,16 +10,22 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 
+# One array of each type is enough: an empty array has nothing to change.
+_NO_INTS: IntArray = np.zeros(0, np.int64)
+_NO_FLOATS: FloatArray = np.zeros(0, np.float32)
+_NO_BOOLS: BoolArray = np.zeros(0, np.bool_)
+
+
 def no_ints() -> IntArray:
-    """Return an empty array of integers."""
-    return np.zeros(0, np.int64)
+    """Return the empty array of integers."""
+    return _NO_INTS
 
 
 def no_floats() -> FloatArray:
-    """Return an empty array of floats."""
-    return np.zeros(0, np.float32)
+    """Return the empty array of floats."""
+    return _NO_FLOATS
 
 
 def no_bools() -> BoolArray:
-    """Return an empty array of flags."""
-    return np.zeros(0, np.bool_)
+    """Return the empty array of flags."""
+    return _NO_BOOLS

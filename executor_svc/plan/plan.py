@@ -114,17 +114,17 @@ class StepPlan:
     step_id: int
     epoch: int
     released_slots: IntArray = field(default_factory=no_ints)
-    swap_out: BlockMoves = field(default_factory=BlockMoves)
-    copies: BlockMoves = field(default_factory=BlockMoves)
-    swap_in: BlockMoves = field(default_factory=BlockMoves)
+    swap_out: BlockMoves = BlockMoves()
+    copies: BlockMoves = BlockMoves()
+    swap_in: BlockMoves = BlockMoves()
     admitted: tuple[AdmittedSequence, ...] = ()
-    appends: SlotColumns = field(default_factory=SlotColumns)
+    appends: SlotColumns = SlotColumns()
     held_slots: IntArray = field(default_factory=no_ints)
     resumed_slots: IntArray = field(default_factory=no_ints)
-    given: SlotColumns = field(default_factory=SlotColumns)
+    given: SlotColumns = SlotColumns()
     decode_ready: bool = False
-    scheduled: ScheduledTokens = field(default_factory=ScheduledTokens)
-    forks: SlotColumns = field(default_factory=SlotColumns)
+    scheduled: ScheduledTokens = ScheduledTokens()
+    forks: SlotColumns = SlotColumns()
     debug_digest: bool = False
     # Whether a heartbeat names this step before it runs.
     announces_start: bool = False
@@ -191,7 +191,7 @@ class StepResult:
     """Logprobs of the prompt tokens that the step's chunks predict, for slots that requested them."""
     candidates: tuple[SlotCandidates, ...] = ()
     """Candidates of slots that requested them; these sample no token."""
-    timings: StepTimings = field(default_factory=StepTimings)
+    timings: StepTimings = StepTimings()
     debug_digest: bytes = b""
     num_sequences: int = 0
     """Number of sequences that computed something; for the metrics of this process, as the next one."""

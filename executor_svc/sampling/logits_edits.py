@@ -18,7 +18,7 @@ def logits_edits(slots: Slots, rows: IntArray) -> LogitsEdits | None:
     They depend only on each slot's parameters and token ids.
     """
     sampling = slots.sampling
-    candidates = np.flatnonzero(sampling.processed[rows])
+    (candidates,) = sampling.processed[rows].nonzero()
     if not len(candidates):
         return None
     chosen = rows[candidates]

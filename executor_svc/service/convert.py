@@ -65,40 +65,43 @@ def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
 
 def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
     """Read a plan, with a pause after each slice of its admissions; raises InvalidPlan, as `plan_from_wire`."""
-    reserved: list[str] = []
-    if message.HasField("drafts"):
-        reserved.append("drafts")
-    if message.transfers:
-        reserved.append("transfers")
-    admitted = yield from _admitted_in_slices(message.admitted, reserved)
+    # A step that only decodes has none of the parts.
+    present = {field.name: value for field, value in message.ListFields()}
+    reserved: list[str] = [part for part in ("drafts", "transfers") if part in present]
+    parts: dict[str, Any] = {}
+    for part, read in _PARTS.items():
+        if part in present:
+            parts[part] = yield from read(part, present[part], reserved)
     return p.StepPlan(
         step_id=message.step_id,
         epoch=message.epoch,
-        released_slots=(yield from _ints_in_slices(message.released_slots)),
-        swap_out=(yield from _moves("swap_out", message.swap_out, reserved)),
-        copies=(yield from _moves("copies", message.copies, reserved)),
-        swap_in=(yield from _moves("swap_in", message.swap_in, reserved)),
-        admitted=admitted,
-        appends=(yield from _appends(message.appends, reserved)),
-        held_slots=(yield from _ints_in_slices(message.held_slots)),
-        resumed_slots=(yield from _ints_in_slices(message.resumed_slots)),
-        given=(yield from _slot_columns("given", message.given.slots, message.given.token_ids)),
         decode_ready=message.decode_ready,
-        scheduled=(yield from _scheduled(message.scheduled)),
-        forks=(yield from _slot_columns("forks", message.forks.slots, message.forks.source_slots)),
         debug_digest=message.debug_digest,
         announces_start=message.announces_start,
         # Each once and only some of them: a list of millions would be the error message.
         reserved=tuple(dict.fromkeys(reserved))[:_MAX_NAMED],
+        **parts,
     )
 
 
-def _scheduled(message: pb.ScheduledTokens) -> Work[p.ScheduledTokens]:
-    _same_length("scheduled", message.slots, message.num_tokens, message.samples)
+def _slots(_part: str, slots: Any, _reserved: list[str]) -> Work[IntArray]:
+    return _ints_in_slices(slots)
+
+
+def _scheduled(part: str, message: pb.ScheduledTokens, _reserved: list[str]) -> Work[p.ScheduledTokens]:
+    _same_length(part, message.slots, message.num_tokens, message.samples)
     slots = yield from _ints_in_slices(message.slots)
     num_tokens = yield from _ints_in_slices(message.num_tokens)
     samples = yield from _ints_in_slices(message.samples)
     return p.ScheduledTokens(slots, num_tokens, samples.astype(np.bool_))
+
+
+def _given(part: str, message: pb.GivenTokens, _reserved: list[str]) -> Work[p.SlotColumns]:
+    return _slot_columns(part, message.slots, message.token_ids)
+
+
+def _forks(part: str, message: pb.SampleForks, _reserved: list[str]) -> Work[p.SlotColumns]:
+    return _slot_columns(part, message.slots, message.source_slots)
 
 
 def _slot_columns(part: str, slots: Any, values: Any) -> Work[p.SlotColumns]:
@@ -118,25 +121,24 @@ def _check_count(part: str, lists: Sequence[Any], limit: int = _MAX_LISTS) -> No
 
 
 def _moves(part: str, messages: Sequence[pb.BlockMoves], reserved: list[str]) -> Work[p.BlockMoves]:
-    if not messages:
-        return p.BlockMoves()
+    return p.BlockMoves(*(yield from _by_group(part, messages, ("sources", "destinations"), reserved)))
+
+
+def _appends(part: str, messages: Sequence[pb.BlockAppends], reserved: list[str]) -> Work[p.SlotColumns]:
+    return p.SlotColumns(*(yield from _by_group(part, messages, ("slots", "block_ids"), reserved)))
+
+
+def _by_group(
+    part: str, messages: Sequence[Any], names: tuple[str, str], reserved: list[str]
+) -> Work[tuple[IntArray, IntArray]]:
+    """Read two columns of equal length from one message or more, which name their KV groups."""
     _check_count(part, messages)
     _first_group(part, [message.kv_group for message in messages], reserved)
-    for message in messages:
-        _same_length(part, message.sources, message.destinations)
-    sources = yield from _joined([message.sources for message in messages])
-    return p.BlockMoves(sources, (yield from _joined([message.destinations for message in messages])))
-
-
-def _appends(messages: Sequence[pb.BlockAppends], reserved: list[str]) -> Work[p.SlotColumns]:
-    if not messages:
-        return p.SlotColumns()
-    _check_count("appends", messages)
-    _first_group("appends", [message.kv_group for message in messages], reserved)
-    for message in messages:
-        _same_length("appends", message.slots, message.block_ids)
-    slots = yield from _joined([message.slots for message in messages])
-    return p.SlotColumns(slots, (yield from _joined([message.block_ids for message in messages])))
+    columns = [[getattr(message, name) for message in messages] for name in names]
+    for pair in zip(*columns, strict=True):
+        _same_length(part, *pair)
+    first = yield from _joined(columns[0])
+    return first, (yield from _joined(columns[1]))
 
 
 def _joined(fields: Sequence[Any]) -> Work[IntArray]:
@@ -148,10 +150,10 @@ def _joined(fields: Sequence[Any]) -> Work[IntArray]:
 
 
 def _admitted_in_slices(
-    messages: Sequence[pb.AdmittedSequence], reserved: list[str]
+    part: str, messages: Sequence[pb.AdmittedSequence], reserved: list[str]
 ) -> Work[tuple[p.AdmittedSequence, ...]]:
     """Read admissions, with a pause after each slice of numbers and sequences."""
-    _check_count("admitted", messages, _MAX_ADMITTED)
+    _check_count(part, messages, _MAX_ADMITTED)
     admitted, num_items = [], 0
     for message in messages:
         admitted.append((yield from _admitted(message, reserved)))
@@ -183,6 +185,22 @@ def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> Work[p.Admit
         adapter_index=message.adapter_index,
         source=_source(message.source) if message.HasField("source") else None,
     )
+
+
+# The fields of a plan with columns. If several are wrong, the error is that of the first one here.
+_PARTS: dict[str, Callable[[str, Any, list[str]], Work[Any]]] = {
+    "admitted": _admitted_in_slices,
+    "released_slots": _slots,
+    "swap_out": _moves,
+    "copies": _moves,
+    "swap_in": _moves,
+    "appends": _appends,
+    "held_slots": _slots,
+    "resumed_slots": _slots,
+    "given": _given,
+    "scheduled": _scheduled,
+    "forks": _forks,
+}
 
 
 def _source(message: pb.PrefixSource) -> p.PrefixSource:
@@ -243,11 +261,14 @@ def response_in_slices(result: p.StepResult, epoch: int, incarnation: int) -> Wo
 
     It is filled in place: protobuf would copy each part of a message that it is put together from.
     """
-    response = pb.ExecuteResponse(result=_without_logprobs(result, epoch, incarnation))
+    response = pb.ExecuteResponse()
+    message = response.result
+    message.epoch, message.incarnation = epoch, incarnation
+    _fill_without_logprobs(message, result)
     num_items = num_in_all = 0
     for items, messages in (
-        (result.logprobs, response.result.logprobs),
-        (result.prompt_logprobs, response.result.prompt_logprobs),
+        (result.logprobs, message.logprobs),
+        (result.prompt_logprobs, message.prompt_logprobs),
     ):
         for item in items:
             yield from _fill_logprobs(messages.add(), item)
@@ -261,30 +282,21 @@ def response_in_slices(result: p.StepResult, epoch: int, incarnation: int) -> Wo
     return response
 
 
-def _without_logprobs(result: p.StepResult, epoch: int, incarnation: int) -> pb.StepResult:
-    timings = result.timings
-    return pb.StepResult(
-        step_id=result.step_id,
-        epoch=epoch,
-        incarnation=incarnation,
-        # The enums of plan.py have the numbers of the protocol.
-        status=cast(pb.StepStatus.ValueType, int(result.status)),
-        error_message=result.error_message,
-        slots=result.slots.tolist(),
-        num_tokens=result.num_tokens.tolist(),
-        token_ids=result.token_ids.tolist(),
-        error_slots=result.error_slots.tolist(),
-        errors=[cast(pb.SlotError.ValueType, int(error)) for error in result.errors],
-        candidates=[_slot_candidates(item) for item in result.candidates],
-        timings=pb.StepTimings(
-            queue_ns=timings.queue_ns,
-            device_ns=timings.device_ns,
-            sample_ns=timings.sample_ns,
-            total_ns=timings.total_ns,
-            moves_ns=timings.moves_ns,
-        ),
-        debug_digest=result.debug_digest,
-    )
+def _fill_without_logprobs(message: pb.StepResult, result: p.StepResult) -> None:
+    message.step_id = result.step_id
+    # The enums of plan.py have the numbers of the protocol.
+    message.status = cast(pb.StepStatus.ValueType, int(result.status))
+    message.error_message = result.error_message
+    message.debug_digest = result.debug_digest
+    message.slots.extend(result.slots.tolist())
+    message.num_tokens.extend(result.num_tokens.tolist())
+    message.token_ids.extend(result.token_ids.tolist())
+    message.error_slots.extend(result.error_slots.tolist())
+    message.errors.extend([cast(pb.SlotError.ValueType, int(error)) for error in result.errors])
+    message.candidates.extend([_slot_candidates(item) for item in result.candidates])
+    to, timings = message.timings, result.timings
+    to.queue_ns, to.device_ns, to.sample_ns = timings.queue_ns, timings.device_ns, timings.sample_ns
+    to.total_ns, to.moves_ns = timings.total_ns, timings.moves_ns
 
 
 def _fill_logprobs(message: pb.SlotLogprobs, item: p.SlotLogprobs) -> Work[None]:

@@ -20,6 +20,7 @@ class Attention:
         self._pools = pools
         places = np.arange(slots.limits.max_blocks_per_seq * pools.block_size)
         self._keys = position_keys(places).reshape(-1, pools.block_size)
+        self._offsets = np.arange(pools.block_size)
 
     def write(self, scheduled: Scheduled) -> None:
         """Write the digests of all scheduled tokens to their slots' blocks.
@@ -29,37 +30,40 @@ class Attention:
         rows, counts = scheduled.slots, scheduled.num_tokens
         context = self._slots.num_computed_tokens[rows]
         owner, positions = spans(context, counts)
-        added = token_hashes(self._slots.token_ids[rows[owner], positions].astype(np.int64), positions)
-        running, first = np.cumsum(added), np.cumsum(counts) - counts
+        slots = rows[owner]
+        added = token_hashes(self._slots.token_ids[slots, positions].astype(np.int64), positions)
+        running: U64 = added.cumsum()
+        first = counts.cumsum() - counts
         before = np.zeros(len(rows), np.uint64)
         late = context > 0
         before[late] = self._pools.read(self._places(rows[late], context[late] - 1))
         chunk_starts = before - (running[first] - added[first])
-        self._pools.write(self._places(rows[owner], positions), running + chunk_starts[owner])
+        self._pools.write(self._places(slots, positions), running + chunk_starts[owner])
 
     def contexts(self, rows: IntArray, lengths: IntArray) -> U64:
         """Return [n] sums over the first lengths[i] positions, one or more, of the block tables of slots rows[i]."""
-        num_full = lengths // self._pools.block_size
-        owner, index = spans(np.zeros(len(rows), np.int64), num_full)
+        num_full, tails = np.divmod(lengths, self._pools.block_size)
+        tables = self._slots.block_tables
+        starts = rows * tables.shape[1]
+        owner, entries = spans(starts, num_full)
         sums: U64 = np.zeros(len(rows), np.uint64)
-        blocks = self._slots.block_tables[rows[owner], index].astype(np.int64)
-        np.add.at(sums, owner, self._full_blocks(blocks, index))
-        tails = lengths % self._pools.block_size
-        (late,) = np.nonzero(tails)
-        last = self._slots.block_tables[rows[late], num_full[late]]
-        found = contributions(self._pools.device[last], self._keys[num_full[late]])
-        found *= np.arange(self._pools.block_size) < tails[late, None]
+        np.add.at(sums, owner, self._full_blocks(tables.reshape(-1)[entries].astype(np.int64), entries - starts[owner]))
+        (late,) = tails.nonzero()
+        blocks = tables[rows[late], num_full[late]]
+        found = contributions(self._pools.device[blocks], self._keys[num_full[late]])
+        found *= self._offsets < tails[late, None]
         sums[late] += found.sum(axis=1)
         return sums
 
     def _full_blocks(self, blocks: IntArray, index: IntArray) -> U64:
         """Return [B] the sums of whole blocks, read as the index[i]-th of a table; a sum is kept until a write."""
-        (new,) = np.nonzero(self._pools.summed_at[blocks] != index)
-        found = contributions(self._pools.device[blocks[new]], self._keys[index[new]]).sum(axis=1)
+        (new,) = (self._pools.summed_at[blocks] != index).nonzero()
         sums = self._pools.sums[blocks]
-        sums[new] = found
-        self._pools.sums[blocks[new]] = found
-        self._pools.summed_at[blocks[new]] = index[new]
+        if len(new):
+            unknown, places = blocks[new], index[new]
+            sums[new] = contributions(self._pools.device[unknown], self._keys[places]).sum(axis=1)
+            self._pools.sums[unknown] = sums[new]
+            self._pools.summed_at[unknown] = places
         return sums
 
     def prompt_contexts(self, wanted: PromptRows) -> U64:
@@ -86,5 +90,5 @@ class Attention:
 
     def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
         """Return [n] the places of slots' positions in the device pool: block * block_size + offset."""
-        size = self._pools.block_size
-        return self._slots.block_tables[rows, positions // size].astype(np.int64) * size + positions % size
+        index, offsets = np.divmod(positions, self._pools.block_size)
+        return self._slots.block_tables[rows, index].astype(np.int64) * self._pools.block_size + offsets

@@ -148,7 +148,7 @@ class SimulatedStepExecutor:
         )
         num_top = sampling["num_logprobs"][rows]
         num_top[candidate_rows] = -1
-        wanted = np.flatnonzero((num_top >= 0) & (errors == 0))
+        (wanted,) = ((num_top >= 0) & (errors == 0)).nonzero()
         logprobs = row_logprobs(logits, tokens, wanted, num_top[wanted]) if len(wanted) else None
         return SampledTokens(tokens, errors, logprobs, candidates)
 
@@ -161,12 +161,14 @@ class SimulatedStepExecutor:
 
     def _work(self, scheduled: Scheduled, num_moved: int) -> StepWork:
         counts, context = scheduled.num_tokens, self.slots.num_computed_tokens[scheduled.slots]
+        tokens = int(counts.sum())
         return StepWork(
-            tokens=int(counts.sum()),
-            context_tokens=int((counts * context + counts * (counts + 1) // 2).sum()),
+            tokens=tokens,
+            # The i-th token of a chunk attends to the context and to i tokens of the chunk.
+            context_tokens=int(counts @ context) + (int(counts @ counts) + tokens) // 2,
             samples=len(scheduled.sampling_slots),
             moved_blocks=num_moved,
-            kv_tokens=int((counts + context).sum()),
+            kv_tokens=tokens + int(context.sum()),
         )
 
     def _pass_time(self, work: StepWork, received_ns: int) -> StepTimings:

@@ -66,6 +66,19 @@ def test_a_wrong_block_table(blocks: list[int]) -> None:
     assert run(blocks)[0] != expected(1)[0]
 
 
+def test_a_wrong_block_table_changes_no_other_sequence() -> None:
+    """In one step, two sequences read the same blocks, which are at other places of the wrong table."""
+    rig = Rig(WIDE)
+    rig.step(admitted=(sequence(0, PROMPT, [7, 2, 30]),), scheduled=scheduled((0, len(PROMPT) - 1, False)))
+    last = len(PROMPT) - 1
+    tables = {1: [7, 2, 30], 2: [2, 7, 31], 3: [7, 7, 32]}
+    rig.step(copies=moves((30, 31), (30, 32)))
+    known = tuple(sequence(slot, PROMPT, blocks, last) for slot, blocks in tables.items())
+    right, *wrong = rig.step(decode_ready=True, released_slots=ints(0), admitted=known).token_ids.tolist()
+    assert right == expected(1)[0]
+    assert right not in wrong
+
+
 def test_a_right_and_a_wrong_copy() -> None:
     copied = [10, 11, 12]
     assert run(copied, copies=moves((7, 10), (2, 11), (30, 12))) == expected(6)

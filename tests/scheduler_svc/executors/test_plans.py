@@ -10,6 +10,7 @@ import pytest
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from executor_svc.config import ExecutorConfig
+from executor_svc.plan.plan import StepPlan as ExecutorPlan
 from executor_svc.service.convert import description_to_wire, plan_from_wire
 from executor_svc.simulated.build import build_simulated
 from scheduler_svc.config import SchedulerConfig
@@ -52,6 +53,15 @@ def received(message: bytes) -> dict[str, Any]:
 
 
 NOTHING = received(sent())
+
+
+def test_absent_parts_are_not_read() -> None:
+    """Most steps only decode: their plans cost no arrays for the parts that they lack."""
+    plan = plan_from_wire(pb.StepPlan.FromString(sent(decode_ready=True)))
+    absent = ExecutorPlan(step_id=1, epoch=1)
+    for field in dataclasses.fields(plan):
+        if field.name not in ("step_id", "epoch", "decode_ready"):
+            assert getattr(plan, field.name) is getattr(absent, field.name), field.name
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -44,6 +44,8 @@ _CASES = (_Case("decode1", 1, 0), _Case("decode16", 16, 0), _Case("prefill256", 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     import torch
 
+    from executor_svc.cpu.kernels import matmul_tiles
+
     folder = random_checkpoint(options.shape)
     torch.manual_seed(options.seed)
     exact, bits = _runner(str(folder), options.num_threads)

@@ -7,17 +7,14 @@ on floats.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
-from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec
-from executor_svc.cpu.kernels.codegen.isa import Isa
-from executor_svc.cpu.kernels.matmul_blocked import blocked_panel, blocking, is_blocked, sum_of
-from executor_svc.cpu.kernels.matmul_tiles import Output, tile
+from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
+from executor_svc.cpu.kernels.matmul_tiles import Output, Shape, has_pairs, tile, tile_shapes
 from executor_svc.cpu.kernels.panels import PANEL, ROWS_AT_ONCE, inner_step
 
 
@@ -31,31 +28,20 @@ def pack(weight: Tensor) -> Tensor:
     return panels.transpose(1, 2).contiguous()
 
 
-def tile_sizes(isa: Isa, dtype: Dtype) -> tuple[int, ...]:
-    """Return the possible numbers of rows of x per pass over a panel, descending: their sums fill the registers.
-
-    More rows than these are computed by `matmul_blocked` where the level or the dtype wants it.
-    """
-    if not is_blocked(isa, dtype):
-        return (12, 8, 4, 2, 1)
-    return tuple(range(blocking(isa).few_rows, 0, -1))
-
-
 def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     """Add the kernel y = x @ weight.T (+ bias), rounded to dtype and written as `out`; returns its name.
 
-    Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x [rows, K], weight as `pack` returns it, y [rows,
-    N], K, N, bias [N] or 0, the distance in panels to the panel that this thread will probably need next, which it
-    prefetches while it multiplies, and for `is_blocked` the rows of `widen_rows` (of float32: x) and scratch memory of
-    `Blocking.scratch_bytes` for each thread. x, weight and bias are of dtype.
+    Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x [rows, K], of floats from `widen_rows` if not
+    `has_pairs`, weight as `pack` returns it, y [rows, N], K, N, bias [N] or 0, and the distance in panels to the panel
+    that this thread will probably need next, which it prefetches while it multiplies. Weight and bias are of dtype.
     """
-    size, out_size, step = ITEM_BYTES[dtype], ITEM_BYTES[out], inner_step(dtype)
-    blocked, output = is_blocked(code.isa, dtype), Output(dtype, out, with_bias)
+    output, step = Output(dtype, out, with_bias), inner_step(dtype)
+    size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[out]
 
     def body(
         emit: Emitter,
         item: Int,
-        thread: Int,
+        _: Int,
         rows: Int,
         x: Int,
         weight: Int,
@@ -64,70 +50,45 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         columns: Int,
         bias: Int,
         ahead: Int,
-        wide: Int,
-        scratch: Int,
     ) -> None:
-        panels = (columns + (PANEL - 1)) // PANEL
+        shapes = tile_shapes(code.isa)
+        tiles = {shape.rows: tile(code, output, shape) for shape in shapes}
+        edge = {1: tile(code, output, Shape(1, shapes[-1].vectors), whole=False)}
+        panels, even = (columns + (PANEL - 1)) // PANEL, (inner + (step - 1)) // step * step
         panel, first = item % panels, item // panels * ROWS_AT_ONCE
-        x_stride, y_stride = inner * size, columns * out_size
+        x_stride = inner * size if has_pairs(code.isa, dtype) else even * ITEM_BYTES["float32"]
+        y_stride = columns * out_size
         start, here = x + first * x_stride, (rows - first).least(ROWS_AT_ONCE)
-        panel_bytes = (inner + (step - 1)) // step * (PANEL * step * size)
-        weights = weight + panel * panel_bytes
-        coming = weights + ahead * panel_bytes
+        weights = weight + panel * even * (PANEL * size)
+        coming = weights + ahead * even * (PANEL * size)
         into = y + first * y_stride + panel * (PANEL * out_size)
         biases = bias + panel * (PANEL * size)
         left = (columns - panel * PANEL).least(PANEL)
 
-        def one_after_the_other(tiles: Mapping[int, Any]) -> None:
-            at = emit.integer(0)
-            for count, each in tiles.items():
-                full = (here - at) // count
+        def run(tiles: Mapping[int, Callable[..., None]]) -> None:
+            for at, count, size in _even_split(here, tiles):
 
-                def run(index: Int, _: list[Vec], at: Int = at, count: int = count, one: Any = each) -> None:
-                    row = at + index * count
+                def call(index: Int, _: list[Vec], at: Int = at, size: int = size) -> None:
+                    row = at + index * size
                     x_part, y_part = start + row * x_stride, into + row * y_stride
-                    one(emit, x_part, x_stride, weights, coming, inner, y_part, y_stride, biases, left)
+                    tiles[size](emit, x_part, x_stride, weights, coming, inner, y_part, y_stride, biases, left)
 
-                emit.loop(0, full, 1, run)
-                at = at + full * count
+                emit.loop(0, count, 1, call)
 
-        def in_registers() -> None:
-            tiles = {count: tile(code, output, count) for count in tile_sizes(code.isa, dtype)}
-            edge = {1: tile(code, output, 1, whole=False)}
-            emit.when(left.equals(PANEL), lambda: one_after_the_other(tiles))
-            emit.when(left.less(PANEL), lambda: one_after_the_other(edge))
+        emit.when(left.equals(PANEL), lambda: run(tiles))
+        emit.when(left.less(PANEL), lambda: run(edge))
 
-        def in_blocks() -> None:
-            sizes = blocking(code.isa)
-            even = (inner + (step - 1)) // step * step
-            sums = blocked_panel(
-                code,
-                emit,
-                dtype,
-                rows=here,
-                x=wide + first * even * ITEM_BYTES["float32"],
-                inner=inner,
-                panel=weights,
-                coming=coming,
-                scratch=scratch + thread * sizes.scratch_bytes,
-            )
+    return code.kernel(f"matmul_{output}", 8, body)
 
-            def finish(columns_left: Int | None) -> None:
-                def write(row: Int, _: list[Vec]) -> None:
-                    for half in range(PANEL // LANES):
-                        total = sum_of(emit, sums, sizes, row, half)
-                        output.write(emit, total, into + row * y_stride, biases, half, columns_left)
 
-                emit.loop(0, here, 1, write)
-
-            emit.when(left.equals(PANEL), lambda: finish(None))
-            emit.when(left.less(PANEL), lambda: finish(left))
-
-        if not blocked:
-            in_registers()
-            return
-        few = here.less(blocking(code.isa).few_rows + 1)
-        emit.when(few, in_registers)
-        emit.when(emit.builder.not_(few), in_blocks)
-
-    return code.kernel(f"matmul_{output}", 10, body)
+def _even_split(rows: Int, sizes: Collection[int]) -> Iterator[tuple[Int, Int, int]]:
+    """Split rows into the fewest tiles, whose sizes differ by at most one: first row, number of tiles, their size."""
+    most = max(sizes)
+    num_tiles = (rows + (most - 1)) // most
+    smaller, num_larger = rows // num_tiles, rows % num_tiles
+    at = rows.emit.integer(0)
+    for size in sizes:
+        num_smaller = (num_tiles - num_larger).where(smaller.equals(size), 0)
+        count = num_larger.where(smaller.equals(size - 1), num_smaller)
+        yield at, count, size
+        at = at + count * size

@@ -13,6 +13,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from executor_svc.cpu.kernels import matmul_amx
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, BfloatType, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
@@ -60,6 +61,8 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     N], K, N, bias [N] or 0, and the distance in panels to the panel that this thread will probably need next, which it
     prefetches while it multiplies. x, weight and bias are of dtype.
     """
+    if dtype == "bfloat16" and code.isa.has("amx-bf16"):
+        return matmul_amx.matmul(code, out, with_bias, ROWS_AT_ONCE)
     size, out_size, step = ITEM_BYTES[dtype], ITEM_BYTES[out], inner_step(dtype)
 
     def body(

@@ -7,6 +7,7 @@ Linux keeps 8 KiB of tile data for each thread that uses tiles, so it grants the
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 from collections.abc import Callable
 
@@ -17,9 +18,11 @@ _XTILEDATA = 18
 
 def tiles_permitted() -> bool:
     """Request tiles for this process; return whether the system grants them."""
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return False
-    return request_tiles(ctypes.CDLL(None).syscall)
+    syscall = ctypes.CDLL(None).syscall
+    syscall.argtypes, syscall.restype = [ctypes.c_long] * 3, ctypes.c_long
+    return request_tiles(syscall)
 
 
 def request_tiles(syscall: Callable[[int, int, int], int]) -> bool:

@@ -64,7 +64,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Tiles:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_of_every_number_have_the_bits_of_the_model(tiles: Tiles, shape: tuple[int, int]) -> None:
-    """And nothing beyond x, the weight and the bias is read."""
+    """And nothing beyond x, the weight and the bias enters them."""
     weight, bias, x = randn(0, *shape), randn(1, shape[0]), randn(2, 40, shape[1])
     linear = CpuLinear(weight, amid_nan(bias), CpuKernels())
     linear.panels = amid_nan(linear.panels)

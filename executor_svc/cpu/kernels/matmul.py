@@ -1,8 +1,8 @@
 """Matrix products in which every element is one chain of fused operations over the inner dimension, ascending.
 
 An element's bits therefore depend only on its row of x and its row of the weight, not on the number of rows, the tiles
-or the thread. bfloat16 uses the processor's dot product of pairs if it has one (AVX512-BF16), else two fused operations
-on floats.
+or the thread. bfloat16 uses the level's dot product of pairs (AVX512-BF16), or its tiles (`matmul_amx`), else fused
+operations on floats, in ascending order: weights are widened in registers for all rows of a tile, rows of x before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from executor_svc.cpu.kernels import matmul_amx
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.matmul_tiles import Output, Shape, has_pairs, tile, tile_shapes
@@ -35,6 +36,8 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     `has_pairs`, weight as `pack` returns it, y [rows, N], K, N, bias [N] or 0, and the distance in panels to the panel
     that this thread will probably need next, which it prefetches while it multiplies. Weight and bias are of dtype.
     """
+    if dtype == "bfloat16" and code.isa.has("amx-bf16"):
+        return matmul_amx.matmul(code, out, with_bias, ROWS_AT_ONCE)
     output, step = Output(dtype, out, with_bias), inner_step(dtype)
     size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[out]
 

@@ -44,12 +44,12 @@ _CASES = (_Case("decode1", 1, 0), _Case("decode16", 16, 0), _Case("prefill256", 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     import torch
 
-    from executor_svc.cpu.kernels import matmul
+    from executor_svc.cpu.kernels import matmul_tiles
 
     folder = random_checkpoint(options.shape)
     torch.manual_seed(options.seed)
     exact, bits = _runner(str(folder), options.num_threads)
-    with _reordered(matmul):
+    with _reordered(matmul_tiles):
         free, _ = _runner(str(folder), options.num_threads)
     for case in _CASES:
         batch = _batch(case)
@@ -79,7 +79,7 @@ def _compare(exact: ModelRunner, free: ModelRunner, batch: ForwardBatch, steps: 
 
 
 @contextmanager
-def _reordered(matmul: Any) -> Iterator[None]:
+def _reordered(matmul_tiles: Any) -> Iterator[None]:
     """Kernels made in the context may add and multiply in any order."""
     from llvmlite import ir
 
@@ -103,12 +103,12 @@ def _reordered(matmul: Any) -> Iterator[None]:
         def fdiv(self, *operands: Any) -> Any:
             return super().fdiv(*operands, flags=("fast",))
 
-    before = ir.IRBuilder, matmul.CHAINS
-    ir.IRBuilder, matmul.CHAINS = Builder, 2
+    before = ir.IRBuilder, matmul_tiles.CHAINS
+    ir.IRBuilder, matmul_tiles.CHAINS = Builder, 2
     try:
         yield
     finally:
-        ir.IRBuilder, matmul.CHAINS = before
+        ir.IRBuilder, matmul_tiles.CHAINS = before
 
 
 def _runner(folder: str, num_threads: int | None) -> tuple[ModelRunner, int]:

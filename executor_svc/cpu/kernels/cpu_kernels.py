@@ -17,6 +17,8 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
+from executor_svc.cpu.kernels.matmul_tiles import has_pairs, widen_rows
+from executor_svc.cpu.kernels.panels import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
 
@@ -173,9 +175,18 @@ class CpuKernels:
         kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), bias is not None)
         sizes = (x.shape[1], out_features)
         added = 0 if bias is None else bias.data_ptr()
-        arguments = (*_addresses(x, panels, y), *sizes, added, self._team.num_threads)
-        self._launch(Launch(kernel, "rows", matmul.ROWS_AT_ONCE, panels.shape[0], arguments), x.shape[0])
+        factors = x if has_pairs(self.isa, _dtype(x)) else self._widened(x)
+        arguments = (*_addresses(factors, panels, y), *sizes, added, self._team.num_threads)
+        self._launch(Launch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], arguments), x.shape[0])
         return y
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """Return rows as floats, with a 0 after the last of an odd number of bfloat16."""
+        if x.dtype == torch.float32:
+            return x
+        wide = self._new(f"widened_{x.shape[1]}", (x.shape[0], x.shape[1] + x.shape[1] % 2), torch.float32)
+        self._launch(Launch(widen_rows(self._code), "rows", 1, 1, (*_addresses(x, wide), x.shape[1])), x.shape[0])
+        return wide
 
     def argmax(self, logits: Tensor) -> Tensor:
         ids = self._new("best", (logits.shape[0],), torch.int64)

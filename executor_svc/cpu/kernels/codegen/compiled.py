@@ -74,6 +74,10 @@ class Code:
             self._compile()
         return self._addresses[name]
 
+    def assembly(self) -> str:
+        """Return the instructions of the kernels that are not compiled yet; this processor may lack them."""
+        return str(self._machine().emit_assembly(self._parsed()))
+
     def _define(self, name: str, num_arguments: int, body: Callable[..., None]) -> Any:
         function = ir.Function(self._module, ir.FunctionType(ir.VoidType(), [_I64] * num_arguments), name)
         emit = Emitter(self._module, function)
@@ -82,15 +86,20 @@ class Code:
         return function
 
     def _compile(self) -> None:
-        module = llvm.parse_assembly(str(self._module))
-        module.verify()
-        machine = _target().create_target_machine(cpu=self.isa.cpu, features=self.isa.flags, opt=2)
-        engine = llvm.create_mcjit_compiler(module, machine)
+        engine = llvm.create_mcjit_compiler(self._parsed(), self._machine())
         engine.finalize_object()
         self._engines.append(engine)
         self._addresses |= {name: int(engine.get_function_address(name)) for name in self._pending}
         self._pending.clear()
         self._module = ir.Module("kernels")
+
+    def _parsed(self) -> Any:
+        module = llvm.parse_assembly(str(self._module))
+        module.verify()
+        return module
+
+    def _machine(self) -> Any:
+        return _target().create_target_machine(cpu=self.isa.cpu, features=self.isa.flags, opt=2)
 
 
 def symbol(library: str | None, name: str) -> int | None:

@@ -69,6 +69,10 @@ class Int:
         """Return the condition self == other."""
         return self.emit.builder.icmp_signed("==", self.value, self.emit.integer(other).value)
 
+    def where(self, condition: Any, other: Int | int) -> Int:
+        """Return self if the condition holds, else other."""
+        return Int(self.emit, self.emit.builder.select(condition, self.value, self.emit.integer(other).value))
+
     def least(self, other: Int | int) -> Int:
         other = self.emit.integer(other)
         return Int(self.emit, self.emit.builder.select(self.less(other), self.value, other.value))

@@ -14,6 +14,8 @@ from typing import Literal
 
 from llvmlite import binding as llvm
 
+from executor_svc.cpu.kernels.codegen.permission import tiles_permitted
+
 IsaName = Literal["avx2", "avx-vnni", "avx512", "avx512-vnni", "avx512-bf16", "amx"]
 
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -27,6 +29,10 @@ _ADDED: dict[IsaName, tuple[str, ...]] = {
 }
 """LLVM's features of each level beyond x86-64-v3, from the lowest level to the highest."""
 ISA_NAMES: tuple[IsaName, ...] = tuple(_ADDED)
+_DEFAULTS: frozenset[IsaName] = frozenset(ISA_NAMES) - {"amx"}
+"""Levels that are chosen without --cpu-isa: kernels of AMX have never run on a processor that has it."""
+_TILES = frozenset({"amx-tile", "amx-bf16", "amx-int8"})
+"""Features that the system has to permit as well."""
 _V3 = (
     *("avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma", "fxsr", "lzcnt", "mmx", "movbe"),
     *("popcnt", "sahf", "sse", "sse2", "sse3", "sse4.1", "sse4.2", "ssse3", "xsave"),
@@ -69,16 +75,17 @@ def available(features: Collection[str]) -> tuple[IsaName, ...]:
 
 @cache
 def host_isa() -> Isa:
-    """Return the highest level of this processor; on one without a level, what it has."""
+    """Return the level that this processor runs by default; on one without a level, what it has."""
     return forced_isa(None)
 
 
 def forced_isa(name: IsaName | None) -> Isa:
-    """Return a level of this processor, the highest by default; raises ValueError for one that it lacks."""
+    """Return a level of this processor, by default the highest in `_DEFAULTS`; raises ValueError for one it lacks."""
     features = _host_features()
     found = available(features)
     if name is None:
-        return level(found[-1]) if found else _native(features)
+        usual = [each for each in found if each in _DEFAULTS]
+        return level(usual[-1]) if usual else _native(features)
     if name not in found:
         raise ValueError(f"this processor lacks {name}; it has {', '.join(found) or 'no level of x86-64 with AVX2'}")
     return level(name)
@@ -87,7 +94,8 @@ def forced_isa(name: IsaName | None) -> Isa:
 @cache
 def _host_features() -> frozenset[str]:
     llvm.initialize_native_target()
-    return frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
+    found = frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
+    return found - _TILES if found & _TILES and not tiles_permitted() else found
 
 
 def _native(features: frozenset[str]) -> Isa:

@@ -6,6 +6,7 @@ import pytest
 
 from executor_svc.cpu.kernels.codegen import isa
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, available, forced_isa, host_isa, level
+from executor_svc.cpu.kernels.codegen.permission import request_tiles, tiles_permitted
 
 ALDER_LAKE = {*level("avx2").features, "avxvnni"}
 SKYLAKE_SP = level("avx512").features
@@ -43,6 +44,43 @@ def test_a_processor_without_a_level_has_a_name_of_its_own(monkeypatch: pytest.M
     assert forced_isa(None).has("neon")
     with pytest.raises(ValueError, match="lacks avx2; it has no level"):
         forced_isa("avx2")
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_a_system_that_refuses_tiles_leaves_the_level_below(monkeypatch: pytest.MonkeyPatch, granted: bool) -> None:
+    monkeypatch.setattr(isa.llvm, "get_host_cpu_features", lambda: dict.fromkeys(SAPPHIRE_RAPIDS, True))
+    monkeypatch.setattr(isa, "tiles_permitted", lambda: granted)
+    features = isa._host_features.__wrapped__()
+    monkeypatch.setattr(isa, "_host_features", lambda: features)
+    assert forced_isa(None) == level("avx512-bf16"), "tiles have never run: they are used if they are forced"
+    if granted:
+        assert forced_isa("amx") == level("amx")
+        return
+    with pytest.raises(ValueError, match="lacks amx"):
+        forced_isa("amx")
+
+
+def test_tiles_are_requested_only_where_the_processor_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa.llvm, "get_host_cpu_features", lambda: dict.fromkeys(ZEN_4, True))
+    monkeypatch.setattr(isa, "tiles_permitted", lambda: pytest.fail("requested"))
+    assert isa._host_features.__wrapped__() == ZEN_4
+
+
+@pytest.mark.parametrize(("answer", "granted"), [(0, True), (-1, False)])
+def test_a_request_for_tiles_is_one_system_call(answer: int, granted: bool) -> None:
+    """arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), by the numbers of Linux's headers."""
+    calls = []
+
+    def syscall(*arguments: int) -> int:
+        calls.append(arguments)
+        return answer
+
+    assert request_tiles(syscall) is granted
+    assert calls == [(158, 0x1023, 18)]
+
+
+def test_this_system_grants_tiles_exactly_if_the_level_is_there() -> None:
+    assert tiles_permitted() == ("amx" in available(isa._host_features()))
 
 
 def test_what_a_level_may_use() -> None:

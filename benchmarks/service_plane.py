@@ -166,7 +166,17 @@ async def measure(variants: Sequence[Services], case: Case, repeats: int) -> lis
                 metrics.append(await case.measure(services))
             other_cores.append(other.cores)
         in_turn.reverse()  # none of them always follows the same one
+    _compare(found)
     return found
+
+
+def _compare(found: Sequence[tuple[list[Metrics], list[float]]]) -> None:
+    """Add the speed as a share of that of the first variant, the plain one, in the same turn."""
+    plain = [metrics.get("tokens_per_s") for metrics in found[0][0]]
+    for repeats, _ in found[1:]:
+        for metrics, of_plain in zip(repeats, plain, strict=True):
+            if of_plain is not None:
+                metrics["speed_of_plain_percent"] = 100 * metrics["tokens_per_s"] / of_plain
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
@@ -209,6 +219,8 @@ def _describe(row: Row) -> str:
             f"token in the scheduler {found['server_ttft_p50_ms']:.2f} and {found['server_ttft_p99_ms']:.2f} ms; "
             f"an empty stream {found['empty_stream_p50_ms']:.2f} and {found['empty_stream_p99_ms']:.2f} ms"
         )
+    if "speed_of_plain_percent" in found:
+        title += f" ({found['speed_of_plain_percent']:.1f}% of the speed of plain ones)"
     cpu = ", ".join(f"{name} {found[f'{name}_cpu_us_per_token']:.1f}" for name in ("scheduler", "executor", "client"))
     return (
         f"{title}: {found['tokens_per_s']:.0f} output tokens/s, {found['tokens_per_message']:.1f} in a message; "

@@ -61,14 +61,20 @@ def test_rows_of_a_comparison_name_what_is_on(capsys: pytest.CaptureFixture[str]
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["params"].get("metrics", False) for row in rows] == [False, True]
     assert [row["params"]["in_turn_with"] for row in rows] == [["metrics"], ["plain"]]
-    assert all(row["medians"]["tokens_per_s"] > 0 for row in rows)
+    plain, metrics = (row["medians"] for row in rows)
+    assert metrics["speed_of_plain_percent"] == pytest.approx(
+        100 * metrics["tokens_per_s"] / plain["tokens_per_s"], 0.01
+    )
+    assert "speed_of_plain_percent" not in plain
 
 
 def test_services_with_tls_and_tokens_require_both() -> None:
     async def refusal(services: Services) -> grpc.StatusCode:
         with pytest.raises(ExceptionGroup) as refused:
             await over_streams(services.target, Load(1, 1, text=False))
-        return refused.value.exceptions[0].code()
+        error = refused.value.exceptions[0]
+        assert isinstance(error, grpc.aio.AioRpcError)
+        return error.code()
 
     async def check() -> None:
         async with plane_services(0.0, Extras(tls=True, tokens=True)) as services:

@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,13 +160,13 @@ def _ttft_case(options: argparse.Namespace, *, streams: bool) -> Case:
 async def measure(variants: Sequence[Services], case: Case, repeats: int) -> list[tuple[list[Metrics], list[float]]]:
     """All repeats of a case on each variant, in turn; also the cores that other processes used during each."""
     found: list[tuple[list[Metrics], list[float]]] = [([], []) for _ in variants]
-    in_turn = list(zip(variants, found, strict=True))
+    in_turn, order = list(zip(variants, found, strict=True)), random.Random(repeats)
     for _ in range(repeats):
         for services, (metrics, other_cores) in in_turn:
-            with OtherLoad() as other, services.as_client():
+            with OtherLoad() as other, services.in_use():
                 metrics.append(await case.measure(services))
             other_cores.append(other.cores)
-        in_turn.reverse()  # none of them always follows the same one
+        order.shuffle(in_turn)  # none of them always follows the same one
     _compare(found)
     return found
 

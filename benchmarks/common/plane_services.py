@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -56,20 +56,25 @@ class Extras:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Running services, and the environment of their clients."""
+    """Running services, the environment of their clients, and the addresses of their metrics."""
 
     target: str
     scheduler: int
     executor: int
     extras: Extras = field(default_factory=Extras)
     client_environment: Mapping[str, str] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
 
     @contextlib.contextmanager
-    def as_client(self) -> Iterator[None]:
-        """In the body, clients of this process connect as these services require; no service may be started there."""
+    def in_use(self) -> Iterator[None]:
+        """In the body, clients of this process connect as these services require, and their metrics are scraped.
+
+        No service may be started there.
+        """
         os.environ.update(self.client_environment)
         try:
-            yield
+            with scraped(self.metrics):
+                yield
         finally:
             for name in self.client_environment:
                 del os.environ[name]
@@ -97,13 +102,12 @@ async def plane_services(step_us: float, extras: Extras) -> AsyncIterator[Servic
             service_process("executor_svc", *executor) as (executor_pid, at),
             service_process("scheduler_svc", "--executor", at, *scheduler) as (scheduler_pid, target),
         ):
-            services = Services(target, scheduler_pid, executor_pid, extras, environment)
-            with services.as_client():
+            services = Services(target, scheduler_pid, executor_pid, extras, environment, tuple(addresses))
+            with services.in_use():
                 warm_up = Load(64, 32, text=True)
                 await over_sessions(target, warm_up, 1)
                 await over_streams(target, warm_up)
-            with scraped(addresses):
-                yield services
+            yield services
 
 
 def _plain_options(folder: Path, step_us: float) -> tuple[list[str], list[str]]:
@@ -118,15 +122,20 @@ def _plain_options(folder: Path, step_us: float) -> tuple[list[str], list[str]]:
 
 
 @contextlib.contextmanager
-def scraped(addresses: list[str]) -> Iterator[None]:
-    """Scrape the addresses each second meanwhile; raises BenchmarkError at the end if a scrape has failed."""
+def scraped(addresses: Collection[str]) -> Iterator[None]:
+    """Scrape the addresses each second meanwhile, first after half a second, and once more after the body.
+
+    Raises BenchmarkError at the end if a scrape has failed.
+    """
     stopping, failures = threading.Event(), list[str]()
 
     def scrape_all() -> None:
+        is_last = stopping.wait(_SCRAPE_INTERVAL_S / 2)
         while not failures:
             failures.extend(failure for address in addresses if (failure := _scrape(address)))
-            if stopping.wait(_SCRAPE_INTERVAL_S):
+            if is_last:
                 return
+            is_last = stopping.wait(_SCRAPE_INTERVAL_S)
 
     thread = threading.Thread(target=scrape_all, name="scraper")
     if addresses:

@@ -79,7 +79,7 @@ def test_services_with_tls_and_tokens_require_both() -> None:
     async def check() -> None:
         async with plane_services(0.0, Extras(tls=True, tokens=True)) as services:
             assert await refusal(services) is grpc.StatusCode.UNAVAILABLE
-            with services.as_client():
+            with services.in_use():
                 del os.environ["CADENZA_TOKEN"]
                 assert await refusal(services) is grpc.StatusCode.UNAUTHENTICATED
                 os.environ["CADENZA_TOKEN"] = ""

@@ -8,6 +8,8 @@ session, sessions8, streams: a lean reader over one Session, eight Sessions, a G
 generate, client_streams: the same with `AsyncClient.generate` and `AsyncClient.stream`.
 overhead: a step's time beyond the modelled one, two plans in flight, over one Session and over Generate streams.
 ttft: the time to the first token at a steady rate of requests; steps take no time, so all of it is added.
+
+`--tls`, `--metrics` and `--tokens` turn on what operators do; `--in-turn` measures their cost beside plain services.
 """
 
 from __future__ import annotations
@@ -16,21 +18,16 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
-import tempfile
+import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvloop
 
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
-from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.plane_clients import (
-    PROMPT_TOKENS,
-    VOCAB_SIZE,
     Load,
     arriving,
     by_client_generate,
@@ -38,28 +35,17 @@ from benchmarks.common.plane_clients import (
     over_sessions,
     over_streams,
 )
+from benchmarks.common.plane_services import Extras, Services, plane_services
 from benchmarks.common.rows import BenchmarkError, Row, make_row
-from benchmarks.common.service_process import cpu_s, service_process
+from benchmarks.common.service_process import cpu_s
 from benchmarks.common.stats import percentile
-from benchmarks.common.tls_services import BenchmarkCertificates
 
 NAME = "service_plane"
 _OUTPUT_TOKENS = {1: 2000, 64: 512, 512: 256, 2000: 128}
 """Output tokens of each request, by the number of requests; other numbers as the next smaller one."""
-_MAX_RUNNING = 2048
 _SKIPPED_STEPS, _TIMED_STEPS = 100, 1000
-_MAX_TOKENS = 2048
 _TTFT_TOKENS = 32
 Metrics = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """Running services."""
-
-    target: str
-    scheduler: int
-    executor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,55 +157,46 @@ def _ttft_case(options: argparse.Namespace, *, streams: bool) -> Case:
     return Case(params, lambda services: ttft(services, options.rate, count, streams=streams))
 
 
-async def measure(services: Services, case: Case, repeats: int) -> tuple[list[Metrics], list[float]]:
-    """All repeats of a case; also the cores that other processes used during each."""
-    found, other_cores = [], []
+async def measure(variants: Sequence[Services], case: Case, repeats: int) -> list[tuple[list[Metrics], list[float]]]:
+    """All repeats of a case on each variant, in turn; also the cores that other processes used during each."""
+    found: list[tuple[list[Metrics], list[float]]] = [([], []) for _ in variants]
+    in_turn, order = list(zip(variants, found, strict=True)), random.Random(repeats)
     for _ in range(repeats):
-        with OtherLoad() as other:
-            found.append(await case.measure(services))
-        other_cores.append(other.cores)
-    return found, other_cores
+        for services, (metrics, other_cores) in in_turn:
+            with OtherLoad() as other, services.in_use():
+                metrics.append(await case.measure(services))
+            other_cores.append(other.cores)
+        order.shuffle(in_turn)  # none of them always follows the same one
+    _compare(found)
+    return found
 
 
-@contextlib.asynccontextmanager
-async def _services(step_us: float, *, tls: bool) -> AsyncIterator[Services]:
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as connecting:
-        costs = Path(folder) / "costs.json"
-        costs.write_text(json.dumps({"step_us": step_us}))
-        executor: tuple[str, ...] = (
-            *("--simulate", str(costs) if step_us else "instant", "--simulate-vocab-size", str(VOCAB_SIZE)),
-            *("--max-num-seqs", str(_MAX_RUNNING), "--max-num-batched-tokens", "8192"),
-            *("--max-model-len", str(_MAX_TOKENS + PROMPT_TOKENS)),
-        )
-        scheduler: tuple[str, ...] = ("--tokenizer", str(DEMO_MODEL), "--max-queued-requests", str(2 * _MAX_RUNNING))
-        certificates = BenchmarkCertificates(Path(folder) / "certs") if tls else None
-        if certificates is not None:
-            executor += certificates.listener("executor")
-            scheduler += (*certificates.listener("scheduler"), *certificates.executor_link())
-        async with (
-            service_process("executor_svc", *executor) as (executor_pid, address),
-            service_process("scheduler_svc", "--executor", address, *scheduler) as (scheduler_pid, target),
-        ):
-            if certificates is not None:
-                connecting.enter_context(certificates.as_client())
-            warm_up = Load(64, 32, text=True)
-            await over_sessions(target, warm_up, 1)
-            await over_streams(target, warm_up)
-            yield Services(target, scheduler_pid, executor_pid)
+def _compare(found: Sequence[tuple[list[Metrics], list[float]]]) -> None:
+    """Add the speed as a share of that of the first variant, the plain one, in the same turn."""
+    plain = [metrics.get("tokens_per_s") for metrics in found[0][0]]
+    for repeats, _ in found[1:]:
+        for metrics, of_plain in zip(repeats, plain, strict=True):
+            if of_plain is not None:
+                metrics["speed_of_plain_percent"] = 100 * metrics["tokens_per_s"] / of_plain
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     wait_quiet(options.quiet_wait_s)
+    extras = Extras(options.tls, options.metrics, options.tokens)
+    variants = extras.in_turn() if options.in_turn else [extras]
     for step_us, together in itertools.groupby(cases(options), lambda case: case.step_us):
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             stack = contextlib.AsyncExitStack()
-            services = runner.run(stack.enter_async_context(_services(step_us, tls=options.tls)))
             try:
+                services = [runner.run(stack.enter_async_context(plane_services(step_us, each))) for each in variants]
                 for case in together:
                     progress(f"{NAME}: {_title(case.params)}")
-                    repeats, other_cores = runner.run(measure(services, case, options.repeats))
-                    params = {**case.params, "tls": True} if options.tls else case.params
-                    yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=other_cores)
+                    found = runner.run(measure(services, case, options.repeats))
+                    for variant, (repeats, other_cores) in zip(variants, found, strict=True):
+                        params = {**case.params, **variant.on()}
+                        if len(variants) > 1:
+                            params["in_turn_with"] = [each.title() for each in variants if each != variant]
+                        yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=other_cores)
             finally:
                 runner.run(stack.aclose())
 
@@ -233,7 +210,8 @@ def _title(params: Mapping[str, object]) -> str:
 
 
 def _describe(row: Row) -> str:
-    found, title = row.medians, _title(row.params)
+    found, extras = row.medians, Extras(*(bool(row.params.get(name)) for name in ("tls", "metrics", "tokens")))
+    title = _title(row.params) + (f", {extras.title()}" if extras.on() else "")
     if "overhead_us" in found:
         return f"{title}: {found['overhead_us']:.0f} us a step, {found['overhead_percent']:.1f}%"
     if "ttft_p50_ms" in found:
@@ -242,6 +220,8 @@ def _describe(row: Row) -> str:
             f"token in the scheduler {found['server_ttft_p50_ms']:.2f} and {found['server_ttft_p99_ms']:.2f} ms; "
             f"an empty stream {found['empty_stream_p50_ms']:.2f} and {found['empty_stream_p99_ms']:.2f} ms"
         )
+    if "speed_of_plain_percent" in found:
+        title += f" ({found['speed_of_plain_percent']:.1f}% of the speed of plain ones)"
     cpu = ", ".join(f"{name} {found[f'{name}_cpu_us_per_token']:.1f}" for name in ("scheduler", "executor", "client"))
     return (
         f"{title}: {found['tokens_per_s']:.0f} output tokens/s, {found['tokens_per_message']:.1f} in a message; "
@@ -275,6 +255,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-ms", type=_listed(positive_number), default=[5.0, 1.0], help="default 5,1")
     parser.add_argument("--rate", type=positive_number, default=100.0, help="requests/s of ttft (default 100)")
     parser.add_argument("--tls", action="store_true", help="mutual TLS on both links (default: plain text)")
+    parser.add_argument("--metrics", action="store_true", help="metrics of both services, scraped each second")
+    parser.add_argument("--tokens", action="store_true", help="a tenants file; clients send a token")
+    parser.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="measure, repeat by repeat, plain services, each of the three options given alone, and all given together",
+    )
     parser.add_argument("--ttft-s", type=positive_number, default=4.0, help="seconds of ttft (default 4)")
 
 

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza import AsyncClient, SamplingParams
+from cadenza.credentials import authorized, call_metadata, chosen_token
 from cadenza.tls import TLS
 from cadenza.transport import aio_channel
 from cadenza.v1 import generation_pb2 as pb
@@ -250,7 +251,7 @@ def _channel(target: str) -> grpc.aio.Channel:
 async def _stub(target: str) -> AsyncIterator[Any]:
     async with _channel(target) as channel:
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
-        yield stub
+        yield authorized(stub, call_metadata(chosen_token(None)))
 
 
 def _params(load: Load) -> SamplingParams:

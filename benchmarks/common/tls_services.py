@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from cadenza.certs import make_certs
 
 
 class BenchmarkCertificates:
-    """Options of services, and the environment of this process as a client."""
+    """Options of services, and the environment of their clients."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -33,15 +30,8 @@ class BenchmarkCertificates:
             *("--executor-key", str(own / "scheduler-key.pem")),
         )
 
-    @contextlib.contextmanager
-    def as_client(self) -> Iterator[None]:
-        """In the body, this process connects with a client's certificate; no service may be started there."""
+    def client_environment(self) -> dict[str, str]:
+        """The variables by which a client connects with a certificate of its own."""
         own = self._folder / "client"
         files = {"CA": own / "ca.pem", "CERT": own / "client.pem", "KEY": own / "client-key.pem"}
-        variables = {f"CADENZA_TLS_{name}": str(path) for name, path in files.items()}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name in variables:
-                del os.environ[name]
+        return {f"CADENZA_TLS_{name}": str(path) for name, path in files.items()}

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import Finish, PromptLogprobs, SampleDelta, TokenLogprobs
+
+_tenant_of = attrgetter("tenant")
+
+
+def count_by_tenant(sequences: Iterable[Sequence]) -> Counter[str]:
+    """The number of sequences of each tenant."""
+    return Counter(map(_tenant_of, sequences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,8 @@ class StepOutputs:
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
     hypotheses: list[BeamOutput] = field(default_factory=list)
     """Results of finished beam searches, all of a search at once."""
+    num_by_tenant: Counter[str] = field(default_factory=Counter)
+    """Number of `sequences` by tenant, counted once for all; empty if the order does not share by tenant."""
 
     def __bool__(self) -> bool:
         return bool(self.sequences or self.finishes or self.prompt_logprobs or self.hypotheses)

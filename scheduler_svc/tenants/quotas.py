@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from scheduler_svc.core.errors import QueueFullError, RequestRejectedError
-from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.outputs import StepOutputs, count_by_tenant
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import RequestKey, RequestSpec
 from scheduler_svc.plan_loop.clock import Clock
@@ -22,7 +21,6 @@ from scheduler_svc.tenants.errors import TenantLimitError
 from scheduler_svc.tenants.registry import Registry
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
 
-_tenant_of = attrgetter("group.spec.tenant")
 _MINUTE_S = 60.0
 _ROUNDING_S = 1e-6
 
@@ -188,7 +186,7 @@ class Quotas:
             if self.registry.is_open:
                 self.usage("").num_output_tokens += len(outputs.sequences)
             else:
-                for name, count in Counter(map(_tenant_of, outputs.sequences)).items():
+                for name, count in (outputs.num_by_tenant or count_by_tenant(outputs.sequences)).items():
                     self._take(name, count)
         for beam in outputs.hypotheses:
             self._take(beam.group.spec.tenant, len(beam.token_ids))

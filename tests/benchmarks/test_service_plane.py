@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
 
+import grpc
 import pytest
 
 from benchmarks import service_plane
 from benchmarks.__main__ import main
 from benchmarks.common.command import command_parser
+from benchmarks.common.plane_clients import Load, over_streams
+from benchmarks.common.plane_services import Extras, Services, plane_services, scraped
+from benchmarks.common.rows import BenchmarkError
+from cadenza.local_ports import reserve_port
 
 
 def titles(*arguments: str) -> list[str]:
@@ -34,6 +42,57 @@ def test_an_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["service_plane", "--groups", "session,seance"])
     assert "seance: not among session," in capsys.readouterr().err
+
+
+def test_a_comparison_has_plain_services_each_extra_alone_and_all_together() -> None:
+    assert [each.title() for each in Extras(tls=True, metrics=True, tokens=True).in_turn()] == [
+        *("plain", "tls", "metrics", "tokens"),
+        "tls+metrics+tokens",
+    ]
+    assert [each.title() for each in Extras(tls=True).in_turn()] == ["plain", "tls"]
+
+
+def test_rows_of_a_comparison_name_what_is_on(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        *("--groups", "streams", "--requests", "3", "--output-tokens", "20", "--detokenize", "off", "--repeats", "1"),
+        *("--quiet-wait-s", "0", "--metrics", "--in-turn"),
+    )
+    assert main(["service_plane", *arguments, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["params"].get("metrics", False) for row in rows] == [False, True]
+    assert [row["params"]["in_turn_with"] for row in rows] == [["metrics"], ["plain"]]
+    plain, metrics = (row["medians"] for row in rows)
+    assert metrics["speed_of_plain_percent"] == pytest.approx(
+        100 * metrics["tokens_per_s"] / plain["tokens_per_s"], 0.01
+    )
+    assert "speed_of_plain_percent" not in plain
+
+
+def test_services_with_tls_and_tokens_require_both() -> None:
+    async def refusal(services: Services) -> grpc.StatusCode:
+        with pytest.raises(ExceptionGroup) as refused:
+            await over_streams(services.target, Load(1, 1, text=False))
+        error = refused.value.exceptions[0]
+        assert isinstance(error, grpc.aio.AioRpcError)
+        return error.code()
+
+    async def check() -> None:
+        async with plane_services(0.0, Extras(tls=True, tokens=True)) as services:
+            assert await refusal(services) is grpc.StatusCode.UNAVAILABLE
+            with services.in_use():
+                del os.environ["CADENZA_TOKEN"]
+                assert await refusal(services) is grpc.StatusCode.UNAUTHENTICATED
+                os.environ["CADENZA_TOKEN"] = ""
+
+    asyncio.run(check())
+    assert not {"CADENZA_TOKEN", "CADENZA_TLS_CA"} & set(os.environ)
+
+
+def test_a_scrape_that_fails_fails_the_benchmark() -> None:
+    with contextlib.ExitStack() as kept:
+        closed = reserve_port("127.0.0.1", kept)
+        with pytest.raises(BenchmarkError, match=f"scraping failed: {closed}: ConnectionRefused"), scraped([closed]):
+            pass
 
 
 def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from math import nextafter
-from operator import attrgetter
 from typing import Protocol
 
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
@@ -25,7 +23,6 @@ _NATURAL_FINISHES = frozenset(
 )
 _MAX_TENANTS = 10_000
 """Minimum number of counters above which those without effect are dropped."""
-_tenant = attrgetter("group.spec.tenant")
 
 
 class WaitingSubqueues(Container[str], Protocol):
@@ -71,8 +68,8 @@ class OrderPolicy(Protocol):
     def on_prompt_tokens(self, group: SequenceGroup, num_tokens: int) -> None:
         """The first tokens of an admitted group's prompt, so many in all, have KV or are planned."""
 
-    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
-        """Each of these sequences got a token."""
+    def on_tokens(self, num_by_tenant: Mapping[str, int]) -> None:
+        """Sequences of these tenants got so many tokens; without `shares` not all tokens are reported."""
 
     def on_finish(self, sequence: Sequence) -> None:
         """A sequence finished; `sequence.finish` has the reason."""
@@ -116,7 +113,7 @@ class FcfsOrder:
     def on_prompt_tokens(self, group: SequenceGroup, num_tokens: int) -> None:
         """Not used."""
 
-    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
+    def on_tokens(self, num_by_tenant: Mapping[str, int]) -> None:
         """Not used."""
 
     def on_finish(self, sequence: Sequence) -> None:
@@ -228,9 +225,9 @@ class FairOrder(FcfsOrder):
             self._charged[group] = num_tokens
             self._charge(group.spec.tenant, PROMPT_TOKEN_COST * (num_tokens - charged))
 
-    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
+    def on_tokens(self, num_by_tenant: Mapping[str, int]) -> None:
         """Charge each tenant's output tokens."""
-        for tenant, count in Counter(map(_tenant, sequences)).items():
+        for tenant, count in num_by_tenant.items():
             self._charge(tenant, OUTPUT_TOKEN_COST * count)
 
     def on_finish(self, sequence: Sequence) -> None:

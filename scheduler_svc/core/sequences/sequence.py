@@ -55,6 +55,7 @@ class Sequence(SequenceTokens):
         "slot",
         "state",
         "suspected",
+        "tenant",
     )
 
     def __init__(self, sequence_id: int, group: SequenceGroup, sample_index: int) -> None:
@@ -62,6 +63,8 @@ class Sequence(SequenceTokens):
         super().__init__(spec.prompt_token_ids)
         self.sequence_id = sequence_id
         self.group = group
+        self.tenant = spec.tenant
+        """That of its group, kept here because each step counts its tokens by tenant."""
         self.sample_index = sample_index
         self.is_beam = spec.beams is not None
         """Whether it belongs to a beam search, which chooses its tokens."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.outputs import BeamOutput
+from scheduler_svc.core.outputs import BeamOutput, count_by_tenant
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
@@ -39,7 +39,7 @@ def take_candidates(requests: RequestTable, lane: Lane, step: PlannedStep, resul
     beams = [chunk.sequence for chunk in step.chunks if chunk.samples and chunk.sequence.is_beam]
     if not beams:
         return
-    requests.policies.order.on_tokens(beams)
+    requests.policies.order.on_tokens(count_by_tenant(beams))
     errors = dict(zip(result.error_slots, result.errors, strict=True))
     for beam in beams:
         beam.group.num_pending_candidates -= 1

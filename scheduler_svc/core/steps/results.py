@@ -9,6 +9,7 @@ from itertools import compress, filterfalse
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.outputs import count_by_tenant
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.beam_scheduling import take_candidates
@@ -106,7 +107,10 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     outputs.token_ids += token_ids
     for slot, logprobs in result.logprobs.items():
         outputs.logprobs[_sequence_at(lane, slot)] = logprobs
-    requests.policies.order.on_tokens(sequences)
+    if requests.policies.order.shares:
+        num_by_tenant = count_by_tenant(sequences)
+        requests.policies.order.on_tokens(num_by_tenant)
+        outputs.num_by_tenant.update(num_by_tenant)
     _finish_stopped(requests, lane, sequences, token_ids)
     for sequence in [sequence for sequence in lane.finishing if sequence.num_tokens >= sequence.max_len]:
         requests.finish(sequence, Finish(sequence.length_detail))

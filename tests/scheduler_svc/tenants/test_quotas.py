@@ -10,6 +10,8 @@ import pytest
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError, RequestExistsError, RequestRejectedError
+from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.queues.orders import FairOrder
 from scheduler_svc.tenants.errors import TenantLimitError
 from scheduler_svc.tenants.quotas import TokenBucket
 from scheduler_svc.tenants.registry import Registry
@@ -183,3 +185,15 @@ def test_a_bucket_that_is_overdrawn_fills_up_again() -> None:
     assert bucket.wait_s(60, 55.0) == 0.0, "what it holds is cut to a minute's worth"
     bucket.take(60)
     assert bucket.wait_s(1, 55.0) == pytest.approx(1.0)
+
+
+async def test_a_fair_order_and_the_quotas_count_tokens_by_tenant_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(registry=registry(file), policies=Policies(order=FairOrder())) as world:
+        monkeypatch.setattr("scheduler_svc.tenants.quotas.count_by_tenant", None)
+        submit(world, max_tokens=3)
+        submit(world, tenant="other", max_tokens=5)
+        await world.clock.advance(20 * STEP_S)
+        usages = [world.engine.quotas.usage(name).num_output_tokens for name in ("gold", "other")]
+        assert usages == [3, 5]

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.outputs import count_by_tenant
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
@@ -75,7 +76,7 @@ def test_the_head_is_that_of_a_plain_search(name: str, seed: int) -> None:
             preempted = running.pop(rng.randrange(len(running)))
             queue.add(preempted, again=True)
             waiting.append(preempted)
-        order.on_tokens([group.sequences[0] for group in running[-5:]])
+        order.on_tokens(count_by_tenant([group.sequences[0] for group in running[-5:]]))
         assert list(queue) == sorted(waiting, key=lambda group: group.arrival_number)
     with pytest.raises(InvariantError, match="not in the waiting queue"):
         queue.remove(running[0])
@@ -103,7 +104,7 @@ def test_thousands_of_waiting_tenants_cost_no_more_than_a_few() -> None:
         queue.remove(head)
         order.on_admission(head)
         order.on_prompt_tokens(head, 8)
-        order.on_tokens(head.sequences)
+        order.on_tokens(count_by_tenant(head.sequences))
         queue.add(make(number, f"t{number}"))
     assert order.num_ranks < 1000 * 20
 

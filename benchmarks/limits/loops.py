@@ -32,8 +32,6 @@ class Loop:
     text: str
     per_turn: int
     """Floating-point operations, or bytes."""
-    features: str = ""
-    """LLVM's names, with signs, beyond those of this processor."""
 
 
 def multiply_add(lanes: int) -> Loop:
@@ -58,7 +56,7 @@ def bfloat16_pairs() -> Loop:
         return f"%n{chain} = call {kind} {name}({kind} %c{chain}, {pairs} %x, {pairs} %x)"
 
     load = f"%p = inttoptr i64 %source to ptr\n  %x = load {pairs}, ptr %p, align 4"
-    return Loop(_text(kind, declare, load, step), 2 * 32 * _CHAINS, "+avx512f,+avx512bf16")
+    return Loop(_text(kind, declare, load, step), 2 * 32 * _CHAINS)
 
 
 def _text(kind: str, declare: str, load: str, step: Callable[[int], str]) -> str:
@@ -152,9 +150,9 @@ def _machine(features: str) -> Any:
     return _target().create_target_machine(cpu=llvm.get_host_cpu_name(), features=host, opt=2)
 
 
-def assembly(loop: Loop) -> str:
-    """The machine code as text, also of instructions that this processor lacks."""
-    machine = _machine(loop.features)
+def assembly(loop: Loop, features: str = "") -> str:
+    """The machine code as text; features: LLVM's names, with signs, beyond those of this processor."""
+    machine = _machine(features)
     return str(machine.emit_assembly(llvm.parse_assembly(loop.text)))
 
 

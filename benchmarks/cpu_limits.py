@@ -1,15 +1,15 @@
 """How near is the CPU path to what the machine allows? Steps alone, and both services, beside the machine's limits and
 the peers.
 
-The limits are measured in the same run, before and after, and the higher rates count. A row's share is the least time
-for its work at these rates over the time taken.
+The limits are measured around each repeat, and the higher rates count. A share is the least time for the work at these
+rates over the time taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from benchmarks.serving.results import serving_row
 from benchmarks.serving.runs import Job, Run, measure_all, run_text
 
 if TYPE_CHECKING:  # torch and llvmlite come with these: only once the benchmark runs
-    from benchmarks.limits.machine_limits import Limits
+    from benchmarks.limits.machine_limits import LimitMeter, Limits
     from executor_svc.cpu.runner import ModelRunner
 
 NAME = "cpu_limits"
@@ -47,7 +47,7 @@ _FEWEST_STEPS = 3
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
-    from benchmarks.limits.machine_limits import host_isas, measure_limits
+    from benchmarks.limits.machine_limits import LimitMeter, host_isas
 
     isas = host_isas()
     isa = options.isa or isas[-1]
@@ -58,36 +58,47 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
     for shape in options.shapes:
         folder = random_checkpoint(shape)
         work = folder_work(folder)
-        progress(f"{NAME}: {shape}: limits")
-        before = measure_limits(isa, num_threads, work.weight_bytes)
-        timed = [
-            *(_forward(folder, work, options) if FORWARD in options.groups else ()),
-            *(_serving(shape, folder, work, names, options) if SERVING in options.groups else ()),
-        ]
-        limits = before.better(measure_limits(isa, num_threads, work.weight_bytes))
-        progress(f"{NAME}: {shape}: {isa}, {num_threads} threads: {limits.rounded()}")
-        about = {"isa": isa, "threads": num_threads, "limits": limits.rounded()}
-        for make in timed:
-            row = make(limits)
-            yield replace(row, params={**row.params, **about}, runs=tuple({**run, **about} for run in row.runs))
+        meter = LimitMeter(isa, num_threads, work.weight_bytes)
+        about = {"model": folder.name, "isa": isa, "threads": num_threads, **meter.gemm_gflops}
+        if FORWARD in options.groups:
+            yield from _forward(folder, work, meter, about, options)
+        if SERVING in options.groups:
+            yield from _serving(shape, folder, work, meter, about, names, options)
 
 
-def _forward(folder: Path, work: DecoderWork, options: argparse.Namespace) -> Iterator[Callable[[Limits], Row]]:
-    """Steps of the model runner in this process: a function for each row, which needs the limits."""
+def _forward(
+    folder: Path, work: DecoderWork, meter: LimitMeter, about: dict[str, Any], options: argparse.Namespace
+) -> Iterator[Row]:
+    """Steps of the model runner in this process."""
     from benchmarks.common.forward_step import make_runner
 
     runner, _ = make_runner(folder, options.num_threads, isa=options.isa)
     for scenario, chunks in STEPS.items():
         if scenario not in options.scenarios:
             continue
+        num_tokens = sum(chunk.count for chunk in chunks)
+        params = {"group": FORWARD, **about, "scenario": scenario, "sequences": len(chunks), "tokens": num_tokens}
         repeats, others = [], []
         for _ in range(options.repeats):
             wait_quiet(options.quiet_wait_s)
+            meter.around()
             with OtherLoad() as other:
-                repeats.append(_step_s(runner, chunks, options.seconds))
+                taken = _step_s(runner, chunks, options.seconds)
+            limits = meter.around()
+            limit_s, params["bound"] = limits.bound(work.step(chunks))
+            repeats.append(
+                {
+                    "cadenza_step_ms": taken * 1e3,
+                    "cadenza_tokens_per_s": num_tokens / taken,
+                    "cadenza_share_of_limit": limit_s / taken,
+                    "limit_tokens_per_s": num_tokens / limit_s,
+                    **limits.metrics(),
+                }
+            )
             others.append(other.cores)
-            progress(f"{NAME}: {folder.name} {scenario}: a step takes {repeats[-1] * 1e3:.2f} ms")
-        yield _forward_row(folder.name, scenario, work, repeats, others, options.seed)
+            progress(f"{NAME}: {folder.name} {scenario}: {repeats[-1]}")
+        params["context"] = chunks[0].context
+        yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=others)
 
 
 def _step_s(runner: ModelRunner, chunks: Sequence[Chunk], seconds: float) -> float:
@@ -106,67 +117,45 @@ def _step_s(runner: ModelRunner, chunks: Sequence[Chunk], seconds: float) -> flo
     return percentile(taken, 50)
 
 
-def _forward_row(
-    model: str, scenario: str, work: DecoderWork, step_s: Sequence[float], others: Sequence[float], seed: int
-) -> Callable[[Limits], Row]:
-    chunks = STEPS[scenario]
-    num_tokens = sum(chunk.count for chunk in chunks)
-
-    def make(limits: Limits) -> Row:
-        limit_s, bound = limits.bound(work.step(chunks))
-        params: dict[str, Any] = {"group": FORWARD, "model": model, "scenario": scenario, "bound": bound}
-        params |= {"sequences": len(chunks), "context": chunks[0].context, "tokens": num_tokens}
-        repeats = [
-            {
-                "cadenza_step_ms": taken * 1e3,
-                "cadenza_tokens_per_s": num_tokens / taken,
-                "cadenza_share_of_limit": limit_s / taken,
-                "limit_tokens_per_s": num_tokens / limit_s,
-            }
-            for taken in step_s
-        ]
-        return make_row(NAME, seed=seed, params=params, repeats=repeats, other_cores=others)
-
-    return make
-
-
 def _serving(
-    shape: str, folder: Path, work: DecoderWork, names: Sequence[str], options: argparse.Namespace
-) -> Iterator[Callable[[Limits], Row]]:
-    """Requests at once through both services, and through the peers; yields what `_forward` does."""
+    shape: str,
+    folder: Path,
+    work: DecoderWork,
+    meter: LimitMeter,
+    about: dict[str, Any],
+    names: Sequence[str],
+    options: argparse.Namespace,
+) -> Iterator[Row]:
+    """Requests at once through both services, and through the peers."""
     service = service_options(options) | ({"cpu_isa": options.isa} if options.isa else {})
     service |= {"num_threads": options.num_threads} if options.num_threads else {}
-    jobs = [Job(scenario, _requests(scenario, shape, folder, options)) for scenario in options.scenarios]
-    requests = [request for job in jobs for request in job.requests]
+    jobs = {scenario: Job(scenario, _requests(scenario, shape, folder, options)) for scenario in options.scenarios}
+    requests = [request for job in jobs.values() for request in job.requests]
+    runs: list[Run] = []
+    bounds: dict[str, str] = {}
     with open_systems(names, folder, requests, options, service) as systems:
-        runs = []
-        for run in measure_all(systems, jobs, options.repeats, options.quiet_wait_s):
-            progress(f"{NAME}: {folder.name}: {run_text(run)}")
-            runs.append(run)
-    for job in jobs:
-        params = {"group": SERVING, "model": folder.name, "options": service, **about_workload(job.requests)}
-        own = [run for run in runs if run.measure == job.measure]
-        yield _serving_row(job, work, params, own, options.seed)
+        for run in measure_all(systems, list(jobs.values()), options.repeats, options.quiet_wait_s):
+            judged, bounds[run.measure] = _judged(run, jobs[run.measure], work, meter.around())
+            progress(f"{NAME}: {folder.name}: {run_text(judged)}")
+            runs.append(judged)
+    for scenario, job in jobs.items():
+        params = {"group": SERVING, **about, "scenario": scenario, "bound": bounds[scenario], "options": service}
+        own = [run for run in runs if run.measure == scenario]
+        yield serving_row(NAME, options.seed, {**params, **about_workload(job.requests)}, own)
 
 
-def _serving_row(
-    job: Job, work: DecoderWork, params: dict[str, Any], runs: Sequence[Run], seed: int
-) -> Callable[[Limits], Row]:
-    """A prompt's tokens count only where outputs are of one token."""
-    counted = [len(each.prompt) if job.measure == "prompts" else each.output_len for each in job.requests]
-
-    def make(limits: Limits) -> Row:
-        limit_s, bound = limits.bound(work.requests(job.requests))
-        judged = []
-        for run in runs:
-            wall_s = run.metrics["wall_s"]
-            shares = {"tokens_per_s": sum(counted) / wall_s, "share_of_limit": limit_s / wall_s}
-            judged.append(replace(run, metrics={**run.metrics, **shares}))
-        found = {**params, "scenario": job.measure, "bound": bound}
-        found["limit_tokens_per_s"] = float(f"{sum(counted) / limit_s:.4g}")
-        return serving_row(NAME, seed, found, judged)
-
-    return make
+def _judged(run: Run, job: Job, work: DecoderWork, limits: Limits) -> tuple[Run, str]:
+    """The run with the limits around it. A prompt's tokens count only where outputs are of one token."""
+    counted = sum(len(each.prompt) if job.measure == "prompts" else each.output_len for each in job.requests)
+    limit_s, bound = limits.bound(work.requests(job.requests))
+    wall_s = run.metrics["wall_s"]
+    shares = {
+        "tokens_per_s": counted / wall_s,
+        "share_of_limit": limit_s / wall_s,
+        "limit_tokens_per_s": counted / limit_s,
+        **limits.metrics(),
+    }
+    return replace(run, metrics={**run.metrics, **shares}), bound
 
 
 def _requests(scenario: str, shape: str, folder: Path, options: argparse.Namespace) -> list[Request]:
@@ -186,8 +175,7 @@ def _describe(row: Row) -> str:
             for name, value in found.items()
             if name.endswith("_share_of_limit")
         )
-        limit = f"of the limit of {params['limit_tokens_per_s']:.4g} tokens/s"
-        return f"{describe_systems(row)}\n  {limit}: {shares} ({about})"
+        return f"{describe_systems(row)}\n  of the limit: {shares} ({about})"
     return (
         f"{params['model']} {params['group']} {params['scenario']}: {found['cadenza_step_ms']:.2f} ms, "
         f"{found['cadenza_tokens_per_s']:.4g} tokens/s, {found['cadenza_share_of_limit']:.0%} of the limit ({about})"

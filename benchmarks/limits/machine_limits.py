@@ -45,9 +45,6 @@ class Limits:
     """Products of bfloat16 that are summed in float32: with AVX512-BF16 its dot products, else the same as fp32."""
     torch_read_gb_per_s: float
     """torch's sum over as large a range."""
-    gemm_fp32_gflops: float
-    """torch's product of matrices of 2048 x 2048, by the instructions that its library chooses."""
-    gemm_bf16_gflops: float
 
     def better(self, other: Limits) -> Limits:
         """The higher rate of two measurements."""
@@ -59,9 +56,9 @@ class Limits:
         compute_s = work.flops / 1e9 / self.bf16_gflops
         return (read_s, "read") if read_s >= compute_s else (compute_s, "compute")
 
-    def rounded(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The rates for a row."""
-        return {name: round(value, 1) for name, value in asdict(self).items()}
+        return asdict(self)
 
 
 def host_isas() -> tuple[str, ...]:
@@ -76,26 +73,40 @@ def loops_of(isa: str) -> tuple[Loop, Loop]:
     return single, bfloat16_pairs() if isa in _PAIRS else single
 
 
-def measure_limits(isa: str, num_threads: int, range_bytes: int, gemm: int = _GEMM) -> Limits:
-    """Measure for about a second; range_bytes: the weights of a step, in bytes; gemm: width of torch's matrices."""
-    import torch
+class LimitMeter:
+    """Measures the limits again and again, some 0.4 s each: on shared hosts the rate of reading changes by a factor of
+    two within minutes."""
 
-    torch.set_num_threads(num_threads)
-    values = np.ones(min(range_bytes, _LARGEST_RANGE) // 4, np.float32)
-    single, pairs = (_multiply_rate(loop, num_threads) for loop in loops_of(isa))
-    whole = torch.from_numpy(values)
-    gemms = []
-    for dtype in (torch.float32, torch.bfloat16):
-        left, right = (torch.randn(gemm, gemm).to(dtype) for _ in range(2))
-        gemms.append(2 * gemm**3 / _best_s(lambda left=left, right=right: left @ right))  # type: ignore[misc]
-    return Limits(
-        read_gb_per_s=_read_rate(values, num_threads) / 1e9,
-        fp32_gflops=single / 1e9,
-        bf16_gflops=pairs / 1e9,
-        torch_read_gb_per_s=values.nbytes / _best_s(whole.sum) / 1e9,
-        gemm_fp32_gflops=gemms[0] / 1e9,
-        gemm_bf16_gflops=gemms[1] / 1e9,
-    )
+    def __init__(self, isa: str, num_threads: int, range_bytes: int, gemm: int = _GEMM) -> None:
+        """range_bytes: the weights of a step, in bytes; gemm: width of torch's matrices, multiplied here only."""
+        import torch
+
+        torch.set_num_threads(num_threads)
+        self._loops, self._num_threads = loops_of(isa), num_threads
+        self._values = np.ones(min(range_bytes, _LARGEST_RANGE) // 4, np.float32)
+        self._whole = torch.from_numpy(self._values)
+        gemms = []
+        for dtype in (torch.float32, torch.bfloat16):
+            left, right = (torch.randn(gemm, gemm).to(dtype) for _ in range(2))
+            gemms.append(2 * gemm**3 / _best_s(lambda left=left, right=right: left @ right) / 1e9)  # type: ignore[misc]
+        self.gemm_gflops = {"gemm_fp32_gflops": round(gemms[0], 1), "gemm_bf16_gflops": round(gemms[1], 1)}
+        """torch's products by the instructions that its library chooses, for comparison."""
+        self._last = self.measure()
+
+    def measure(self) -> Limits:
+        """The rates now."""
+        single, pairs = (_multiply_rate(loop, self._num_threads) for loop in self._loops)
+        return Limits(
+            read_gb_per_s=_read_rate(self._values, self._num_threads) / 1e9,
+            fp32_gflops=single / 1e9,
+            bf16_gflops=pairs / 1e9,
+            torch_read_gb_per_s=self._values.nbytes / _best_s(self._whole.sum) / 1e9,
+        )
+
+    def around(self) -> Limits:
+        """The higher rates of now and of the last time: those around what ran in between."""
+        last, self._last = self._last, self.measure()
+        return last.better(self._last)
 
 
 def _multiply_rate(loop: Loop, num_threads: int) -> float:

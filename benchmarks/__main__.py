@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks import (
     cancel_memory,
+    cpu_limits,
     cpu_serving,
     exactness_cost,
     executor_loss,
@@ -30,6 +31,7 @@ from benchmarks.common.command import add_common_options, command_parser, run_be
 
 _MODULES = (
     cancel_memory,
+    cpu_limits,
     cpu_serving,
     exactness_cost,
     executor_loss,

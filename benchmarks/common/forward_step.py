@@ -1,0 +1,64 @@
+"""Steps of the CPU's model runner in this process, without services: a loaded model, and batches for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.rows import BenchmarkError
+from executor_svc.batch.forward_batch import ForwardBatch
+from executor_svc.config import ExecutorConfig
+from executor_svc.cpu.runner import ModelRunner
+from executor_svc.models.loading import load_model
+from executor_svc.plan.description import limits_of
+from executor_svc.startup.device import make_device
+
+_BLOCK_SIZE = 16
+_NUM_BLOCKS = 560
+_MODEL_LEN = 1024
+
+
+def make_runner(
+    folder: Path, num_threads: int | None, *, numerics: str = "exact", isa: str | None = None
+) -> tuple[ModelRunner, int]:
+    """The model runner of a checkpoint and its number of threads; all runners have the same keys and values.
+
+    isa: an instruction set below the processor's highest one. Raises BenchmarkError if the executor cannot be forced.
+    """
+    options: dict[str, Any] = {"model": str(folder), "device": "cpu", "numerics": numerics, "num_threads": num_threads}
+    if isa is not None:
+        if "cpu_isa" not in ExecutorConfig.model_fields:
+            raise BenchmarkError(f"--isa {isa}: this executor has no option cpu_isa")
+        options["cpu_isa"] = isa
+    config = ExecutorConfig(**options, num_gpu_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, max_model_len=_MODEL_LEN)
+    device = make_device(config)
+    loaded = load_model(config, device)
+    pools = device.new_kv_cache(loaded.geometry, config)
+    torch.manual_seed(0)
+    for layer in pools.layers:
+        layer.normal_()
+    return ModelRunner(loaded, device, pools, limits_of(config, loaded.geometry, pools)), device.num_threads
+
+
+def step_batch(chunks: Sequence[tuple[int, int]]) -> ForwardBatch:
+    """A step of sequences with (cached tokens, new tokens), each in blocks of its own, with logits of each last one."""
+    width = -(-max(context + count for context, count in chunks) // _BLOCK_SIZE)
+    tables = torch.arange(len(chunks) * width, dtype=torch.int32).view(-1, width)
+    positions = torch.cat([torch.arange(context, context + count) for context, count in chunks])
+    owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor([count for _, count in chunks]))
+    ends = torch.tensor([count for _, count in chunks]).cumsum(0)
+    return ForwardBatch(
+        token_ids=300 + positions * 7 % 1000,
+        positions=positions,
+        slot_mapping=tables[owner, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE,
+        query_start_loc=torch.cat([torch.zeros(1), ends]).int(),
+        seq_lens=torch.tensor([context + count for context, count in chunks], dtype=torch.int32),
+        block_tables=tables,
+        logits_rows=ends - 1,
+        rope_lens=positions + 1,
+        max_query_len=max(count for _, count in chunks),
+        max_seq_len=max(context + count for context, count in chunks),
+    )

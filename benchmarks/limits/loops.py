@@ -1,0 +1,196 @@
+"""Machine code that multiplies or reads and does nothing else: the highest rates of a processor, by instruction set.
+
+A loop leans on no library, so it can be run for an instruction set below the processor's highest one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llvmlite import binding as llvm
+
+_CHAINS = 12
+"""Independent sums: more than latency times issue rate of any known processor, fewer than its registers."""
+_READ_CHAINS = 8
+_READ_STREAMS = 4
+"""Places that a thread reads from in turns: hardware prefetchers follow several at once."""
+_LINE = 64
+"""Bytes that a read takes at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A function f(count, source, result) as LLVM's text, and the work of a turn."""
+
+    text: str
+    per_turn: int
+    """Floating-point operations, or bytes."""
+
+
+def multiply_add(lanes: int) -> Loop:
+    """Fused multiply-adds of float32 vectors; lanes: 8 is a register of AVX2, 16 one of AVX-512, 4 one of NEON."""
+    kind = f"<{lanes} x float>"
+    declare = f"declare {kind} @llvm.fma.v{lanes}f32({kind}, {kind}, {kind})"
+
+    def step(chain: int) -> str:
+        return f"%n{chain} = call {kind} @llvm.fma.v{lanes}f32({kind} %c{chain}, {kind} %x, {kind} %x)"
+
+    load = f"%p = inttoptr i64 %source to ptr\n  %x = load {kind}, ptr %p, align 4"
+    return Loop(_text(kind, declare, load, step), 2 * lanes * _CHAINS)
+
+
+def bfloat16_pairs() -> Loop:
+    """AVX512-BF16's dot products of pairs (vdpbf16ps) on registers of 512 bits."""
+    kind, pairs = "<16 x float>", "<32 x bfloat>"
+    name = "@llvm.x86.avx512bf16.dpbf16ps.512"
+    declare = f"declare {kind} {name}({kind}, {pairs}, {pairs})"
+
+    def step(chain: int) -> str:
+        return f"%n{chain} = call {kind} {name}({kind} %c{chain}, {pairs} %x, {pairs} %x)"
+
+    load = f"%p = inttoptr i64 %source to ptr\n  %x = load {pairs}, ptr %p, align 4"
+    return Loop(_text(kind, declare, load, step), 2 * 32 * _CHAINS)
+
+
+def _text(kind: str, declare: str, load: str, step: Callable[[int], str]) -> str:
+    """A loop of `count` turns over _CHAINS sums, whose total is stored at `result`."""
+    chains = range(_CHAINS)
+    phis = "\n  ".join(f"%c{chain} = phi {kind} [zeroinitializer, %entry], [%n{chain}, %body]" for chain in chains)
+    steps = "\n  ".join(step(chain) for chain in chains)
+    totals = "\n  ".join(
+        f"%t{chain} = fadd {kind} {'%n0' if chain == 1 else f'%t{chain - 1}'}, %n{chain}" for chain in chains[1:]
+    )
+    return f"""
+{declare}
+define void @run(i64 %count, i64 %source, i64 %result) {{
+entry:
+  {load}
+  br label %body
+body:
+  %i = phi i64 [0, %entry], [%following, %body]
+  {phis}
+  {steps}
+  %following = add i64 %i, 1
+  %more = icmp ult i64 %following, %count
+  br i1 %more, label %body, label %after
+after:
+  {totals}
+  %out = inttoptr i64 %result to ptr
+  store {kind} %t{_CHAINS - 1}, ptr %out, align 4
+  ret void
+}}
+"""
+
+
+def read_sum() -> Loop:
+    """Reads of whole cache lines into sums of float32, from _READ_STREAMS places; `count` turns of each."""
+    kind, chains = "<16 x float>", _READ_STREAMS * (_READ_CHAINS // _READ_STREAMS)
+    lines = []
+    for chain in range(chains):
+        stream, line = chain % _READ_STREAMS, chain // _READ_STREAMS
+        lines += [
+            f"%s{chain} = mul i64 %length, {stream}",
+            f"%o{chain} = add i64 %s{chain}, %offset",
+            f"%l{chain} = add i64 %o{chain}, {line * _LINE}",
+            f"%a{chain} = add i64 %source, %l{chain}",
+            f"%q{chain} = inttoptr i64 %a{chain} to ptr",
+            f"%v{chain} = load {kind}, ptr %q{chain}, align 4",
+            f"%n{chain} = fadd {kind} %c{chain}, %v{chain}",
+        ]
+    phis = "\n  ".join(
+        f"%c{chain} = phi {kind} [zeroinitializer, %entry], [%n{chain}, %body]" for chain in range(chains)
+    )
+    totals = "\n  ".join(
+        f"%t{chain} = fadd {kind} {'%n0' if chain == 1 else f'%t{chain - 1}'}, %n{chain}" for chain in range(1, chains)
+    )
+    step = chains // _READ_STREAMS * _LINE
+    body = "\n  ".join(lines)
+    return Loop(
+        f"""
+define void @run(i64 %count, i64 %source, i64 %result) {{
+entry:
+  %length = mul i64 %count, {step}
+  br label %body
+body:
+  %i = phi i64 [0, %entry], [%following, %body]
+  {phis}
+  %offset = mul i64 %i, {step}
+  {body}
+  %following = add i64 %i, 1
+  %more = icmp ult i64 %following, %count
+  br i1 %more, label %body, label %after
+after:
+  {totals}
+  %out = inttoptr i64 %result to ptr
+  store {kind} %t{chains - 1}, ptr %out, align 4
+  ret void
+}}
+""",
+        chains * _LINE,
+    )
+
+
+@cache
+def _target() -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple()
+
+
+def _machine(features: str) -> Any:
+    # Vectors of 512 bits are used as they are written.
+    host = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit" + (f",{features}" if features else "")
+    return _target().create_target_machine(cpu=llvm.get_host_cpu_name(), features=host, opt=2)
+
+
+def assembly(loop: Loop, features: str = "") -> str:
+    """The machine code as text; features: LLVM's names, with signs, beyond those of this processor."""
+    machine = _machine(features)
+    return str(machine.emit_assembly(llvm.parse_assembly(loop.text)))
+
+
+class Runner:
+    """A compiled loop, run on several threads at once; each has its own memory."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._per_turn = loop.per_turn
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(loop.text), _machine(""))
+        self._engine.finalize_object()
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+        self._run = kind(self._engine.get_function_address("run"))  # without the interpreter's lock while it runs
+
+    def rate(self, turns: int, sources: Sequence[int], repeats: int, passes: int = 1) -> float:
+        """Operations or bytes per second of all threads together, each on its source: the best of the repeats.
+
+        A repeat runs the loop `passes` times, from the first thread's start to the last one's end.
+        """
+        barrier = threading.Barrier(len(sources))
+        begins, ends = ([[0.0] * len(sources) for _ in range(repeats)] for _ in range(2))
+
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+        def work(number: int) -> None:
+            if number < len(cores):  # this thread's core; two threads may share one for a while otherwise
+                os.sched_setaffinity(0, {cores[number]})
+            result = ctypes.create_string_buffer(2 * _LINE)
+            for repeat in range(repeats):
+                barrier.wait()
+                begins[repeat][number] = time.perf_counter()
+                for _ in range(passes):
+                    self._run(turns, sources[number], ctypes.addressof(result))
+                ends[repeat][number] = time.perf_counter()
+
+        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(sources))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = min(max(end) - min(begin) for begin, end in zip(begins, ends, strict=True))
+        return len(sources) * passes * turns * self._per_turn / seconds

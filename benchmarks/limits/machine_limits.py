@@ -1,0 +1,135 @@
+"""The machine's limits: rates of reading and of multiplying, and the shortest time that some work can take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+from llvmlite import binding as llvm
+
+from benchmarks.limits.loops import Loop, Runner, bfloat16_pairs, multiply_add, read_sum
+from benchmarks.limits.step_work import Work
+
+Bound = Literal["read", "compute"]
+
+ISA_FEATURES: dict[str, tuple[str, ...]] = {
+    "avx2": ("avx2", "fma"),
+    "avx-vnni": ("avx2", "fma", "avxvnni"),
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "avx512-vnni": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"),
+    "avx512-bf16": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx512bf16"),
+    "amx": ("avx512f", "avx512bf16", "amx-tile", "amx-bf16"),
+}
+"""Instruction sets of x86-64, ascending, with LLVM's names of what they need. Others are `native`."""
+NATIVE = "native"
+_LANES = {"avx2": 8, "avx-vnni": 8, NATIVE: 4}
+_PAIRS = ("avx512-bf16", "amx")
+_LARGEST_RANGE = 512 * 2**20
+_SECONDS = 0.02
+_REPEATS = 9
+_GEMM = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Rates of all threads together, the best of several repeats."""
+
+    read_gb_per_s: float
+    """Of a range as large as a step's weights, at most 512 MiB: what fits into the L3 cache is read from there."""
+    fp32_gflops: float
+    """Fused multiply-adds in the instruction set's registers; each is two operations."""
+    bf16_gflops: float
+    """Products of bfloat16 that are summed in float32: with AVX512-BF16 its dot products, else the same as fp32."""
+    torch_read_gb_per_s: float
+    """torch's sum over as large a range."""
+
+    def better(self, other: Limits) -> Limits:
+        """The higher rate of two measurements."""
+        return Limits(**{each.name: max(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)})
+
+    def bound(self, work: Work) -> tuple[float, Bound]:
+        """The least seconds for some work in bf16, and which rate bounds it."""
+        read_s = work.read_bytes / 1e9 / max(self.read_gb_per_s, self.torch_read_gb_per_s)
+        compute_s = work.flops / 1e9 / self.bf16_gflops
+        return (read_s, "read") if read_s >= compute_s else (compute_s, "compute")
+
+    def metrics(self) -> dict[str, float]:
+        """The rates for a row."""
+        return asdict(self)
+
+
+def host_isas() -> tuple[str, ...]:
+    """The instruction sets that this processor has, ascending; the last is the one that kernels use by default."""
+    has = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    return tuple(name for name, needed in ISA_FEATURES.items() if has.issuperset(needed)) or (NATIVE,)
+
+
+def loops_of(isa: str) -> tuple[Loop, Loop]:
+    """The loops that measure float32 and bfloat16 of an instruction set."""
+    single = multiply_add(_LANES.get(isa, 16))
+    return single, bfloat16_pairs() if isa in _PAIRS else single
+
+
+class LimitMeter:
+    """Measures the limits again and again, some 0.4 s each: on shared hosts the rate of reading changes by a factor of
+    two within minutes."""
+
+    def __init__(self, isa: str, num_threads: int, range_bytes: int, gemm: int = _GEMM) -> None:
+        """range_bytes: the weights of a step, in bytes; gemm: width of torch's matrices, multiplied here only."""
+        import torch
+
+        torch.set_num_threads(num_threads)
+        self._loops, self._num_threads = loops_of(isa), num_threads
+        self._values = np.ones(min(range_bytes, _LARGEST_RANGE) // 4, np.float32)
+        self._whole = torch.from_numpy(self._values)
+        gemms = []
+        for dtype in (torch.float32, torch.bfloat16):
+            left, right = (torch.randn(gemm, gemm).to(dtype) for _ in range(2))
+            gemms.append(2 * gemm**3 / _best_s(lambda left=left, right=right: left @ right) / 1e9)  # type: ignore[misc]
+        self.gemm_gflops = {"gemm_fp32_gflops": round(gemms[0], 1), "gemm_bf16_gflops": round(gemms[1], 1)}
+        """torch's products by the instructions that its library chooses, for comparison."""
+        self._last = self.measure()
+
+    def measure(self) -> Limits:
+        """The rates now."""
+        single, pairs = (_multiply_rate(loop, self._num_threads) for loop in self._loops)
+        return Limits(
+            read_gb_per_s=_read_rate(self._values, self._num_threads) / 1e9,
+            fp32_gflops=single / 1e9,
+            bf16_gflops=pairs / 1e9,
+            torch_read_gb_per_s=self._values.nbytes / _best_s(self._whole.sum) / 1e9,
+        )
+
+    def around(self) -> Limits:
+        """The higher rates of now and of the last time: those around what ran in between."""
+        last, self._last = self._last, self.measure()
+        return last.better(self._last)
+
+
+def _multiply_rate(loop: Loop, num_threads: int) -> float:
+    runner, values = Runner(loop), np.zeros(64, np.float32)
+    sources = [values.ctypes.data] * num_threads
+    trial = 100_000
+    turns = int(trial * _SECONDS / (trial * num_threads * loop.per_turn / runner.rate(trial, sources, 3)))
+    return runner.rate(max(1, turns), sources, _REPEATS)
+
+
+def _read_rate(values: Any, num_threads: int) -> float:
+    loop = read_sum()
+    share = values.nbytes // num_threads // loop.per_turn
+    sources = [values.ctypes.data + thread * share * loop.per_turn for thread in range(num_threads)]
+    passes = max(1, _LARGEST_RANGE // values.nbytes)
+    return Runner(loop).rate(share, sources, _REPEATS, passes)
+
+
+def _best_s(call: Callable[[], Any]) -> float:
+    call()
+    seconds = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

@@ -16,6 +16,8 @@ _GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
 CPU_MEMORY_SHARE = 0.5
 """Default of gpu_memory_utilization on the CPU."""
 
+CpuIsa = Literal["auto", "avx2", "avx-vnni", "avx512", "avx512-vnni", "avx512-bf16", "amx"]
+
 
 class ExecutorConfig(ServiceSettings):
     """Serve a model to a Cadenza scheduler.
@@ -107,6 +109,12 @@ class ExecutorConfig(ServiceSettings):
         ge=1,
         description="Compute threads; default: one for each available core.",
         json_schema_extra=about("Model", "threads"),
+    )
+    cpu_isa: CpuIsa = Field(
+        "auto",
+        description="Instruction set of the CPU's kernels; auto: the highest that the processor has. Processors with "
+        "one instruction set, and as many threads, give the same tokens (docs/exactness.md).",
+        json_schema_extra=about("Model"),
     )
     block_size: int = Field(
         16,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
-from executor_svc.config import ExecutorConfig
+from executor_svc.config import CpuIsa, ExecutorConfig
+from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 from executor_svc.cpu.kernels.probe import probe_linear
@@ -20,6 +21,15 @@ from executor_svc.device.interface import DeviceError, Numerics, NumericsError, 
 from executor_svc.device.kernels import Kernels, Linear
 from executor_svc.device.kv_cache import KVCache, block_bytes
 from executor_svc.plan.description import ModelGeometry
+from executor_svc.sampling.functions import RowFunctions
+
+
+def _isa(option: CpuIsa) -> Isa:
+    """Return the instruction set of `--cpu-isa`; raises DeviceError for one that this processor lacks."""
+    try:
+        return forced_isa(None if option == "auto" else option)
+    except ValueError as error:
+        raise DeviceError(f"--cpu-isa {option}: {error}") from error
 
 
 def _resolve_dtype(option: str, checkpoint: str) -> torch.dtype:
@@ -70,7 +80,10 @@ class _Budget:
 
 
 class CpuDevice:
-    """Runs a model on the CPU with Cadenza's own kernels, and samples with PyTorch and numpy."""
+    """Runs a model on the CPU with Cadenza's own kernels, and samples with PyTorch and numpy.
+
+    What it uses of these two has the same bits on every processor: see docs/exactness.md.
+    """
 
     name = "cpu"
 
@@ -87,7 +100,7 @@ class CpuDevice:
         self.numerics: Numerics = "fast" if config.numerics == "fast" else "exact"
         self.num_threads = config.num_threads or cores()
         torch.set_num_threads(self.num_threads)
-        self._kernels = CpuKernels(self.num_threads)
+        self._kernels = CpuKernels(self.num_threads, _isa(config.cpu_isa))
         self._linears: dict[tuple[int, int, bool], tuple[str, CpuLinear]] = {}
 
     @property
@@ -95,7 +108,16 @@ class CpuDevice:
         return self._kernels
 
     @property
+    def functions(self) -> RowFunctions:
+        return self._kernels.functions
+
+    @property
     def isa(self) -> str:
+        name = self._kernels.isa.name
+        return name if name in ISA_NAMES else self.isa_of_libraries
+
+    @property
+    def isa_of_libraries(self) -> str:
         return f"{torch.backends.cpu.get_cpu_capability()} {_processor()} {self._kernels.isa.name}"
 
     @property

@@ -25,6 +25,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits) -> None:
         """Record the model for steps of max_num_batched_tokens tokens and logits of max_num_seqs rows."""
         self._model = loaded.model
+        self.functions = device.functions
         sizes = (limits.max_num_batched_tokens, limits.max_num_batched_tokens, limits.max_num_seqs)
         tensors = (torch.zeros(size, dtype=torch.int64) for size in sizes)
         self._recorded = RecordedModel(loaded.model, device.kernels, kv_cache, limits, *tensors)

@@ -13,6 +13,7 @@ from executor_svc.device.kernels import Kernels, Linear
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.errors import StartError
 from executor_svc.plan.description import ModelGeometry
+from executor_svc.sampling.functions import RowFunctions
 
 Numerics = Literal["exact", "fast"]
 
@@ -38,8 +39,18 @@ class Device(Protocol):
     def kernels(self) -> Kernels: ...
 
     @property
+    def functions(self) -> RowFunctions:
+        """Functions for sampling."""
+        ...
+
+    @property
     def isa(self) -> str:
         """The instruction set and the chip, as far as the choice of kernels depends on them."""
+        ...
+
+    @property
+    def isa_of_libraries(self) -> str:
+        """The same for a model that also runs kernels of libraries, such as PyTorch's."""
         ...
 
     @property

@@ -15,6 +15,7 @@ from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Workspace, make_linear
 from executor_svc.plan.description import ModelGeometry
+from executor_svc.sampling.functions import RowFunctions, TorchFunctions
 
 _SHARE = 0.9
 """Default share of the device's memory, without --gpu-memory-utilization."""
@@ -43,6 +44,7 @@ class GpuDevice:
 
     name = "cuda"
     numerics: Numerics = "fast"
+    functions: RowFunctions = TorchFunctions()
 
     def __init__(self, config: ExecutorConfig) -> None:
         """Raise DeviceError, naming the option, for options that this machine or version does not support."""
@@ -74,6 +76,10 @@ class GpuDevice:
     def isa(self) -> str:
         where = "interpreted" if self._interpreted else torch.cuda.get_device_name(self.torch_device)
         return f"sm_{self._arch} {where} linears {self._quantization}"
+
+    @property
+    def isa_of_libraries(self) -> str:
+        return self.isa
 
     @property
     def versions(self) -> tuple[str, ...]:

@@ -122,6 +122,7 @@ class GpuStepExecutor:
         self.slots = MirrorSlots(limits)
         self._pools = pools
         self._device = torch_device
+        self._functions = device.functions
         self._span = Spans(torch_device.type == "cuda")
         self._device_slots = DeviceSlots(limits, torch_device, extra_words=SlotSamplingState.extra_words(limits))
         self._runner = GpuRunner(loaded, device, pools, limits, self._device_slots, captures=not enforce_eager)
@@ -256,7 +257,7 @@ class GpuStepExecutor:
             candidates=np.flatnonzero(np.isin(rows, scheduled.candidates)),
         )
         here = logits.index_select(0, sent(needed, self._device)).cpu()
-        sampled = choose(here, argmax(here), self.slots, these)
+        sampled = choose(here, argmax(here), self.slots, these, self._functions)
         places, (tokens, errors) = sent(rows, self._device), self._sampler.rows(inputs)
         tokens.index_copy_(0, places, sent(sampled.token_ids, self._device))
         errors.index_copy_(0, places, sent(sampled.errors.astype(np.int32), self._device))

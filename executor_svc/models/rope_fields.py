@@ -16,6 +16,7 @@ from executor_svc.models.layers.rope_scaling import (
     Scaling,
     YarnScaling,
 )
+from executor_svc.portable_math import log
 
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0
 
@@ -114,14 +115,14 @@ def _yarn(rope: Fields, size: int, max_positions: int, original: int) -> Scaling
 
 
 def _mscale(factor: float, mscale: float = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
 
 
 def _longrope(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:
     factor = rope.number("factor", max_positions / original)
     attention_factor = rope.optional_number("attention_factor")
     if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + log(factor) / log(original))
     short, long = rope.numbers("short_factor", size // 2), rope.numbers("long_factor", size // 2)
     return LongScaling(short, long, original, attention_factor)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from executor_svc.plan.arrays import FloatArray, IntArray, no_floats, no_ints
+from executor_svc.portable_math import log
 
 
 class Need(Enum):
@@ -63,7 +64,7 @@ def _anything(_: Any) -> bool:
 
 def _log(share: float) -> float:
     """Return the natural logarithm; -inf for 0."""
-    return float(np.log(share)) if share > 0 else -np.inf
+    return log(share) if share > 0 else -np.inf
 
 
 def _row(default: Any, column: Column) -> Any:

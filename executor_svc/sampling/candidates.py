@@ -17,6 +17,7 @@ from executor_svc.batch.step_result import RowCandidates
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.edits import LogitsEdits
+from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.row_math import chunks, log_sum_exp, take_rows, top_ids
 
@@ -33,7 +34,7 @@ class CandidateColumns:
     """Changes to the log-probabilities of some of the C rows."""
 
 
-def best_candidates(logits: Tensor, columns: CandidateColumns) -> RowCandidates:
+def best_candidates(logits: Tensor, columns: CandidateColumns, functions: RowFunctions) -> RowCandidates:
     """Return the best tokens by edited log-probability of rows of logits [L, vocab] float32, which are not changed.
 
     Ties go to the lowest id. A token at -inf is no candidate, so a row may have fewer candidates than requested. A row
@@ -46,7 +47,7 @@ def best_candidates(logits: Tensor, columns: CandidateColumns) -> RowCandidates:
     pieces = [slice(few[0], few[-1] + 1) for few in chunks(np.arange(num_rows), vocab)]
     for few in pieces:
         x = take_rows(logits, columns.sources[few])
-        log_total = log_sum_exp(x)
+        log_total = log_sum_exp(x, functions)
         torch.sub(x, log_total, out=scores[few])
         # NaN where the largest logit is NaN or infinite; a NaN counts as largest.
         finite[few] = log_total.isfinite().cpu().numpy()[:, 0]

@@ -20,7 +20,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 # The largest float32 below 1: -log1p of its negative is finite.
-_BELOW_ONE = 1.0 - 2.0**-24
+BELOW_ONE = 1.0 - 2.0**-24
 
 
 def _signed(value: int) -> int:
@@ -29,8 +29,8 @@ def _signed(value: int) -> int:
 
 
 GOLDEN_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+MIX_1 = _signed(0xBF58476D1CE4E5B9)
+MIX_2 = _signed(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
@@ -65,20 +65,18 @@ def row_keys(
     return keys
 
 
-def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return standard Gumbel noise, float32, for each (key, token id), which broadcast against each other; both int64.
+def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return uniform noise in (0, 1), float32, for each (key, token id): int64, which broadcast against each other.
 
-    A value depends only on its key and its id: all steps are elementwise. With v uniform in (0, 1), -log1p(-v) has an
-    exponential distribution and is exact for the small values that win a race; minus its log has a Gumbel one.
+    A value depends only on its key and its id: all steps are elementwise, and exact but for the last rounding.
     """
     z = keys + token_ids * GOLDEN_GAMMA
     # >> is arithmetic: the mask makes it logical.
     z ^= (z >> 30) & ((1 << 34) - 1)
-    z *= _MIX_1
+    z *= MIX_1
     z ^= (z >> 27) & ((1 << 37) - 1)
-    z *= _MIX_2
+    z *= MIX_2
     z ^= (z >> 31) & ((1 << 33) - 1)
     # The high 52 bits plus a half: with 53 the largest would round to 1.
-    uniform = ((z >> 12) & ((1 << 52) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-52)
-    v = uniform.to(torch.float32).clamp_(max=_BELOW_ONE)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    wide = ((z >> 12) & ((1 << 52) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-52)
+    return wide.to(torch.float32).clamp_(max=BELOW_ONE)

@@ -10,6 +10,7 @@ from torch import Tensor
 from executor_svc.batch.prompt_rows import PromptColumns, PromptRows, by_slot
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import SlotLogprobs
+from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.logprobs import row_logprobs
 
 # Logits held at once. A chunk of 512 tokens over a vocabulary of 150k would have 300 MB of them.
@@ -17,7 +18,7 @@ _PIECE_BYTES = 64 << 20
 
 
 def prompt_logprobs(
-    requested: PromptRows, vocab_size: int, logits: Callable[[IntArray], Tensor]
+    requested: PromptRows, vocab_size: int, logits: Callable[[IntArray], Tensor], functions: RowFunctions
 ) -> tuple[tuple[SlotLogprobs, ...], IntArray]:
     """Return one entry for each slot that requested prompt logprobs, and the slots whose logits were not finite.
 
@@ -25,6 +26,7 @@ def prompt_logprobs(
         requested: the prompt tokens of this step.
         vocab_size: width of the logits.
         logits: returns the logits [n, vocab_size] float32 of n of `requested.rows`; a row's bits must not depend on n.
+        functions: the device's.
     """
     num_top = np.repeat(requested.num_top, requested.counts)
     top_ends = np.cumsum(num_top)
@@ -41,16 +43,23 @@ def prompt_logprobs(
         piece = slice(start, start + step)
         best = slice(int(top_ends[start] - num_top[start]), int(top_ends[piece][-1]))
         token_ids = requested.token_ids[piece]
-        finite[piece] = _fill(columns, piece, best, logits(requested.rows[piece]), token_ids, num_top[piece])
+        found = logits(requested.rows[piece])
+        finite[piece] = _fill(columns, piece, best, found, token_ids, num_top[piece], functions)
     owner = np.repeat(requested.slots, requested.counts)
     return by_slot(requested, columns), np.unique(owner[~finite])
 
 
 def _fill(
-    columns: PromptColumns, piece: slice, best: slice, logits: Tensor, token_ids: IntArray, num_top: IntArray
+    columns: PromptColumns,
+    piece: slice,
+    best: slice,
+    logits: Tensor,
+    token_ids: IntArray,
+    num_top: IntArray,
+    functions: RowFunctions,
 ) -> BoolArray:
     """Write the logprobs of a piece of rows into the columns; return [n], whether each row's logits are finite."""
-    found = row_logprobs(logits, token_ids, np.arange(len(num_top)), num_top)
+    found = row_logprobs(logits, token_ids, np.arange(len(num_top)), num_top, functions)
     columns.chosen[piece] = found.chosen
     columns.ranks[piece] = found.ranks
     is_requested = np.arange(found.top.shape[1]) < num_top[:, None]

@@ -10,20 +10,24 @@ from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import IntArray
 from executor_svc.sampling.candidates import best_candidates
 from executor_svc.sampling.columns import candidate_columns, sampling_columns
+from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.sampler import sample, sample_greedy
 
 
-def choose(logits: Tensor, best: IntArray, slots: Slots, scheduled: Scheduled) -> SampledTokens:
+def choose(
+    logits: Tensor, best: IntArray, slots: Slots, scheduled: Scheduled, functions: RowFunctions
+) -> SampledTokens:
     """Choose a token or candidates for each of scheduled.sampling_slots [R]; before `commit`.
 
     logits: [L, vocab] float32, contiguous; best: [L] the most likely token of each row, -1 if it cannot be sampled.
+    functions: the device's.
     """
     if slots.sampling.greedy[scheduled.sampling_slots].all():
         return sample_greedy(best.copy() if scheduled.sources is None else best[scheduled.sources])
-    sampled = sample(logits, sampling_columns(slots, scheduled), best)
+    sampled = sample(logits, sampling_columns(slots, scheduled), functions, best)
     if not len(scheduled.candidates):
         return sampled
-    candidates = best_candidates(logits, candidate_columns(slots, scheduled))
+    candidates = best_candidates(logits, candidate_columns(slots, scheduled), functions)
     num_rows = len(scheduled.sampling_slots)
     drawn = np.delete(np.arange(num_rows), scheduled.candidates)
     tokens, errors = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)

@@ -1,9 +1,9 @@
 """Choosing tokens: a pure function of each logits row, its parameters, seed, sample index, position and token history.
 
-A row's token and logprobs have the same bits in every batch. Only these operations are applied to whole rows:
-elementwise operations (measured on torch 2.13, 1 to 7 threads, odd widths and offsets: no value of exp, log or log1p
-depends on its place), maxima and integer counts (exact in any order), sums folded in an order that depends only on the
-width (torch's own `sum` has other bits for one row than for several), and running sums, which add one by one.
+A row's token and logprobs have the same bits in every batch and, on the CPU, on every processor. Only these operations
+are applied to whole rows: elementwise operations that IEEE 754 rounds, and the device's `RowFunctions`; maxima and
+integer counts (exact in any order); sums folded in an order that depends only on the width (torch's own `sum` has other
+bits for one row than for several); and running sums, which add one by one.
 
 The edits of `logits_processors` come first, then filters in vLLM's order: temperature, floors (`floors`), top_k,
 top_p; ties go to the lowest id everywhere. The draw is the Gumbel-max trick with noise keyed per token id, so a filter
@@ -23,9 +23,10 @@ from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.columns import SamplingColumns
 from executor_svc.sampling.floors import row_floors
+from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.logprobs import row_logprobs
-from executor_svc.sampling.noise import Purpose, gumbel, row_keys
+from executor_svc.sampling.noise import Purpose, row_keys
 from executor_svc.sampling.row_math import are_all, argmax, chunks, fold_sum, source_rows, top_ids
 
 # Numbers of candidates to try, in order; a row's number depends on its own parameters and logits only.
@@ -39,10 +40,12 @@ def sample_greedy(best: IntArray) -> SampledTokens:
     return SampledTokens(best, np.where(best < 0, int(SlotError.NON_FINITE_LOGITS), 0), None)
 
 
-def sample(logits: Tensor, columns: SamplingColumns, best: IntArray | None = None) -> SampledTokens:
+def sample(
+    logits: Tensor, columns: SamplingColumns, functions: RowFunctions, best: IntArray | None = None
+) -> SampledTokens:
     """Choose a token for each of R rows, which read logits [L, vocab] float32, contiguous; these are not changed.
 
-    best: [L], as `row_math.argmax` returns it for the logits, if already known.
+    functions: the device's. best: [L], as `row_math.argmax` returns it for the logits, if already known.
 
     Several rows may read the same logits: each gets the token that it gets alone. A row whose logits contain NaN, +inf
     or only -inf fails with NON_FINITE_LOGITS, a row whose edits mask every token with NO_ALLOWED_TOKEN; other rows are
@@ -56,18 +59,22 @@ def sample(logits: Tensor, columns: SamplingColumns, best: IntArray | None = Non
     drawn = columns["temperature"] > 0
     edits = columns.edits
     if edits is not None:
-        _choose_edited(process(logits, edits, sources), edits.rows, columns, tokens, errors)
+        _choose_edited(process(logits, edits, sources), edits.rows, columns, tokens, errors, functions)
         drawn[edits.rows] = False
     plain = np.flatnonzero(drawn & (errors == 0))
     if len(plain):
-        tokens[plain] = _draw(logits, source_rows(plain, sources), tokens[plain], columns.take(plain))
+        tokens[plain] = _draw(logits, source_rows(plain, sources), tokens[plain], columns.take(plain), functions)
     requested = np.flatnonzero((columns["num_logprobs"] >= 0) & (errors == 0))
     num_top = columns["num_logprobs"][requested]
-    logprobs = row_logprobs(logits, tokens, requested, num_top, sources) if len(requested) else None
+    logprobs = None
+    if len(requested):
+        logprobs = row_logprobs(logits, tokens, requested, num_top, functions, sources)
     return SampledTokens(tokens, errors, logprobs)
 
 
-def _choose_edited(x: Tensor, rows: IntArray, columns: SamplingColumns, tokens: IntArray, errors: IntArray) -> None:
+def _choose_edited(
+    x: Tensor, rows: IntArray, columns: SamplingColumns, tokens: IntArray, errors: IntArray, functions: RowFunctions
+) -> None:
     """Choose tokens for the rows [P] of the batch with edited logits x [P, vocab]; write tokens and errors [R]."""
     best = argmax(x)
     nothing_left = (best < 0) & (errors[rows] == 0)
@@ -75,15 +82,17 @@ def _choose_edited(x: Tensor, rows: IntArray, columns: SamplingColumns, tokens: 
     tokens[rows] = best
     drawn = np.flatnonzero((columns["temperature"][rows] > 0) & (errors[rows] == 0))
     if len(drawn):
-        tokens[rows[drawn]] = _draw(x, drawn, best[drawn], columns.take(rows[drawn]))
+        tokens[rows[drawn]] = _draw(x, drawn, best[drawn], columns.take(rows[drawn]), functions)
 
 
-def _draw(logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns) -> IntArray:
+def _draw(
+    logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns, functions: RowFunctions
+) -> IntArray:
     """Draw a token for each of n rows [n] of logits [L, vocab]; all have a temperature above 0.
 
     best: [n] ids of their largest logits; columns: those of these n rows.
     """
-    drawn = _Rows.of(logits, rows, best, columns)
+    drawn = _Rows.of(logits, rows, best, columns, functions)
     top_k, vocab = columns["top_k"], logits.shape[1]
     limited = (top_k > 0) & (top_k < vocab)
     nucleus = columns["top_p"] < 1
@@ -124,9 +133,12 @@ class _Rows:
     """float64; 1 means off."""
     key: Tensor
     """int64 keys of the noise."""
+    functions: RowFunctions
 
     @classmethod
-    def of(cls, logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns) -> _Rows:
+    def of(
+        cls, logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns, functions: RowFunctions
+    ) -> _Rows:
         device, vocab = logits.device, logits.shape[1]
 
         def column(values: IntArray | FloatArray) -> Tensor:
@@ -144,6 +156,7 @@ class _Rows:
             column(np.where(columns["top_k"] > 0, columns["top_k"], vocab)),
             column(columns["top_p"]).to(torch.float64),
             column(key),
+            functions,
         )
 
     def take(self, rows: IntArray) -> _Rows:
@@ -160,6 +173,7 @@ class _Rows:
             self.top_k.index_select(0, index),
             self.top_p.index_select(0, index),
             self.key.index_select(0, index),
+            self.functions,
         )
 
     def logits(self, start: int = 0, end: int | None = None) -> Tensor:
@@ -172,6 +186,10 @@ class _Rows:
         y = (logits - self.peak).div_(self.temperature)
         return y if self.floor is None else y.masked_fill_(y < self.floor, float("-inf"))
 
+    def exp(self, scaled: Tensor) -> Tensor:
+        """Return p / p of the most likely token for numbers of `scaled`."""
+        return self.functions.exp(scaled, torch.zeros_like(self.peak))
+
 
 def _race_all(rows: _Rows) -> Tensor:
     """Draw a token [n] int64 from the whole vocabulary, in tiles of token ids that stay in cache."""
@@ -182,7 +200,7 @@ def _race_all(rows: _Rows) -> Tensor:
     tokens = torch.zeros(n, dtype=torch.int64, device=device)
     for start in range(0, vocab, width):
         ids = torch.arange(start, min(start + width, vocab), device=device)
-        score = rows.scaled(rows.logits(start, start + width)).add_(gumbel(rows.key, ids))
+        score = rows.scaled(rows.logits(start, start + width)).add_(rows.functions.gumbel(rows.key, ids))
         top, index = score.max(dim=1)
         # Strictly better, so that ties stay with the lower id.
         better = top > best
@@ -200,7 +218,7 @@ def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
     vocab = logits.shape[1]
     ids = top_ids(logits, size)
     y = rows.scaled(logits.gather(1, ids))
-    mass = y.to(torch.float64).exp_()
+    mass = rows.exp(y).to(torch.float64)
     mass.masked_fill_(torch.arange(size, device=ids.device) >= rows.top_k, 0.0)
     running = mass.cumsum(dim=1)
     limited = rows.top_k < vocab
@@ -211,7 +229,7 @@ def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
     kept = (running - mass < target) & (mass > 0)
     kept[:, 0] = True
     decided = limited | (running[:, -1:] >= target) | (mass[:, -1:] == 0)
-    score = y.masked_fill_(~kept, float("-inf")).add_(gumbel(rows.key, ids))
+    score = y.masked_fill_(~kept, float("-inf")).add_(rows.functions.gumbel(rows.key, ids))
     highest = score.amax(dim=1, keepdim=True)
     tokens = torch.where(score == highest, ids, vocab).amin(dim=1)
     enough: BoolArray = decided[:, 0].cpu().numpy()
@@ -220,4 +238,4 @@ def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
 
 def _total_mass(rows: _Rows, logits: Tensor) -> Tensor:
     """Return the sum [n, 1] float64 of p / p of the most likely token, in an order that depends only on the width."""
-    return fold_sum(rows.scaled(logits).exp_())
+    return fold_sum(rows.exp(rows.scaled(logits)))

@@ -18,6 +18,7 @@ def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Finge
 
     `load_model` must have probed the device: a probe may choose kernels.
     """
+    isa = device.isa if loaded.recordable else device.isa_of_libraries
     kv_dtype = str(kv_cache.dtype).removeprefix("torch.")
     parts: tuple[object, ...] = (
         device.numerics,
@@ -26,7 +27,7 @@ def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Finge
         loaded.geometry.dtype,
         kv_dtype,
         device.kernels.name,
-        device.isa,
+        isa,
         device.num_threads,
         device.versions,
     )
@@ -36,7 +37,7 @@ def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Finge
         dtype=loaded.geometry.dtype,
         kv_dtype=kv_dtype,
         kernels=device.kernels.name,
-        isa=device.isa,
+        isa=isa,
         num_threads=device.num_threads,
         versions=device.versions,
         digest=hashlib.sha256(repr(parts).encode()).digest(),

@@ -45,6 +45,7 @@ class _SpoiledRunner:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self.functions = runner.functions
         self.rows: list[int] = []
 
     def forward(self, batch: ForwardBatch) -> Tensor:

@@ -20,6 +20,7 @@ class EagerRunner:
     def __init__(self, loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits) -> None:
         """Take a model and its cache, for steps of max_num_batched_tokens tokens."""
         model, most = loaded.model, limits.max_num_batched_tokens
+        self.functions = device.functions
         self._model = model
         self._torch_device = device.torch_device
         self._kv_layers = kv_cache.layers

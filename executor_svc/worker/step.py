@@ -17,6 +17,7 @@ from executor_svc.batch.slots import Scheduled, Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
+from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.prompt_logprobs import prompt_logprobs
 from executor_svc.sampling.sample_step import choose
 from executor_svc.worker.block_moves import BlockPools, move_blocks
@@ -26,6 +27,9 @@ from executor_svc.worker.profiling import Spans
 
 class Runner(Protocol):
     """Runs a model's forward pass, as `cpu.runner.ModelRunner` does."""
+
+    functions: RowFunctions
+    """The device's functions for sampling."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Write the batch's KV and return hidden states [T or more, hidden]."""
@@ -109,7 +113,7 @@ class StepExecutor:
         if len(batch.logits_rows):
             with self._span("sample"):
                 positions = self.slots.num_tokens[scheduled.sampling_slots]
-                sampled = choose(logits.contiguous(), best, self.slots, scheduled)
+                sampled = choose(logits.contiguous(), best, self.slots, scheduled, self._runner.functions)
                 sampled = self._without_failed_prompts(scheduled, sampled)
         return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
 
@@ -118,7 +122,10 @@ class StepExecutor:
         if wanted is None:
             return ()
         found, failed = prompt_logprobs(
-            wanted, self.limits.vocab_size, lambda rows: self._runner.logits(hidden, torch.from_numpy(rows))
+            wanted,
+            self.limits.vocab_size,
+            lambda rows: self._runner.logits(hidden, torch.from_numpy(rows)),
+            self._runner.functions,
         )
         self.slots.prompt_failed[failed] = True
         return found

@@ -17,8 +17,7 @@ from executor_svc.sampling.columns import sampling_columns
 from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.row_math import argmax
-from executor_svc.sampling.sample_step import choose
-from executor_svc.sampling.sampler import sample
+from tests.helpers.cpu_sampling import choose, sample
 from tests.helpers.fake_executor import LIMITS
 from tests.helpers.plans import ints, plan, scheduled, sequence
 

@@ -20,6 +20,7 @@ from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling import sampler
 from executor_svc.sampling.columns import SAMPLER_NEEDS, SamplingColumns
 from executor_svc.sampling.logits_edits import logits_edits
+from tests.helpers.cpu_sampling import FUNCTIONS
 
 MAX_MODEL_LEN = 48
 UNTOUCHED = -77
@@ -62,7 +63,7 @@ class World:
             sources=None if sources is None else np.array(sources, np.int64),
         )
         with np.errstate(all="ignore"):
-            return sampler.sample(logits, columns)
+            return sampler.sample(logits, columns, FUNCTIONS)
 
     def on_device(
         self,

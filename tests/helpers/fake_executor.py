@@ -11,6 +11,7 @@ from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits
 from executor_svc.sampling.row_math import argmax
+from tests.helpers.cpu_sampling import FUNCTIONS
 
 LIMITS = Limits(
     num_slots=16,
@@ -28,6 +29,8 @@ LIMITS = Limits(
 
 class CountingRunner:
     """The logits of a token favour its successor. Knobs: `gate`, `errors` and `nan_tokens`."""
+
+    functions = FUNCTIONS
 
     def __init__(self, vocab_size: int = LIMITS.vocab_size) -> None:
         self.vocab_size = vocab_size

@@ -13,7 +13,7 @@ from scipy import stats
 from executor_svc.batch.step_result import RowLogprobs, SampledTokens
 from executor_svc.sampling.edits import LogitsEdits
 from executor_svc.sampling.reference import probabilities
-from executor_svc.sampling.sampler import sample
+from tests.helpers.cpu_sampling import sample
 from tests.helpers.sampling import columns, edited_exactly, edits
 
 DRAWS = 20_000

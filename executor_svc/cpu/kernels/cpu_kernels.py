@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs, widen_rows
 from executor_svc.cpu.kernels.panels import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
 
@@ -40,7 +42,7 @@ class Recording:
 class CpuKernels:
     """Implements `device.kernels.Kernels`; for use by one thread at a time."""
 
-    name = "cpu-3"
+    name = "cpu-4"
 
     def __init__(self, num_threads: int = 1, isa: Isa | None = None) -> None:
         """isa: what kernels are compiled for; by default the highest level of this processor."""
@@ -52,6 +54,11 @@ class CpuKernels:
     @property
     def isa(self) -> Isa:
         return self._code.isa
+
+    @cached_property
+    def functions(self) -> CpuRowFunctions:
+        """The sampler's functions."""
+        return CpuRowFunctions(self._code, self._team)
 
     @property
     def num_threads(self) -> int:

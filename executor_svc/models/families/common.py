@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -58,7 +59,7 @@ def read_common(
         layers=(LayerSpec(rope),) * fields.integer("num_hidden_layers", at_most=_MAX_LAYERS),
         context_limit=context_limit(positions, rope),
         rms_norm_eps=fields.number("rms_norm_eps", eps),
-        attention_scale=head_size**-0.5,
+        attention_scale=1 / math.sqrt(head_size),
         activation=_activation(fields, *activation),
         tied=fields.flag("tie_word_embeddings", tied),
     )

@@ -7,6 +7,7 @@ have a separate rotary embedding.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -68,8 +69,8 @@ def _read_gemma(config: dict[str, Any], max_positions: int, read_rotary: RopeRea
         output_bias=bias,
         norms_after=True,
         norm_weight_offset=1.0,
-        attention_scale=fields.number("query_pre_attn_scalar", _QUERY_SCALAR) ** -0.5,
-        embedding_scale=spec.hidden_size**0.5,
+        attention_scale=1 / math.sqrt(fields.number("query_pre_attn_scalar", _QUERY_SCALAR)),
+        embedding_scale=math.sqrt(spec.hidden_size),
         embedding_scale_rounded=True,
     )
 

@@ -7,14 +7,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from executor_svc.device.kernels import Rope
 from executor_svc.models.layers.rope_scaling import DynamicScaling, NoScaling, Scaling
+from executor_svc.portable_math import cos_and_sin
 
-_TILE_ROWS = 64
-"""Rows of the tiles that cos, sin and pow run on. Tiles are always full: vector code may differ in bits from the
-scalar code for the end of a tensor, and a row's bits would then depend on the number of rows."""
+_TILE_ROWS = 512
+"""Rows of a table that are computed at once, in cache."""
 
 _NO_SCALING = NoScaling()
 
@@ -65,7 +64,11 @@ def inverse_frequencies(config: RopeConfig, max_model_len: int) -> Tensor:
 def _halves(angles: Tensor, attention_factor: float, dtype: torch.dtype) -> Tensor:
     """Return cos and sin in one tensor [rows, size] of angles [rows, size / 2] fp32: in float64, rounded to fp32."""
     wide = angles.double()
-    both = torch.cat([wide.cos(), wide.sin()], -1).float()
+    if angles.device.type == "cpu":
+        cos, sin = map(torch.from_numpy, cos_and_sin(wide.numpy()))
+    else:
+        cos, sin = wide.cos(), wide.sin()
+    both = torch.cat([cos, sin], -1).float()
     return (both if attention_factor == 1.0 else both * attention_factor).to(dtype)
 
 
@@ -81,11 +84,10 @@ class RotaryTables:
     def __init__(self, config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         """Angles are rounded to fp32, as in transformers."""
         frequencies = inverse_frequencies(config, max_model_len)
-        tiles = -(-max_model_len // _TILE_ROWS)
-        cos, sin = (torch.empty(tiles * _TILE_ROWS, config.size, dtype=dtype) for _ in range(2))
-        for start in range(0, tiles * _TILE_ROWS, _TILE_ROWS):
-            angles = torch.arange(start, start + _TILE_ROWS).float()[:, None] * frequencies
-            end = start + _TILE_ROWS
+        cos, sin = (torch.empty(max_model_len, config.size, dtype=dtype) for _ in range(2))
+        for start in range(0, max_model_len, _TILE_ROWS):
+            end = min(start + _TILE_ROWS, max_model_len)
+            angles = torch.arange(start, end).float()[:, None] * frequencies
             cos[start:end], sin[start:end] = _spread(_halves(angles, config.scaling.attention_factor, dtype))
         self._cos, self._sin = cos.to(device), sin.to(device)
 
@@ -115,16 +117,6 @@ class DynamicRotary:
 
     def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
         rows = positions.shape[0]
-        # Other devices compute every row alike: one tile, and few launches.
-        height = _TILE_ROWS if positions.device.type == "cpu" else max(rows, 1)
-        padding = (0, -rows % height)
-        tiles = zip(
-            functional.pad(positions, padding).split(height),
-            functional.pad(rope_lens, padding).split(height),
-            strict=True,
-        )
-        rope.cos[:rows], rope.sin[:rows] = _spread(torch.cat([self._tile(*tile) for tile in tiles])[:rows])
-
-    def _tile(self, positions: Tensor, lengths: Tensor) -> Tensor:
-        frequencies = self._scaling.frequencies_at(self._config.theta, self._config.size, lengths)
-        return _halves(positions.float()[:, None] * frequencies, self._scaling.attention_factor, self._dtype)
+        frequencies = self._scaling.frequencies_at(self._config.theta, self._config.size, rope_lens)
+        angles = positions.float()[:, None] * frequencies
+        rope.cos[:rows], rope.sin[:rows] = _spread(_halves(angles, self._scaling.attention_factor, self._dtype))

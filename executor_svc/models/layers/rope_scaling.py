@@ -1,6 +1,7 @@
 """Frequencies of rotary position embedding, and their scalings to longer contexts.
 
-Every type computes the values of transformers' `modeling_rope_utils`, with the same fp32 operations.
+Every type computes the values of transformers' `modeling_rope_utils`, with the same fp32 operations; powers and
+logarithms are those of `portable_math`, so a table has the same bits on every processor.
 """
 
 from __future__ import annotations
@@ -9,13 +10,21 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from executor_svc.portable_math import log, power
 
 
 def plain_frequencies(theta: float, size: int) -> Tensor:
     """Return [size / 2] fp32 radians per position: theta^(-2i / size) (Su et al., 2021)."""
-    return 1.0 / (theta ** _exponents(size))
+    return 1.0 / _powers(theta, size)
+
+
+def _powers(theta: float, size: int) -> Tensor:
+    """Return theta^(2i / size), [size / 2] fp32, rounded from float64."""
+    return torch.from_numpy(power(theta, _exponents(size).double().numpy())).float()
 
 
 def _exponents(size: int) -> Tensor:
@@ -26,6 +35,14 @@ def _exponents(size: int) -> Tensor:
 def _exponents_on(size: int, device: torch.device) -> Tensor:
     """Return the exponents in float64, copied to the device once: no CUDA graph can hold a copy from the host."""
     return _exponents(size).to(device).double()
+
+
+def _power(base: Tensor, exponent: Tensor | float) -> Tensor:
+    """Return base to the exponent as fp32, rounded from float64; on the CPU with the same bits everywhere."""
+    wide = base.double()
+    if base.device.type != "cpu":
+        return (wide**exponent).float()
+    return torch.from_numpy(power(wide.numpy(), np.asarray(exponent, np.float64))).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +107,7 @@ class YarnScaling:
     """Whether the ramp begins and ends at whole dimensions."""
 
     def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
-        wavelengths = theta ** _exponents(size)
+        wavelengths = _powers(theta, size)
         low, high = self._dimension(self.beta_fast, theta, size), self._dimension(self.beta_slow, theta, size)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -103,7 +120,7 @@ class YarnScaling:
 
     def _dimension(self, turns: float, theta: float, size: int) -> float:
         """Return the dimension whose angle makes `turns` turns within the original length."""
-        return size * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return size * log(self.original_max_position / (turns * 2 * math.pi)) / (2 * log(theta))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +142,7 @@ class LongScaling:
 
     def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
         chosen = self.long_factor if self.is_long(max_model_len) else self.short_factor
-        return 1.0 / (torch.tensor(chosen, dtype=torch.float32) * theta ** _exponents(size))
+        return 1.0 / (torch.tensor(chosen, dtype=torch.float32) * _powers(theta, size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +159,9 @@ class DynamicScaling:
     def frequencies_at(self, theta: float, size: int, lengths: Tensor) -> Tensor:
         """Return [rows, size / 2] fp32 radians per position for sequences of these lengths [rows] int64."""
         share = lengths.float().mul(self.factor).div(self.original_max_position).sub(self.factor - 1)
-        stretched = share.pow(size / (size - 2)).mul(theta)
-        bases = torch.where(lengths > self.original_max_position, stretched, theta)
-        # In float64, so that the rounding to fp32 hides differences between implementations of pow.
-        powers = bases.double()[:, None] ** _exponents_on(size, lengths.device)
-        return powers.float().reciprocal()
+        longer = lengths > self.original_max_position
+        bases = torch.where(longer, _power(share.where(longer, 1.0), size / (size - 2)).mul(theta), theta)
+        return _power(bases[:, None], _exponents_on(size, lengths.device)).reciprocal()
 
 
 StaticScaling = NoScaling | LinearScaling | Llama3Scaling | YarnScaling | LongScaling

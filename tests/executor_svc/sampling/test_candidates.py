@@ -12,9 +12,8 @@ from torch import Tensor
 
 from executor_svc.plan.plan import SlotError
 from executor_svc.sampling import row_math
-from executor_svc.sampling.candidates import CandidateColumns, best_candidates
-from executor_svc.sampling.logprobs import row_logprobs
-from executor_svc.sampling.sampler import sample
+from executor_svc.sampling.candidates import CandidateColumns
+from tests.helpers.cpu_sampling import best_candidates, row_logprobs, sample
 from tests.helpers.plans import ints
 from tests.helpers.sampling import columns, edits
 

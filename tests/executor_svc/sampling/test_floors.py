@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from executor_svc.sampling.floors import row_floors
-from executor_svc.sampling.sampler import sample
+from tests.helpers.cpu_sampling import sample
 from tests.helpers.sampling import columns, edits
 
 INF = float("inf")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from executor_svc.sampling.logits_processors import process
-from executor_svc.sampling.sampler import sample
+from tests.helpers.cpu_sampling import sample
 from tests.helpers.sampling import columns, edited_exactly, edits
 
 INF = float("inf")

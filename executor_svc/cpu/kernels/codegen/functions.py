@@ -1,6 +1,7 @@
-"""exp and tanh of vectors, from IEEE 754 arithmetic: the same bits in every lane and on every processor.
+"""exp, log and tanh of vectors, from IEEE 754 arithmetic: the same bits in every lane and on every processor.
 
-Ranges, splits and coefficients are those of expf and tanhf in Moshier's Cephes library (single/expf.c, single/tanhf.c).
+Ranges, splits and coefficients are those of expf, logf and tanhf in Moshier's Cephes library (single/expf.c, logf.c,
+tanhf.c).
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ _LOG2_E = 1.44269504088896341
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _EXP_LOWEST, _EXP_HIGHEST = -87.0, 88.0
+_LOG = (
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
+_SQRT_HALF_BITS = 0x3F3504F3
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 _TANH_SERIES_BELOW = 0.625
 
@@ -41,6 +47,23 @@ def exp(x: Vec) -> Vec:
     tiny = builder.fcmp_ordered("<", x.value, emit.vec(_EXP_LOWEST).value)
     huge = builder.fcmp_unordered(">", x.value, emit.vec(_EXP_HIGHEST).value)
     return where(emit, tiny, emit.vec(0.0), where(emit, huge, x * float("inf"), value * power))
+
+
+def log(x: Vec) -> Vec:
+    """The natural logarithm of positive normal numbers, within 1 unit of the last place; undefined for others."""
+    emit, builder = x.emit, x.emit.builder
+    # Bits above those of sqrt(1/2) are the exponent of a mantissa from sqrt(1/2) to sqrt(2).
+    above = builder.sub(builder.bitcast(x.value, _VI32), _every(_SQRT_HALF_BITS))
+    exponent = builder.ashr(above, _every(23))
+    mantissa = builder.add(builder.and_(above, _every(0x7FFFFF)), _every(_SQRT_HALF_BITS))
+    power = Vec(emit, builder.sitofp(exponent, _VF32))
+    f = Vec(emit, builder.bitcast(mantissa, _VF32)) - 1.0
+    square = f * f
+    series = emit.vec(_LOG[0])
+    for coefficient in _LOG[1:]:
+        series = series.times_plus(f, coefficient)
+    rest = power.times_plus(_LN2_LOW, square.times_plus(-0.5, series * f * square))
+    return power.times_plus(_LN2_HIGH, f + rest)
 
 
 def tanh(x: Vec) -> Vec:

@@ -24,7 +24,7 @@ def row_key(seed_low, seed_high, sample_index, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def uniform(key, ids):
-    """Return uniform numbers in (0, 1), float32, for ids int32 with one key, as used by `sampling.noise.gumbel`."""
+    """Return uniform numbers in (0, 1), float32, for ids int32 with one key, as `sampling.noise.uniform` does."""
     z = key + ids.to(tl.uint64) * GOLDEN_GAMMA
     z = (z ^ (z >> 30)) * MIX_1
     z = (z ^ (z >> 27)) * MIX_2

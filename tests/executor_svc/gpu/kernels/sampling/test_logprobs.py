@@ -12,6 +12,7 @@ from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, row_logpr
 from executor_svc.gpu.kernels.sampling.sampling import sample
 from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace, field
 from executor_svc.sampling import logprobs
+from executor_svc.sampling.functions import TorchFunctions
 from tests.helpers.device_sampling import sequence, world
 
 INF, NAN = float("inf"), float("nan")
@@ -44,7 +45,7 @@ def test_they_are_the_cpus(device: torch.device, vocab: int) -> None:
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
     logits[2] = logits[2].round()
     tokens, num_wanted = [0, vocab - 1, vocab // 2, int(logits[3].argmax())], [3, 0, 9, -1]
-    wanted = logprobs.row_logprobs(logits, np.array(tokens), np.arange(3), np.array(num_wanted[:3]))
+    wanted = logprobs.row_logprobs(logits, np.array(tokens), np.arange(3), np.array(num_wanted[:3]), TorchFunctions())
     found = run_kernel(logits, tokens, num_wanted, device, num_top=9)
     np.testing.assert_allclose(found.chosen[:3].cpu(), wanted.chosen, rtol=1e-6, atol=1e-6)
     assert found.ranks.tolist() == [*wanted.ranks.tolist(), -7]

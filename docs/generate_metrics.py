@@ -38,7 +38,7 @@ dashboard.
 The server listens on loopback. Beyond that (`--metrics-host`) it needs `--metrics-token-file FILE`, a bearer token
 that a scraper sends (`authorization: {credentials_file: FILE}` in prometheus.yml) and that is read again for each
 scrape, or `--metrics-insecure`. The link is not encrypted: on a network that others use, put a proxy with TLS before
-it. At most 8 connections are served at once, and one that sends nothing for 5 s is closed.
+it. At most 8 connections are served at once, and one that sends nothing for 5 s, or is open for 15 s, is closed.
 
 **What they cost.** The services add to plain numbers, once for each step and each request, with or without a scraper.
 A scrape copies them on the event loop (0.5 ms with 4 executors and 50 tenants). The text is written in a thread of

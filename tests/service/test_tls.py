@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import ssl
 import time
+import urllib.request
 
 import grpc
 import pytest
@@ -26,6 +28,7 @@ from scheduler_svc.executors.client import GrpcExecutor
 from scheduler_svc.links import executor_files, front_files
 from scheduler_svc.plan_loop.ports import ExecutorLostError
 from tests.helpers.certificates import Certificates, certificates
+from tests.helpers.service_process import service_process
 from tests.helpers.services import executor_service, scheduler_service
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)
@@ -231,6 +234,28 @@ async def test_the_metrics_have_when_certificates_expire_also_after_they_were_re
         assert days("listener", "--tls-cert") == 30, "of the certificate in use"
     finally:
         await server.stop(0)
+
+
+async def scraped(log_line: str) -> set[tuple[str, str]]:
+    """The link and the option of each time of expiry in the metrics, whose address is in the log."""
+    found = re.search(r"http://\S+/metrics", log_line)
+    assert found is not None
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(found[0], timeout=10).read().decode())
+    return set(re.findall(r'^cadenza_tls_certificate_expiry_seconds{link="(\w+)",option="(.+?)"} \d', text, re.M))
+
+
+async def test_processes_export_when_the_certificates_of_each_link_expire(certs) -> None:
+    """Beside the files of its listener, a scheduler has those of its link to executors."""
+    own = [f"--{name.replace('_', '-')}={value}" for name, value in certs.listener("executor").items()]
+    link = [f"--{name.replace('_', '-')}={value}" for name, value in certs.executor_link().items()]
+    front = [f"--{name.replace('_', '-')}={value}" for name, value in certs.listener("scheduler").items()]
+    async with service_process("executor_svc", "--simulate=instant", "--metrics-port=0", *own) as executor:
+        to = [f"--executor={executor.address}", "--skip-tokenizer-init"]
+        async with service_process("scheduler_svc", *to, "--metrics-port=0", *link, *front) as running:
+            listener = {("listener", "--tls-cert"), ("listener", "--tls-client-ca")}
+            assert await scraped(await executor.logged("metrics at")) == listener
+            executors = {("executors", "--executor-ca"), ("executors", "--executor-cert")}
+            assert await scraped(await running.logged("metrics at")) == listener | executors
 
 
 async def test_files_that_cannot_be_used_are_named_with_their_options(certs, tmp_path) -> None:

@@ -6,8 +6,11 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from pathlib import Path
 
+from cadenza.metrics import listener_counts
+from cadenza.metrics.common import LISTENER_DEFINITIONS, LOOP_DEFINITIONS
 from cadenza.metrics.families import Definition
 from executor_svc.service import metrics as executor
 from scheduler_svc.engine import faults
@@ -35,7 +38,7 @@ dashboard.
 The server listens on loopback. Beyond that (`--metrics-host`) it needs `--metrics-token-file FILE`, a bearer token
 that a scraper sends (`authorization: {credentials_file: FILE}` in prometheus.yml) and that is read again for each
 scrape, or `--metrics-insecure`. The link is not encrypted: on a network that others use, put a proxy with TLS before
-it. At most 8 connections are served at once, and one that sends nothing for 5 s is closed.
+it. At most 8 connections are served at once, and one that sends nothing for 5 s, or is open for 15 s, is closed.
 
 **What they cost.** The services add to plain numbers, once for each step and each request, with or without a scraper.
 A scrape copies them on the event loop (0.5 ms with 4 executors and 50 tenants). The text is written in a thread of
@@ -59,6 +62,7 @@ counts include executors that were removed.
 
 """
 
+BOTH = (*LISTENER_DEFINITIONS, *LOOP_DEFINITIONS)
 PARTS = (
     (VLLM, scheduler.VLLM_DEFINITIONS),
     ("## Scheduler: the service\n\n", scheduler.SERVICE_DEFINITIONS),
@@ -67,12 +71,27 @@ PARTS = (
         "## Scheduler: executors\n\nA lane is the scheduler's side of one executor; label `executor`: its address.\n\n",
         scheduler.LANE_DEFINITIONS,
     ),
-    ("## Executor\n\n", tuple(each for each in executor.DEFINITIONS if each not in executor.LOOP_DEFINITIONS)),
+    ("## Executor\n\n", tuple(each for each in executor.DEFINITIONS if each not in BOTH)),
     (
         "## Both services\n\nBeside these, `process_*`: CPU time, memory, file descriptors, time of the start.\n\n",
-        executor.LOOP_DEFINITIONS,
+        BOTH,
     ),
 )
+REFUSALS = """
+`cadenza_connections` is counted once a second. Connections over `--max-connections` and TLS handshakes that fail, as
+with a wrong or expired certificate of a client, end within gRPC and are in no count: compare the first with the
+limit, and the client names the reason. `cadenza_tls_certificate_expiry_seconds` follows the files that are in use,
+which a scrape reads again if they have changed: a new certificate without its key changes nothing.
+
+## Reasons of refused calls
+
+Of `cadenza_refused_calls_total`. The log has one line a minute at most for each reason, with the client's address,
+and never a token. A client gets the same message for every wrong token. Requests that are refused once their message
+was read, those of a revoked token in an open Session included, are in `cadenza_requests_refused_total`.
+
+| reason | meaning |
+|---|---|
+"""
 FAULTS = """## Kinds of faults
 
 Of `cadenza_faults_total`; `GetServerInfo` and `cadenza top` show the same counts.
@@ -85,8 +104,7 @@ Of `cadenza_faults_total`; `GetServerInfo` and `cadenza top` show the same count
 def page() -> str:
     """Return the contents of docs/metrics.md."""
     tables = "\n".join(f"{head}{''.join(_table(definitions))}" for head, definitions in PARTS)
-    kinds = "".join(f"| `{kind}` | {meaning} |\n" for kind, meaning in _fault_kinds())
-    return f"{HEAD}{tables}\n{FAULTS}{kinds}"
+    return f"{HEAD}{tables}{REFUSALS}{_rows(listener_counts.Refusal)}\n{FAULTS}{_rows(faults.Fault)}"
 
 
 def _table(definitions: Iterable[Definition]) -> Iterator[str]:
@@ -96,9 +114,13 @@ def _table(definitions: Iterable[Definition]) -> Iterator[str]:
         yield f"| `{each.name}` | {each.kind} | {each.unit} | {labels} | {each.meaning} |\n"
 
 
-def _fault_kinds() -> Iterator[tuple[str, str]]:
-    """The value and the docstring of each kind."""
-    (kinds,) = ast.parse(inspect.getsource(faults.Fault)).body
+def _rows(enumeration: type[StrEnum]) -> str:
+    """A row with the value and the docstring of each member."""
+    return "".join(f"| `{value}` | {meaning} |\n" for value, meaning in _members(enumeration))
+
+
+def _members(enumeration: type[StrEnum]) -> Iterator[tuple[str, str]]:
+    (kinds,) = ast.parse(inspect.getsource(enumeration)).body
     assert isinstance(kinds, ast.ClassDef)
     for value, text in zip(kinds.body[1::2], kinds.body[2::2], strict=True):
         assert isinstance(value, ast.Assign)

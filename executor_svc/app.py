@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cadenza.connection_limits import allow_connections, start_peer_limit
+from cadenza.metrics.listener_counts import EXECUTOR_REFUSALS, ListenerCounts
 from cadenza.stop_signals import StopSignals
 from cadenza.telemetry.otlp import Traces, TracesError
 from cadenza.tls_files import TlsError
-from cadenza.tls_server import listener_credentials
+from cadenza.tls_server import ListenerFiles, credentials_of, listener_files
 from cadenza.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
@@ -85,22 +86,23 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     signals = StopSignals()
     signals.install()
     scheduler_name = None if config.tls_client_ca is None else config.tls_scheduler_name
-    server = limited_server(scheduler_name, config.max_connections)
+    counts = ListenerCounts(EXECUTOR_REFUSALS)
+    server = limited_server(scheduler_name, config.max_connections, counts)
     try:
-        credentials = listener_credentials(config, default_port=EXECUTOR_PORT)
+        files = listener_files(config, default_port=EXECUTOR_PORT)
         allow_connections(config.max_connections)
         # Before the model is loaded, so that a port in use is reported at once; connections wait until the server
         # starts.
-        address = bind(server, config.listen, default_port=EXECUTOR_PORT, credentials=credentials)
+        address = bind(server, config.listen, default_port=EXECUTOR_PORT, credentials=credentials_of(files))
         traces = open_traces(config, address)
-        metrics = _metrics(config)
+        metrics = _metrics(config, counts, files)
     except (OSError, TracesError) as exc:
         report(str(exc))
         return 1, True
     except TlsError as exc:
         report(str(exc))
         return EXIT_OPTIONS, True
-    peer_limit = start_peer_limit(address, config.max_connections_per_peer)
+    peer_limit = start_peer_limit(address, config.max_connections_per_peer, counts)
     described: Future[Description] = Future()
     worker = Worker(lambda: _build_without_collections(config, described))
     worker.start()
@@ -134,14 +136,14 @@ def open_traces(config: ExecutorConfig, address: str) -> Traces | None:
     return Traces(config.otlp_traces_endpoint, "cadenza-executor", version=version, instance=address)
 
 
-def _metrics(config: ExecutorConfig) -> ExecutorMetrics | None:
+def _metrics(config: ExecutorConfig, counts: ListenerCounts, files: ListenerFiles | None) -> ExecutorMetrics | None:
     """Bind the port of the metrics, if there is one; raises OSError."""
     if config.metrics_port is None:
         return None
     # Imported here: it takes some 0.1 s, for those who want metrics only.
     from executor_svc.service import metrics
 
-    return metrics.ExecutorMetrics(config.metrics_host, config.metrics_port, config.metrics_token_file)
+    return metrics.ExecutorMetrics(config.metrics_host, config.metrics_port, config.metrics_token_file, counts, files)
 
 
 async def _stop(server: grpc.aio.Server, worker: Worker) -> bool:

@@ -22,9 +22,11 @@ from grpc_reflection.v1alpha import reflection
 
 from cadenza.call_limits import CallLimits
 from cadenza.connection_limits import allow_connections, start_peer_limit
+from cadenza.metrics.listener_counts import SCHEDULER_REFUSALS, ListenerCounts
 from cadenza.stop_signals import StopSignals
 from cadenza.telemetry.otlp import Traces, TracesError
 from cadenza.tls_files import TlsError
+from cadenza.tls_server import credentials_of
 from cadenza.transport import MAX_RECEIVED_BYTES, SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
@@ -46,7 +48,7 @@ from scheduler_svc.front.token_gate import TokenGate
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.journal import SchedulerJournal, connect
-from scheduler_svc.links import executor_files, front_credentials
+from scheduler_svc.links import executor_files, front_files
 from scheduler_svc.plan_loop.clock import SystemClock
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ExecutorPort, ModelDescription
 from scheduler_svc.recording.recording import recorded_core
@@ -113,9 +115,15 @@ class Service:
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._model = ModelFront(self._front, config)
-        self._metrics = SchedulerMetrics(self._front, self._ports)
+        self._listener = ListenerCounts(SCHEDULER_REFUSALS)
+        self._metrics = SchedulerMetrics(self._front, self._ports, self._listener)
         self._server = grpc.aio.server(
-            interceptors=[TokenGate(self._tenants), CallLimits(), UnreadableMessages(), PreparedResponses()],
+            interceptors=[
+                TokenGate(self._tenants, self._listener),
+                CallLimits(counts=self._listener),
+                UnreadableMessages(),
+                PreparedResponses(),
+            ],
             options=server_options(max_received_bytes=MAX_RECEIVED_BYTES, max_connections=config.max_connections),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)
@@ -129,12 +137,14 @@ class Service:
 
         Raises OSError, TlsError.
         """
-        credentials = front_credentials(self._config)
+        files = front_files(self._config)
         allow_connections(self._config.max_connections)
-        address = bind(self._server, self._config.listen, default_port=SCHEDULER_PORT, credentials=credentials)
+        address = bind(
+            self._server, self._config.listen, default_port=SCHEDULER_PORT, credentials=credentials_of(files)
+        )
         self._front.address = address
-        self._metrics.start()
-        self._peer_limit = start_peer_limit(address, self._config.max_connections_per_peer)
+        self._metrics.start({"listener": files, "executors": self._executor_files})
+        self._peer_limit = start_peer_limit(address, self._config.max_connections_per_peer, self._listener)
         await self._server.start()
         self._following = asyncio.create_task(self._tenants.follow(self._clock), name="tenants-file")
         return address

@@ -1,22 +1,18 @@
-"""The credentials of the scheduler's two links, to clients and to executors, from its options."""
+"""The TLS files of the scheduler's two links, to clients and to executors, from its options."""
 
 from __future__ import annotations
 
-import grpc
-
 from cadenza.tls import TLS, ChannelFiles
 from cadenza.tls_files import TlsError
-from cadenza.tls_server import listener_credentials
+from cadenza.tls_server import ListenerFiles, listener_files
 from cadenza.transport import SCHEDULER_PORT
 from scheduler_svc.config import SchedulerConfig
 
 
-def front_credentials(config: SchedulerConfig) -> grpc.ServerCredentials | None:
-    """The credentials of the listener for clients; None: plain text. Raises TlsError."""
+def front_files(config: SchedulerConfig) -> ListenerFiles | None:
+    """The files of the listener for clients; None: plain text. Raises TlsError."""
     has_tokens = config.tenants is not None
-    return listener_credentials(
-        config, default_port=SCHEDULER_PORT, other_proof="--tenants", has_other_proof=has_tokens
-    )
+    return listener_files(config, default_port=SCHEDULER_PORT, other_proof="--tenants", has_other_proof=has_tokens)
 
 
 def executor_files(config: SchedulerConfig) -> ChannelFiles | None:

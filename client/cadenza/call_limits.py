@@ -8,6 +8,7 @@ message is kept for as long as its call stays open.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -15,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from cadenza.metrics.listener_counts import ListenerCounts, Refusal
 from cadenza.transport import MAX_METADATA_BYTES
 
 MESSAGE_TIMEOUT_S = 30.0
@@ -43,10 +45,14 @@ class CallLimits(grpc.aio.ServerInterceptor):
         message_timeout_s: float = MESSAGE_TIMEOUT_S,
         max_streams_per_peer: int = MAX_STREAMS_PER_PEER,
         max_calls_per_peer: int = MAX_CALLS_PER_PEER,
+        counts: ListenerCounts | None = None,
     ) -> None:
-        self._unfinished = UnfinishedMessages(message_timeout_s)
-        self._streams = _PeerCounts(max_streams_per_peer, "streams of messages")
-        self._calls = _PeerCounts(max_calls_per_peer, "calls")
+        """counts: gets the calls that are refused."""
+        counts = counts or ListenerCounts()
+        self._counts = counts
+        self._unfinished = UnfinishedMessages(message_timeout_s, counts=counts)
+        self._streams = _PeerCounts(max_streams_per_peer, "streams of messages", Refusal.STREAMS_OF_PEER, counts)
+        self._calls = _PeerCounts(max_calls_per_peer, "calls", Refusal.CALLS_OF_PEER, counts)
         self._limited: dict[str, _Handler] = {}
 
     async def intercept_service(
@@ -54,7 +60,7 @@ class CallLimits(grpc.aio.ServerInterceptor):
     ) -> _Handler:
         """The method's handler within the limits, cached."""
         if metadata_bytes(details.invocation_metadata) > MAX_METADATA_BYTES:
-            return grpc.stream_stream_rpc_method_handler(_refuse_metadata)
+            return grpc.stream_stream_rpc_method_handler(functools.partial(_refuse_metadata, self._counts))
         handler = self._limited.get(details.method)
         if handler is None:
             handler = await continuation(details)
@@ -122,15 +128,18 @@ class CallLimits(grpc.aio.ServerInterceptor):
 class _PeerCounts:
     """Counts open calls by the peer's address, for which there is a limit."""
 
-    def __init__(self, limit: int, what: str) -> None:
+    def __init__(self, limit: int, what: str, refusal: Refusal, counts: ListenerCounts) -> None:
         self._limit = limit
         self._what = what
+        self._refusal = refusal
+        self._counts = counts
         self._open: Counter[str] = Counter()
 
     async def take(self, context: _Context) -> str:
         """Count a call, and return its peer's address; ends the call if there are too many."""
         address = context.peer().rpartition(":")[0]
         if self._open[address] >= self._limit:
+            self._counts.refuse(self._refusal, context)
             message = f"{address} has {self._limit} {self._what}, which is the limit"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         self._open[address] += 1
@@ -146,9 +155,12 @@ class _PeerCounts:
 class UnfinishedMessages:
     """The calls whose only message has not arrived. One timer looks at all of them: one for each costs more."""
 
-    def __init__(self, timeout_s: float, max_calls: int = MAX_UNFINISHED) -> None:
+    def __init__(
+        self, timeout_s: float, max_calls: int = MAX_UNFINISHED, *, counts: ListenerCounts | None = None
+    ) -> None:
         self._timeout_s = timeout_s
         self._max_calls = max_calls
+        self._counts = counts or ListenerCounts()
         self._waiting: dict[asyncio.Task[Any], float] = {}
         """When each began to wait, oldest first."""
         self._late: set[asyncio.Task[Any]] = set()
@@ -168,8 +180,11 @@ class UnfinishedMessages:
                 raise
             self._late.discard(task)
             task.uncancel()
+            self._counts.refuse(Refusal.LATE_MESSAGE, context)
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
         except StopAsyncIteration:
+            if not context.cancelled():  # else the client has left, or gRPC has ended the call
+                self._counts.refuse(Refusal.NO_MESSAGE, context)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
         raise AssertionError("abort returned")
 
@@ -199,6 +214,7 @@ def metadata_bytes(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
     return sum(len(key) + len(value) + _ENTRY_BYTES for key, value in metadata or ())
 
 
-async def _refuse_metadata(_messages: AsyncIterator[Any], context: _Context) -> None:
+async def _refuse_metadata(counts: ListenerCounts, _messages: AsyncIterator[Any], context: _Context) -> None:
+    counts.refuse(Refusal.METADATA_SIZE, context)
     message = f"the call has over {MAX_METADATA_BYTES} bytes of metadata"
     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)

@@ -14,6 +14,8 @@ import socket
 import stat
 from collections import Counter, defaultdict
 
+from cadenza.metrics.listener_counts import ListenerCounts
+
 _LOG = logging.getLogger(__name__)
 _FOLDER = "/proc/self/fd"
 LOOK_S = 1.0
@@ -24,11 +26,15 @@ _SPARE_FILES = 512
 class PeerLimit:
     """Holds the connections of each address to one listener of this process within a limit."""
 
-    def __init__(self, port: int, max_per_peer: int) -> None:
+    def __init__(self, port: int, max_per_peer: int, counts: ListenerCounts | None = None) -> None:
+        """counts: gets the numbers of connections."""
         self._port = port
         self._max_per_peer = max_per_peer
+        self._counts = counts or ListenerCounts()
         self._peers: dict[int, str] = {}
         """The peer's address by inode of the socket, oldest first; empty for sockets that are not of the listener."""
+        self._shut_down: set[int] = set()
+        """The inodes of sockets that were shut down and are not closed yet."""
         self._reported: set[str] = set()
 
     def look(self) -> int:
@@ -51,7 +57,11 @@ class PeerLimit:
             for inode in inodes:
                 _shut_down(found[inode], inode)
         self._report(Counter({peer: len(each) for peer, each in over.items() if each}))
-        return sum(map(len, over.values()))
+        ended = {inode for inodes in over.values() for inode in inodes}
+        self._counts.num_connections = sum(map(len, connections.values())) - len(ended)
+        self._counts.num_closed += len(ended - self._shut_down)
+        self._shut_down = ended
+        return len(ended)
 
     async def run(self) -> None:
         """Look once a second, for ever."""
@@ -65,12 +75,12 @@ class PeerLimit:
         self._reported = set(over)
 
 
-def start_peer_limit(address: str, max_per_peer: int) -> asyncio.Task[None] | None:
-    """Hold the peers of the listener at `HOST:PORT` to a limit; None: this system has no /proc."""
+def start_peer_limit(address: str, max_per_peer: int, counts: ListenerCounts) -> asyncio.Task[None] | None:
+    """Hold the peers of the listener at `HOST:PORT` to a limit, and count connections; None: there is no /proc."""
     if not os.path.isdir(_FOLDER):
         _LOG.info("--max-connections-per-peer has no effect here: it needs Linux's /proc")
         return None
-    limit = PeerLimit(int(address.rpartition(":")[2]), max_per_peer)
+    limit = PeerLimit(int(address.rpartition(":")[2]), max_per_peer, counts)
     return asyncio.create_task(limit.run(), name="peer-limit")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import grpc
 
-from cadenza.tls_files import PemFile, Reread, TlsError, read_authorities, read_pair
+from cadenza.tls_files import PemFile, Reread, TlsError, first_expiries, read_authorities, read_pair
 
 VARIABLE_PREFIX = "CADENZA_TLS_"
 
@@ -91,6 +91,13 @@ class ChannelFiles:
         """Channel options: the name that the server's certificate must have."""
         name = self.tls.server_name
         return [] if name is None else [("grpc.ssl_target_name_override", name)]
+
+    def expiries(self) -> dict[str, float]:
+        """As ExpiringFiles."""
+        self.look()
+        ca, chain, _ = self._files.content
+        contents = {"ca": ca, "cert": chain}
+        return first_expiries({self._named[name]: each for name, each in contents.items() if each is not None})
 
     def _read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         ca = read_authorities(self._named["ca"]) if "ca" in self._named else None

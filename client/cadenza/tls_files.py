@@ -7,9 +7,9 @@ import datetime
 import logging
 import os
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 _LOG = logging.getLogger(__name__)
 _SOON = datetime.timedelta(days=7)
@@ -106,6 +106,30 @@ def _warn_of_expiry(file: PemFile, content: bytes) -> None:
                 _LOG.warning("%s %s: the certificate of %s has expired, at %s", file.option, file.path, name, ends)
             elif ends < now + _SOON:
                 _LOG.warning("%s %s: the certificate of %s expires soon, at %s", file.option, file.path, name, ends)
+
+
+def first_expiries(contents: Mapping[PemFile, bytes | None]) -> dict[str, float]:
+    """When the first certificate of each content expires, as a unix time, by the option that names the file.
+
+    Empty where `cryptography` is not installed.
+    """
+    try:
+        from cryptography import x509
+    except ImportError:
+        return {}
+    found = {}
+    for file, content in contents.items():
+        with contextlib.suppress(ValueError):
+            certificates = x509.load_pem_x509_certificates(content or b"")
+            found[file.option] = min(each.not_valid_after_utc.timestamp() for each in certificates)
+    return found
+
+
+class ExpiringFiles(Protocol):
+    """The files of a link."""
+
+    def expiries(self) -> Mapping[str, float]:
+        """When the first certificate of each file in use expires, as a unix time, by option. Reads changed files."""
 
 
 def is_expired(file: PemFile) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from cadenza.tls_files import PemFile, Reread, TlsError, read_authorities, read_pair
+from cadenza.tls_files import PemFile, Reread, TlsError, first_expiries, read_authorities, read_pair
 from cadenza.transport import parse_address
 
 _Files = tuple[bytes, bytes, bytes | None]
@@ -29,10 +29,51 @@ class ListenOptions(Protocol):
     def tls_client_ca(self) -> str | None: ...
 
 
-def listener_credentials(
+class ListenerFiles:
+    """The files of a listener, which are read again before a handshake if they have changed."""
+
+    def __init__(self, certificate: PemFile, key: PemFile, client_ca: PemFile | None) -> None:
+        """With `client_ca`, clients must show a certificate that it has signed. Reads the files; raises TlsError."""
+        self._certificate, self._key, self._client_ca = certificate, key, client_ca
+        named = [each for each in (certificate, key, client_ca) if each is not None]
+        self._files = Reread(named, self._read)
+        self._served = self._files.version
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Credentials that follow the files."""
+        return grpc.dynamic_ssl_server_credentials(self._configuration(), self._changed, self._client_ca is not None)
+
+    def expiries(self) -> dict[str, float]:
+        """As ExpiringFiles."""
+        self._files.look()
+        chain, _, authorities = self._files.content
+        contents: dict[PemFile, bytes | None] = {self._certificate: chain}
+        if self._client_ca is not None:
+            contents[self._client_ca] = authorities
+        return first_expiries(contents)
+
+    def _read(self) -> _Files:
+        chain, secret = read_pair(self._certificate, self._key)
+        return chain, secret, None if self._client_ca is None else read_authorities(self._client_ca)
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        chain, secret, authorities = self._files.content
+        return grpc.ssl_server_certificate_configuration([(secret, chain)], root_certificates=authorities)
+
+    def _changed(self) -> Any:
+        """The new configuration, None for the old one; grpcio calls it before each handshake."""
+        self._files.look()
+        # By the version, since a scrape of the metrics may have read the files before.
+        if self._files.version == self._served:
+            return None
+        self._served = self._files.version
+        return self._configuration()
+
+
+def listener_files(
     options: ListenOptions, *, default_port: int, other_proof: str = "", has_other_proof: bool = False
-) -> grpc.ServerCredentials | None:
-    """The credentials of a service's listener; None: it speaks plain text, on loopback or since --insecure says so.
+) -> ListenerFiles | None:
+    """The files of a service's listener; None: it speaks plain text, on loopback or since --insecure says so.
 
     `other_proof`: the option by which clients may prove who they are without a certificate; `has_other_proof`: whether
     it is given. Raises TlsError.
@@ -53,30 +94,12 @@ def listener_credentials(
     if options.tls_cert is None or options.tls_key is None:
         return None
     client_ca = None if options.tls_client_ca is None else PemFile("--tls-client-ca", options.tls_client_ca)
-    return server_credentials(PemFile("--tls-cert", options.tls_cert), PemFile("--tls-key", options.tls_key), client_ca)
+    return ListenerFiles(PemFile("--tls-cert", options.tls_cert), PemFile("--tls-key", options.tls_key), client_ca)
 
 
-def server_credentials(certificate: PemFile, key: PemFile, client_ca: PemFile | None) -> grpc.ServerCredentials:
-    """Credentials that read the files again before a handshake, if they have changed; raises TlsError.
-
-    With `client_ca`, clients must show a certificate that it has signed.
-    """
-
-    def read() -> _Files:
-        chain, secret = read_pair(certificate, key)
-        return chain, secret, None if client_ca is None else read_authorities(client_ca)
-
-    files = Reread([each for each in (certificate, key, client_ca) if each is not None], read)
-
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        chain, secret, authorities = files.content
-        return grpc.ssl_server_certificate_configuration([(secret, chain)], root_certificates=authorities)
-
-    def changed() -> Any:
-        """The new configuration, None for the old one; grpcio calls it before each handshake."""
-        return configuration() if files.look() else None
-
-    return grpc.dynamic_ssl_server_credentials(configuration(), changed, client_ca is not None)
+def credentials_of(files: ListenerFiles | None) -> grpc.ServerCredentials | None:
+    """The credentials of a listener; None: plain text."""
+    return None if files is None else files.credentials()
 
 
 def is_loopback(host: str) -> bool:

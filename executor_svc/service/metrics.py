@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterable
 
-from cadenza.metrics.common import LOOP_DEFINITIONS, add_loop_lag
+from prometheus_client import Metric
+
+from cadenza.metrics.common import LISTENER_DEFINITIONS, LOOP_DEFINITIONS, add_expiries, add_listener, add_loop_lag
 from cadenza.metrics.families import Definition, Scrape
+from cadenza.metrics.listener_counts import ListenerCounts
 from cadenza.metrics.loop_lag import LoopLag
 from cadenza.metrics.server import LoopCollector, MetricsServer
+from cadenza.tls_files import ExpiringFiles
 from executor_svc.plan.description import Description
 from executor_svc.service.lease import Leases
 from executor_svc.service.servicer import resident_bytes
@@ -45,6 +50,7 @@ DEFINITIONS = (
     Definition("cadenza_executor_kv_bytes", "gauge", "bytes", "Memory of the KV blocks by tier.", ("tier",)),
     Definition("cadenza_executor_weight_bytes", "gauge", "bytes", "Memory of the weights."),
     Definition("cadenza_executor_resident_bytes", "gauge", "bytes", "Resident memory of the process."),
+    *LISTENER_DEFINITIONS,
     *LOOP_DEFINITIONS,
 )  # fmt: skip
 """docs/metrics.md is made from these: change them, then `make docs`."""
@@ -53,8 +59,12 @@ DEFINITIONS = (
 class ExecutorMetrics:
     """Serves the metrics."""
 
-    def __init__(self, host: str, port: int, token_file: str | None) -> None:
-        """Bind the port; raises OSError if it is taken."""
+    def __init__(
+        self, host: str, port: int, token_file: str | None, counts: ListenerCounts, files: ExpiringFiles | None
+    ) -> None:
+        """Bind the port; raises OSError if it is taken. counts, files: of the executor's listener."""
+        self._counts = counts
+        self._files = files
         self._server = MetricsServer(host, port, token_file=token_file)
         self._lag = LoopLag()
 
@@ -62,13 +72,20 @@ class ExecutorMetrics:
         """Serve, now that the model is loaded."""
         self._lag.start()
         loop = asyncio.get_running_loop()
-        self._server.start(LoopCollector(loop, lambda: self._read(worker, description, leases).families))
+        self._server.start(LoopCollector(loop, lambda: self._families_of(self._read(worker, description, leases))))
         _log.info("metrics at http://%s/metrics", self._server.address)
 
     def stop(self) -> None:
         """Close the port."""
         self._lag.stop()
         self._server.stop()
+
+    def _families_of(self, scrape: Scrape) -> Callable[[], Iterable[Metric]]:
+        def families() -> Iterable[Metric]:
+            add_expiries(scrape, {"listener": self._files})
+            return scrape.families()
+
+        return families
 
     def _read(self, worker: Worker, description: Description, leases: Leases) -> Scrape:
         """All families. The device thread may add a step meanwhile: then one number has it, and another has not."""
@@ -94,6 +111,7 @@ class ExecutorMetrics:
         for name, value in values.items():
             result.add(f"cadenza_executor_{name}", float(value))
         _add_description(result, description)
+        add_listener(result, self._counts)
         add_loop_lag(result, self._lag.histogram.copy(), self._lag.max_s)
         return result
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 
+from cadenza.metrics.listener_counts import ListenerCounts, Refusal
+
 _OURS = "/cadenza.v1."
 _NAMES = ("x509_subject_alternative_name", "x509_common_name")
 _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
@@ -20,8 +22,10 @@ class SchedulerOnly(grpc.aio.ServerInterceptor):
     TLS has checked already that a CA of --tls-client-ca has signed it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, counts: ListenerCounts) -> None:
+        """counts: gets the calls that are refused."""
         self._name = name
+        self._counts = counts
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
@@ -36,6 +40,7 @@ class SchedulerOnly(grpc.aio.ServerInterceptor):
     async def _call(self, behaviour: Callable[[Any, Any], Awaitable[Any]], request: Any, context: _Context) -> Any:
         names = names_of(context)
         if self._name not in names:
+            self._counts.refuse(Refusal.WRONG_CERTIFICATE, context)
             shown = ", ".join(names) or "none"
             await context.abort(
                 grpc.StatusCode.PERMISSION_DENIED,

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from cadenza.call_limits import CallLimits
+from cadenza.metrics.listener_counts import ListenerCounts
 from cadenza.transport import (
     MAX_CONNECTIONS,
     MAX_EXECUTOR_STREAMS,
@@ -32,14 +33,20 @@ _PLAN_STREAM = f"/{execution_pb2.DESCRIPTOR.services_by_name['ExecutionService']
 _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
 
 
-def limited_server(scheduler_name: str | None = None, max_connections: int = MAX_CONNECTIONS) -> grpc.aio.Server:
+def limited_server(
+    scheduler_name: str | None = None,
+    max_connections: int = MAX_CONNECTIONS,
+    counts: ListenerCounts | None = None,
+) -> grpc.aio.Server:
     """A server that checks the length of each message before it is parsed, and all that `CallLimits` limits.
 
     `scheduler_name`: that in the certificate of the only client that may do more than check the health; None: any may.
+    `counts`: gets the calls that are refused.
     """
-    interceptors: list[grpc.aio.ServerInterceptor] = [CallLimits()]
+    counts = counts or ListenerCounts()
+    interceptors: list[grpc.aio.ServerInterceptor] = [CallLimits(counts=counts)]
     if scheduler_name is not None:
-        interceptors.append(SchedulerOnly(scheduler_name))
+        interceptors.append(SchedulerOnly(scheduler_name, counts))
     options = server_options(
         max_received_bytes=MAX_PLAN_BYTES, max_streams=MAX_EXECUTOR_STREAMS, max_connections=max_connections
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from cadenza.metrics.histogram import Histogram
+from cadenza.metrics.listener_counts import ListenerCounts
 from cadenza.metrics.loop_lag import LoopLag
+from cadenza.tls_files import ExpiringFiles
 from scheduler_svc.front.front import Front
 from scheduler_svc.metrics.snapshot import ServiceFigures, Snapshot, take_snapshot
 
@@ -31,15 +33,18 @@ class MeasuredPort(Protocol):
 class SchedulerMetrics:
     """Serves the metrics at --metrics-port. Without it nothing is imported, and no thread runs."""
 
-    def __init__(self, front: Front, ports: Sequence[MeasuredPort]) -> None:
+    def __init__(self, front: Front, ports: Sequence[MeasuredPort], listener: ListenerCounts) -> None:
         """ports: of all executors, those that were removed included; more are added while the service runs."""
+        self._listener = listener
+        self._links: Mapping[str, ExpiringFiles | None] = {}
         self._front = front
         self._ports = ports
         self._lag = LoopLag()
         self._server: MetricsServer | None = None
 
-    def start(self) -> None:
-        """Listen; raises OSError if the port is taken."""
+    def start(self, links: Mapping[str, ExpiringFiles | None]) -> None:
+        """Listen; raises OSError if the port is taken. links: the TLS files of each; None: plain text."""
+        self._links = links
         config = self._front.config
         if config.metrics_port is None:
             return
@@ -69,6 +74,7 @@ class SchedulerMetrics:
             num_kept_bytes=engine.kept.num_bytes,
             prefix_caching=front.config.enable_prefix_caching,
             wall_time_s=engine.clock.wall_time_ns() / 1e9,
+            listener=self._listener.copy(),
             loop_lag=self._lag.histogram.copy(),
             max_loop_lag_s=self._lag.max_s,
             plan_bytes=tuple((port.target, port.plan_bytes.copy()) for port in self._ports),
@@ -76,10 +82,13 @@ class SchedulerMetrics:
         return take_snapshot(engine, service)
 
     def _read(self) -> Callable[[], Iterable[Metric]]:
-        return partial(_families, self.snapshot())
+        return partial(_families, self.snapshot(), self._links)
 
 
-def _families(snapshot: Snapshot) -> Iterable[Metric]:
+def _families(snapshot: Snapshot, links: Mapping[str, ExpiringFiles | None]) -> Iterable[Metric]:
+    from cadenza.metrics.common import add_expiries
     from scheduler_svc.metrics.export import scrape
 
-    return scrape(snapshot).families()
+    result = scrape(snapshot)
+    add_expiries(result, links)
+    return result.families()

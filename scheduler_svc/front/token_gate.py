@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from cadenza.metrics.listener_counts import ListenerCounts
 from scheduler_svc.front.front import abort_with
 from scheduler_svc.tenants.errors import AdminNeededError, UnauthenticatedError
 from scheduler_svc.tenants.registry import Registry
@@ -24,8 +25,10 @@ _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
 class TokenGate(grpc.aio.ServerInterceptor):
     """The first interceptor: a refused call is not parsed. Those after it keep handlers by method, for all callers."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, counts: ListenerCounts) -> None:
+        """counts: gets the calls that are refused."""
         self._registry = registry
+        self._counts = counts
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
@@ -38,9 +41,11 @@ class TokenGate(grpc.aio.ServerInterceptor):
                     caller.check_admin()
             except (UnauthenticatedError, AdminNeededError) as exc:
                 # Serves methods of every kind: it reads no message and sends none.
-                return grpc.stream_stream_rpc_method_handler(functools.partial(_refuse, exc))
+                return grpc.stream_stream_rpc_method_handler(functools.partial(self._refuse, exc))
         return await continuation(details)
 
-
-async def _refuse(exc: Exception, _requests: Any, context: Any) -> None:
-    await abort_with(context, exc)
+    async def _refuse(
+        self, exc: UnauthenticatedError | AdminNeededError, _requests: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        self._counts.refuse(exc.refusal, context)
+        await abort_with(context, exc)

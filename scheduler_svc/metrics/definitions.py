@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.metrics.common import LOOP_DEFINITIONS
+from cadenza.metrics.common import LISTENER_DEFINITIONS, LOOP_DEFINITIONS
 from cadenza.metrics.families import Definition, Kind
 
 _ENGINE = ("model_name", "engine")
@@ -167,5 +167,6 @@ SERVICE_DEFINITIONS = (
     Definition("cadenza_uptime_seconds", "gauge", "seconds", "Since the start."),
 )
 DEFINITIONS = (
-    *VLLM_DEFINITIONS, *SERVICE_DEFINITIONS, *TENANT_DEFINITIONS, *LANE_DEFINITIONS, *LOOP_DEFINITIONS,
+    *VLLM_DEFINITIONS, *SERVICE_DEFINITIONS, *TENANT_DEFINITIONS, *LANE_DEFINITIONS,
+    *LISTENER_DEFINITIONS, *LOOP_DEFINITIONS,
 )  # fmt: skip

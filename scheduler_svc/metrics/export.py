@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from cadenza.metrics.common import add_loop_lag
+from cadenza.metrics.common import add_listener, add_loop_lag
 from cadenza.metrics.families import Scrape
 from cadenza.metrics.histogram import Histogram, sum_of
 from scheduler_svc.core.types import FinishDetail
@@ -50,6 +50,7 @@ def scrape(snapshot: Snapshot) -> Scrape:
         sizes.setdefault(target, []).append(plan_bytes)
     for target, histograms in sizes.items():
         result.add_histogram("cadenza_lane_plan_bytes", sum_of(histograms, buckets.PLAN_BYTES), target)
+    add_listener(result, snapshot.service.listener)
     add_loop_lag(result, snapshot.service.loop_lag, snapshot.service.max_loop_lag_s)
     return result
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cadenza.metrics.histogram import Histogram
+from cadenza.metrics.listener_counts import ListenerCounts
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.metrics.request_numbers import TenantNumbers
@@ -62,6 +63,7 @@ class ServiceFigures:
     prefix_caching: bool
     wall_time_s: float
     """Unix time."""
+    listener: ListenerCounts
     loop_lag: Histogram
     max_loop_lag_s: float
     plan_bytes: tuple[tuple[str, Histogram], ...]

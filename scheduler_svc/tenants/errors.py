@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cadenza.metrics.listener_counts import Refusal
 from scheduler_svc.core.errors import QueueFullError
 
 
@@ -10,14 +11,17 @@ class TenantsFileError(ValueError):
 
 
 class UnauthenticatedError(Exception):
-    """The call has no valid token."""
+    """The call has no valid token. Its message is the same for every reason; `refusal` is for the operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusal: Refusal) -> None:
+        self.refusal = refusal
         super().__init__("this service needs a valid token, in the call's metadata: authorization: Bearer TOKEN")
 
 
 class AdminNeededError(Exception):
     """The call's token is that of a tenant without admin."""
+
+    refusal = Refusal.NO_ADMIN
 
     def __init__(self) -> None:
         super().__init__("this call needs the token of a tenant with admin = true")

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 
+from cadenza.metrics.listener_counts import Refusal
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.tenants.errors import AdminNeededError, TenantsFileError, UnauthenticatedError
 from scheduler_svc.tenants.file import Tenants, parse_tenants
@@ -31,6 +32,8 @@ class Registry:
         self._path = path
         self._tenants = Tenants({"": ONLY_TENANT})
         self._digests: dict[bytes, bytes] = {}
+        self._revoked: set[bytes] = set()
+        """Digests that were in the file since the start, and are not any more."""
         self._signature: _Signature | None = None
         self._problem = ""
         self._listeners: list[Callable[[], None]] = []
@@ -72,7 +75,7 @@ class Registry:
         """Who a call with this metadata is from; raises UnauthenticatedError."""
         if self.is_open:
             return Caller(self, b"", ONLY_TENANT)
-        digest = known_digest(token_in(metadata), self._digests)
+        digest = known_digest(token_in(metadata), self._digests, self._revoked)
         return Caller(self, digest, self.tenant_of(digest))
 
     def tenant_of(self, digest: bytes) -> Tenant:
@@ -81,7 +84,7 @@ class Registry:
             return ONLY_TENANT
         name = self._tenants.by_digest.get(digest)
         if name is None:
-            raise UnauthenticatedError
+            raise UnauthenticatedError(Refusal.REVOKED_TOKEN)
         return self._tenants.by_name[name]
 
     # --- the file ----------------------------------------------------------------------------------------------------
@@ -129,6 +132,7 @@ class Registry:
 
     def _set(self, tenants: Tenants) -> None:
         self._tenants = tenants
+        self._revoked = (self._revoked | self._digests.keys()) - tenants.by_digest.keys()
         self._digests = {digest: digest for digest in tenants.by_digest}
         self.number += 1
 
@@ -156,7 +160,7 @@ class Caller:
             tenant = registry.tenant_of(self._digest)
             if tenant.name != self._tenant.name:
                 # The token has moved to another tenant: this stream's requests are not that one's.
-                raise UnauthenticatedError
+                raise UnauthenticatedError(Refusal.REVOKED_TOKEN)
             self._tenant, self._number = tenant, registry.number
         return self._tenant
 

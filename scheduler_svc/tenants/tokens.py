@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from cadenza.metrics.listener_counts import Refusal
 from scheduler_svc.tenants.errors import UnauthenticatedError
 
 HASH_PREFIX = "sha256:"
@@ -33,15 +34,19 @@ def token_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
     return None
 
 
-def known_digest(token: str | None, digests: Mapping[bytes, bytes]) -> bytes:
+def known_digest(token: str | None, digests: Mapping[bytes, bytes], revoked: Collection[bytes] = ()) -> bytes:
     """Return the token's digest if it is one of these, which are listed under themselves; raises UnauthenticatedError.
+
+    revoked: digests of tokens that were valid, which the error distinguishes.
 
     The lookup depends on the token only through its hash, which a caller cannot steer; the comparison of what it finds
     takes the same time wherever two digests differ.
     """
-    if token is None or not 0 < len(token) <= MAX_TOKEN_CHARS:
-        raise UnauthenticatedError
+    if not token:
+        raise UnauthenticatedError(Refusal.NO_TOKEN)
+    if len(token) > MAX_TOKEN_CHARS:
+        raise UnauthenticatedError(Refusal.UNKNOWN_TOKEN)
     digest = digest_of(token)
     if not hmac.compare_digest(digests.get(digest, _NO_DIGEST), digest):
-        raise UnauthenticatedError
+        raise UnauthenticatedError(Refusal.REVOKED_TOKEN if digest in revoked else Refusal.UNKNOWN_TOKEN)
     return digest

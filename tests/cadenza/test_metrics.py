@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -147,6 +148,25 @@ def test_connections_are_limited_and_silent_ones_end(running: Running, monkeypat
     for each in silent:
         each.settimeout(10)
         assert each.recv(1) == b"", "closed: the last one at once, the others after their time"
+        each.close()
+    assert running.get()[0] == 200
+
+
+def test_connections_that_send_now_and_then_end_too(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a few of them would keep the scraper out for ever."""
+    monkeypatch.setattr(server_module, "_WHOLE_S", 1.0)
+    host, _, port = running.server.address.rpartition(":")
+    slow = [socket.create_connection((host, int(port))) for _ in range(server_module._MAX_CONNECTIONS)]
+    end = time.monotonic() + 20
+    for each in slow:
+        each.settimeout(0.1)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                assert time.monotonic() < end
+                each.send(b"G")
+                with contextlib.suppress(TimeoutError):
+                    if each.recv(1) == b"":
+                        break
         each.close()
     assert running.get()[0] == 200
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from cadenza.tls import TLS
-from cadenza.tls_server import listener_credentials
+from cadenza.tls_server import credentials_of, listener_files
 from cadenza.transport import aio_channel, bind
 from cadenza.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from executor_svc.app import build_executor, open_traces
@@ -39,7 +39,9 @@ async def executor_service(
     worker.start()
     await asyncio.wrap_future(worker.ready)
     server = limited_server(None if config.tls_client_ca is None else config.tls_scheduler_name)
-    address = bind(server, config.listen, default_port=0, credentials=listener_credentials(config, default_port=0))
+    address = bind(
+        server, config.listen, default_port=0, credentials=credentials_of(listener_files(config, default_port=0))
+    )
     traces = open_traces(config, address)
     await add_services(server, worker, described.result(), spans=traces)
     await server.start()

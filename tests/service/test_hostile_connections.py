@@ -16,12 +16,14 @@ import pytest
 from benchmarks.common.service_process import service_process
 from cadenza.call_limits import CallLimits, UnfinishedMessages
 from cadenza.connection_limits import PeerLimit
+from cadenza.metrics.listener_counts import ListenerCounts
+from cadenza.tls_server import credentials_of
 from cadenza.transport import MAX_METADATA_BYTES, aio_channel, bind, server_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.links import front_credentials
+from scheduler_svc.links import front_files
 from tests.helpers.certificates import certificates
 from tests.helpers.hostile import (
     CONTINUATION,
@@ -123,16 +125,21 @@ async def test_connections_beyond_the_limit_are_closed_and_those_within_are_serv
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 async def test_connections_of_one_peer_beyond_its_limit_are_closed_the_newest_first() -> None:
     async with serve(times={"grpc.server_handshake_timeout_ms": 60_000}) as (_, address):
-        limit = PeerLimit(int(address.rpartition(":")[2]), 4)
+        counts = ListenerCounts()
+        limit = PeerLimit(int(address.rpartition(":")[2]), 4, counts)
         greedy = [await Hostile.connect(address, local="127.0.0.2") for _ in range(3)]
         modest = [await Hostile.connect(address, local="127.0.0.3") for _ in range(2)]
         await asyncio.gather(*(each.settings.wait() for each in greedy + modest))
         assert limit.look() == 0
+        assert (counts.num_connections, counts.num_closed) == (5, 0)
         greedy += [await Hostile.connect(address, local="127.0.0.2", preface=index % 2 == 0) for index in range(6)]
         await asyncio.gather(*(each.settings.wait() for each in greedy + modest))
         assert limit.look() == 5
+        assert (counts.num_connections, counts.num_closed) == (6, 5)
         async with asyncio.timeout(10):
             await some_closed(greedy[3:], 5)
+        limit.look()
+        assert counts.num_closed == 5, "each is counted once"
         assert not any(each.closed.is_set() for each in greedy[:3] + modest)
         assert await is_served(address)
         for each in greedy + modest:
@@ -164,7 +171,7 @@ async def test_tls_handshakes_that_do_not_end_are_closed(tmp_path) -> None:
     """Before a client has shown its certificate it can hold a connection for the time of a handshake, and no more."""
     certs = certificates(tmp_path / "certs")
     config = SchedulerConfig(executor=["127.0.0.1:1"], **certs.listener("scheduler"))
-    async with serve(credentials=front_credentials(config)) as (_, address):
+    async with serve(credentials=credentials_of(front_files(config))) as (_, address):
         silent, half = [await Hostile.connect(address, preface=False) for _ in range(2)]
         half.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc")  # the beginning of a ClientHello
         async with asyncio.timeout(10):
@@ -226,7 +233,8 @@ async def test_calls_of_a_connection_beyond_the_limit_are_refused() -> None:
 @pytest.mark.parametrize(("count", "size"), [(1, 1_000_000), (2000, 10)])
 async def test_metadata_beyond_the_limit_end_the_call(confirms: bool, count: int, size: int) -> None:
     """gRPC's own limit holds for peers that have confirmed the settings; ours for the others too."""
-    async with serve(times={"grpc.http2.settings_timeout": 60_000}) as (servicer, address):
+    counts = ListenerCounts()
+    async with serve(CallLimits(counts=counts), times={"grpc.http2.settings_timeout": 60_000}) as (servicer, address):
         hostile, before = await Hostile.connect(address, answers=confirms), resident()
         await hostile.settings.wait()
         head = call_headers(GENERATE, *[(f"x-{index}", "v" * size) for index in range(count)])
@@ -238,6 +246,8 @@ async def test_metadata_beyond_the_limit_end_the_call(confirms: bool, count: int
         assert await is_served(address)
         assert servicer.num_generate == 0
         assert resident() - before < 100 * MB
+        if not confirms and count > 1:  # else gRPC has refused them
+            assert counts.refused["metadata_size"] == 30
         await hostile.close()
 
 
@@ -280,7 +290,8 @@ async def test_headers_without_an_end_take_no_memory() -> None:
 
 async def test_half_messages_end_their_calls() -> None:
     """The message of a call must arrive in time; beyond 64 unfinished ones the oldest have a second."""
-    limits = CallLimits(message_timeout_s=1.0, max_streams_per_peer=4)
+    counts = ListenerCounts()
+    limits = CallLimits(message_timeout_s=1.0, max_streams_per_peer=4, counts=counts)
     async with serve(limits) as (servicer, address):
         hostile = await Hostile.connect(address)
         for index in range(100):
@@ -290,6 +301,7 @@ async def test_half_messages_end_their_calls() -> None:
                 await hostile.send_data(stream, b"x" * MAX_FRAME)
         await hostile.until(lambda: len(answered(hostile)) >= 100)
         assert not limits._unfinished._waiting
+        assert counts.refused["late_message"] > 90, "gRPC may end one by itself"
         assert b"the request did not arrive in time" in b"".join(each for _, each in hostile.of_kind(HEADERS))
         assert await is_served(address)
         assert servicer.num_generate == 0
@@ -297,13 +309,16 @@ async def test_half_messages_end_their_calls() -> None:
 
 
 async def test_streams_of_messages_of_one_peer_are_limited() -> None:
-    async with serve(CallLimits(max_streams_per_peer=4)) as (_, address), aio_channel(address) as channel:
+    counts = ListenerCounts()
+    limits = CallLimits(max_streams_per_peer=4, counts=counts)
+    async with serve(limits) as (_, address), aio_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         sessions = [stub.Session() for _ in range(4)]
         for session in sessions:
             await session.write(pb.SessionRequest())
         refused = stub.Session()
         assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert counts.refused == {"streams_of_peer": 1}
         await sessions[0].done_writing()
         assert await sessions[0].read() is grpc.aio.EOF
         another = stub.Session()
@@ -314,8 +329,9 @@ async def test_streams_of_messages_of_one_peer_are_limited() -> None:
 
 
 async def test_calls_of_one_peer_are_limited() -> None:
+    counts = ListenerCounts()
     async with (
-        serve(CallLimits(max_calls_per_peer=4)) as (_, address),
+        serve(CallLimits(max_calls_per_peer=4, counts=counts)) as (_, address),
         aio_channel(address) as channel,
         aio_channel(address) as another,
     ):
@@ -326,6 +342,7 @@ async def test_calls_of_one_peer_are_limited() -> None:
         refused = generation_pb2_grpc.GenerationServiceStub(another).Generate(pb.GenerateRequest())
         assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "has 4 calls, which is the limit" in await refused.details()
+        assert counts.refused == {"calls_of_peer": 1}
         for call in calls:
             call.cancel()
         async with asyncio.timeout(10):
@@ -343,6 +360,9 @@ async def is_counted_out(address: str) -> bool:
 
 async def test_the_oldest_unfinished_messages_end_first() -> None:
     class Context:
+        def peer(self):
+            return "ipv4:127.0.0.1:1"
+
         async def abort(self, code, message):
             raise ConnectionAbortedError(code)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 
@@ -17,8 +18,12 @@ from cadenza import AsyncClient, QueueFullError, RequestOutput, SamplingParams
 from cadenza.errors import InvalidRequestError
 from cadenza.info import ServerInfo
 from cadenza.local import LocalServices
+from cadenza.metrics.listener_counts import EXECUTOR_REFUSALS, SCHEDULER_REFUSALS
+from cadenza.tls import TLS
+from cadenza.transport import aio_channel
 from executor_svc.service.metrics import DEFINITIONS as EXECUTOR_DEFINITIONS
 from scheduler_svc.metrics.definitions import DEFINITIONS as SCHEDULER_DEFINITIONS
+from tests.helpers.certificates import certificates
 from tests.helpers.prometheus import WATCH, Prometheus, needs_prometheus, prometheus
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), needs_prometheus]
@@ -45,6 +50,8 @@ class Seen:
     num_first_tokens: int = 0
     num_refused: int = 0
     num_invalid: int = 0
+    num_without_message: int = 0
+    """Calls without a message to the scheduler, and as many to each executor."""
 
     def take(self, output: RequestOutput) -> None:
         """Add a request that has ended."""
@@ -59,10 +66,16 @@ class Seen:
             self.num_cached_tokens += metrics.num_cached_tokens
 
 
-async def run_all(target: str) -> tuple[Seen, ServerInfo]:
+async def call_without_a_message(address: str, method: str, tls: TLS | None) -> None:
+    async with aio_channel(address, tls) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="the call has no message"):
+            await channel.stream_unary(f"/cadenza.v1.{method}")(iter(()))
+
+
+async def run_all(services: LocalServices) -> tuple[Seen, ServerInfo]:
     """Requests that end in every way; so many at once that the queue is full, and pools of blocks are."""
-    seen = Seen()
-    async with AsyncClient(target) as client:
+    seen, tls = Seen(), services.tls
+    async with AsyncClient(services.target, tls=tls) as client:
 
         async def one(prompt: list[int], params: SamplingParams, *, aborts: bool = False) -> None:
             try:
@@ -76,6 +89,11 @@ async def run_all(target: str) -> tuple[Seen, ServerInfo]:
             except InvalidRequestError:
                 seen.num_invalid += 1
 
+        for _ in range(2):
+            seen.num_without_message += 1
+            await call_without_a_message(services.target, "GenerationService/GetModelInfo", tls)
+            for executor in (await client.server_info()).executors:
+                await call_without_a_message(executor.target, "ExecutionService/Describe", None)
         await asyncio.gather(*(one([*SHARED, index], LENGTH) for index in range(10)))
         await asyncio.gather(*(one([5, 6, index], STOP) for index in range(5)))
         await asyncio.gather(*(one([9, index], LONG, aborts=True) for index in range(4)))
@@ -100,7 +118,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     costs = folder / "costs.json"
     costs.write_text(json.dumps({"step_us": 1000}))
     options: dict[str, Any] = {"num_gpu_blocks": 40, "max_num_seqs": 6, "max_queued_requests": 16}
-    options["inject"] = "non-finite@90:0"
+    options |= {"inject": "non-finite@90:0", **certificates(folder / "certs", days=5).listener("scheduler")}
     with LocalServices(
         "simulated", simulate=str(costs), executors=2, metrics_port=0, on_log=lambda *line: logs.append(line), **options
     ) as services:
@@ -112,7 +130,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         }
         with prometheus(folder, targets) as running:
             running.until("sum(up)", 3)
-            seen, info = asyncio.run(run_all(services.target))
+            seen, info = asyncio.run(run_all(services))
             total = seen.ended.total()
             running.until("sum(vllm:request_success_total)", total)
             running.until('sum(cadenza_executor_answered_plans_total{status="ok"})', info.load.num_steps)
@@ -151,6 +169,22 @@ def test_counts_are_those_of_the_clients(watched: Watched) -> None:
         assert value(f"vllm:{name}_seconds_count") == seen.num_first_tokens
     assert value("vllm:inter_token_latency_seconds_count") == seen.num_output_tokens - seen.num_first_tokens
     assert value("vllm:request_generation_tokens_sum") == seen.num_output_tokens
+
+
+def test_listeners_count_what_they_refuse_and_say_when_certificates_expire(watched: Watched) -> None:
+    value, by, count = watched.prometheus.value, watched.prometheus.by, watched.seen.num_without_message
+    cases = (("scheduler", count, SCHEDULER_REFUSALS), ("executor", 2 * count, EXECUTOR_REFUSALS))
+    for service, expected, reasons in cases:
+        query = f'sum by (reason) (cadenza_refused_calls_total{{job="cadenza-{service}"}})'
+        assert by("reason", query) == {"no_message": expected}
+        assert {labels["reason"] for labels, _ in watched.prometheus.series(query)} == set(map(str, reasons))
+    assert value('sum(cadenza_connections{job="cadenza-executor"})') >= 2
+    assert value("sum(cadenza_closed_connections_total)") == 0
+    days = by("option", "(cadenza_tls_certificate_expiry_seconds - time()) / 86400")
+    assert set(days) == {"--tls-cert", "--tls-client-ca"}
+    assert 4.9 < days["--tls-cert"] < 5
+    firing = {alert["labels"]["alertname"] for alert in watched.prometheus.get("alerts")["alerts"]}
+    assert "CadenzaCertificateExpires" in firing
 
 
 def test_counts_are_those_of_get_server_info(watched: Watched) -> None:

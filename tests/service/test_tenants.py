@@ -283,6 +283,29 @@ async def test_no_token_is_written_anywhere(file, tmp_path, caplog):
         assert not re.search(rb"cadenza_token", text)
 
 
+async def test_refused_calls_are_counted_by_reason_and_logged_once_for_each(file, caplog):
+    async with serving(file, {"gold": {"tokens": [0, 1]}, "ops": {"admin": True}}) as w:
+        change(w, file, {"gold": {"tokens": [0]}, "ops": {"admin": True}})
+        calls = {
+            "no_token": [None, (("authorization", "Bearer "),)],
+            "unknown_token": [bearer("gold", 7), bearer("gold", 8), (("authorization", "Bearer " + "x" * 600),)],
+            "revoked_token": [bearer("gold", 1)],
+        }
+        messages = set()
+        for metadata in (each for group in calls.values() for each in group):
+            messages.add((await error_of(w.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata))).message)
+        await error_of(w.admin.Drain(admin_pb2.DrainRequest(), metadata=bearer("gold")))
+        await w.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("gold"))
+        assert messages == {NEEDS_TOKEN}, "the reason is for the operator alone"
+        counts = w.service._metrics.snapshot().service.listener.refused
+        expected = {**{reason: len(group) for reason, group in calls.items()}, "no_admin": 1}
+        assert {reason: count for reason, count in counts.items() if count} == expected
+        assert counts["late_message"] == 0, "a series that has not begun cannot be alerted on"
+    lines = [line.getMessage() for line in caplog.records if line.name == "cadenza.metrics.listener_counts"]
+    assert sorted(lines) == sorted(f"refused a call of ipv4:127.0.0.1: {reason}" for reason in expected)
+    assert "cadenza_token" not in caplog.text
+
+
 async def test_without_a_file_no_token_is_needed_and_one_is_ignored():
     async with world(skip_tokenizer_init=True) as w:
         out = await collect(w.stub.Generate(ids_request(), metadata=bearer("gold")))

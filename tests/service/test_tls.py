@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
+import ssl
+import time
+import urllib.request
 
 import grpc
 import pytest
@@ -12,16 +16,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza import LLM, AsyncClient, Client, OptionError, SamplingParams, UnavailableError
 from cadenza.healthcheck import check
+from cadenza.metrics.common import LISTENER_DEFINITIONS, add_expiries
+from cadenza.metrics.families import Scrape
 from cadenza.tls import TLS
-from cadenza.transport import aio_channel
+from cadenza.transport import aio_channel, bind
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc, generation_pb2
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.executors.client import GrpcExecutor
-from scheduler_svc.links import executor_files
+from scheduler_svc.links import executor_files, front_files
 from scheduler_svc.plan_loop.ports import ExecutorLostError
 from tests.helpers.certificates import Certificates, certificates
+from tests.helpers.service_process import service_process
 from tests.helpers.services import executor_service, scheduler_service
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)
@@ -87,7 +94,7 @@ async def test_a_client_over_tls_is_told_that_the_server_speaks_plain_text(certs
         assert "it does not speak TLS" in await failure(running.target, certs.of("client"))
 
 
-async def test_an_executor_takes_its_schedulers_certificate_alone(certs) -> None:
+async def test_an_executor_takes_its_schedulers_certificate_alone(certs, caplog) -> None:
     async with executor(certs) as address:
         refused = []
         for party in ("client", "executor"):
@@ -102,6 +109,7 @@ async def test_an_executor_takes_its_schedulers_certificate_alone(certs) -> None
                 health = health_pb2_grpc.HealthStub(channel)
                 assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1, "open to all of the CA"
         assert set(refused) == {grpc.StatusCode.PERMISSION_DENIED}
+        assert caplog.text.count("refused a call of ipv4:127.0.0.1: wrong_certificate") == 1, "once a minute"
         async with aio_channel(address, certs.of("scheduler")) as channel:
             stub = execution_pb2_grpc.ExecutionServiceStub(channel)
             assert (await stub.Describe(pb.DescribeRequest())).protocol_version == 1
@@ -191,6 +199,65 @@ async def test_an_expired_certificate_of_the_scheduler_heals_without_a_restart(c
             await port.aclose()
 
 
+async def test_the_metrics_have_when_certificates_expire_also_after_they_were_renewed(certs) -> None:
+    """A scrape that reads a new file must not keep it from the next handshake."""
+    certs.renew(days=5)
+    config = SchedulerConfig(executor=["127.0.0.1:1"], **certs.listener("scheduler"), **certs.executor_link())
+    files, links = front_files(config), executor_files(config)
+
+    def days(link: str, option: str) -> int:
+        scrape = Scrape(LISTENER_DEFINITIONS)
+        add_expiries(scrape, {"listener": files, "executors": links, "plain": None})
+        family = next(each for each in scrape.families() if "certificate_expiry" in each.name)
+        samples = {(each.labels["link"], each.labels["option"]): each.value for each in family.samples}
+        assert set(samples) == {
+            *(("listener", name) for name in ("--tls-cert", "--tls-client-ca")),
+            *(("executors", name) for name in ("--executor-ca", "--executor-cert")),
+        }
+        return round((samples[link, option] - time.time()) / 86400)
+
+    server = grpc.aio.server()
+    address = bind(server, "127.0.0.1:0", default_port=0, credentials=files.credentials())
+    await server.start()
+    host, port = address.split(":")
+    try:
+        assert [days("listener", "--tls-cert"), days("executors", "--executor-cert")] == [5, 5]
+        assert days("listener", "--tls-client-ca") > 90
+        old = await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
+        certs.renew(days=30)
+        assert [days("listener", "--tls-cert"), days("executors", "--executor-cert")] == [30, 30]
+        new = await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
+        assert new != old
+        (certs.folder / "scheduler" / "scheduler-key.pem").write_text("no key")
+        certs.renew(days=60)
+        (certs.folder / "scheduler" / "scheduler-key.pem").write_text("no key")
+        assert days("listener", "--tls-cert") == 30, "of the certificate in use"
+    finally:
+        await server.stop(0)
+
+
+async def scraped(log_line: str) -> set[tuple[str, str]]:
+    """The link and the option of each time of expiry in the metrics, whose address is in the log."""
+    found = re.search(r"http://\S+/metrics", log_line)
+    assert found is not None
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(found[0], timeout=10).read().decode())
+    return set(re.findall(r'^cadenza_tls_certificate_expiry_seconds{link="(\w+)",option="(.+?)"} \d', text, re.M))
+
+
+async def test_processes_export_when_the_certificates_of_each_link_expire(certs) -> None:
+    """Beside the files of its listener, a scheduler has those of its link to executors."""
+    own = [f"--{name.replace('_', '-')}={value}" for name, value in certs.listener("executor").items()]
+    link = [f"--{name.replace('_', '-')}={value}" for name, value in certs.executor_link().items()]
+    front = [f"--{name.replace('_', '-')}={value}" for name, value in certs.listener("scheduler").items()]
+    async with service_process("executor_svc", "--simulate=instant", "--metrics-port=0", *own) as executor:
+        to = [f"--executor={executor.address}", "--skip-tokenizer-init"]
+        async with service_process("scheduler_svc", *to, "--metrics-port=0", *link, *front) as running:
+            listener = {("listener", "--tls-cert"), ("listener", "--tls-client-ca")}
+            assert await scraped(await executor.logged("metrics at")) == listener
+            executors = {("executors", "--executor-ca"), ("executors", "--executor-cert")}
+            assert await scraped(await running.logged("metrics at")) == listener | executors
+
+
 async def test_files_that_cannot_be_used_are_named_with_their_options(certs, tmp_path) -> None:
     (tmp_path / "empty.pem").write_text("nothing")
     key = certs.of("client").key
@@ -221,24 +288,22 @@ async def test_files_that_cannot_be_used_are_named_with_their_options(certs, tmp
 
 @pytest.mark.parametrize("service", ["scheduler", "executor"])
 async def test_nothing_listens_beyond_loopback_without_credentials(service, certs) -> None:
-    from cadenza.tls_server import listener_credentials
+    from cadenza.tls_server import listener_files
     from executor_svc.config import ExecutorConfig
 
-    def credentials(**options):
+    def files(**options):
         if service == "scheduler":
-            from scheduler_svc.links import front_credentials
-
-            return front_credentials(SchedulerConfig(executor=["127.0.0.1:1"], **options))
-        return listener_credentials(ExecutorConfig(simulate="instant", **options), default_port=0)
+            return front_files(SchedulerConfig(executor=["127.0.0.1:1"], **options))
+        return listener_files(ExecutorConfig(simulate="instant", **options), default_port=0)
 
     for address in ("0.0.0.0:0", "[::]:0", "192.0.2.1:50051", "no-such-host.invalid:1"):
         for options in ({}, certs.listener(service, proof=False)):
             with pytest.raises(ValueError, match=r"--tls-client-ca.* or --insecure"):
-                credentials(listen=address, **options)
-        assert credentials(listen=address, insecure=True) is None
-        assert credentials(listen=address, **certs.listener(service)) is not None
+                files(listen=address, **options)
+        assert files(listen=address, insecure=True) is None
+        assert files(listen=address, **certs.listener(service)) is not None
     for address in (":0", "127.0.0.1:0", "127.8.9.1:0", "localhost:0", "[::1]:0"):
-        assert credentials(listen=address) is None
+        assert files(listen=address) is None
 
 
 @pytest.mark.slow

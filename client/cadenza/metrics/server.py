@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import socket
 import threading
@@ -25,6 +26,8 @@ _MAX_CONNECTIONS = 8
 """Further ones are closed at once: a scraper needs one."""
 _SILENCE_S = 5.0
 """A connection that sends nothing for so long, or takes nothing, is closed."""
+_WHOLE_S = 15.0
+"""A connection is closed after so long in any case: one that sends a byte now and then is never silent."""
 _PLAIN = {"HTTP_ACCEPT": "text/plain"}
 """The text format for all: prometheus_client 0.26 writes OpenMetrics with `vllm_` in place of `vllm:`."""
 _LOOP_TIMEOUT_S = 2.0
@@ -123,13 +126,22 @@ class _Server(ThreadingWSGIServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        end = threading.Timer(_WHOLE_S, _shut_down, [request])
+        end.daemon = True
+        end.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            end.cancel()
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that broke is no event."""
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _guarded(app: WSGIApplication, token_file: str | None) -> WSGIApplication:

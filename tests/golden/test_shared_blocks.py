@@ -36,6 +36,7 @@ class Watched:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self.functions = runner.functions
         self.rows: list[bytes] = []
 
     def forward(self, batch: ForwardBatch) -> Tensor:

@@ -65,9 +65,10 @@ def _exp_kernel(code: Code) -> str:
         from_x, into = x + row * width * 4, y + row * width * 4
         subtracted = emit.load_all(shift + row * 4, "float32")
 
-        def vector(place: Int, count: Int) -> None:
-            value = exp(emit.load_some(from_x + place * 4, "float32", count) - subtracted)
-            emit.store_some(value, into + place * 4, "float32", count)
+        def vector(place: Int, count: Int | None) -> None:
+            at = from_x + place * 4
+            number = emit.load(at, "float32") if count is None else emit.load_some(at, "float32", count)
+            _store(emit, exp(number - subtracted), into + place * 4, count)
 
         _each_vector(emit, item % pieces, width, vector)
 
@@ -97,23 +98,33 @@ def _gumbel_kernel(code: Code) -> str:
         from_ids, into = ids + row * row_bytes, y + row * width * 4
         key = _in_every_lane(emit, emit.load_int(keys + row * 8))
 
-        def vector(place: Int, count: Int) -> None:
+        def vector(place: Int, count: Int | None) -> None:
             noise = _gumbel(_uniform(emit, key, _load_ids(emit, from_ids + place * 8, count)))
-            emit.store_some(noise, into + place * 4, "float32", count)
+            _store(emit, noise, into + place * 4, count)
 
         _each_vector(emit, item % pieces, width, vector)
 
     return code.kernel("gumbel_of_rows", 7, body)
 
 
-def _each_vector(emit: Emitter, piece: Int, width: Int, body: Callable[[Int, Int], None]) -> None:
-    """Emit body(place, numbers left of the row) for each vector of a piece of a row."""
+def _each_vector(emit: Emitter, piece: Int, width: Int, body: Callable[[Int, Int | None], None]) -> None:
+    """Emit body(place, None) for each whole vector of a piece of a row, and body(place, numbers left) for the rest."""
     start = piece * _PIECE
+    end = (start + _PIECE).least(width)
+    whole = end - (end - start) % LANES
 
     def at(place: Int, _: list[Vec]) -> None:
-        body(place, width - place)
+        body(place, None)
 
-    emit.loop(start, (start + _PIECE).least(width), LANES, at)
+    emit.loop(start, whole, LANES, at)
+    emit.when(whole.less(end), lambda: body(whole, end - whole))
+
+
+def _store(emit: Emitter, vector: Vec, address: Int, count: Int | None) -> None:
+    if count is None:
+        emit.store(vector, address, "float32")
+    else:
+        emit.store_some(vector, address, "float32", count)
 
 
 def _uniform(emit: Emitter, key: Any, ids: Any) -> Vec:
@@ -140,7 +151,11 @@ def _gumbel(v: Vec) -> Vec:
     return log((log(rest) + lost / rest) * -1.0) * -1.0
 
 
-def _load_ids(emit: Emitter, address: Int, count: Int) -> Any:
+def _load_ids(emit: Emitter, address: Int, count: Int | None) -> Any:
+    if count is None:
+        raw = emit.builder.load(emit.pointer(address, _VI64))
+        raw.align = 8
+        return raw
     i32 = ir.IntType(32)
     function = emit.declare("llvm.masked.load.v16i64.p0", _VI64, [_VI64.as_pointer(), i32, _VI1, _VI64])
     arguments = [emit.pointer(address, _VI64), ir.Constant(i32, 8), emit.first(count), _every(0)]

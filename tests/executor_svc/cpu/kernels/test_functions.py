@@ -1,4 +1,4 @@
-"""exp and tanh of the kernels against float64, over all of their range."""
+"""exp, log and tanh of the kernels against float64, over all of their range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.codegen.functions import exp, tanh
+from executor_svc.cpu.kernels.codegen.functions import exp, log, tanh
 from tests.executor_svc.cpu.kernels.emitted import mapped
 
 _STRIDE = 31
@@ -54,6 +54,14 @@ def test_exp_beyond_its_range() -> None:
     assert special[3:].tolist() == [1.0, 1.0]
 
 
+def test_log() -> None:
+    apply = mapped(log)
+    tiny, most = float(torch.finfo(torch.float32).tiny), float(torch.finfo(torch.float32).max)
+    worst = max(worst_ulps(apply(x), x.double().log()) for x in floats(tiny, most))
+    assert worst < 1
+    assert apply(torch.tensor([1.0])).tolist() == [0.0]
+
+
 def test_tanh() -> None:
     """Small values keep all their digits: it is no difference of nearly equal numbers. And it is odd, to the bit."""
     apply = mapped(tanh)
@@ -71,9 +79,9 @@ def test_tanh() -> None:
 
 
 def test_every_lane_is_the_same() -> None:
-    for function in (exp, tanh):
+    for function in (exp, tanh, log):
         apply = mapped(function)
-        for number in (0.3, -0.7, 5.0, -40.0):
+        for number in (0.3, 5.0) if function is log else (0.3, -0.7, 5.0, -40.0):
             assert len(set(apply(torch.full((16,), number)).tolist())) == 1
             alone = torch.zeros(16)
             alone[5] = number

@@ -34,8 +34,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
 }
-"""Llama shapes by size: 10.5M parameters, where overhead dominates, and SmolLM2-135M's with 134.5M."""
+"""Llama shapes by size: 10.5M parameters, where overhead dominates, SmolLM2-135M's with 134.5M, and Llama-3.2-1B's."""
 
 
 def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from llvmlite import ir
-from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import Code, has_feature
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, BfloatType, Dtype, Emitter, Int, Vec
@@ -32,16 +30,6 @@ _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
 _PAIRS = ir.VectorType(BfloatType(), 2 * LANES)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Reorder weight [N, K] into panels [N / 32, K / step, 32, step], zeros beyond N and K; step: `inner_step`."""
-    step = 2 if weight.dtype == torch.bfloat16 else 1
-    rows, columns = weight.shape
-    if rows % PANEL or columns % step:
-        weight = torch.nn.functional.pad(weight, (0, -columns % step, 0, -rows % PANEL))
-    panels = weight.view(-1, PANEL, weight.shape[1] // step, step)
-    return panels.transpose(1, 2).contiguous()
-
-
 def inner_step(dtype: Dtype) -> int:
     """Return the numbers of a row of x that one operation multiplies."""
     return 2 if dtype == "bfloat16" else 1
@@ -55,7 +43,7 @@ def tile_sizes() -> tuple[int, ...]:
 def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     """Add the kernel y = x @ weight.T (+ bias), rounded to dtype and written as `out`; returns its name.
 
-    Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x [rows, K], weight as `pack` returns it, y [rows,
+    Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x [rows, K], weight in panels (`panels`), y [rows,
     N], K, N, bias [N] or 0, and the distance in panels to the panel that this thread will probably need next, which it
     prefetches while it multiplies. x, weight and bias are of dtype.
     """

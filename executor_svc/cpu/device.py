@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +17,11 @@ from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
 from executor_svc.config import CpuIsa, ExecutorConfig
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.linear import CpuLinear
+from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding
 from executor_svc.cpu.kernels.probe import probe_linear
+from executor_svc.cpu.weight_readers import WeightReaders
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
-from executor_svc.device.kernels import Kernels, Linear
+from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
 from executor_svc.device.kv_cache import KVCache, block_bytes
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions
@@ -102,6 +105,7 @@ class CpuDevice:
         torch.set_num_threads(self.num_threads)
         self._kernels = CpuKernels(self.num_threads, _isa(config.cpu_isa))
         self._linears: dict[tuple[int, int, bool], tuple[str, CpuLinear]] = {}
+        self._readers: WeightReaders | None = None
 
     @property
     def kernels(self) -> Kernels:
@@ -127,8 +131,25 @@ class CpuDevice:
     def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False) -> None:
         self.dtype = self.kv_dtype = _resolve_dtype(self._dtype_option, checkpoint_dtype)
 
-    def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """As in `Device`; as many threads as the kernels have read weights, each another one."""
+        with WeightReaders(self.num_threads) as self._readers:
+            yield
+        self._readers = None
+
+    def prepare_linear(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None = None) -> Linear:
+        return self._prepare(name, weight, bias)
+
+    def prepare_tied(self, name: str, weight: WeightRows) -> tuple[Embedding, Linear]:
+        linear = self._prepare(name, weight, None)
+        return PanelEmbedding(linear, self._kernels), linear
+
+    def _prepare(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None) -> CpuLinear:
         linear = CpuLinear(weight, bias, self._kernels)
+        if not isinstance(weight, Tensor):
+            assert self._readers is not None, "a weight that is not read yet, outside of loading"
+            self._readers.submit(lambda: linear.read(weight))
         self._linears.setdefault((linear.in_features, linear.out_features, bias is not None), (name, linear))
         return linear
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.kernels import Kernels, Linear
+from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.errors import StartError
 from executor_svc.plan.description import ModelGeometry
@@ -68,8 +69,22 @@ class Device(Protocol):
         """
         ...
 
-    def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Prepare weight [out_features, in_features] and bias for use; the weight may be freed afterwards."""
+    def loading(self) -> AbstractContextManager[None]:
+        """Inside, `WeightRows` may be read later than they are prepared; at its end all are in memory.
+
+        The end raises LoaderError if one cannot be read. After another error, nothing further is read.
+        """
+        ...
+
+    def prepare_linear(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None = None) -> Linear:
+        """Prepare weight [out_features, in_features] and bias for use; a tensor may be freed afterwards.
+
+        Weights that are not read yet are possible inside `loading` only.
+        """
+        ...
+
+    def prepare_tied(self, name: str, weight: WeightRows) -> tuple[Embedding, Linear]:
+        """Prepare a weight [vocabulary, hidden] as a table of embeddings and as a linear, held once; as above."""
         ...
 
     def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:

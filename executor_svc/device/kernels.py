@@ -6,6 +6,7 @@ B block size, N blocks of the pool.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -63,6 +64,33 @@ class KVScales:
 
     k: Tensor
     v: Tensor
+
+
+class WeightRows(Protocol):
+    """The weight of a linear, read when a device needs it. `whole` or `blocks` is used, once."""
+
+    shape: tuple[int, int]
+    """[out_features, in_features]."""
+    dtype: torch.dtype
+
+    def blocks(self, num_bytes: int, multiple: int) -> Iterator[Tensor]:
+        """Yield consecutive rows on the CPU, some num_bytes at a time, in multiples of `multiple` where that can be.
+
+        A block is valid until the next one. Raises LoaderError if a file cannot be read.
+        """
+        ...
+
+    def whole(self) -> Tensor:
+        """Return the weight on the device."""
+        ...
+
+
+class Embedding(Protocol):
+    """A table of rows by token, prepared for this device."""
+
+    def __call__(self, token_ids: Tensor, scale: float) -> Tensor:
+        """Return the tokens' rows times scale, [T, hidden], for token_ids [T] int64."""
+        ...
 
 
 class Linear(Protocol):

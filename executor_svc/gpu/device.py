@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import psutil
 import torch
 import triton
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.device.embedding import TableEmbedding
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores, is_interpreted
-from executor_svc.device.kernels import Linear
+from executor_svc.device.kernels import Embedding, Linear, WeightRows
 from executor_svc.device.kv_cache import KVCache, block_bytes
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
@@ -102,10 +105,19 @@ class GpuDevice:
             return f"a GPU of compute capability {least} or later, this has {has}"
         return "--dtype bfloat16 or float16" if self.dtype == torch.float32 else None
 
-    def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def loading(self) -> AbstractContextManager[None]:
+        """Nothing to do: weights are read when they are prepared."""
+        return nullcontext()
+
+    def prepare_linear(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None = None) -> Linear:
         """Raise DeviceError, naming the option, if it cannot quantize this layer."""
+        weight = weight if isinstance(weight, Tensor) else weight.whole()
         linear = make_linear(weight, bias, "none" if name == "lm_head" else self._quantization, self._workspace)
         return RecordedLinear(linear, self._kernels)
+
+    def prepare_tied(self, name: str, weight: WeightRows) -> tuple[Embedding, Linear]:
+        table = weight.whole()
+        return TableEmbedding(table, self._kernels), self.prepare_linear(name, table)
 
     def free_memory_bytes(self) -> int:
         if self._interpreted:

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, Linear, Rope
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope, WeightRows
 
 
 class ModelConfigError(ValueError):
     """A config.json needs a feature that this architecture's code lacks; the message names the field."""
 
 
+class StoredWeight(Protocol):
+    """A tensor of a source, known to be there in this shape, and not read yet. It is read once."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def blocks(self, rows: int) -> Iterator[Tensor]:
+        """Yield the tensor in the model's dtype, on the CPU, `rows` rows at a time; valid until the next block.
+
+        Raises LoaderError if its file cannot be read.
+        """
+        ...
+
+    def whole(self) -> Tensor:
+        """Return the tensor in the model's dtype, on the device; errors as those of `blocks`."""
+        ...
+
+
 class WeightSource(Protocol):
     """The source of a model's tensors."""
+
+    def open(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        """Return a tensor to be read later; raises LoaderError if it is missing or has another shape."""
+        ...
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor in the model's dtype; raises LoaderError if it is missing or has another shape."""
@@ -32,8 +54,12 @@ class Builder(Protocol):
     @property
     def kernels(self) -> Kernels: ...
 
-    def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def prepare_linear(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None = None) -> Linear:
         """Prepare a weight [out_features, in_features] for use."""
+        ...
+
+    def prepare_tied(self, name: str, weight: WeightRows) -> tuple[Embedding, Linear]:
+        """Prepare a weight [vocabulary, hidden] as a table of embeddings and as a linear, held once."""
         ...
 
 

@@ -3,38 +3,83 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from executor_svc.models.folder import LoaderError, find_weights
+from executor_svc.models.safetensors_file import StoredTensor, tensors_of
 
 _DUMMY_STD = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class NamedWeight:
+    """Implements `models.base.StoredWeight`: a tensor of a source, which is not read yet."""
+
+    source: Weights
+    name: str
+    shape: tuple[int, ...]
+
+    def blocks(self, rows: int) -> Iterator[Tensor]:
+        return self.source.blocks(self.name, self.shape, rows)
+
+    def whole(self) -> Tensor:
+        return self.source.get(self.name, self.shape)
+
+
 class Weights:
-    """Tensors by name; each is read once, checked, converted and hashed. Base class of the sources below."""
+    """Tensors by name; each is read once, checked, converted and hashed. Base class of the sources below.
+
+    Several threads may read at once, each another tensor.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._torch_device = device
         self._hashes: dict[str, bytes] = {}
-        self.num_parameters = 0
+        self._counts: dict[str, int] = {}
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the tensors that have been read."""
+        return sum(self._counts.values())
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise LoaderError for a wrong shape or name."""
+
+    def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
+        """Yield a tensor as it is stored, `rows` rows at a time; a block is valid until the next one."""
         raise NotImplementedError
+
+    def open(self, name: str, shape: tuple[int, ...]) -> NamedWeight:
+        """Return a tensor to be read later; raises LoaderError for a wrong shape or name at once."""
+        self._check(name, shape)
+        return NamedWeight(self, name, shape)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a copy of a tensor in the model's dtype; raises LoaderError for a wrong shape or name."""
-        # Copied even without a conversion: one view of a file's mapping keeps all of it resident.
-        tensor = self._read(name, shape).to(self._dtype, copy=True).contiguous()
-        self._hashes[name] = _hash(name, tensor)
-        self.num_parameters += tensor.numel()
+        self._check(name, shape)
+        (tensor,) = self.blocks(name, shape, shape[0])
         return tensor.to(self._torch_device)
+
+    def blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
+        """Yield a tensor in the model's dtype, on the CPU, `rows` rows at a time; a block is valid until the next one.
+
+        The hash is of the very bytes that are yielded, whatever becomes of the file.
+        """
+        content = hashlib.sha256(f"{name} {list(shape)} {self._dtype} ".encode())
+        count = 0
+        for stored in self._stored_blocks(name, shape, rows):
+            block = stored.to(self._dtype)
+            content.update(block.reshape(-1).view(torch.uint8).numpy().data)
+            count += block.numel()
+            yield block
+        self._hashes[name], self._counts[name] = content.digest(), count
 
     def get_scales(self, name: str, count: int) -> Tensor | None:
         """Return the scales of `count` heads, [count] float32 on the CPU, finite and above 0; None if there are none.
@@ -66,7 +111,7 @@ class DummyWeights(Weights):
         tensor = self.draw(name, shape, self._torch_device)
         source = f"{name} {list(shape)} {self._dtype} seed {self._seed} {self._torch_device.type}"
         self._hashes[name] = hashlib.sha256(source.encode()).digest()
-        self.num_parameters += tensor.numel()
+        self._counts[name] = tensor.numel()
         return tensor
 
     def draw(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -76,10 +121,12 @@ class DummyWeights(Weights):
             return tensor.fill_(1.0)
         return tensor.normal_(0.0, _DUMMY_STD, generator=self._generator(name, device))
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if "norm" in name:
-            return torch.ones(shape)
-        return torch.randn(shape, generator=self._generator(name, torch.device("cpu"))) * _DUMMY_STD
+    def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
+        # Drawn as a whole: a number depends on the size of its tensor.
+        whole = torch.ones(shape)
+        if "norm" not in name:
+            whole = torch.randn(shape, generator=self._generator(name, torch.device("cpu"))).mul_(_DUMMY_STD)
+        yield from whole.split(rows)
 
     def _generator(self, name: str, device: torch.device) -> torch.Generator:
         seed = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:8], "little") >> 1
@@ -87,51 +134,65 @@ class DummyWeights(Weights):
 
 
 class SafetensorsWeights(Weights):
-    """Tensors of a folder's safetensors files, single or sharded, read one at a time."""
+    """Tensors of a folder's safetensors files, single or sharded, read block by block."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self._folder = folder
-        self._file_of = _tensor_files(folder)
-        self._open_file: tuple[Path, Any] | None = None
+        self._headers: dict[Path, dict[str, StoredTensor]] = {}
+        self._file_of = self._tensor_files()
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        path = self._file_of.get(name)
-        if path is None:
+    def _tensor_files(self) -> dict[str, Path]:
+        """Return the file of each tensor, from a sharded checkpoint's index or from the single file."""
+        found = find_weights(self._folder)
+        return found if isinstance(found, dict) else dict.fromkeys(self._header(found), found)
+
+    def _header(self, path: Path) -> dict[str, StoredTensor]:
+        if path not in self._headers:
+            self._headers[path] = tensors_of(path)
+        return self._headers[path]
+
+    def _stored(self, name: str) -> StoredTensor:
+        """Return a tensor that the folder's index names; raises LoaderError if its file lacks it."""
+        path = self._file_of[name]
+        stored = self._header(path).get(name)
+        if stored is None:
+            raise LoaderError(f"{path}: tensor {name} cannot be read: the file does not hold it")
+        return stored
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._file_of:
             raise LoaderError(f"model folder {self._folder}: tensor {name} is missing")
-        tensor = self._as_stored(name, path)
-        if tuple(tensor.shape) != shape:
-            raise LoaderError(f"{path}: tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise LoaderError(f"{path}: tensor {name} is {tensor.dtype}; quantized checkpoints are not supported")
-        return tensor
+        stored = self._stored(name)
+        if stored.shape != shape:
+            raise LoaderError(
+                f"{stored.path}: tensor {name} has shape {list(stored.shape)}, config.json says {list(shape)}"
+            )
+        if not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
+            raise LoaderError(
+                f"{stored.path}: tensor {name} is {stored.dtype}; quantized checkpoints are not supported"
+            )
+
+    def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
+        return self._stored(name).blocks(rows)
 
     def get_scales(self, name: str, count: int) -> Tensor | None:
         """As in `Weights`; scales are never rounded to the model's dtype."""
-        path = self._file_of.get(name)
-        if path is None:
+        if name not in self._file_of:
             return None
-        stored = self._as_stored(name, path)
-        if stored.numel() != 1 and tuple(stored.shape) not in ((count,), (count, 1, 1)):
+        stored = self._stored(name)
+        if math.prod(stored.shape) != 1 and stored.shape not in ((count,), (count, 1, 1)):
             raise LoaderError(
-                f"{path}: tensor {name} has shape {list(stored.shape)}; scales are one number, or one for each of "
-                f"{count} KV heads"
+                f"{stored.path}: tensor {name} has shape {list(stored.shape)}; scales are one number, or one for each "
+                f"of {count} KV heads"
             )
-        scales = stored.to(torch.float32, copy=True).flatten()
+        scales = stored.whole().to(torch.float32).flatten()
         if not bool(((scales > 0) & scales.isfinite()).all()):
-            raise LoaderError(f"{path}: tensor {name} is {scales.tolist()}; scales must be finite and above 0")
-        self._hashes[name] = _hash(name, scales)
+            raise LoaderError(f"{stored.path}: tensor {name} is {scales.tolist()}; scales must be finite and above 0")
+        content = hashlib.sha256(f"{name} {list(scales.shape)} {scales.dtype} ".encode())
+        content.update(scales.view(torch.uint8).numpy().data)
+        self._hashes[name] = content.digest()
         return scales.expand(count).contiguous()
-
-    def _as_stored(self, name: str, path: Path) -> Tensor:
-        """Return a view of a tensor in a file."""
-        if self._open_file is None or self._open_file[0] != path:
-            self._open_file = (path, _open(path))
-        try:
-            tensor: Tensor = self._open_file[1].get_tensor(name)
-        except SafetensorError as error:
-            raise LoaderError(f"{path}: tensor {name} cannot be read: {error}") from error
-        return tensor
 
     def check_all_used(self, ignored: Callable[[str], bool]) -> None:
         """Raise LoaderError if the files hold tensors that the model has not read: they are of another model."""
@@ -141,23 +202,3 @@ class SafetensorsWeights(Weights):
             raise LoaderError(
                 f"model folder {self._folder}: {len(unused)} tensors that the model does not use: {shown}"
             )
-
-
-def _hash(name: str, tensor: Tensor) -> bytes:
-    """Return sha256 over name, shape, dtype and bytes of a tensor on the CPU."""
-    content = hashlib.sha256(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
-    content.update(tensor.view(torch.uint8).numpy().data)
-    return content.digest()
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor, from a sharded checkpoint's index or from the single file."""
-    found = find_weights(folder)
-    return found if isinstance(found, dict) else dict.fromkeys(_open(found).keys(), found)

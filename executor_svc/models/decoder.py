@@ -38,17 +38,17 @@ class Decoder:
         ropes = [layer.rope for layer in spec.layers]
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
         distinct_ropes = list(dict.fromkeys(ropes))
-        self._rotaries = [
-            make_rotary(rope, max_model_len, builder.dtype, builder.torch_device) for rope in distinct_ropes
-        ]
         self._plan_of = [self.attention_shapes.index(shape) for shape in shapes]
         self._rotary_of = [distinct_ropes.index(rope) for rope in ropes]
         reader = DecoderWeights(spec, weights, builder)
-        self._embedding = reader.embedding()
+        # First, because its weight is the largest: on the CPU threads read them meanwhile, each another one.
+        self._embedding, self._head = reader.ends()
         scales = kv_scales or [None] * spec.num_layers
         self._layers = [reader.layer(i, *each) for i, each in enumerate(zip(shapes, scales, strict=True))]
         self._final_norm = reader.final_norm()
-        self._head = reader.head(self._embedding)
+        self._rotaries = [
+            make_rotary(rope, max_model_len, builder.dtype, builder.torch_device) for rope in distinct_ropes
+        ]
         self._embedding_scale = spec.embedding_scale
         if spec.embedding_scale_rounded:
             self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=builder.dtype))
@@ -82,7 +82,7 @@ class Decoder:
     ) -> Tensor:
         """Return hidden states [T, hidden] before the final norm; arguments as in `models.base.CausalLM`."""
         kernels, eps, scale = self._kernels, self._spec.rms_norm_eps, self._spec.residual_scale
-        residual = kernels.embed(self._embedding, token_ids, self._embedding_scale)
+        residual = self._embedding(token_ids, self._embedding_scale)
         delta: Tensor | None = None
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
             if delta is None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor_svc.device.kernels import AttentionShape, HeadNorms, KVScales, Linear
-from executor_svc.models.base import Builder, WeightSource
-from executor_svc.models.layers.attention import Attention, fuse_qkv, pad_output
+from executor_svc.device.embedding import TableEmbedding
+from executor_svc.device.kernels import AttentionShape, Embedding, HeadNorms, KVScales, Linear
+from executor_svc.models.base import Builder, StoredWeight, WeightSource
+from executor_svc.models.layers.attention import Attention, fuse_qkv
 from executor_svc.models.layers.mlp import GatedMlp
+from executor_svc.models.linear_weight import LinearWeight, output_weight, qkv_weight
 from executor_svc.models.spec import DecoderSpec
 
 
@@ -28,26 +30,24 @@ class LayerWeights:
 
 
 class DecoderWeights:
-    """Loads layer by layer, and prepares each linear at once, so that no second copy of its weight stays."""
+    """Loads layer by layer. The device reads the weight of each linear, so that no second copy of it is needed."""
 
     def __init__(self, spec: DecoderSpec, weights: WeightSource, builder: Builder) -> None:
         self._spec = spec
         self._weights = weights
         self._builder = builder
 
-    def embedding(self) -> Tensor:
-        """Return [vocab_size, hidden]."""
-        return self._weights.get("model.embed_tokens.weight", (self._spec.vocab_size, self._spec.hidden_size))
+    def ends(self) -> tuple[Embedding, Linear]:
+        """Return the table of embeddings and the linear from hidden states to logits, which may have one weight."""
+        size = (self._spec.vocab_size, self._spec.hidden_size)
+        table = self._weights.open("model.embed_tokens.weight", size)
+        if self._spec.tied:
+            return self._builder.prepare_tied("lm_head", LinearWeight([table], self._builder.dtype))
+        head = LinearWeight([self._weights.open("lm_head.weight", size)], self._builder.dtype)
+        return TableEmbedding(table.whole(), self._builder.kernels), self._builder.prepare_linear("lm_head", head)
 
     def final_norm(self) -> Tensor:
         return self._norm("model.norm", self._spec.hidden_size)
-
-    def head(self, embedding: Tensor) -> Linear:
-        """Return the linear from hidden states to logits; its weight may be that of the embedding."""
-        weight = embedding
-        if not self._spec.tied:
-            weight = self._weights.get("lm_head.weight", (self._spec.vocab_size, self._spec.hidden_size))
-        return self._builder.prepare_linear("lm_head", weight)
 
     def layer(self, index: int, shape: AttentionShape, scales: KVScales | None) -> LayerWeights:
         """Return a layer; scales: of its keys and values."""
@@ -70,14 +70,15 @@ class DecoderWeights:
         return weight.float() + offset if offset else weight
 
     def _attention(self, prefix: str, shape: AttentionShape, scales: KVScales | None) -> Attention:
-        spec = self._spec
+        spec, dtype = self._spec, self._builder.dtype
         q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        qkv = fuse_qkv(self._parts(prefix, "qkv_proj", sizes, "weight", (spec.hidden_size,)), shape)
+        qkv = qkv_weight(self._parts(prefix, "qkv_proj", sizes, "weight", (spec.hidden_size,)), dtype, shape)
         qkv_bias = output_bias = norms = None
         if spec.qkv_bias:
-            qkv_bias = fuse_qkv(self._parts(prefix, "qkv_proj", sizes, "bias", ()), shape)
-        output = self._weights.get(f"{prefix}.o_proj.weight", (spec.hidden_size, q))
+            biases = [part.whole() for part in self._parts(prefix, "qkv_proj", sizes, "bias", ())]
+            qkv_bias = fuse_qkv(biases, shape)
+        output = output_weight(self._weights.open(f"{prefix}.o_proj.weight", (spec.hidden_size, q)), dtype, shape)
         if spec.output_bias:
             output_bias = self._weights.get(f"{prefix}.o_proj.bias", (spec.hidden_size,))
         if spec.head_norms:
@@ -86,20 +87,20 @@ class DecoderWeights:
         return Attention(
             shape,
             self._builder.prepare_linear("attention.qkv", qkv, qkv_bias),
-            self._builder.prepare_linear("attention.output", pad_output(output, shape), output_bias),
+            self._builder.prepare_linear("attention.output", output, output_bias),
             norms,
             scales,
             self._builder.kernels,
         )
 
     def _mlp(self, prefix: str) -> GatedMlp:
-        spec = self._spec
+        spec, dtype = self._spec, self._builder.dtype
         hidden, sizes = spec.hidden_size, dict.fromkeys(("gate_proj", "up_proj"), spec.intermediate_size)
-        gate_up = torch.cat(self._parts(prefix, "gate_up_proj", sizes, "weight", (hidden,)))
-        down = self._weights.get(f"{prefix}.down_proj.weight", (hidden, spec.intermediate_size))
+        gate_up = LinearWeight(self._parts(prefix, "gate_up_proj", sizes, "weight", (hidden,)), dtype)
+        down = LinearWeight([self._weights.open(f"{prefix}.down_proj.weight", (hidden, spec.intermediate_size))], dtype)
         gate_up_bias = down_bias = None
         if spec.mlp_bias:
-            gate_up_bias = torch.cat(self._parts(prefix, "gate_up_proj", sizes, "bias", ()))
+            gate_up_bias = torch.cat([part.whole() for part in self._parts(prefix, "gate_up_proj", sizes, "bias", ())])
             down_bias = self._weights.get(f"{prefix}.down_proj.bias", (hidden,))
         return GatedMlp(
             self._builder.prepare_linear("mlp.gate_up", gate_up, gate_up_bias),
@@ -110,9 +111,8 @@ class DecoderWeights:
 
     def _parts(
         self, prefix: str, fused: str, sizes: dict[str, int], kind: str, columns: tuple[int, ...]
-    ) -> list[Tensor]:
-        """Return the tensors [size, *columns] of one fused linear: read one by one, or split from one tensor."""
+    ) -> list[StoredWeight]:
+        """Return the tensors of one fused linear: one of each name [size, *columns], or all of them in one tensor."""
         if self._spec.fused_tensors:
-            whole = self._weights.get(f"{prefix}.{fused}.{kind}", (sum(sizes.values()), *columns))
-            return list(whole.split(list(sizes.values())))
-        return [self._weights.get(f"{prefix}.{name}.{kind}", (size, *columns)) for name, size in sizes.items()]
+            return [self._weights.open(f"{prefix}.{fused}.{kind}", (sum(sizes.values()), *columns))]
+        return [self._weights.open(f"{prefix}.{name}.{kind}", (size, *columns)) for name, size in sizes.items()]

@@ -77,7 +77,8 @@ def _load_own(
     if device.kv_dtype != device.dtype:
         names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
         scales = _read_scales(weights, folder, names, spec.num_kv_heads, device)
-    model = Decoder(spec, max_model_len, weights, device, scales)
+    with device.loading():
+        model = Decoder(spec, max_model_len, weights, device, scales)
     if isinstance(weights, SafetensorsWeights):
         ignored = ignored_tensors(spec)
         weights.check_all_used(lambda tensor: tensor.endswith(ignored))

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels import activation, argmax, matmul, norm, rows
+from executor_svc.cpu.kernels import activation, argmax, matmul, norm, panel_rows, rows
 from executor_svc.cpu.kernels import attention as cpu_attention
 from executor_svc.cpu.kernels import rope as rotary
 from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
@@ -19,7 +19,8 @@ from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs, widen_rows
-from executor_svc.cpu.kernels.panels import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panels import PanelWriter
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
@@ -48,6 +49,7 @@ class CpuKernels:
         """isa: what kernels are compiled for; by default the highest level of this processor."""
         self._code = Code(isa)
         self._team = Team(self._code, num_threads)
+        self.panel_writer = PanelWriter(self._code)
         self._recording: Recording | None = None
         self._workspace = Workspace()
 
@@ -98,6 +100,13 @@ class CpuKernels:
         y = self._new(name, (ids.shape[0], table.shape[1]), table.dtype)
         kernel = rows.take_rows(self._code, _dtype(table), table.shape[1], scale)
         self._launch(Launch(kernel, "rows", 1, 1, _addresses(table, ids, y)), ids.shape[0])
+        return y
+
+    def embed_from_panels(self, panels: Tensor, hidden: int, token_ids: Tensor, scale: float) -> Tensor:
+        """As `embed`, for the panels of a table [vocabulary, hidden]."""
+        y = self._new("embedded", (token_ids.shape[0], hidden), panels.dtype)
+        kernel = panel_rows.take_rows(self._code, _dtype(panels), hidden, scale)
+        self._launch(Launch(kernel, "rows", 1, 1, _addresses(panels, token_ids, y)), token_ids.shape[0])
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -177,7 +186,7 @@ class CpuKernels:
     def linear(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, out_dtype: torch.dtype
     ) -> Tensor:
-        """Return x @ weight.T + bias for a weight packed by `matmul.pack`."""
+        """Return x @ weight.T + bias for a weight in panels (`panels.new_panels`)."""
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
         kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), bias is not None)
         sizes = (x.shape[1], out_features)

@@ -9,31 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-import torch
-from torch import Tensor
-
 from executor_svc.cpu.kernels import matmul_amx
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.matmul_tiles import Output, Shape, has_pairs, tile, tile_shapes
-from executor_svc.cpu.kernels.panels import PANEL, ROWS_AT_ONCE, inner_step
-
-
-def pack(weight: Tensor) -> Tensor:
-    """Reorder weight [N, K] into panels [N / 32, K / step, 32, step], zeros beyond N and K; step: `inner_step`."""
-    step = 2 if weight.dtype == torch.bfloat16 else 1
-    rows, columns = weight.shape
-    if rows % PANEL or columns % step:
-        weight = torch.nn.functional.pad(weight, (0, -columns % step, 0, -rows % PANEL))
-    panels = weight.view(-1, PANEL, weight.shape[1] // step, step)
-    return panels.transpose(1, 2).contiguous()
+from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, inner_step
 
 
 def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     """Add the kernel y = x @ weight.T (+ bias), rounded to dtype and written as `out`; returns its name.
 
     Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x [rows, K], of floats from `widen_rows` if not
-    `has_pairs`, weight as `pack` returns it, y [rows, N], K, N, bias [N] or 0, and the distance in panels to the panel
+    `has_pairs`, weight in panels (`panels`), y [rows, N], K, N, bias [N] or 0, and the distance in panels to the panel
     that this thread will probably need next, which it prefetches while it multiplies. Weight and bias are of dtype.
     """
     if dtype == "bfloat16" and code.isa.has("amx-bf16"):

@@ -11,7 +11,7 @@ from llvmlite import ir
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, BfloatType, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
-from executor_svc.cpu.kernels.panels import PANEL, inner_step, load_weights, widened_weights
+from executor_svc.cpu.kernels.panel_layout import PANEL, inner_step, load_weights, widened_weights
 
 CHAINS = 1
 """Partial sums of each element. Exactness only needs the same number for all numbers of rows; one is as fast as two

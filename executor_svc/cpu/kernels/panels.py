@@ -1,40 +1,124 @@
-"""Panels of a weight, as `matmul.pack` makes them: their sizes, and how kernels read them."""
+"""Weights in panels, the order in which `matmul` reads them: their memory, and the code that puts rows there.
+
+Number [n, k] of a weight lies at [n // 32, k // step, n % 32, k % step]; step: `panel_layout.inner_step`. A panel's unit, the
+step numbers of one row, has 4 bytes in every dtype, so that rows become columns of 32-bit integers.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import ctypes
+import math
+import mmap
 
+import torch
 from llvmlite import ir
+from torch import Tensor
+from torch.nn import functional
 
-from executor_svc.cpu.kernels.codegen.emit import LANES, Dtype, Emitter, Int, Vec
+from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int
+from executor_svc.cpu.kernels.panel_layout import PANEL, inner_step
 
-PANEL = 2 * LANES
-"""Columns of the result that are computed together; rows of a panel of the weight."""
-
-ROWS_AT_ONCE = 96
-"""Rows of an item: their part of x stays in the L2 cache while panels are read."""
-
+UNIT_BYTES = 4
+_PANEL_UNIT_BYTES = PANEL * UNIT_BYTES
+_LEAST_MAPPED_BYTES = 1 << 20
 _I32 = ir.IntType(32)
-_VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
+_VI32 = ir.VectorType(_I32, LANES)
 
 
-def inner_step(dtype: Dtype) -> int:
-    """Return the numbers of a row of x that one operation multiplies."""
-    return 2 if dtype == "bfloat16" else 1
+def new_panels(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return panels [rows / 32, columns / step, 32, step] for a weight [rows, columns], all zeros.
+
+    Large ones are in huge pages where the system has them: those take a fifth of the time to fill, and fewer entries of
+    the table by which the processor finds pages.
+    """
+    step = inner_step("bfloat16" if dtype == torch.bfloat16 else "float32")
+    shape = (-(-rows // PANEL), -(-columns // step), PANEL, step)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _LEAST_MAPPED_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def load_weights(emit: Emitter, address: Int, dtype: Dtype) -> Any:
-    """Load the weights of 16 columns for one step of K: floats, or pairs of bfloat16."""
-    kind = _VF32 if dtype == "float32" else _VI32
-    loaded = emit.builder.load(emit.pointer(address, kind))
-    loaded.align = 4
-    return loaded
+class PanelWriter:
+    """Puts rows of weights into panels; any thread may do so."""
+
+    def __init__(self, code: Code) -> None:
+        kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
+        self._write = kind(code.address(code.function("write_panels", 5, _write_panels)))
+
+    def write(self, panels: Tensor, first: int, rows: Tensor) -> None:
+        """Write rows [R, K], in the dtype of the panels, as rows first to first + R of the weight."""
+        missing = panels.shape[1] * panels.shape[3] - rows.shape[1]
+        rows = functional.pad(rows, (0, missing)) if missing else rows.contiguous()
+        assert rows.dtype == panels.dtype
+        assert first + len(rows) <= panels.shape[0] * PANEL
+        self._write(rows.data_ptr(), panels.data_ptr(), first, len(rows), panels.shape[1])
 
 
-def widened_weights(emit: Emitter, weights: Any, dtype: Dtype) -> list[Vec]:
-    """Return loaded weights as floats: one vector, or those of a pair's first and second numbers."""
-    if dtype == "float32":
-        return [Vec(emit, weights)]
-    shifted = emit.builder.shl(weights, ir.Constant(_VI32, [16] * LANES))
-    masked = emit.builder.and_(weights, ir.Constant(_VI32, [0xFFFF0000] * LANES))
-    return [Vec(emit, emit.builder.bitcast(each, _VF32)) for each in (shifted, masked)]
+def _write_panels(emit: Emitter, source: Int, panels: Int, first: Int, rows: Int, units: Int) -> None:
+    """Emit: write rows of so many units each to the panels, from row `first` of the weight on.
+
+    Squares of 16 rows and 16 units are transposed in registers; what is left over goes one by one.
+    """
+    row_bytes, panel_bytes = units * UNIT_BYTES, units * _PANEL_UNIT_BYTES
+
+    def target(row: Int) -> Int:
+        place = first + row
+        return panels + place // PANEL * panel_bytes + place % PANEL * UNIT_BYTES
+
+    def one_by_one(start: Int, stop: Int, first_unit: Int | int) -> None:
+        def copy_row(row: Int, _: object) -> None:
+            place, into = source + row * row_bytes, target(row)
+
+            def copy(unit: Int, _: object) -> None:
+                number = emit.builder.load(emit.pointer(place + unit * UNIT_BYTES, _I32))
+                emit.builder.store(number, emit.pointer(into + unit * _PANEL_UNIT_BYTES, _I32))
+
+            emit.loop(first_unit, units, 1, copy)
+
+        emit.loop(start, stop, 1, copy_row)
+
+    lead = ((emit.integer(0) - first) % LANES).least(rows)
+    end = lead + (rows - lead) // LANES * LANES
+    whole_units = units // LANES * LANES
+
+    def squares(row: Int, _: object) -> None:
+        place, into = source + row * row_bytes, target(row)
+        emit.loop(
+            0,
+            whole_units,
+            LANES,
+            lambda unit, _: _transpose(emit, place + unit * UNIT_BYTES, row_bytes, into + unit * _PANEL_UNIT_BYTES),
+        )
+
+    one_by_one(emit.integer(0), lead, 0)
+    emit.loop(lead, end, LANES, squares)
+    one_by_one(lead, end, whole_units)
+    one_by_one(end, rows, 0)
+
+
+def _transpose(emit: Emitter, source: Int, row_bytes: Int, target: Int) -> None:
+    """Emit: write 16 units of 16 rows to a panel, by exchanging halves, quarters and so on between pairs of rows."""
+    builder = emit.builder
+    rows = []
+    for row in range(LANES):
+        loaded = builder.load(emit.pointer(source + row_bytes * row, _VI32))
+        loaded.align = UNIT_BYTES
+        rows.append(loaded)
+    distance = LANES // 2
+    while distance:
+        low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+        high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+        for row in (row for row in range(LANES) if not row & distance):
+            pair = rows[row], rows[row + distance]
+            rows[row], rows[row + distance] = (
+                builder.shuffle_vector(*pair, ir.Constant(_VI32, lanes)) for lanes in (low, high)
+            )
+        distance //= 2
+    for unit, column in enumerate(rows):
+        builder.store(column, emit.pointer(target + unit * _PANEL_UNIT_BYTES, _VI32)).align = UNIT_BYTES

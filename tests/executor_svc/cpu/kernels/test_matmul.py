@@ -13,8 +13,7 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
-from executor_svc.cpu.kernels.matmul import pack
-from executor_svc.cpu.kernels.panels import PANEL, ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.processors import ISAS
 
@@ -140,17 +139,3 @@ def test_threads_do_not_show(num_threads: int) -> None:
         linear = CpuLinear(weight, None, CpuKernels(num_threads))
         for rows in (250, 1, 97, 12):
             assert equal_bits(linear(x[:rows]), expected[:rows])
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("shape", [(1, 1), (32, 2), (33, 3), (70, 9), (96, 64)])
-def test_panels_hold_the_weight(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Number [n, k] of the weight lies in panel n // 32, row n % 32; what is beyond the weight is 0."""
-    weight, step = randn(0, *shape).to(dtype), 2 if dtype == BF16 else 1
-    panels = pack(weight)
-    assert panels.is_contiguous()
-    assert panels.shape == (-(-shape[0] // PANEL), -(-shape[1] // step), PANEL, step)
-    for n in range(shape[0]):
-        for k in range(shape[1]):
-            assert panels[n // PANEL, k // step, n % PANEL, k % step] == weight[n, k]
-    assert int((panels != 0).sum()) == int((weight != 0).sum())

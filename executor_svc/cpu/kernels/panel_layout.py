@@ -1,0 +1,40 @@
+"""The layout of a weight's panels (`panels`): their sizes, and how kernels read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from executor_svc.cpu.kernels.codegen.emit import LANES, Dtype, Emitter, Int, Vec
+
+PANEL = 2 * LANES
+"""Columns of the result that are computed together; rows of a panel of the weight."""
+
+ROWS_AT_ONCE = 96
+"""Rows of an item: their part of x stays in the L2 cache while panels are read."""
+
+_I32 = ir.IntType(32)
+_VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
+
+
+def inner_step(dtype: Dtype) -> int:
+    """Return the numbers of a row of x that one operation multiplies."""
+    return 2 if dtype == "bfloat16" else 1
+
+
+def load_weights(emit: Emitter, address: Int, dtype: Dtype) -> Any:
+    """Load the weights of 16 columns for one step of K: floats, or pairs of bfloat16."""
+    kind = _VF32 if dtype == "float32" else _VI32
+    loaded = emit.builder.load(emit.pointer(address, kind))
+    loaded.align = 4
+    return loaded
+
+
+def widened_weights(emit: Emitter, weights: Any, dtype: Dtype) -> list[Vec]:
+    """Return loaded weights as floats: one vector, or those of a pair's first and second numbers."""
+    if dtype == "float32":
+        return [Vec(emit, weights)]
+    shifted = emit.builder.shl(weights, ir.Constant(_VI32, [16] * LANES))
+    masked = emit.builder.and_(weights, ir.Constant(_VI32, [0xFFFF0000] * LANES))
+    return [Vec(emit, emit.builder.bitcast(each, _VF32)) for each in (shifted, masked)]

@@ -1,0 +1,107 @@
+"""Where the tensors of a safetensors file lie, and plain reads of their bytes.
+
+The file is read and not mapped: no page of it counts as this process's memory, and a file that is cut or overwritten
+meanwhile is an error or other numbers, never the end of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from executor_svc.models.folder import LoaderError
+
+_LENGTH_BYTES = 8
+"""A file begins with the length of its header, little endian."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file."""
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    def blocks(self, rows: int) -> Iterator[Tensor]:
+        """Yield `rows` rows at a time, the last time perhaps fewer; a block is valid until the next one.
+
+        Raises LoaderError if the file cannot be read, or has become shorter.
+        """
+        buffer = torch.empty(min(rows, self.shape[0]), *self.shape[1:], dtype=self.dtype)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.offset)
+                for start in range(0, self.shape[0], rows):
+                    block = buffer[: self.shape[0] - start]
+                    self._read(file, block)
+                    yield block
+        except OSError as error:
+            raise LoaderError(f"{self.path}: tensor {self.name} cannot be read: {error}") from error
+
+    def whole(self) -> Tensor:
+        """Return the tensor, in memory of its own; errors as those of `blocks`."""
+        if not self.shape or not self.shape[0]:
+            alone = StoredTensor(self.path, self.name, self.dtype, (1, *self.shape), self.offset)
+            return next(alone.blocks(1))[0]
+        return next(self.blocks(self.shape[0]))
+
+    def _read(self, file: Any, block: Tensor) -> None:
+        bytes_left = block.reshape(-1).view(torch.uint8).numpy().data
+        while bytes_left:
+            count = file.readinto(bytes_left)
+            if not count:
+                raise LoaderError(f"{self.path}: tensor {self.name} cannot be read: the file ends within it")
+            bytes_left = bytes_left[count:]
+
+
+def tensors_of(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name; raises LoaderError for a file that is no safetensors file."""
+    try:
+        with safe_open(path, framework="pt"):  # checks the header against the file
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        data = _LENGTH_BYTES + length
+        return {name: _stored(path, name, entry, data) for name, entry in header.items()}
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def _stored(path: Path, name: str, entry: dict[str, Any], data: int) -> StoredTensor:
+    """Return a tensor of the header; data: offset of the first tensor."""
+    dtype, shape = _DTYPES.get(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+    if dtype is None:
+        raise LoaderError(f"{path}: tensor {name} is {entry['dtype']}; quantized checkpoints are not supported")
+    begin, end = entry["data_offsets"]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"tensor {name} has {end - begin} bytes for shape {list(shape)}")
+    return StoredTensor(path, name, dtype, shape, data + begin)

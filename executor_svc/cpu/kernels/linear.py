@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.matmul import PANEL
+from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.panels import new_panels
 from executor_svc.device.kernels import WeightRows
 

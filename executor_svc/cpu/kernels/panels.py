@@ -1,7 +1,7 @@
 """Weights in panels, the order in which `matmul` reads them: their memory, and the code that puts rows there.
 
-Number [n, k] of a weight lies at [n // 32, k // step, n % 32, k % step]; step: `panel_layout.inner_step`. A panel's unit, the
-step numbers of one row, has 4 bytes in every dtype, so that rows become columns of 32-bit integers.
+Number [n, k] of a weight lies at [n // 32, k // step, n % 32, k % step]; step: `panel_layout.inner_step`. A panel's
+unit, the step numbers of one row, has 4 bytes in every dtype, so that rows become columns of 32-bit integers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 from executor_svc.cpu.kernels import cpu_kernels
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
-from executor_svc.cpu.kernels.matmul import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.emulated_tiles import EmulatedCode, Tiles
 from tests.executor_svc.cpu.kernels.instructions import Bits, Floats, tile_product

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.matmul import PANEL
+from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.panels import new_panels
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.processors import LACKING, take_away

@@ -40,15 +40,16 @@ class Decoder:
         distinct_ropes = list(dict.fromkeys(ropes))
         self._plan_of = [self.attention_shapes.index(shape) for shape in shapes]
         self._rotary_of = [distinct_ropes.index(rope) for rope in ropes]
+        # Before the weights: threads read those, and would wait for Python's lock while this thread computes.
+        self._rotaries = [
+            make_rotary(rope, max_model_len, builder.dtype, builder.torch_device) for rope in distinct_ropes
+        ]
         reader = DecoderWeights(spec, weights, builder)
-        # First, because its weight is the largest: on the CPU threads read them meanwhile, each another one.
+        # First, because its weight takes longest: on the CPU each weight is read by one thread.
         self._embedding, self._head = reader.ends()
         scales = kv_scales or [None] * spec.num_layers
         self._layers = [reader.layer(i, *each) for i, each in enumerate(zip(shapes, scales, strict=True))]
         self._final_norm = reader.final_norm()
-        self._rotaries = [
-            make_rotary(rope, max_model_len, builder.dtype, builder.torch_device) for rope in distinct_ropes
-        ]
         self._embedding_scale = spec.embedding_scale
         if spec.embedding_scale_rounded:
             self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=builder.dtype))

@@ -12,7 +12,7 @@ from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.panels import new_panels
 from tests.executor_svc.cpu.kernels.bits import equal_bits
-from tests.executor_svc.cpu.kernels.processors import LACKING, take_away
+from tests.executor_svc.cpu.kernels.processors import ISAS
 
 F32, BF16 = torch.float32, torch.bfloat16
 KERNELS = CpuKernels(2)
@@ -67,12 +67,11 @@ def test_pieces_at_any_row(seed: int, rows: int, columns: int, cuts: list[int], 
     assert equal_bits(found, definition(weight).contiguous())
 
 
-@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_as_made_for_other_processors(dtype: torch.dtype, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_away(LACKING[lacking], monkeypatch)
+def test_as_compiled_for_lower_levels(dtype: torch.dtype, isa: str) -> None:
     weight = randn(0, 117, 83).to(dtype)
-    assert equal_bits(panels_of(weight, CpuKernels(1)), definition(weight).contiguous())
+    assert equal_bits(panels_of(weight, CpuKernels(1, ISAS[isa])), definition(weight).contiguous())
 
 
 def test_memory_of_large_panels_is_zero_at_first() -> None:

@@ -1,0 +1,71 @@
+"""Memory while a model is loaded on the CPU: hardly more than what stays, and a tied table is held once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status"),
+]
+
+_HIDDEN, _INNER, _VOCABULARY, _LAYERS = 1024, 4096, 40000, 3
+
+_LOAD = """
+import json, sys
+from pathlib import Path
+from executor_svc.config import ExecutorConfig
+from executor_svc.models.loading import load_model
+from executor_svc.startup.device import make_device
+
+def resident(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
+
+config = ExecutorConfig(model=sys.argv[1], device="cpu", num_threads=2, max_num_batched_tokens=16, max_num_seqs=16)
+device = make_device(config)
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = resident("VmRSS")
+loaded = load_model(config, device)
+print(json.dumps([loaded.geometry.weight_bytes, resident("VmRSS") - before, resident("VmHWM") - before]))
+"""
+
+
+def _save_model(folder: Path) -> None:
+    """Save a tied Llama of 187 MB in bf16."""
+    sizes = {"model.embed_tokens.weight": (_VOCABULARY, _HIDDEN), "model.norm.weight": (_HIDDEN,)}
+    for layer in range(_LAYERS):
+        prefix = f"model.layers.{layer}"
+        sizes |= {f"{prefix}.self_attn.{name}_proj.weight": (_HIDDEN, _HIDDEN) for name in "qkvo"}
+        sizes |= {f"{prefix}.mlp.{name}_proj.weight": (_INNER, _HIDDEN) for name in ("gate", "up")}
+        sizes |= {f"{prefix}.mlp.down_proj.weight": (_HIDDEN, _INNER)}
+        sizes |= {f"{prefix}.{name}_layernorm.weight": (_HIDDEN,) for name in ("input", "post_attention")}
+    save_file(
+        {name: torch.full(size, 0.01, dtype=torch.bfloat16) for name, size in sizes.items()},
+        folder / "model.safetensors",
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
+        "hidden_size": _HIDDEN, "intermediate_size": _INNER, "vocab_size": _VOCABULARY, "num_hidden_layers": _LAYERS,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def test_the_peak_is_hardly_more_than_what_stays(tmp_path: Path) -> None:
+    _save_model(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    weight_bytes, stays, peak = json.loads(done.stdout.splitlines()[-1])
+    assert weight_bytes > 180e6
+    # A second copy of the table would be 44 % more.
+    assert weight_bytes <= stays <= 1.2 * weight_bytes
+    assert peak <= 1.15 * stays

@@ -7,7 +7,7 @@ operations on floats, in ascending order: weights are widened in registers for a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from executor_svc.cpu.kernels import matmul_amx
 from executor_svc.cpu.kernels.codegen.compiled import Code
@@ -56,7 +56,7 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         left = (columns - panel * PANEL).least(PANEL)
 
         def run(tiles: Mapping[int, Callable[..., None]]) -> None:
-            for at, count, size in _even_split(here, tiles):
+            for at, count, size in _split(here, tuple(tiles)):
 
                 def call(index: Int, _: list[Vec], at: Int = at, size: int = size) -> None:
                     row = at + index * size
@@ -71,9 +71,25 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     return code.kernel(f"matmul_{output}", 8, body)
 
 
-def _even_split(rows: Int, sizes: Collection[int]) -> Iterator[tuple[Int, Int, int]]:
-    """Split rows into the fewest tiles, whose sizes differ by at most one: first row, number of tiles, their size."""
-    most = max(sizes)
+def _split(rows: Int, sizes: Sequence[int]) -> Iterator[tuple[Int, Int, int]]:
+    """Split rows into tiles of these sizes, descending: first row, number of tiles, their size.
+
+    Evenly where there are tiles of all sizes, else into as large tiles as fit.
+    """
+    return _even_split(rows, sizes) if len(sizes) == sizes[0] else _largest_first(rows, sizes)
+
+
+def _largest_first(rows: Int, sizes: Sequence[int]) -> Iterator[tuple[Int, Int, int]]:
+    at = rows.emit.integer(0)
+    for size in sizes:
+        count = (rows - at) // size
+        yield at, count, size
+        at = at + count * size
+
+
+def _even_split(rows: Int, sizes: Sequence[int]) -> Iterator[tuple[Int, Int, int]]:
+    """Split rows into the fewest tiles; their sizes differ by at most one."""
+    most = sizes[0]
     num_tiles = (rows + (most - 1)) // most
     smaller, num_larger = rows // num_tiles, rows % num_tiles
     at = rows.emit.integer(0)

@@ -34,7 +34,11 @@ def describe(row: Row) -> str:
     params, found = row.params, row.medians
     lines = [f"{params['model']}, {params['measure']}: {params['requests']} requests, {params['output_tokens']} tokens"]
     for system in params["systems"]:
-        shown = [metric for metric in (_SPEED, *_LATENCIES, "start_s", "rss_mb") if f"{key(system)}_{metric}" in found]
+        shown = [
+            metric
+            for metric in (_SPEED, *_LATENCIES, "start_s", "peak_mb", "stays_mb", "peak_ratio", "rss_mb")
+            if f"{key(system)}_{metric}" in found
+        ]
         ratios = [name for name in found if name == f"ratio_{key(system)}" or name in _latency_ratios(system)]
         values = [f"{metric} {found[f'{key(system)}_{metric}']:.4g}" for metric in shown]
         values += [f"{name.replace(f'_{key(system)}', '')} {found[name]:.3g}" for name in ratios]

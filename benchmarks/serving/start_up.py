@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.common.burst_client import StreamTimes, stream_burst
 from benchmarks.common.rows import ROOT, BenchmarkError
 from benchmarks.common.workload import Request
@@ -22,14 +24,18 @@ from benchmarks.serving.runs import Run, timed
 
 STARTED = (CADENZA, VLLM)
 START = "start"
-_Start = Callable[[contextlib.ExitStack], tuple[float, dict[str, Any]]]
-"""Starts a system and serves one request; returns the seconds to the first token and the system's facts."""
+_Start = Callable[[contextlib.ExitStack], tuple[dict[str, float], dict[str, Any]]]
+"""Starts a system and serves one request; returns `start_s`, the seconds to the first token, and other metrics, and the
+system's facts."""
 
 
 def measure_starts(
     names: Sequence[str], folder: Path, request: Request, options: argparse.Namespace, service: Mapping[str, Any]
 ) -> Iterator[Run]:
-    """Each system is started, serves one request and is stopped, in turns; `start_s` ends with the first token."""
+    """Each system is started, serves one request and is stopped, in turns; `start_s` ends with the first token.
+
+    Of Cadenza's executor also the peak of its memory until then, what stays, and their ratio.
+    """
     starts: dict[str, _Start] = {
         CADENZA: lambda stack: _start_cadenza(stack, folder, request, service),
         VLLM: lambda stack: _start_vllm(stack, folder, request, options),
@@ -45,33 +51,41 @@ def _timed(name: str, repeat: int, quiet_wait_s: float, start: _Start) -> Run:
     with contextlib.ExitStack() as stack:
 
         def take() -> tuple[dict[str, float], dict[str, Any]]:
-            seconds, about = start(stack)
-            return {"start_s": seconds}, about
+            return start(stack)
 
         return timed(START, name, repeat, (), quiet_wait_s, take)
 
 
 def _start_cadenza(
     stack: contextlib.ExitStack, folder: Path, request: Request, service: Mapping[str, Any]
-) -> tuple[float, dict[str, Any]]:
+) -> tuple[dict[str, float], dict[str, Any]]:
     start = time.perf_counter()
     target = stack.enter_context(cadenza_up(folder, service))
     times, wall_s = asyncio.run(stream_burst(target, [request]))
-    return _first_token_s(start, times, wall_s), {}
+    return {"start_s": _first_token_s(start, times, wall_s), **_executor_memory()}, {}
 
 
 def _start_vllm(
     stack: contextlib.ExitStack, folder: Path, request: Request, options: argparse.Namespace
-) -> tuple[float, dict[str, Any]]:
+) -> tuple[dict[str, float], dict[str, Any]]:
     start = time.perf_counter()
     server = stack.enter_context(open_vllm_server(folder, [request], options))
     served = server.serve([request])
-    return _first_token_s(start, served.times or [], served.wall_s), dict(server.about)
+    return {"start_s": _first_token_s(start, served.times or [], served.wall_s)}, dict(server.about)
 
 
 def _first_token_s(start: float, times: Sequence[StreamTimes], wall_s: float) -> float:
     """Seconds from `start` to the first token; call it when a run of one request has just ended."""
     return time.perf_counter() - start - (wall_s - times[0].first_s)
+
+
+def _executor_memory() -> dict[str, float]:
+    """The executor's resident memory: its peak so far, what it has now, and how many times the peak is of that."""
+    (pid,) = (child.pid for child in psutil.Process().children(recursive=True) if "executor_svc" in child.cmdline())
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    peak, stays = (int(fields[name].split()[0]) / 1024 for name in ("VmHWM", "VmRSS"))
+    return {"peak_mb": peak, "stays_mb": stays, "peak_ratio": peak / stays}
 
 
 @contextlib.contextmanager

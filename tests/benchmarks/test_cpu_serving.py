@@ -363,3 +363,6 @@ def test_it_measures_the_whole_of_cadenza(capsys: pytest.CaptureFixture[str], tm
     assert runs[4]["ttft_p99_ms"] > 0
     assert runs[4]["rate_per_s"] == 50
     assert runs[5]["start_s"] > 0.1
+    # The model is small: most of it are Python's modules, which stay.
+    assert runs[5]["peak_mb"] >= runs[5]["stays_mb"] > 50
+    assert runs[5]["peak_ratio"] == pytest.approx(runs[5]["peak_mb"] / runs[5]["stays_mb"], rel=0.001)

@@ -47,13 +47,12 @@ _FEWEST_STEPS = 3
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
-    from benchmarks.limits.machine_limits import LimitMeter, host_isas
+    from benchmarks.limits.machine_limits import LimitMeter, chosen_isa
 
-    isas = host_isas()
-    isa = options.isa or isas[-1]
-    if isa not in isas:
-        raise BenchmarkError(f"--isa {isa}: this processor has {', '.join(isas)}")
+    isa = chosen_isa(options.isa)
     names = chosen_systems(options, (CADENZA,)) if SERVING in options.groups else []
+    if options.num_threads and names not in ([], [CADENZA]):
+        raise BenchmarkError("--num-threads is Cadenza's alone: the peers use every core")
     num_threads = options.num_threads or usable_cores()
     for shape in options.shapes:
         folder = random_checkpoint(shape)

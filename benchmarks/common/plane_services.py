@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from unittest import mock
 
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.plane_clients import PROMPT_TOKENS, VOCAB_SIZE, Load, over_sessions, over_streams
@@ -71,13 +72,8 @@ class Services:
 
         No service may be started there.
         """
-        os.environ.update(self.client_environment)
-        try:
-            with scraped(self.metrics):
-                yield
-        finally:
-            for name in self.client_environment:
-                del os.environ[name]
+        with mock.patch.dict(os.environ, self.client_environment), scraped(self.metrics):
+            yield
 
 
 @contextlib.asynccontextmanager

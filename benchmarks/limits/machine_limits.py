@@ -8,23 +8,16 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
-from llvmlite import binding as llvm
 
+from benchmarks.common.rows import BenchmarkError
 from benchmarks.limits.loops import Loop, Runner, bfloat16_pairs, multiply_add, read_sum
 from benchmarks.limits.step_work import Work
+from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, forced_isa
 
 Bound = Literal["read", "compute"]
 
-ISA_FEATURES: dict[str, tuple[str, ...]] = {
-    "avx2": ("avx2", "fma"),
-    "avx-vnni": ("avx2", "fma", "avxvnni"),
-    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
-    "avx512-vnni": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"),
-    "avx512-bf16": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx512bf16"),
-    "amx": ("avx512f", "avx512bf16", "amx-tile", "amx-bf16"),
-}
-"""Instruction sets of x86-64, ascending, with LLVM's names of what they need. Others are `native`."""
 NATIVE = "native"
+"""The instruction set of a processor without a level."""
 _LANES = {"avx2": 8, "avx-vnni": 8, NATIVE: 4}
 _PAIRS = ("avx512-bf16", "amx")
 _LARGEST_RANGE = 512 * 2**20
@@ -61,10 +54,15 @@ class Limits:
         return asdict(self)
 
 
-def host_isas() -> tuple[str, ...]:
-    """The instruction sets that this processor has, ascending; the last is the one that kernels use by default."""
-    has = {name for name, present in llvm.get_host_cpu_features().items() if present}
-    return tuple(name for name, needed in ISA_FEATURES.items() if has.issuperset(needed)) or (NATIVE,)
+def chosen_isa(name: str | None) -> str:
+    """The level that kernels use if it is forced to be `name`, or by default; raises BenchmarkError."""
+    if name is not None and name not in ISA_NAMES:
+        raise BenchmarkError(f"--isa {name}: not among {', '.join(ISA_NAMES)}")
+    try:
+        found = forced_isa(name).name
+    except ValueError as error:
+        raise BenchmarkError(f"--isa {name}: {error}") from error
+    return found if found in ISA_NAMES else NATIVE
 
 
 def loops_of(isa: str) -> tuple[Loop, Loop]:

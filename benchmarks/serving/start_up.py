@@ -80,9 +80,16 @@ def _first_token_s(start: float, times: Sequence[StreamTimes], wall_s: float) ->
 
 
 def _executor_memory() -> dict[str, float]:
-    """The executor's resident memory: its peak so far, what it has now, and how many times the peak is of that."""
-    (pid,) = (child.pid for child in psutil.Process().children(recursive=True) if "executor_svc" in child.cmdline())
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    """The executor's resident memory: its peak so far, what it has now, and how many times the peak is of that.
+
+    Nothing where the system has no /proc. Raises BenchmarkError if there is not one executor.
+    """
+    if not Path("/proc/self/status").exists():
+        return {}
+    pids = [child.pid for child in psutil.Process().children(recursive=True) if "executor_svc" in child.cmdline()]
+    if len(pids) != 1:
+        raise BenchmarkError(f"{len(pids)} executors run, not one")
+    lines = Path(f"/proc/{pids[0]}/status").read_text(encoding="utf-8").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     peak, stays = (int(fields[name].split()[0]) / 1024 for name in ("VmHWM", "VmRSS"))
     return {"peak_mb": peak, "stays_mb": stays, "peak_ratio": peak / stays}

@@ -7,6 +7,7 @@ import datetime
 import logging
 import os
 import ssl
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -109,9 +110,10 @@ def _warn_of_expiry(file: PemFile, content: bytes) -> None:
 
 
 def first_expiries(contents: Mapping[PemFile, bytes | None]) -> dict[str, float]:
-    """When the first certificate of each content expires, as a unix time, by the option that names the file.
+    """When each content stops being of use, as a unix time, by the option that names the file.
 
-    Empty where `cryptography` is not installed.
+    A chain ends with its first certificate. Of authorities (--executor-ca, --tls-client-ca) the last one counts: while
+    a new one replaces another, a file holds both. Empty where `cryptography` is not installed.
     """
     try:
         from cryptography import x509
@@ -121,7 +123,8 @@ def first_expiries(contents: Mapping[PemFile, bytes | None]) -> dict[str, float]
     for file, content in contents.items():
         with contextlib.suppress(ValueError):
             certificates = x509.load_pem_x509_certificates(content or b"")
-            found[file.option] = min(each.not_valid_after_utc.timestamp() for each in certificates)
+            ends = [each.not_valid_after_utc.timestamp() for each in certificates]
+            found[file.option] = max(ends) if file.option.endswith("-ca") else min(ends)
     return found
 
 
@@ -129,7 +132,7 @@ class ExpiringFiles(Protocol):
     """The files of a link."""
 
     def expiries(self) -> Mapping[str, float]:
-        """When the first certificate of each file in use expires, as a unix time, by option. Reads changed files."""
+        """When each file in use stops being of use (`first_expiries`), by option. Reads changed files."""
 
 
 def is_expired(file: PemFile) -> bool:
@@ -186,9 +189,15 @@ class Reread(Generic[_Content]):
         self.content = read()
         self.version = 0
         """Grows whenever the content is replaced."""
+        self._looking = threading.Lock()
+        """Handshakes, the event loop and the metrics server look."""
 
     def look(self) -> bool:
-        """Read the files if they have changed; returns whether the content was replaced."""
+        """Read the files if they have changed; returns whether the content was replaced. Any thread may look."""
+        with self._looking:
+            return self._look()
+
+    def _look(self) -> bool:
         stamp = stamp_of(self._files)
         if stamp == self._stamp:
             return False

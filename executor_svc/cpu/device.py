@@ -43,7 +43,6 @@ def _resolve_dtype(option: str, checkpoint: str) -> torch.dtype:
     return torch.bfloat16 if chosen == "bfloat16" else torch.float32
 
 
-"""Default share of the free memory, without --gpu-memory-utilization."""
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_FILES = (
     ("memory.max", "memory.current"),  # cgroup v2
@@ -134,9 +133,12 @@ class CpuDevice:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """As in `Device`; as many threads as the kernels have read weights, each another one."""
-        with WeightReaders(self.num_threads) as self._readers:
-            yield
-        self._readers = None
+        try:
+            with WeightReaders(self.num_threads) as self._readers:
+                yield
+        finally:
+            self._readers = None
+            torch.set_num_threads(self.num_threads)  # the readers' setting is that of later threads, too
 
     def prepare_linear(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None = None) -> Linear:
         return self._prepare(name, weight, bias)

@@ -7,15 +7,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
+import torch
+
 
 class WeightReaders:
     """Runs reads in threads; the end of the `with` block waits for all of them.
 
-    A read takes a file's bytes, hashes them and puts them into panels, all without Python's lock.
+    A read takes a file's bytes, hashes them and puts them into panels, all without Python's lock. PyTorch uses no
+    further threads in a read: each reader would start a team of its own for a conversion.
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, "weights")
+        self._pool = ThreadPoolExecutor(num_threads, "weights", initializer=torch.set_num_threads, initargs=(1,))
         self._reads: list[Future[None]] = []
 
     def submit(self, read: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from executor_svc.models.folder import LoaderError, find_weights
 from executor_svc.models.safetensors_file import StoredTensor, tensors_of
 
 _DUMMY_STD = 0.02
+_BLOCK_BYTES = 1 << 22
+"""Of a tensor's rows that are converted at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,11 @@ class Weights:
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a copy of a tensor in the model's dtype; raises LoaderError for a wrong shape or name."""
         self._check(name, shape)
-        (tensor,) = self.blocks(name, shape, shape[0])
+        tensor, first = torch.empty(shape, dtype=self._dtype), 0
+        row_bytes = max(1, math.prod(shape[1:]) * self._dtype.itemsize)
+        for block in self.blocks(name, shape, max(1, _BLOCK_BYTES // row_bytes)):
+            tensor[first : first + len(block)] = block
+            first += len(block)
         return tensor.to(self._torch_device)
 
     def blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
@@ -103,6 +110,8 @@ class DummyWeights(Weights):
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self._seed = seed
+        self._drawing = threading.Lock()
+        """Held while a tensor is there as a whole, in float32: one at a time."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor in the model's dtype; on a GPU it needs no other memory."""
@@ -123,10 +132,11 @@ class DummyWeights(Weights):
 
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
         # Drawn as a whole: a number depends on the size of its tensor.
-        whole = torch.ones(shape)
-        if "norm" not in name:
-            whole = torch.randn(shape, generator=self._generator(name, torch.device("cpu"))).mul_(_DUMMY_STD)
-        yield from whole.split(rows)
+        with self._drawing:
+            whole = torch.ones(shape)
+            if "norm" not in name:
+                whole = torch.randn(shape, generator=self._generator(name, torch.device("cpu"))).mul_(_DUMMY_STD)
+            yield from whole.split(rows)
 
     def _generator(self, name: str, device: torch.device) -> torch.Generator:
         seed = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:8], "little") >> 1
@@ -168,9 +178,9 @@ class SafetensorsWeights(Weights):
             raise LoaderError(
                 f"{stored.path}: tensor {name} has shape {list(stored.shape)}, config.json says {list(shape)}"
             )
-        if not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
+        if stored.dtype is None or not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
             raise LoaderError(
-                f"{stored.path}: tensor {name} is {stored.dtype}; quantized checkpoints are not supported"
+                f"{stored.path}: tensor {name} is {stored.stored_as}; quantized checkpoints are not supported"
             )
 
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:

@@ -44,7 +44,8 @@ class DecoderWeights:
         if self._spec.tied:
             return self._builder.prepare_tied("lm_head", LinearWeight([table], self._builder.dtype))
         head = LinearWeight([self._weights.open("lm_head.weight", size)], self._builder.dtype)
-        return TableEmbedding(table.whole(), self._builder.kernels), self._builder.prepare_linear("lm_head", head)
+        linear = self._builder.prepare_linear("lm_head", head)  # read by threads, beside the table
+        return TableEmbedding(table.whole(), self._builder.kernels), linear
 
     def final_norm(self) -> Tensor:
         return self._norm("model.norm", self._spec.hidden_size)

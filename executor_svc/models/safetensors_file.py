@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,16 @@ class StoredTensor:
 
     path: Path
     name: str
-    dtype: torch.dtype
+    stored_as: str
+    """The file's name of its dtype."""
     shape: tuple[int, ...]
     offset: int
     """Of its first byte in the file."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """PyTorch's dtype; None for one that no tensor of a model has."""
+        return _DTYPES.get(self.stored_as)
 
     def blocks(self, rows: int) -> Iterator[Tensor]:
         """Yield `rows` rows at a time, the last time perhaps fewer; a block is valid until the next one.
@@ -68,7 +74,7 @@ class StoredTensor:
     def whole(self) -> Tensor:
         """Return the tensor, in memory of its own; errors as those of `blocks`."""
         if not self.shape or not self.shape[0]:
-            alone = StoredTensor(self.path, self.name, self.dtype, (1, *self.shape), self.offset)
+            alone = StoredTensor(self.path, self.name, self.stored_as, (1, *self.shape), self.offset)
             return next(alone.blocks(1))[0]
         return next(self.blocks(self.shape[0]))
 
@@ -98,10 +104,8 @@ def tensors_of(path: Path) -> dict[str, StoredTensor]:
 
 def _stored(path: Path, name: str, entry: dict[str, Any], data: int) -> StoredTensor:
     """Return a tensor of the header; data: offset of the first tensor."""
-    dtype, shape = _DTYPES.get(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-    if dtype is None:
-        raise LoaderError(f"{path}: tensor {name} is {entry['dtype']}; quantized checkpoints are not supported")
+    stored = StoredTensor(path, name, entry["dtype"], tuple(int(size) for size in entry["shape"]), data)
     begin, end = entry["data_offsets"]
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"tensor {name} has {end - begin} bytes for shape {list(shape)}")
-    return StoredTensor(path, name, dtype, shape, data + begin)
+    if stored.dtype is not None and end - begin != math.prod(stored.shape) * stored.dtype.itemsize:
+        raise ValueError(f"tensor {name} has {end - begin} bytes for shape {list(stored.shape)}")
+    return replace(stored, offset=data + begin)

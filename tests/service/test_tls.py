@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 import re
 import shutil
 import ssl
 import time
 import urllib.request
+from pathlib import Path
 
 import grpc
 import pytest
@@ -19,6 +21,7 @@ from cadenza.healthcheck import check
 from cadenza.metrics.common import LISTENER_DEFINITIONS, add_expiries
 from cadenza.metrics.families import Scrape
 from cadenza.tls import TLS
+from cadenza.tls_files import PemFile, first_expiries
 from cadenza.transport import aio_channel, bind
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc, generation_pb2
@@ -197,6 +200,22 @@ async def test_an_expired_certificate_of_the_scheduler_heals_without_a_restart(c
             certs.renew()
             assert (await port.describe()).name == "simulated"
             await port.aclose()
+
+
+def test_of_authorities_the_last_one_counts(tmp_path) -> None:
+    """While a new one replaces an old one, a file holds both, and is of use until the new one expires."""
+    authorities = {}
+    for name, days in (("old", -400), ("new", 0)):
+        made = certificates(tmp_path / name, now=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days))
+        authorities[name] = Path(made.executor_link()["executor_ca"]).read_bytes()
+
+    def expiry(option: str, content: bytes) -> float:
+        return first_expiries({PemFile(option, "x"): content})[option]
+
+    alone = {name: expiry("--executor-ca", content) for name, content in authorities.items()}
+    both = authorities["new"] + authorities["old"]
+    assert alone["old"] < alone["new"] == expiry("--executor-ca", both)
+    assert expiry("--tls-cert", both) == alone["old"]
 
 
 async def test_the_metrics_have_when_certificates_expire_also_after_they_were_renewed(certs) -> None:

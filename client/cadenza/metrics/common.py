@@ -21,7 +21,7 @@ LOOP_DEFINITIONS = (
 LISTENER_DEFINITIONS = (
     Definition(
         "cadenza_refused_calls_total", "counter", "calls",
-        "Calls refused before their message was read, by reason: see below.", ("reason",),
+        "Calls refused before their message was read, by reason.", ("reason",),
     ),
     Definition("cadenza_connections", "gauge", "connections", "Open connections to the listener (Linux)."),
     Definition(

@@ -56,7 +56,7 @@ class PeerContext(Protocol):
 
 
 class ListenerCounts:
-    """Counts since the start; changed on the event loop alone."""
+    """Counts since the start; those of connections are set by the thread that counts them."""
 
     def __init__(self, refusals: Iterable[Refusal] = ()) -> None:
         """refusals: those that can occur, which are counted from 0."""

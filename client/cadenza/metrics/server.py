@@ -128,8 +128,8 @@ class _Server(ThreadingWSGIServer):
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         end = threading.Timer(_WHOLE_S, _shut_down, [request])
         end.daemon = True
-        end.start()
         try:
+            end.start()
             super().process_request_thread(request, client_address)
         finally:
             end.cancel()

@@ -56,12 +56,12 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         left = (columns - panel * PANEL).least(PANEL)
 
         def run(tiles: Mapping[int, Callable[..., None]]) -> None:
-            for at, count, size in _split(here, tuple(tiles)):
+            for at, count, height in _split(here, tuple(tiles)):
 
-                def call(index: Int, _: list[Vec], at: Int = at, size: int = size) -> None:
-                    row = at + index * size
+                def call(index: Int, _: list[Vec], at: Int = at, height: int = height) -> None:
+                    row = at + index * height
                     x_part, y_part = start + row * x_stride, into + row * y_stride
-                    tiles[size](emit, x_part, x_stride, weights, coming, inner, y_part, y_stride, biases, left)
+                    tiles[height](emit, x_part, x_stride, weights, coming, inner, y_part, y_stride, biases, left)
 
                 emit.loop(0, count, 1, call)
 

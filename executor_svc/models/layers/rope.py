@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import Rope
+from executor_svc.models.base import ModelConfigError
 from executor_svc.models.layers.rope_scaling import DynamicScaling, NoScaling, Scaling
-from executor_svc.portable_math import cos_and_sin
+from executor_svc.portable_math import LARGEST_ANGLE, cos_and_sin
 
 _TILE_ROWS = 512
 """Rows of a table that are computed at once, in cache."""
@@ -88,6 +89,10 @@ class RotaryTables:
         for start in range(0, max_model_len, _TILE_ROWS):
             end = min(start + _TILE_ROWS, max_model_len)
             angles = torch.arange(start, end).float()[:, None] * frequencies
+            if float(angles[-1].abs().max()) > LARGEST_ANGLE:
+                raise ModelConfigError(
+                    f"max_model_len {max_model_len} has rotary angles over {LARGEST_ANGLE:.0f} radians"
+                )
             cos[start:end], sin[start:end] = _spread(_halves(angles, config.scaling.attention_factor, dtype))
         self._cos, self._sin = cos.to(device), sin.to(device)
 

@@ -10,7 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from executor_svc.cpu.weight_readers import WeightReaders
+from executor_svc.models import checkpoint
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.folder import LoaderError
 
 CPU = torch.device("cpu")
 
@@ -28,6 +31,37 @@ def test_a_tensor_outlives_its_file(tmp_path: Path, dtype: torch.dtype) -> None:
     with file.open("r+b") as opened:
         opened.write(b"\xff" * file.stat().st_size)
     assert torch.equal(tensor, torch.arange(5000, dtype=torch.bfloat16).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tensor_is_converted_in_pieces(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 100)
+    stored = {"a": torch.randn(37, 5), "none": torch.zeros(0, 4), "wide": torch.randn(3, 300)}
+    save_file(stored, tmp_path / "model.safetensors")
+    weights = SafetensorsWeights(tmp_path, dtype, CPU)
+    for name, tensor in stored.items():
+        assert torch.equal(weights.get(name, tuple(tensor.shape)), tensor.to(dtype))
+
+
+def test_a_dtype_that_no_model_has_counts_only_where_it_is_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.ones(4, dtype=torch.uint16)}, tmp_path / "model.safetensors")
+    weights = SafetensorsWeights(tmp_path, torch.float32, CPU)
+    assert torch.equal(weights.get("a", (3,)), torch.ones(3))
+    with pytest.raises(LoaderError, match="tensor b is U16; quantized checkpoints are not supported"):
+        weights.get("b", (4,))
+
+
+def test_readers_start_no_teams_of_their_own() -> None:
+    """PyTorch would convert a block of this size with as many threads as it may use."""
+    num_threads = torch.get_num_threads()
+    found: list[int] = []
+    try:
+        with WeightReaders(3) as readers:
+            for _ in range(6):
+                readers.submit(lambda: found.append(torch.get_num_threads()))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert found == [1] * 6
 
 
 def test_dummy_weights_of_the_cpu_stay_as_they_are() -> None:

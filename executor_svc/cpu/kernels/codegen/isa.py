@@ -31,8 +31,6 @@ _ADDED: dict[IsaName, tuple[str, ...]] = {
 ISA_NAMES: tuple[IsaName, ...] = tuple(_ADDED)
 _DEFAULTS: frozenset[IsaName] = frozenset(ISA_NAMES) - {"amx"}
 """Levels that are chosen without --cpu-isa: kernels of AMX have never run on a processor that has it."""
-_TILES = frozenset({"amx-tile", "amx-bf16", "amx-int8"})
-"""Features that the system has to permit as well."""
 _V3 = (
     *("avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma", "fxsr", "lzcnt", "mmx", "movbe"),
     *("popcnt", "sahf", "sse", "sse2", "sse3", "sse4.1", "sse4.2", "ssse3", "xsave"),
@@ -86,6 +84,8 @@ def forced_isa(name: IsaName | None) -> Isa:
     if name is None:
         usual = [each for each in found if each in _DEFAULTS]
         return level(usual[-1]) if usual else _native(features)
+    if name == "amx" and name in found and not tiles_permitted():
+        raise ValueError("the system does not grant AMX's tiles to this process")
     if name not in found:
         raise ValueError(f"this processor lacks {name}; it has {', '.join(found) or 'no level of x86-64 with AVX2'}")
     return level(name)
@@ -94,8 +94,7 @@ def forced_isa(name: IsaName | None) -> Isa:
 @cache
 def _host_features() -> frozenset[str]:
     llvm.initialize_native_target()
-    found = frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
-    return found - _TILES if found & _TILES and not tiles_permitted() else found
+    return frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
 
 
 def _native(features: frozenset[str]) -> Isa:

@@ -46,7 +46,7 @@ class CpuKernels:
     name = "cpu-4"
 
     def __init__(self, num_threads: int = 1, isa: Isa | None = None) -> None:
-        """isa: what kernels are compiled for; by default the highest level of this processor."""
+        """isa: what kernels are compiled for; by default that of `host_isa`."""
         self._code = Code(isa)
         self._team = Team(self._code, num_threads)
         self.panel_writer = PanelWriter(self._code)

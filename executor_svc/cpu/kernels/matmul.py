@@ -24,7 +24,7 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     that this thread will probably need next, which it prefetches while it multiplies. Weight and bias are of dtype.
     """
     if dtype == "bfloat16" and code.isa.has("amx-bf16"):
-        return matmul_amx.matmul(code, out, with_bias, ROWS_AT_ONCE)
+        return matmul_amx.matmul(code, out, with_bias)
     output, step = Output(dtype, out, with_bias), inner_step(dtype)
     size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[out]
 

@@ -17,26 +17,23 @@ from executor_svc.cpu.kernels.codegen import tiles
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int
 from executor_svc.cpu.kernels.codegen.tiles import TILE_BYTES, TILE_ROWS
+from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE
 
-_PANEL = 2 * LANES
 _STEP = 32
 """Numbers of a row of x that one tile product multiplies."""
 
 _SIZE = ITEM_BYTES["bfloat16"]
-_PAIR_BYTES = 2 * _SIZE * _PANEL
+_PAIR_BYTES = 2 * _SIZE * PANEL
 """Bytes of a panel's two consecutive numbers of the inner dimension."""
 
-_SUM_BYTES = 4 * _PANEL
+_SUM_BYTES = 4 * PANEL
 _FACTORS = (4, 5)
 _WEIGHTS = (6, 7)
 """Tiles: 0 to 3 are sums of 16 rows and 16 columns, the upper rows first, then 32 rows of x, then 32 columns."""
 
 
-def matmul(code: Code, out: Dtype, with_bias: bool, rows_at_once: int) -> str:
-    """Add the kernel `matmul.matmul` for bfloat16, with the same name, items and arguments; returns its name.
-
-    rows_at_once: rows of an item.
-    """
+def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
+    """Add the kernel `matmul.matmul` for bfloat16, with the same name, items and arguments; returns its name."""
 
     def body(
         emit: Emitter,
@@ -53,15 +50,15 @@ def matmul(code: Code, out: Dtype, with_bias: bool, rows_at_once: int) -> str:
     ) -> None:
         upper, both = (_tile(code, out, with_bias, halves) for halves in (1, 2))
         config = tiles.scratch(emit, 64)
-        panels = (columns + (_PANEL - 1)) // _PANEL
-        panel, first = item % panels, item // panels * rows_at_once
+        panels = (columns + (PANEL - 1)) // PANEL
+        panel, first = item % panels, item // panels * ROWS_AT_ONCE
         x_stride, y_stride = inner * _SIZE, columns * ITEM_BYTES[out]
-        start, here = x + first * x_stride, (rows - first).least(rows_at_once)
+        start, here = x + first * x_stride, (rows - first).least(ROWS_AT_ONCE)
         panel_bytes = (inner + 1) // 2 * _PAIR_BYTES
         weights = weight + panel * panel_bytes
-        into = y + first * y_stride + panel * (_PANEL * ITEM_BYTES[out])
-        biases = bias + panel * (_PANEL * _SIZE)
-        left = (columns - panel * _PANEL).least(_PANEL)
+        into = y + first * y_stride + panel * (PANEL * ITEM_BYTES[out])
+        biases = bias + panel * (PANEL * _SIZE)
+        left = (columns - panel * PANEL).least(PANEL)
 
         def call(tile: Callable[..., None], at: Int, count: Int) -> None:
             x_part, y_part = start + at * x_stride, into + at * y_stride

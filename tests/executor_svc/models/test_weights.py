@@ -52,7 +52,7 @@ def test_a_dtype_that_no_model_has_counts_only_where_it_is_read(tmp_path: Path) 
 
 
 def test_readers_start_no_teams_of_their_own() -> None:
-    """PyTorch would convert a block of this size with as many threads as it may use."""
+    """PyTorch converts a large block with as many threads as it may use."""
     num_threads = torch.get_num_threads()
     found: list[int] = []
     try:

@@ -27,7 +27,7 @@ class Code:
     """Kernels by name. Added kernels are compiled at the first request for an address."""
 
     def __init__(self, isa: Isa | None = None) -> None:
-        """isa: what kernels are compiled for; by default the highest level of this processor."""
+        """isa: what kernels are compiled for; by default that of `host_isa`."""
         self.isa = isa or host_isa()
         self._module = ir.Module("kernels")
         self._pending: set[str] = set()

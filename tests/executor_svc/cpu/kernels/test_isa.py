@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from executor_svc.cpu.kernels.codegen import isa
-from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, available, forced_isa, host_isa, level
+from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, available, forced_isa, level
 from executor_svc.cpu.kernels.codegen.permission import request_tiles, tiles_permitted
 
 ALDER_LAKE = {*level("avx2").features, "avxvnni"}
@@ -87,4 +87,3 @@ def test_what_a_level_may_use() -> None:
     assert level("avx512-bf16").has("avx512bf16")
     assert not level("avx512-vnni").has("avx512bf16")
     assert not level("avx-vnni").has("avx512f")
-    assert host_isa() == forced_isa(None)

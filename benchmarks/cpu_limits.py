@@ -10,18 +10,26 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
-from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
+from benchmarks.common.checkpoints import SHAPES, has_tied_table, random_checkpoint, vocab_size
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row, usable_cores
 from benchmarks.common.serving_options import about_workload, add_set_option, service_options
 from benchmarks.common.stats import percentile
 from benchmarks.common.workload import Request, decode_workload, make_workload
 from benchmarks.limits.step_work import Chunk, DecoderWork, folder_work
+from benchmarks.serving.few_bits import (
+    BF16,
+    GGUF_WEIGHTS,
+    WEIGHTS,
+    model_path,
+    prepare_weights,
+    rounding_option,
+)
 from benchmarks.serving.opening import CADENZA, SYSTEMS, add_peer_options, chosen_systems, names_type, open_systems
 from benchmarks.serving.results import describe as describe_systems
 from benchmarks.serving.results import serving_row
@@ -29,6 +37,7 @@ from benchmarks.serving.runs import Job, Run, measure_all, run_text
 
 if TYPE_CHECKING:  # torch and llvmlite come with these: only once the benchmark runs
     from benchmarks.limits.machine_limits import LimitMeter, Limits
+    from benchmarks.limits.stored_weights import StoredWeights
     from executor_svc.cpu.runner import ModelRunner
 
 NAME = "cpu_limits"
@@ -46,32 +55,82 @@ _BURST_OF_SMALL = 64
 _FEWEST_STEPS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A checkpoint with weights of --weights, and what its rows share."""
+
+    shape: str
+    folder: Path
+    work: DecoderWork
+    stored: StoredWeights | None
+    """None: bf16."""
+    meter: LimitMeter
+    about: dict[str, Any]
+
+
 def _run(options: argparse.Namespace) -> Iterator[Row]:
-    from benchmarks.limits.machine_limits import LimitMeter, chosen_isa
+    from benchmarks.limits.machine_limits import chosen_isa
 
     isa = chosen_isa(options.isa)
-    names = chosen_systems(options, (CADENZA,)) if SERVING in options.groups else []
+    names = chosen_systems(options, (CADENZA,), options.weights) if SERVING in options.groups else []
     if options.num_threads and names not in ([], [CADENZA]):
         raise BenchmarkError("--num-threads is Cadenza's alone: the peers use every core")
-    num_threads = options.num_threads or usable_cores()
     for shape in options.shapes:
-        folder = random_checkpoint(shape)
-        work = folder_work(folder)
-        meter = LimitMeter(isa, num_threads, work.weight_bytes)
-        about = {"model": folder.name, "isa": isa, "threads": num_threads, **meter.gemm_gflops}
+        model = _prepared(shape, isa, options)
         if FORWARD in options.groups:
-            yield from _forward(folder, work, meter, about, options)
+            yield from _forward(model, options)
         if SERVING in options.groups:
-            yield from _serving(shape, folder, work, meter, about, names, options)
+            yield from _serving(model, names, options)
 
 
-def _forward(
-    folder: Path, work: DecoderWork, meter: LimitMeter, about: dict[str, Any], options: argparse.Namespace
-) -> Iterator[Row]:
+def _prepared(shape: str, isa: str, options: argparse.Namespace) -> _Model:
+    """Make the checkpoint and its weights, and measure the limits for the first time."""
+    from benchmarks.limits.machine_limits import LimitMeter, int8_loop
+
+    folder = random_checkpoint(shape)
+    prepare_weights(folder, options.weights, options.llama_python)
+    work, num_threads = folder_work(folder), options.num_threads or usable_cores()
+    about: dict[str, Any] = {"model": folder.name, "weights": options.weights}
+    stored = _stored(folder, work, options)
+    int8 = None
+    if stored is not None:
+        work = stored.work(work)
+        about |= {"quantized_activations": _quantized_activations(options), "activations": stored.activations}
+        about |= {"stored_bytes": stored.stored_bytes}
+        int8 = int8_loop(isa, stored.words_in_short) if stored.int8_formats else None
+    meter = LimitMeter(isa, num_threads, work.weight_bytes, int8)
+    about |= {"isa": isa, "threads": num_threads, **meter.gemm_gflops}
+    return _Model(shape, folder, work, stored, meter, about)
+
+
+def _stored(folder: Path, work: DecoderWork, options: argparse.Namespace) -> StoredWeights | None:
+    if options.weights == BF16:
+        return None
+    from benchmarks.limits.stored_weights import gguf_weights, rounded_weights
+    from executor_svc.cpu.kernels.codegen.isa import forced_isa
+
+    isa, activations = forced_isa(options.isa), _quantized_activations(options)
+    if options.weights in GGUF_WEIGHTS:
+        return gguf_weights(model_path(folder, options.weights), isa, activations)
+    return rounded_weights(work, has_tied_table(folder), options.weights, isa, activations)
+
+
+def _quantized_activations(options: argparse.Namespace) -> Any:
+    """--quantized-activations, which --set may give."""
+    return dict(options.set).get("quantized_activations", "auto")
+
+
+def _forward(model: _Model, options: argparse.Namespace) -> Iterator[Row]:
     """Steps of the model runner in this process."""
     from benchmarks.common.forward_step import make_runner
 
-    runner, _ = make_runner(folder, options.num_threads, isa=options.isa)
+    folder, meter = model.folder, model.meter
+    more = rounding_option(options.weights) | {"quantized_activations": _quantized_activations(options)}
+    loaded = make_runner(model_path(folder, options.weights), options.num_threads, isa=options.isa, more=more)
+    about = dict(model.about)
+    if model.stored is not None:
+        about["few_bits"] = loaded.few_bits
+        about["resident_ratio"] = round(loaded.weight_bytes / model.stored.stored_bytes, 4)
     for scenario, chunks in STEPS.items():
         if scenario not in options.scenarios:
             continue
@@ -82,9 +141,9 @@ def _forward(
             wait_quiet(options.quiet_wait_s)
             meter.around()
             with OtherLoad() as other:
-                taken = _step_s(runner, chunks, options.seconds)
+                taken = _step_s(loaded.runner, chunks, options.seconds)
             limits = meter.around()
-            limit_s, params["bound"] = limits.bound(work.step(chunks))
+            limit_s, params["bound"] = limits.bound(model.work.step(chunks))
             repeats.append(
                 {
                     "cadenza_step_ms": taken * 1e3,
@@ -116,29 +175,22 @@ def _step_s(runner: ModelRunner, chunks: Sequence[Chunk], seconds: float) -> flo
     return percentile(taken, 50)
 
 
-def _serving(
-    shape: str,
-    folder: Path,
-    work: DecoderWork,
-    meter: LimitMeter,
-    about: dict[str, Any],
-    names: Sequence[str],
-    options: argparse.Namespace,
-) -> Iterator[Row]:
+def _serving(model: _Model, names: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
     """Requests at once through both services, and through the peers."""
+    folder, shape = model.folder, model.shape
     service = service_options(options) | ({"cpu_isa": options.isa} if options.isa else {})
     service |= {"num_threads": options.num_threads} if options.num_threads else {}
     jobs = {scenario: Job(scenario, _requests(scenario, shape, folder, options)) for scenario in options.scenarios}
     requests = [request for job in jobs.values() for request in job.requests]
     runs: list[Run] = []
     bounds: dict[str, str] = {}
-    with open_systems(names, folder, requests, options, service) as systems:
+    with open_systems(names, folder, requests, options, service, weights=options.weights) as systems:
         for run in measure_all(systems, list(jobs.values()), options.repeats, options.quiet_wait_s):
-            judged, bounds[run.measure] = _judged(run, jobs[run.measure], work, meter.around())
+            judged, bounds[run.measure] = _judged(run, jobs[run.measure], model.work, model.meter.around())
             progress(f"{NAME}: {folder.name}: {run_text(judged)}")
             runs.append(judged)
     for scenario, job in jobs.items():
-        params = {"group": SERVING, **about, "scenario": scenario, "bound": bounds[scenario], "options": service}
+        params = {"group": SERVING, **model.about, "scenario": scenario, "bound": bounds[scenario], "options": service}
         own = [run for run in runs if run.measure == scenario]
         yield serving_row(NAME, options.seed, {**params, **about_workload(job.requests)}, own)
 
@@ -168,6 +220,8 @@ def _requests(scenario: str, shape: str, folder: Path, options: argparse.Namespa
 def _describe(row: Row) -> str:
     params, found = row.params, row.medians
     about = f"{row.machine['cpu']}, {params['isa']}, {params['threads']} threads, bound by {params['bound']}"
+    if params["weights"] != BF16:
+        about = f"{params['weights']}, activations {params['activations']}; {about}"
     if params["group"] == SERVING:
         shares = ", ".join(
             f"{name.removesuffix('_share_of_limit')} {value:.0%}"
@@ -188,6 +242,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default=["10m", "135m"],
         metavar="NAMES",
         help=f"random checkpoints, of {','.join(SHAPES)} (default 10m,135m)",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default=BF16,
+        help="Q8_0, Q4_0, Q4_K_M: a GGUF file, made by --llama-python; int8, int4: --quantization (default bf16)",
     )
     parser.add_argument(
         "--groups",

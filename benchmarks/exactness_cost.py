@@ -49,9 +49,10 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
     folder = random_checkpoint(options.shape)
     torch.manual_seed(options.seed)
     # fast: exact mode would detect and refuse the reordered kernels at start.
-    exact, num_threads = make_runner(folder, options.num_threads, numerics="fast")
+    loaded = make_runner(folder, options.num_threads, numerics="fast")
+    exact, num_threads = loaded.runner, loaded.num_threads
     with _reordered(matmul_tiles):
-        free, _ = make_runner(folder, options.num_threads, numerics="fast")
+        free = make_runner(folder, options.num_threads, numerics="fast").runner
     for case in _CASES:
         batch = step_batch([(_CONTEXT, 1)] * case.decodes + [(0, case.prompt)] * bool(case.prompt))
         differ = float((exact.forward(batch) != free.forward(batch)).double().mean())

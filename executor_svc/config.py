@@ -68,7 +68,7 @@ class ExecutorConfig(ServiceSettings):
     model: str = Field(
         "",
         validate_default=True,
-        description="Folder or Hugging Face hub id of the model; required, except with --simulate.",
+        description="Folder, GGUF file or Hugging Face hub id of the model; required, except with --simulate.",
         json_schema_extra=about("Basics"),
     )
     listen: str = Field(
@@ -92,10 +92,23 @@ class ExecutorConfig(ServiceSettings):
         "no such guarantee; auto: exact where the device and the model support it (docs/exactness.md).",
         json_schema_extra=about("Model"),
     )
-    quantization: Literal["none", "int8", "fp8", "fp8_w8a8"] = Field(
+    quantization: Literal["none", "int8", "int4", "fp8", "fp8_w8a8"] = Field(
         "none",
-        description="Quantizes linear layers to 8 bits, on a GPU: int8 and fp8 quantize weights only, fp8_w8a8 also "
-        "activations.",
+        description="Quantizes the weights of a dense checkpoint while it is loaded: int8 and int4 on the CPU, int8 "
+        "and fp8 on a GPU; fp8_w8a8, on a GPU, also activations; docs/quantization.md.",
+        json_schema_extra=about("Model"),
+    )
+    quantized_activations: Literal["auto", "off", "int8"] = Field(
+        "auto",
+        description="For weights in few bits on the CPU: off multiplies activations as they are; int8 quantizes them "
+        "to 8 bits, by groups of 32 columns of a row; auto: int8 for every format but fp8.",
+        json_schema_extra=about("Model"),
+    )
+    save_quantized: str | None = Field(
+        None,
+        min_length=1,
+        description="With --quantization int8 or int4 on the CPU: a new folder, to which the quantized model is saved "
+        "as a checkpoint of compressed-tensors.",
         json_schema_extra=about("Model"),
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
@@ -214,7 +227,7 @@ class ExecutorConfig(ServiceSettings):
     def _check_model(cls, value: str, info: ValidationInfo) -> str:
         if not value.strip():
             if info.data.get("simulate", "") is None:
-                raise ValueError("must be a folder or a hub id")
+                raise ValueError("must be a folder, a GGUF file or a hub id")
             return "simulated"
         return value
 

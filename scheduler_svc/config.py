@@ -41,7 +41,7 @@ class SchedulerConfig(ServiceSettings):
     )
     tokenizer: str | None = Field(
         None,
-        description="Folder or hub id of the tokenizer; default: that of the executor's model.",
+        description="Folder, GGUF file or hub id of the tokenizer; default: that of the executor's model.",
         json_schema_extra=about("Model"),
     )
     skip_tokenizer_init: bool = Field(

@@ -107,6 +107,11 @@ def max_model_len(model: Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def has_tied_table(model: Path) -> bool:
+    """Whether one table is both embeddings and head, by config.json."""
+    return bool(_config(model).get("tie_word_embeddings"))
+
+
 def _config(model: Path) -> dict[str, Any]:
     content = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return content if isinstance(content, dict) else {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,33 @@ _NUM_BLOCKS = 560
 _MODEL_LEN = 1024
 
 
-def make_runner(
-    folder: Path, num_threads: int | None, *, numerics: str = "exact", isa: str | None = None
-) -> tuple[ModelRunner, int]:
-    """The model runner of a checkpoint and its number of threads; all runners have the same keys and values.
+@dataclass(frozen=True, slots=True)
+class LoadedRunner:
+    """A model in this process."""
 
-    isa: an instruction set below the processor's highest one. Raises BenchmarkError if the executor cannot be forced.
+    runner: ModelRunner
+    num_threads: int
+    weight_bytes: int
+    """Memory of the weights."""
+    few_bits: str
+    """Formats of the weights in few bits and how each is multiplied; empty for dense weights."""
+
+
+def make_runner(
+    model: Path,
+    num_threads: int | None,
+    *,
+    numerics: str = "exact",
+    isa: str | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> LoadedRunner:
+    """The model runner of a checkpoint or GGUF file; all runners have the same keys and values.
+
+    isa: an instruction set below the processor's highest one. more: further options of the executor. Raises
+    BenchmarkError if the executor cannot be forced.
     """
-    options: dict[str, Any] = {"model": str(folder), "device": "cpu", "numerics": numerics, "num_threads": num_threads}
+    options: dict[str, Any] = {"model": str(model), "device": "cpu", "numerics": numerics, "num_threads": num_threads}
+    options |= more or {}
     if isa is not None:
         if "cpu_isa" not in ExecutorConfig.model_fields:
             raise BenchmarkError(f"--isa {isa}: this executor has no option cpu_isa")
@@ -40,7 +60,8 @@ def make_runner(
     torch.manual_seed(0)
     for layer in pools.layers:
         layer.normal_()
-    return ModelRunner(loaded, device, pools, limits_of(config, loaded.geometry, pools)), device.num_threads
+    runner = ModelRunner(loaded, device, pools, limits_of(config, loaded.geometry, pools))
+    return LoadedRunner(runner, device.num_threads, loaded.geometry.weight_bytes, device.few_bits.summary)
 
 
 def step_batch(chunks: Sequence[tuple[int, int]]) -> ForwardBatch:

@@ -31,7 +31,9 @@ class Loop:
 
     text: str
     per_turn: int
-    """Floating-point operations, or bytes."""
+    """Operations, or bytes."""
+    without: str = ""
+    """Features of this processor that the code must not use, as LLVM has them."""
 
 
 def multiply_add(lanes: int) -> Loop:
@@ -59,13 +61,61 @@ def bfloat16_pairs() -> Loop:
     return Loop(_text(kind, declare, load, step), 2 * 32 * _CHAINS)
 
 
-def _text(kind: str, declare: str, load: str, step: Callable[[int], str]) -> str:
+def int8_dots(lanes: int) -> Loop:
+    """VNNI's dot products of four unsigned and four signed bytes in each of the 32-bit lanes (vpdpbusd)."""
+    kind, name = f"<{lanes} x i32>", f"@llvm.x86.avx512.vpdpbusd.{32 * lanes}"
+    declare = f"declare {kind} {name}({kind}, {kind}, {kind})"
+
+    def step(chain: int) -> str:
+        return f"%n{chain} = call {kind} {name}({kind} %c{chain}, {kind} %x, {kind} %x)"
+
+    load = f"%p = inttoptr i64 %source to ptr\n  %x = load {kind}, ptr %p, align 4"
+    return Loop(_text(kind, declare, load, step, "add"), 8 * lanes * _CHAINS)
+
+
+def int8_pairs(lanes: int, words: int) -> Loop:
+    """The same without VNNI: sums of `words` vpmaddubsw in 16 bits, which one vpmaddwd widens to 32."""
+    kind, shorts, codes = f"<{lanes} x i32>", f"<{2 * lanes} x i16>", f"<{4 * lanes} x i8>"
+    multiply, widen = (
+        ("@llvm.x86.avx512.pmaddubs.w.512", "@llvm.x86.avx512.pmaddw.d.512")
+        if lanes == 16
+        else ("@llvm.x86.avx2.pmadd.ub.sw", "@llvm.x86.avx2.pmadd.wd")
+    )
+    declare = f"declare {shorts} {multiply}({codes}, {codes})\ndeclare {kind} {widen}({shorts}, {shorts})"
+
+    def step(chain: int) -> str:
+        # Each product has the sum before it as an operand: equal products would be computed once.
+        lines, before, kind_before = [], f"%c{chain}", kind
+        for word in range(words):
+            here = f"{chain}_{word}"
+            product = f"%m{here}"
+            lines.append(f"%b{here} = bitcast {kind_before} {before} to {codes}")
+            lines.append(f"{product} = call {shorts} {multiply}({codes} %x, {codes} %b{here})")
+            if word:
+                lines.append(f"%s{here} = add {shorts} {product}, {before}")
+            before, kind_before = f"%s{here}" if word else product, shorts
+        return "\n  ".join(
+            [
+                *lines,
+                f"%w{chain} = call {kind} {widen}({shorts} {before}, {shorts} %ones)",
+                f"%n{chain} = add {kind} %c{chain}, %w{chain}",
+            ]
+        )
+
+    load = f"""%p = inttoptr i64 %source to ptr
+  %x = load {codes}, ptr %p, align 4
+  %ones = load {shorts}, ptr %p, align 4"""
+    text = _text(kind, declare, load, step, "add")
+    return Loop(text, 8 * lanes * words * _CHAINS, "-avx512vnni,-avxvnni")  # else a widening and its sum become one
+
+
+def _text(kind: str, declare: str, load: str, step: Callable[[int], str], add: str = "fadd") -> str:
     """A loop of `count` turns over _CHAINS sums, whose total is stored at `result`."""
     chains = range(_CHAINS)
     phis = "\n  ".join(f"%c{chain} = phi {kind} [zeroinitializer, %entry], [%n{chain}, %body]" for chain in chains)
     steps = "\n  ".join(step(chain) for chain in chains)
     totals = "\n  ".join(
-        f"%t{chain} = fadd {kind} {'%n0' if chain == 1 else f'%t{chain - 1}'}, %n{chain}" for chain in chains[1:]
+        f"%t{chain} = {add} {kind} {'%n0' if chain == 1 else f'%t{chain - 1}'}, %n{chain}" for chain in chains[1:]
     )
     return f"""
 {declare}
@@ -152,7 +202,7 @@ def _machine(features: str) -> Any:
 
 def assembly(loop: Loop, features: str = "") -> str:
     """The machine code as text; features: LLVM's names, with signs, beyond those of this processor."""
-    machine = _machine(features)
+    machine = _machine(",".join(filter(None, (features, loop.without))))
     return str(machine.emit_assembly(llvm.parse_assembly(loop.text)))
 
 
@@ -161,7 +211,7 @@ class Runner:
 
     def __init__(self, loop: Loop) -> None:
         self._per_turn = loop.per_turn
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(loop.text), _machine(""))
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(loop.text), _machine(loop.without))
         self._engine.finalize_object()
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
         self._run = kind(self._engine.get_function_address("run"))  # without the interpreter's lock while it runs

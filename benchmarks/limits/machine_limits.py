@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.limits.loops import Loop, Runner, bfloat16_pairs, multiply_add, read_sum
+from benchmarks.limits.loops import Loop, Runner, bfloat16_pairs, int8_dots, int8_pairs, multiply_add, read_sum
 from benchmarks.limits.step_work import Work
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, forced_isa
 
@@ -20,6 +20,7 @@ NATIVE = "native"
 """The instruction set of a processor without a level."""
 _LANES = {"avx2": 8, "avx-vnni": 8, NATIVE: 4}
 _PAIRS = ("avx512-bf16", "amx")
+_VNNI = ("avx-vnni", "avx512-vnni", "avx512-bf16", "amx")
 _LARGEST_RANGE = 512 * 2**20
 _SECONDS = 0.02
 _REPEATS = 9
@@ -38,20 +39,24 @@ class Limits:
     """Products of bfloat16 that are summed in float32: with AVX512-BF16 its dot products, else the same as fp32."""
     torch_read_gb_per_s: float
     """torch's sum over as large a range."""
+    int8_gops: float = 0.0
+    """Dot products of bytes that are summed in 32 bits, 2 operations each; 0: not measured."""
 
     def better(self, other: Limits) -> Limits:
         """The higher rate of two measurements."""
         return Limits(**{each.name: max(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)})
 
     def bound(self, work: Work) -> tuple[float, Bound]:
-        """The least seconds for some work in bf16, and which rate bounds it."""
+        """The least seconds for some work, and which rate bounds it: integer products follow the others."""
         read_s = work.read_bytes / 1e9 / max(self.read_gb_per_s, self.torch_read_gb_per_s)
         compute_s = work.flops / 1e9 / self.bf16_gflops
+        if work.int8_ops:
+            compute_s += work.int8_ops / 1e9 / self.int8_gops
         return (read_s, "read") if read_s >= compute_s else (compute_s, "compute")
 
     def metrics(self) -> dict[str, float]:
-        """The rates for a row."""
-        return asdict(self)
+        """The rates for a row, those that were measured."""
+        return {name: rate for name, rate in asdict(self).items() if rate}
 
 
 def chosen_isa(name: str | None) -> str:
@@ -71,16 +76,28 @@ def loops_of(isa: str) -> tuple[Loop, Loop]:
     return single, bfloat16_pairs() if isa in _PAIRS else single
 
 
+def int8_loop(isa: str, words_in_short: int) -> Loop:
+    """The loop that measures dot products of bytes; words_in_short: products whose sum fits 16 bits, for those without
+    VNNI; at least one, as where signs are moved."""
+    lanes = _LANES.get(isa, 16)
+    return int8_dots(lanes) if isa in _VNNI else int8_pairs(lanes, max(1, words_in_short))
+
+
 class LimitMeter:
     """Measures the limits again and again, some 0.4 s each: on shared hosts the rate of reading changes by a factor of
     two within minutes."""
 
-    def __init__(self, isa: str, num_threads: int, range_bytes: int, gemm: int = _GEMM) -> None:
-        """range_bytes: the weights of a step, in bytes; gemm: width of torch's matrices, multiplied here only."""
+    def __init__(
+        self, isa: str, num_threads: int, range_bytes: int, int8: Loop | None = None, gemm: int = _GEMM
+    ) -> None:
+        """range_bytes: the weights of a step, in bytes; gemm: width of torch's matrices, multiplied here only.
+
+        int8: the loop of integer products, if the work has any.
+        """
         import torch
 
         torch.set_num_threads(num_threads)
-        self._loops, self._num_threads = loops_of(isa), num_threads
+        self._loops, self._int8, self._num_threads = loops_of(isa), int8, num_threads
         self._values = np.ones(min(range_bytes, _LARGEST_RANGE) // 4, np.float32)
         self._whole = torch.from_numpy(self._values)
         gemms = []
@@ -99,6 +116,7 @@ class LimitMeter:
             fp32_gflops=single / 1e9,
             bf16_gflops=pairs / 1e9,
             torch_read_gb_per_s=self._values.nbytes / _best_s(self._whole.sum) / 1e9,
+            int8_gops=0.0 if self._int8 is None else _multiply_rate(self._int8, self._num_threads) / 1e9,
         )
 
     def around(self) -> Limits:

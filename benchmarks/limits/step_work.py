@@ -20,9 +20,11 @@ class Work:
 
     read_bytes: int
     flops: int
+    int8_ops: int = 0
+    """Operations of products of integers in 8 bits, beside flops."""
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.read_bytes + other.read_bytes, self.flops + other.flops)
+        return Work(self.read_bytes + other.read_bytes, self.flops + other.flops, self.int8_ops + other.int8_ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +40,39 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Matrices:
+    """Matrices that a step reads together."""
+
+    parameters: int
+    num_bytes: int
+    """As they are stored, with their scales."""
+    int8_parameters: int = 0
+    """Those that are multiplied with activations in 8 bits, by integer products."""
+
+    def work(self, num_rows: int) -> Work:
+        """Read once and multiplied with so many rows; none: not read."""
+        if not num_rows:
+            return Work(0, 0)
+        dense = self.parameters - self.int8_parameters
+        return Work(self.num_bytes, 2 * dense * num_rows, 2 * self.int8_parameters * num_rows)
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderWork:
     """Sizes of a dense decoder with a gated MLP."""
 
-    layer_parameters: int
-    """In the matrices of all layers."""
-    head_parameters: int
-    """In the matrix that gives logits; a tied embedding table is the same matrix."""
+    layers: Matrices
+    """Of all layers."""
+    head: Matrices
+    """That gives logits; a tied embedding table is the same matrix."""
     kv_bytes_per_token: int
     attention_width: int
     """Number of query heads times their size, summed over the layers."""
-    item_bytes: int = 2
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all matrices that a step with logits reads."""
-        return self.item_bytes * (self.layer_parameters + self.head_parameters)
+        return self.layers.num_bytes + self.head.num_bytes
 
     def step(self, chunks: Sequence[Chunk]) -> Work:
         """A step: every matrix is read once, and the cached keys and values of each sequence once."""
@@ -62,13 +81,10 @@ class DecoderWork:
         # A new token attends to the cached ones, to the new ones before it and to itself: a product with its key
         # and one with its value.
         attended = sum(chunk.count * chunk.context + chunk.count * (chunk.count + 1) // 2 for chunk in chunks)
-        parameters = self.layer_parameters + (self.head_parameters if num_logits else 0)
-        return Work(
-            self.item_bytes * parameters + self.kv_bytes_per_token * sum(chunk.context for chunk in chunks),
-            2 * self.layer_parameters * num_tokens
-            + 2 * self.head_parameters * num_logits
-            + 4 * self.attention_width * attended,
+        cached = Work(
+            self.kv_bytes_per_token * sum(chunk.context for chunk in chunks), 4 * self.attention_width * attended
         )
+        return self.layers.work(num_tokens) + self.head.work(num_logits) + cached
 
     def requests(self, requests: Sequence[Request]) -> Work:
         """Requests at once: all prompts in one step, then a step for each further token of all that still run.
@@ -88,12 +104,13 @@ def decoder_work(config: Mapping[str, Any], item_bytes: int = 2) -> DecoderWork:
     kv_heads = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)
     projections = (2 * heads + 2 * kv_heads) * size
+    in_layers = layers * hidden * (projections + 3 * int(config["intermediate_size"]))
+    in_head = int(config["vocab_size"]) * hidden
     return DecoderWork(
-        layer_parameters=layers * hidden * (projections + 3 * int(config["intermediate_size"])),
-        head_parameters=int(config["vocab_size"]) * hidden,
+        layers=Matrices(in_layers, item_bytes * in_layers),
+        head=Matrices(in_head, item_bytes * in_head),
         kv_bytes_per_token=2 * item_bytes * layers * kv_heads * size,
         attention_width=layers * heads * size,
-        item_bytes=item_bytes,
     )
 
 

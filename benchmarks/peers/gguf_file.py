@@ -1,19 +1,26 @@
-"""A Llama checkpoint in bf16 as a GGUF file for llama.cpp, without a tokenizer. Needs gguf and numpy.
+"""A Llama or Qwen3 checkpoint in bf16 as a GGUF file for llama.cpp, in bf16 or few bits, without a tokenizer.
 
 The layout is that of llama.cpp's convert_hf_to_gguf.py: its `llama` architecture rotates neighbouring elements of a
-head where transformers rotates halves, so the rows of the query and key projections change places.
+head where transformers rotates halves, so the rows of the query and key projections change places. Needs gguf and
+numpy; for few bits llama-cpp-python, whose `llama_model_quantize` makes them. As a program it makes a file; arguments:
+the model's folder, the cache's folder, one of QUANTIZED_TYPES.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+QUANTIZED_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
+"""llama.cpp's file types in few bits, by its numbers (LLAMA_FTYPE_MOSTLY_...)."""
+_ARCHITECTURES = ("llama", "qwen3")
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -21,6 +28,8 @@ _LAYER_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -28,27 +37,50 @@ _LAYER_NAMES = {
 _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def gguf_of(folder: Path, cache: Path) -> Path:
-    """The checkpoint as GGUF, made once in `cache` per version of the checkpoint.
-
-    Raises ValueError for a checkpoint other than a Llama in bf16.
-    """
+def gguf_path(folder: Path, cache: Path, weights: str = "bf16") -> Path:
+    """The place of a checkpoint's GGUF file, one per version of the checkpoint; weights: bf16 or a quantized type."""
     stamp = int((folder / "config.json").stat().st_mtime)
-    path = cache / f"{folder.name}-{stamp}.gguf"
+    return cache / f"{folder.name}-{stamp}{'' if weights == 'bf16' else f'-{weights}'}.gguf"
+
+
+def gguf_of(folder: Path, cache: Path, weights: str = "bf16") -> Path:
+    """The checkpoint as GGUF, made once in `cache`; in few bits it is made of the file in bf16.
+
+    Raises ValueError for a checkpoint other than a Llama or Qwen3 in bf16.
+    """
+    path = gguf_path(folder, cache, weights)
     if path.exists():
         return path
+    if weights != "bf16":
+        source = gguf_of(folder, cache)
+        return _made(path, lambda part: _quantize(source, part, QUANTIZED_TYPES[weights]))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config["model_type"] != "llama":
-        raise ValueError(f"{folder}: a {config['model_type']} model; this converts llama only")
-    handle, made = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=cache)
+    if config["model_type"] not in _ARCHITECTURES:
+        raise ValueError(f"{folder}: a {config['model_type']} model; this converts {' and '.join(_ARCHITECTURES)} only")
+    return _made(path, lambda part: _write(folder, config, part))
+
+
+def _made(path: Path, make: Callable[[Path], None]) -> Path:
+    """The path of a file that has been made under another name, so that an interrupted run leaves no part of it."""
+    handle, part = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=path.parent)
     os.close(handle)
     try:
-        _write(folder, config, Path(made))
-        Path(made).rename(path)
+        make(Path(part))
+        Path(part).rename(path)
     except BaseException:
-        Path(made).unlink(missing_ok=True)
+        Path(part).unlink(missing_ok=True)
         raise
     return path
+
+
+def _quantize(source: Path, path: Path, file_type: int) -> None:
+    library = importlib.import_module("llama_cpp")
+    library.llama_backend_init()
+    params = library.llama_model_quantize_default_params()
+    params.ftype, params.nthread = file_type, os.cpu_count() or 1
+    code = library.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params))
+    if code:
+        raise RuntimeError(f"{source}: llama_model_quantize failed with {code}")
 
 
 def tensor_name(name: str) -> str:
@@ -68,12 +100,13 @@ def neighbours(weight: Any, num_heads: int) -> Any:
 
 def _write(folder: Path, config: dict[str, Any], path: Path) -> None:
     gguf, numpy = importlib.import_module("gguf"), importlib.import_module("numpy")
-    writer = gguf.GGUFWriter(str(path), "llama")
+    rotated = config["model_type"] == "llama"
+    writer = gguf.GGUFWriter(str(path), config["model_type"])
     _write_config(writer, gguf, config)
     for name, values in _tensors(folder, numpy):
-        if "q_proj" in name:
+        if rotated and "q_proj" in name:
             values = neighbours(values, config["num_attention_heads"])
-        elif "k_proj" in name:
+        elif rotated and "k_proj" in name:
             values = neighbours(values, config["num_key_value_heads"])
         if values.ndim == 1:  # norms are fp32 there
             writer.add_tensor(tensor_name(name), (values.astype(numpy.uint32) << 16).view(numpy.float32))
@@ -97,7 +130,10 @@ def _write_config(writer: Any, gguf: Any, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(num_heads)
     writer.add_head_count_kv(config.get("num_key_value_heads", num_heads))
-    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // num_heads)
+    head_size = config.get("head_dim") or config["hidden_size"] // num_heads
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_rope_dimension_count(head_size)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -117,3 +153,7 @@ def _tensors(folder: Path, numpy: Any) -> Iterator[tuple[str, Any]]:
                 raise ValueError(f"{path}: {name} is {entry['dtype']}; this converts BF16 only")
             first, end = entry["data_offsets"]
             yield name, data[start + first : start + end].view(numpy.uint16).reshape(entry["shape"])
+
+
+if __name__ == "__main__":
+    gguf_of(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -2,9 +2,9 @@
 
 The package has no batching server. Each step is one `llama_decode`: a token of every running sequence and the whole
 prompts of new ones, greedy from the raw logits. Needs llama-cpp-python and gguf. Arguments: the model's folder, tokens
-of the longest request, a folder for the GGUF file, threads. A question is `{"requests": [{"prompt", "output_len"}],
-"arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last, tokens, due]]}` in seconds since the
-start.
+of the longest request, a folder for the GGUF file, threads, its weights (bf16 or a quantized type). A question is
+`{"requests": [{"prompt", "output_len"}], "arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last,
+tokens, due]]}` in seconds since the start.
 """
 
 from __future__ import annotations
@@ -141,16 +141,26 @@ class Engine:
 def main() -> None:
     """Load, report the version, then answer until stdin ends; fewer requests than slots get a smaller context."""
     folder, longest, cache, num_threads = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    weights = sys.argv[5]
     with answering() as answer:
         library = importlib.import_module("llama_cpp")
         quiet = library.llama_log_callback(lambda *_: None)
         library.llama_log_set(quiet, ctypes.c_void_p(0))
         library.llama_backend_init()
-        path = gguf_of(folder, cache)
+        path = gguf_of(folder, cache, weights)
         model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
         if not model:
             raise RuntimeError(f"{path}: llama.cpp does not load it")
-        answer({"version": library.__version__, "threads": num_threads, "max_slots": MAX_SLOTS})
+        built_for = library.llama_print_system_info().decode()
+        answer(
+            {
+                "version": library.__version__,
+                "weights": weights,
+                "threads": num_threads,
+                "max_slots": MAX_SLOTS,
+                "built_for": built_for,
+            }
+        )
         engines: dict[int, Engine] = {}
         for line in sys.stdin:
             question = json.loads(line)

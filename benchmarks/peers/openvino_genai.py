@@ -1,16 +1,18 @@
-"""OpenVINO GenAI's continuous batching on the CPU, weights in the checkpoint's precision, token ids in and out.
+"""OpenVINO GenAI's continuous batching on the CPU, token ids in and out.
 
 As it comes, its cache is in 8 bits and activations are quantized in groups where the processor gains by it. Needs the
 packages of `openvino_model` and openvino-genai. Arguments: the model's folder, tokens of the longest request, most
-requests at once, a folder for the export, threads, a tokenizer.json. A question is `{"requests": [{"prompt",
-"output_len"}], "arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last, tokens, due]]}` in seconds
-since the start.
+requests at once, a folder for the export, threads, a tokenizer.json, weights (bf16, int8 or int4); in the environment
+perhaps ONEDNN_MAX_CPU_ISA, the highest instruction set. A question is `{"requests": [{"prompt", "output_len"}],
+"arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last, tokens, due]]}` in seconds since the
+start.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.answering import answering
-from benchmarks.peers.openvino_model import openvino_of
+from benchmarks.peers.openvino_model import openvino_of, weights_text
 
 MAX_NUM_BATCHED_TOKENS = 512
 CACHE_GB = 2
@@ -82,25 +84,32 @@ class Engine:
 def main() -> None:
     """Export, load, report the version, then answer until stdin ends."""
     folder, most, cache = Path(sys.argv[1]), int(sys.argv[3]), Path(sys.argv[4])
-    threads, tokenizer = sys.argv[5], Path(sys.argv[6])
+    threads, tokenizer, weights = sys.argv[5], Path(sys.argv[6]), sys.argv[7]
     with answering() as answer:
         genai, openvino = (importlib.import_module(name) for name in ("openvino_genai", "openvino"))
-        exported = openvino_of(folder, cache, tokenizer)
+        exported = openvino_of(folder, cache, tokenizer, weights)
         scheduling = genai.SchedulerConfig()
         scheduling.cache_size, scheduling.max_num_seqs = CACHE_GB, most
         scheduling.max_num_batched_tokens = MAX_NUM_BATCHED_TOKENS
         scheduling.enable_prefix_caching = False
+        highest = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
         properties = {"INFERENCE_NUM_THREADS": threads}
+        if highest and not highest.endswith(
+            ("BF16", "AMX")
+        ):  # it queries the processor, which may have bf16, not oneDNN
+            properties["INFERENCE_PRECISION_HINT"] = "f32"
         pipeline = genai.ContinuousBatchingPipeline(
             str(exported), genai.Tokenizer(str(exported)), scheduling, "CPU", **properties
         )
         answer(
             {
                 "version": openvino.__version__,
+                "weights": weights_text(weights, json.loads((folder / "config.json").read_text(encoding="utf-8"))),
                 "threads": int(threads),
                 "max_num_seqs": most,
                 "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
                 "cache_gb": CACHE_GB,
+                "highest_isa": highest or "the processor's",
             }
         )
         engine = Engine(genai, openvino, pipeline)

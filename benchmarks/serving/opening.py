@@ -16,6 +16,7 @@ from benchmarks.common.checkpoints import CACHE, DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError, usable_cores
 from benchmarks.common.workload import Request
 from benchmarks.peers.process import PeerProcess, can_import, peer_process
+from benchmarks.serving.few_bits import BF16, GGUF_WEIGHTS, model_path, openvino_weights, rounding_option
 from benchmarks.serving.systems import Cadenza, Peer, System
 from benchmarks.serving.vllm_server import VllmServer, vllm_server
 
@@ -29,6 +30,15 @@ _PACKAGES = {
     LLAMA: ("--llama-python", ("llama_cpp", "gguf")),
     OPENVINO: ("--openvino-python", ("openvino_genai", "openvino_tokenizers", "optimum.intel", "nncf")),
 }
+_ONEDNN_NAMES = {
+    "avx2": "AVX2",
+    "avx-vnni": "AVX2_VNNI",
+    "avx512": "AVX512_CORE",
+    "avx512-vnni": "AVX512_CORE_VNNI",
+    "avx512-bf16": "AVX512_CORE_BF16",
+    "amx": "AVX512_CORE_AMX",
+}
+"""oneDNN's names of the levels of --cpu-isa."""
 _MODEL_LEN = 1024
 _MAX_NUM_SEQS = 64
 
@@ -60,14 +70,26 @@ def names_type(known: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def chosen_systems(options: argparse.Namespace, default: Sequence[str] = (CADENZA, STATIC)) -> list[str]:
-    """The systems that the options name, or the default ones and every peer with an interpreter.
+def systems_with(weights: str) -> tuple[str, ...]:
+    """The systems that have these weights, of --weights, or others of as many bits."""
+    if weights == BF16:
+        return SYSTEMS
+    return (CADENZA, LLAMA, OPENVINO) if weights in GGUF_WEIGHTS else (CADENZA, OPENVINO)
 
-    Raises BenchmarkError for a peer whose interpreter is missing or lacks a package, which it names.
+
+def chosen_systems(
+    options: argparse.Namespace, default: Sequence[str] = (CADENZA, STATIC), weights: str = BF16
+) -> list[str]:
+    """The systems that the options name, or the default ones and every peer with an interpreter and such weights.
+
+    Raises BenchmarkError for a peer that lacks such weights, or whose interpreter is missing or lacks a package.
     """
     pythons = {VLLM: options.vllm_python, LLAMA: options.llama_python, OPENVINO: options.openvino_python}
-    names = options.systems or [*default, *(name for name, python in pythons.items() if python)]
+    able = systems_with(weights)
+    names = options.systems or [*default, *(name for name, python in pythons.items() if python and name in able)]
     for name in names:
+        if name not in able:
+            raise BenchmarkError(f"--systems {name}: not with --weights {weights}, which {', '.join(able)} have")
         if name not in pythons:
             continue
         option, packages = _PACKAGES[name]
@@ -97,12 +119,13 @@ def open_systems(
     service: Mapping[str, Any],
     *,
     over_time: bool = False,
+    weights: str = BF16,
 ) -> Iterator[list[System]]:
     """Start the systems, one after the other, and stop them at the end.
 
     All stay loaded; their activity while another system is measured counts as other load. They are sized for
     `requests`. With `over_time` only systems that accept requests as they arrive: vLLM is its server then, and Cadenza
-    streams.
+    streams. weights: of --weights, prepared.
     """
     with contextlib.ExitStack() as stack:
         opened: list[System] = []
@@ -112,13 +135,14 @@ def open_systems(
             if name == VLLM and over_time:
                 opened.append(stack.enter_context(open_vllm_server(folder, requests, options)))
                 continue
-            driver = stack.enter_context(_driver(name, folder, requests, options))
+            driver = stack.enter_context(_driver(name, folder, requests, options, weights))
             if name == STATIC:
                 opened += [Peer(f"{name}-{size}", driver, {"batch_size": size}) for size in options.static_batches]
             else:
                 opened.append(Peer(name, driver))
         if CADENZA in names:  # started last: it sizes its KV pool by the free memory
-            services = stack.enter_context(local_services(folder, **service))
+            settings = {**rounding_option(weights), **service}
+            services = stack.enter_context(local_services(model_path(folder, weights), **settings))
             opened[:0] = [Cadenza(services, streams) for streams in ((True,) if over_time else (False, True))]
         yield opened
 
@@ -132,7 +156,7 @@ def open_vllm_server(
 
 
 def _driver(
-    name: str, folder: Path, requests: Sequence[Request], options: argparse.Namespace
+    name: str, folder: Path, requests: Sequence[Request], options: argparse.Namespace, weights: str
 ) -> contextlib.AbstractContextManager[PeerProcess]:
     own, model = Path(sys.executable), str(folder)
     limits = [model, str(_longest(requests, _MODEL_LEN)), str(_most(requests))]
@@ -145,9 +169,11 @@ def _driver(
         return peer_process(python, "benchmarks.peers.vllm_offline", limits, vllm_environment(python))
     CACHE.mkdir(parents=True, exist_ok=True)
     if name == OPENVINO:
-        arguments = [*limits, str(CACHE), str(usable_cores()), str(DEMO_MODEL / "tokenizer.json")]
-        return peer_process(options.openvino_python, "benchmarks.peers.openvino_genai", arguments)
-    arguments = [model, str(_longest(requests, 1)), str(CACHE), str(usable_cores())]
+        tokenizer = str(DEMO_MODEL / "tokenizer.json")
+        arguments = [*limits, str(CACHE), str(usable_cores()), tokenizer, openvino_weights(weights)]
+        environment = _openvino_environment(getattr(options, "isa", None))
+        return peer_process(options.openvino_python, "benchmarks.peers.openvino_genai", arguments, environment)
+    arguments = [model, str(_longest(requests, 1)), str(CACHE), str(usable_cores()), weights]
     return peer_process(options.llama_python, "benchmarks.peers.llama_cpp", arguments)
 
 
@@ -159,6 +185,11 @@ def _longest(requests: Sequence[Request], at_least: int) -> int:
 
 def _most(requests: Sequence[Request]) -> int:
     return max(_MAX_NUM_SEQS, len(requests))
+
+
+def _openvino_environment(isa: str | None) -> dict[str, str]:
+    """OpenVINO held to the instruction set that Cadenza is forced to."""
+    return {} if isa is None else {"ONEDNN_MAX_CPU_ISA": _ONEDNN_NAMES[isa]}
 
 
 def vllm_environment(python: Path) -> dict[str, str]:

@@ -83,9 +83,17 @@ class LLMOptions(TypedDict, total=False):
     """exact: results of a request do not depend on the other requests of its batch, bit by bit; fast: no such
     guarantee; auto: exact where the device and the model support it (docs/exactness.md). [default: auto]"""
 
-    quantization: Literal["none", "int8", "fp8", "fp8_w8a8"] | None
-    """Quantizes linear layers to 8 bits, on a GPU: int8 and fp8 quantize weights only, fp8_w8a8 also activations.
-    [default: none]"""
+    quantization: Literal["none", "int8", "int4", "fp8", "fp8_w8a8"] | None
+    """Quantizes the weights of a dense checkpoint while it is loaded: int8 and int4 on the CPU, int8 and fp8 on a GPU;
+    fp8_w8a8, on a GPU, also activations; docs/quantization.md. [default: none]"""
+
+    quantized_activations: Literal["auto", "off", "int8"] | None
+    """For weights in few bits on the CPU: off multiplies activations as they are; int8 quantizes them to 8 bits, by
+    groups of 32 columns of a row; auto: int8 for every format but fp8. [default: auto]"""
+
+    save_quantized: str | None
+    """With --quantization int8 or int4 on the CPU: a new folder, to which the quantized model is saved as a checkpoint
+    of compressed-tensors."""
 
     load_format: Literal["auto", "safetensors", "dummy"] | None
     """Source of the weights; auto: safetensors files; dummy: random weights, only config.json is read. [default:
@@ -150,7 +158,7 @@ class LLMOptions(TypedDict, total=False):
     """What is logged to stderr. [default: info]"""
 
     tokenizer: str | None
-    """Folder or hub id of the tokenizer; default: that of the executor's model."""
+    """Folder, GGUF file or hub id of the tokenizer; default: that of the executor's model."""
 
     skip_tokenizer_init: bool | None
     """Load no tokenizer: prompts and outputs are token ids only. [default: off]"""

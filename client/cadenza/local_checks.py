@@ -27,17 +27,19 @@ _IN_USE_HINT = "; another program listens there: choose another port, or 0 for a
 
 
 def check_model(model: str | os.PathLike[str]) -> str:
-    """The model's folder or hub id in the form for the services; raises OptionError for a missing folder."""
+    """The model's folder, GGUF file or hub id in the form for the services; raises OptionError if it is missing."""
     if not isinstance(model, (str, os.PathLike)):
-        raise OptionError(f"option model: must be a folder or a hub id, not {model!r}")
+        raise OptionError(f"option model: must be a folder, a GGUF file or a hub id, not {model!r}")
     model = os.fspath(model)
     if not model.strip():
-        raise OptionError("option model: it is empty: give a folder or a hub id")
+        raise OptionError("option model: it is empty: give a folder, a GGUF file or a hub id")
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return str(path.resolve())
     if path.exists():
-        raise OptionError(f"option model: {model!r} is not a folder")
+        raise OptionError(f"option model: {model!r} is neither a folder nor a GGUF file, whose name ends in .gguf")
+    if path.suffix == ".gguf":
+        raise OptionError(f"option model: there is no file {model!r}")
     if _is_path(model):
         raise OptionError(f"option model: there is no folder {model!r}{_nearest_folder(path)}")
     return model
@@ -48,16 +50,16 @@ def check_files(model: str, settings: Mapping[str, Setting]) -> None:
     if _value(settings, "simulate") is not None:
         return
     from executor_svc.errors import StartError
-    from executor_svc.models.folder import check_folder
+    from executor_svc.models.folder import check_files as check_model_files
 
-    if not Path(model).is_dir():
+    if not Path(model).exists():
         _check_hub(model)
         return
     tokenizer = settings.get("tokenizer")
-    if tokenizer is not None and _is_path(str(tokenizer.value)) and not Path(tokenizer.value).expanduser().is_dir():
+    if tokenizer is not None and _is_path(str(tokenizer.value)) and not Path(tokenizer.value).expanduser().exists():
         raise tokenizer.refused("tokenizer", f"there is no folder {tokenizer.value!r}")
     try:
-        check_folder(Path(model), with_weights=_value(settings, "load_format") != "dummy")
+        check_model_files(Path(model), with_weights=_value(settings, "load_format") != "dummy")
     except StartError as error:
         raise OptionError(f"option model: {error}") from None
 

@@ -252,12 +252,12 @@ def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> dict[
 
 
 def _own_tokenizer(model: str) -> list[str]:
-    """Arguments that name the tokenizer of a model's folder, so that the scheduler loads it while the executor
+    """Arguments that name the tokenizer of a model's folder or file, so that the scheduler loads it while the executor
     loads."""
     from executor_svc.models.folder import tokenizer_of
 
     folder = Path(model)
-    source = tokenizer_of(model, folder) if folder.is_dir() else ""
+    source = tokenizer_of(model, folder) if folder.exists() else ""
     return to_arguments({"tokenizer": source}) if source else []
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,20 @@ from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding
 from executor_svc.cpu.kernels.probe import probe_linear
+from executor_svc.cpu.kernels.quantized.launches import PackedPart
+from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
 from executor_svc.cpu.weight_readers import WeightReaders
+from executor_svc.device.dense_rows import DenseRows
+from executor_svc.device.embedding import TableEmbedding
+from executor_svc.device.few_bits import FewBits, Form
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
 from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
 from executor_svc.device.kv_cache import KVCache, block_bytes
+from executor_svc.device.stored_linear import QuantFormat, QuantRows, StoredLinear
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions
+
+_log = logging.getLogger(__name__)
 
 
 def _isa(option: CpuIsa) -> Isa:
@@ -41,6 +50,13 @@ def _resolve_dtype(option: str, checkpoint: str) -> torch.dtype:
         raise DeviceError("--dtype float16 is not supported on the CPU: use float32 or bfloat16")
     chosen = checkpoint if option == "auto" else option
     return torch.bfloat16 if chosen == "bfloat16" else torch.float32
+
+
+def _form(source: QuantRows, part: PackedPart) -> Form:
+    """Return how a packed weight is multiplied."""
+    if part.int8 is None:
+        return "weights alone"
+    return "int8 whole row" if source.whole_row_activations else "int8"
 
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -94,17 +110,21 @@ class CpuDevice:
         self._dtype_option = config.dtype
         self.dtype = self.kv_dtype = _resolve_dtype(config.dtype, "float32")
         for option, value, plain in (
-            ("--quantization", config.quantization, ("none",)),
+            ("--quantization", config.quantization, ("none", "int8", "int4")),
             ("--kv-cache-dtype", config.kv_cache_dtype, ("auto", "model")),
         ):
             if value not in plain:
                 raise DeviceError(f"{option} {value} is not possible on the CPU: it needs --device cuda")
+        if config.save_quantized is not None and config.quantization == "none":
+            raise DeviceError(f"--save-quantized {config.save_quantized}: needs --quantization int8 or int4")
         self.numerics: Numerics = "fast" if config.numerics == "fast" else "exact"
         self.num_threads = config.num_threads or cores()
         torch.set_num_threads(self.num_threads)
         self._kernels = CpuKernels(self.num_threads, _isa(config.cpu_isa))
-        self._linears: dict[tuple[int, int, bool], tuple[str, CpuLinear]] = {}
+        self._linears: dict[tuple[int | bool | QuantFormat | None, ...], tuple[str, Linear]] = {}
         self._readers: WeightReaders | None = None
+        self.few_bits = FewBits()
+        self._quantized_activations = config.quantized_activations
 
     @property
     def kernels(self) -> Kernels:
@@ -140,20 +160,69 @@ class CpuDevice:
             self._readers = None
             torch.set_num_threads(self.num_threads)  # the readers' setting is that of later threads, too
 
-    def prepare_linear(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None = None) -> Linear:
+    def prepare_linear(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> Linear:
         return self._prepare(name, weight, bias)
 
-    def prepare_tied(self, name: str, weight: WeightRows) -> tuple[Embedding, Linear]:
-        linear = self._prepare(name, weight, None)
+    def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
+        if isinstance(weight, StoredLinear) and StoredEmbedding.is_possible(weight):
+            table = self._read_stored(name, weight, None)
+            return StoredEmbedding(table, self._kernels)
+        return TableEmbedding(self._dense(name, weight).whole(), self._kernels)
+
+    def prepare_tied(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> tuple[Embedding, Linear]:
+        if isinstance(weight, StoredLinear) and StoredEmbedding.is_possible(weight):
+            stored = self._prepare_stored(name, weight, bias)
+            return StoredEmbedding(stored, self._kernels), stored
+        linear = self._prepare_dense(name, weight if isinstance(weight, Tensor) else self._dense(name, weight), bias)
         return PanelEmbedding(linear, self._kernels), linear
 
-    def _prepare(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None) -> CpuLinear:
+    def _dense(self, name: str, weight: WeightRows | StoredLinear) -> WeightRows:
+        """Return a weight as dense rows, for what has no kernel for few bits."""
+        if not isinstance(weight, StoredLinear):
+            return weight
+        _log.warning("%s: no kernel for this table in few bits, kept in %s", name, weight.dtype)
+        for part in weight.parts:
+            if isinstance(part, QuantRows):
+                self.few_bits.add_dense(part)
+        return DenseRows(weight, self.torch_device)
+
+    def _prepare(self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None) -> Linear:
+        if isinstance(weight, StoredLinear):
+            return self._prepare_stored(name, weight, bias)
+        return self._prepare_dense(name, weight, bias)
+
+    def _prepare_stored(self, name: str, weight: StoredLinear, bias: Tensor | None) -> CpuStoredLinear:
+        linear = self._read_stored(name, weight, bias)
+        formats = [part.layout.kind if isinstance(part, PackedPart) else None for part in linear.parts]
+        self._linears.setdefault((*weight.shape, bias is not None, *formats), (name, linear))
+        return linear
+
+    def _read_stored(self, name: str, weight: StoredLinear, bias: Tensor | None) -> CpuStoredLinear:
+        linear = CpuStoredLinear(name, weight, bias, self._kernels, self._quantized_activations)
+        for source, part in zip(weight.parts, linear.parts, strict=True):
+            if not isinstance(source, QuantRows):
+                continue
+            if isinstance(part, PackedPart):
+                self.few_bits.add(source, self.dtype, _form(source, part), part.packed.nbytes)
+            else:
+                self.few_bits.add_dense(source)
+        self._read_later(linear.read)
+        return linear
+
+    def _prepare_dense(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None) -> CpuLinear:
         linear = CpuLinear(weight, bias, self._kernels)
         if not isinstance(weight, Tensor):
-            assert self._readers is not None, "a weight that is not read yet, outside of loading"
-            self._readers.submit(lambda: linear.read(weight))
-        self._linears.setdefault((linear.in_features, linear.out_features, bias is not None), (name, linear))
+            self._read_later(lambda: linear.read(weight))
+        self._linears.setdefault((*weight.shape, bias is not None), (name, linear))
         return linear
+
+    def _read_later(self, read: Callable[[], None]) -> None:
+        assert self._readers is not None, "a weight that is not read yet, outside of loading"
+        self._readers.submit(read)
 
     def free_memory_bytes(self) -> int:
         available = int(psutil.virtual_memory().available)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.device.few_bits import FewBits
 from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.errors import StartError
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions
@@ -35,6 +37,8 @@ class Device(Protocol):
     dtype: torch.dtype
     kv_dtype: torch.dtype
     numerics: Numerics
+    few_bits: FewBits
+    """Of the weights prepared so far."""
 
     @property
     def kernels(self) -> Kernels: ...
@@ -70,20 +74,28 @@ class Device(Protocol):
         ...
 
     def loading(self) -> AbstractContextManager[None]:
-        """Inside, `WeightRows` may be read later than they are prepared; at its end all are in memory.
+        """Inside, weights that are not tensors may be read later than they are prepared; at its end all are in memory.
 
         The end raises LoaderError if one cannot be read. After another error, nothing further is read.
         """
         ...
 
-    def prepare_linear(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None = None) -> Linear:
+    def prepare_linear(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> Linear:
         """Prepare weight [out_features, in_features] and bias for use; a tensor may be freed afterwards.
 
         Weights that are not read yet are possible inside `loading` only.
         """
         ...
 
-    def prepare_tied(self, name: str, weight: WeightRows) -> tuple[Embedding, Linear]:
+    def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
+        """Prepare a weight [vocabulary, hidden] as a table of embeddings; as above."""
+        ...
+
+    def prepare_tied(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> tuple[Embedding, Linear]:
         """Prepare a weight [vocabulary, hidden] as a table of embeddings and as a linear, held once; as above."""
         ...
 

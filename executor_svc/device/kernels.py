@@ -111,7 +111,7 @@ class AttentionPlan(Protocol):
     """The name of its number of tiles in `Program.run`."""
 
     num_tiles: int
-    """Number of tiles of the current step: the units of attention's work."""
+    """The units of attention's work in the current step: tiles of queries, or some of their KV heads."""
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
         """Set the step; arguments as in `forward_batch.ForwardBatch`.

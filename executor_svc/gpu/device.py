@@ -10,13 +10,16 @@ import triton
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.device.dense_rows import DenseRows
 from executor_svc.device.embedding import TableEmbedding
+from executor_svc.device.few_bits import FewBits
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores, is_interpreted
 from executor_svc.device.kernels import Embedding, Linear, WeightRows
 from executor_svc.device.kv_cache import KVCache, block_bytes
+from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
-from executor_svc.gpu.linear import GpuLinear, Workspace, make_linear
+from executor_svc.gpu.linear import GpuLinear, Quantization, Workspace, make_linear
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions, TorchFunctions
 
@@ -56,6 +59,13 @@ class GpuDevice:
                 "--numerics exact is not possible with --device cuda yet: matrix products there choose their kernels "
                 "by the number of rows; use --numerics fast, or auto"
             )
+        for option, value, not_here in (
+            ("--quantization", config.quantization, "int4"),
+            ("--quantized-activations", config.quantized_activations, "int8"),
+            ("--save-quantized", config.save_quantized, config.save_quantized),
+        ):
+            if value is not None and value == not_here:
+                raise DeviceError(f"{option} {value} is not possible on a GPU: it needs --device cpu")
         self._interpreted = is_interpreted()
         self.torch_device = torch.device("cpu" if self._interpreted else "cuda")
         arch, num_sms = _HOPPER if self._interpreted else _properties(self.torch_device)
@@ -67,9 +77,11 @@ class GpuDevice:
         self.dtype = self.kv_dtype = torch.bfloat16
         self.num_threads = config.num_threads or cores()
         self._arch = arch
-        self._quantization = config.quantization
+        assert config.quantization != "int4"
+        self._quantization: Quantization = config.quantization
         self._kernels = GpuKernels(self.torch_device, arch, num_sms)
         self._workspace = Workspace(self.torch_device)
+        self.few_bits = FewBits()
 
     @property
     def kernels(self) -> GpuKernels:
@@ -109,15 +121,31 @@ class GpuDevice:
         """Nothing to do: weights are read when they are prepared."""
         return nullcontext()
 
-    def prepare_linear(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None = None) -> Linear:
+    def prepare_linear(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> Linear:
         """Raise DeviceError, naming the option, if it cannot quantize this layer."""
-        weight = weight if isinstance(weight, Tensor) else weight.whole()
+        weight = weight if isinstance(weight, Tensor) else self._whole(weight)
         linear = make_linear(weight, bias, "none" if name == "lm_head" else self._quantization, self._workspace)
         return RecordedLinear(linear, self._kernels)
 
-    def prepare_tied(self, name: str, weight: WeightRows) -> tuple[Embedding, Linear]:
-        table = weight.whole()
-        return TableEmbedding(table, self._kernels), self.prepare_linear(name, table)
+    def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
+        return TableEmbedding(self._whole(weight), self._kernels)
+
+    def prepare_tied(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> tuple[Embedding, Linear]:
+        table = weight if isinstance(weight, Tensor) else self._whole(weight)
+        return TableEmbedding(table, self._kernels), self.prepare_linear(name, table, bias)
+
+    def _whole(self, weight: WeightRows | StoredLinear) -> Tensor:
+        """Return a weight as a dense tensor: there are no kernels for few bits."""
+        if isinstance(weight, StoredLinear):
+            for part in weight.parts:
+                if isinstance(part, QuantRows):
+                    self.few_bits.add_dense(part)
+            return DenseRows(weight, self.torch_device).whole()
+        return weight.whole()
 
     def free_memory_bytes(self) -> int:
         if self._interpreted:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope, WeightRows
+from executor_svc.device.stored_linear import QuantRows, StoredLinear
 
 
 class ModelConfigError(ValueError):
@@ -40,6 +41,15 @@ class WeightSource(Protocol):
         """Return a tensor to be read later; raises LoaderError if it is missing or has another shape."""
         ...
 
+    def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
+        """Return the weight of a linear or of an embedding, dense or in few bits, to be read later.
+
+        prefix: the module's name, such as model.layers.0.mlp.up_proj, whose tensors are prefix.weight and others;
+        shape: [out_features, in_features], or [vocabulary, hidden]. Raises LoaderError, before it takes memory, if
+        tensors are missing, have wrong shapes, or are in a format that is not supported.
+        """
+        ...
+
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor in the model's dtype; raises LoaderError if it is missing or has another shape."""
         ...
@@ -54,11 +64,19 @@ class Builder(Protocol):
     @property
     def kernels(self) -> Kernels: ...
 
-    def prepare_linear(self, name: str, weight: Tensor | WeightRows, bias: Tensor | None = None) -> Linear:
+    def prepare_linear(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> Linear:
         """Prepare a weight [out_features, in_features] for use."""
         ...
 
-    def prepare_tied(self, name: str, weight: WeightRows) -> tuple[Embedding, Linear]:
+    def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
+        """Prepare a weight [vocabulary, hidden] as a table of embeddings."""
+        ...
+
+    def prepare_tied(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> tuple[Embedding, Linear]:
         """Prepare a weight [vocabulary, hidden] as a table of embeddings and as a linear, held once."""
         ...
 

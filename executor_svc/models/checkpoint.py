@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from executor_svc.device.stored_linear import QuantRows
+from executor_svc.models.base import StoredWeight
+from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError, find_weights
+from executor_svc.models.quantized.method import Quantization
 from executor_svc.models.safetensors_file import StoredTensor, tensors_of
 
 _DUMMY_STD = 0.02
 _BLOCK_BYTES = 1 << 22
 """Of a tensor's rows that are converted at a time."""
+
+_DRAWN_TOGETHER = 16
+_DRAWN = 4096 * _DRAWN_TOGETHER
+"""Numbers of dummy weights that are drawn at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,13 @@ class Weights:
         """Elements of the tensors that have been read."""
         return sum(self._counts.values())
 
+    def least_bytes(self, num_elements: int) -> int:
+        """Return the least memory of a model whose linears and tables have so many elements.
+
+        Sources of weights in few bits override it.
+        """
+        return num_elements * self._dtype.itemsize
+
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise LoaderError for a wrong shape or name."""
 
@@ -63,6 +78,10 @@ class Weights:
         """Return a tensor to be read later; raises LoaderError for a wrong shape or name at once."""
         self._check(name, shape)
         return NamedWeight(self, name, shape)
+
+    def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
+        """As in `models.base.WeightSource`; sources of weights in few bits override it."""
+        return self.open(f"{prefix}.weight", shape)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a copy of a tensor in the model's dtype; raises LoaderError for a wrong shape or name."""
@@ -79,11 +98,11 @@ class Weights:
 
         The hash is of the very bytes that are yielded, whatever becomes of the file.
         """
-        content = hashlib.sha256(f"{name} {list(shape)} {self._dtype} ".encode())
+        content = ContentDigest(f"{name} {list(shape)} {self._dtype}")
         count = 0
         for stored in self._stored_blocks(name, shape, rows):
             block = stored.to(self._dtype)
-            content.update(block.reshape(-1).view(torch.uint8).numpy().data)
+            content.update(block)
             count += block.numel()
             yield block
         self._hashes[name], self._counts[name] = content.digest(), count
@@ -96,7 +115,7 @@ class Weights:
         return None
 
     def digest(self) -> bytes:
-        """Return sha256 over names, shapes, dtype and bytes of all loaded tensors, independent of their order."""
+        """Return a hash of names, shapes, dtype and bytes of all loaded tensors, independent of their order."""
         return hashlib.sha256(b"".join(self._hashes[name] for name in sorted(self._hashes))).digest()
 
 
@@ -110,8 +129,6 @@ class DummyWeights(Weights):
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self._seed = seed
-        self._drawing = threading.Lock()
-        """Held while a tensor is there as a whole, in float32: one at a time."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor in the model's dtype; on a GPU it needs no other memory."""
@@ -131,24 +148,51 @@ class DummyWeights(Weights):
         return tensor.normal_(0.0, _DUMMY_STD, generator=self._generator(name, device))
 
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
-        # Drawn as a whole: a number depends on the size of its tensor.
-        with self._drawing:
-            whole = torch.ones(shape)
-            if "norm" not in name:
-                whole = torch.randn(shape, generator=self._generator(name, torch.device("cpu"))).mul_(_DUMMY_STD)
-            yield from whole.split(rows)
+        if "norm" in name:
+            yield from torch.ones(shape).split(rows)
+            return
+        block = torch.empty(min(rows, shape[0]), *shape[1:])
+        flat, filled = block.view(-1), 0
+        for drawn in _draw(math.prod(shape), self._generator(name, torch.device("cpu"))):
+            rest = drawn.mul_(_DUMMY_STD)
+            while rest.numel():
+                part = rest[: flat.numel() - filled]
+                flat[filled : filled + part.numel()] = part
+                rest, filled = rest[part.numel() :], filled + part.numel()
+                if filled == flat.numel():
+                    yield block
+                    filled = 0
+        if filled:
+            yield flat[:filled].view(-1, *shape[1:])
 
     def _generator(self, name: str, device: torch.device) -> torch.Generator:
         seed = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:8], "little") >> 1
         return torch.Generator(device).manual_seed(seed)
 
 
+def _draw(count: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield `count` normal numbers in fp32, those of one draw of them all, in memory that is used again.
+
+    PyTorch draws 16 at a time, and the last 16 of a draw again if they are not whole: so a piece has a multiple of 16,
+    and the last one 16 or more if there are as many.
+    """
+    buffer = torch.empty(min(count, _DRAWN + _DRAWN_TOGETHER))
+    ends = [*range(_DRAWN, count - _DRAWN_TOGETHER + 1, _DRAWN), count]
+    for start, end in pairwise([0, *ends]):
+        yield buffer[: end - start].normal_(generator=generator)
+
+
 class SafetensorsWeights(Weights):
     """Tensors of a folder's safetensors files, single or sharded, read block by block."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
+    ) -> None:
+        """quantization: of the linears that the files hold in few bits."""
         super().__init__(dtype, device)
         self._folder = folder
+        self._quantization = quantization
+        self._skipped: set[str] = set()
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
         self._file_of = self._tensor_files()
 
@@ -170,17 +214,63 @@ class SafetensorsWeights(Weights):
             raise LoaderError(f"{path}: tensor {name} cannot be read: the file does not hold it")
         return stored
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def least_bytes(self, num_elements: int) -> int:
+        """As in `Weights`; of linears in few bits: all tensors as they are stored, dense ones in the model's dtype."""
+        if self._quantization is None:
+            return super().least_bytes(num_elements)
+        return sum(self._held_bytes(self._stored(name)) for name in self._file_of)
+
+    def _held_bytes(self, stored: StoredTensor) -> int:
+        dtype = stored.dtype or torch.uint8
+        is_dense = dtype.is_floating_point and dtype.itemsize >= 2 and stored.name.endswith(".weight")
+        return math.prod(stored.shape) * (self._dtype if is_dense else dtype).itemsize
+
+    def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
+        """As in `models.base.WeightSource`."""
+        rows = None if self._quantization is None else self._quantization.open(self, prefix, shape)
+        if rows is None:
+            return self.open(f"{prefix}.weight", shape)
+        # The same bytes in another format are another model.
+        description = f"{prefix} {list(shape)} {rows.format} {rows.whole_row_activations} {self._quantization}"
+        self._hashes[f"{prefix} format"] = hashlib.sha256(description.encode()).digest()
+        return rows
+
+    def find(self, name: str) -> StoredTensor | None:
+        """As in `quantized.tensors.CheckpointTensors`, like the following methods."""
+        return self._stored(name) if name in self._file_of else None
+
+    def require(self, name: str) -> StoredTensor:
         if name not in self._file_of:
             raise LoaderError(f"model folder {self._folder}: tensor {name} is missing")
-        stored = self._stored(name)
+        return self._stored(name)
+
+    def raw_blocks(self, name: str, rows: int, elements: int = 0) -> Iterator[Tensor]:
+        stored = self.require(name)
+        content = _raw_content(stored)
+        for block in stored.blocks(rows):
+            content.update(block)
+            yield block
+        self._hashes[name], self._counts[name] = content.digest(), elements
+
+    def raw(self, name: str, elements: int = 0) -> Tensor:
+        stored = self.require(name)
+        whole, content = stored.whole(), _raw_content(stored)
+        content.update(whole)
+        self._hashes[name], self._counts[name] = content.digest(), elements
+        return whole
+
+    def skip(self, name: str) -> None:
+        self._skipped.add(name)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        stored = self.require(name)
         if stored.shape != shape:
             raise LoaderError(
                 f"{stored.path}: tensor {name} has shape {list(stored.shape)}, config.json says {list(shape)}"
             )
         if stored.dtype is None or not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
             raise LoaderError(
-                f"{stored.path}: tensor {name} is {stored.stored_as}; quantized checkpoints are not supported"
+                f"{stored.path}: tensor {name} is {stored.stored_as}, and config.json has no quantization_config for it"
             )
 
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
@@ -199,16 +289,21 @@ class SafetensorsWeights(Weights):
         scales = stored.whole().to(torch.float32).flatten()
         if not bool(((scales > 0) & scales.isfinite()).all()):
             raise LoaderError(f"{stored.path}: tensor {name} is {scales.tolist()}; scales must be finite and above 0")
-        content = hashlib.sha256(f"{name} {list(scales.shape)} {scales.dtype} ".encode())
-        content.update(scales.view(torch.uint8).numpy().data)
+        content = ContentDigest(f"{name} {list(scales.shape)} {scales.dtype}")
+        content.update(scales)
         self._hashes[name] = content.digest()
         return scales.expand(count).contiguous()
 
     def check_all_used(self, ignored: Callable[[str], bool]) -> None:
         """Raise LoaderError if the files hold tensors that the model has not read: they are of another model."""
-        unused = sorted(name for name in self._file_of if name not in self._hashes and not ignored(name))
+        known = self._hashes.keys() | self._skipped
+        unused = sorted(name for name in self._file_of if name not in known and not ignored(name))
         if unused:
             shown = ", ".join(unused[:3]) + (", …" if len(unused) > 3 else "")
             raise LoaderError(
                 f"model folder {self._folder}: {len(unused)} tensors that the model does not use: {shown}"
             )
+
+
+def _raw_content(stored: StoredTensor) -> ContentDigest:
+    return ContentDigest(f"{stored.name} {list(stored.shape)} {stored.stored_as}")

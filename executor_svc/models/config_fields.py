@@ -11,14 +11,15 @@ from executor_svc.models.base import ModelConfigError
 class Fields:
     """The fields of config.json, or of an object in it. A null field counts as absent."""
 
-    def __init__(self, content: dict[str, Any], path: str = "") -> None:
-        """content: an object; path: its place in config.json: "" for the whole file, else "name." """
+    def __init__(self, content: dict[str, Any], path: str = "", file: str = "config.json") -> None:
+        """content: an object; path: its place in the file: "" for the whole file, else "name." """
         self._content = content
         self._path = path
+        self._file = file
 
     def error(self, name: str, problem: str) -> ModelConfigError:
         """Return an error about a field, for the caller to raise."""
-        return ModelConfigError(f"config.json: {self._path}{name} {problem}")
+        return ModelConfigError(f"{self._file}: {self._path}{name} {problem}")
 
     def has(self, name: str) -> bool:
         """Return whether the field is present, even if null."""
@@ -72,7 +73,7 @@ class Fields:
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, f"must be an object, not {value!r}")
-        return Fields(value or {}, f"{self._path}{name}.")
+        return Fields(value or {}, f"{self._path}{name}.", self._file)
 
     def sections(self) -> list[str]:
         """Return the names of the fields that hold objects."""

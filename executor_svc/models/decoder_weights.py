@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor_svc.device.embedding import TableEmbedding
 from executor_svc.device.kernels import AttentionShape, Embedding, HeadNorms, KVScales, Linear
 from executor_svc.models.base import Builder, StoredWeight, WeightSource
 from executor_svc.models.layers.attention import Attention, fuse_qkv
 from executor_svc.models.layers.mlp import GatedMlp
-from executor_svc.models.linear_weight import LinearWeight, output_weight, qkv_weight
+from executor_svc.models.linear_weight import StoredPart, linear_weight, output_weight, qkv_weight
 from executor_svc.models.spec import DecoderSpec
 
 
@@ -39,13 +38,13 @@ class DecoderWeights:
 
     def ends(self) -> tuple[Embedding, Linear]:
         """Return the table of embeddings and the linear from hidden states to logits, which may have one weight."""
-        size = (self._spec.vocab_size, self._spec.hidden_size)
-        table = self._weights.open("model.embed_tokens.weight", size)
+        size, dtype = (self._spec.vocab_size, self._spec.hidden_size), self._builder.dtype
+        table = linear_weight([self._weights.open_linear("model.embed_tokens", size)], dtype)
         if self._spec.tied:
-            return self._builder.prepare_tied("lm_head", LinearWeight([table], self._builder.dtype))
-        head = LinearWeight([self._weights.open("lm_head.weight", size)], self._builder.dtype)
+            return self._builder.prepare_tied("lm_head", table)
+        head = linear_weight([self._weights.open_linear("lm_head", size)], dtype)
         linear = self._builder.prepare_linear("lm_head", head)  # read by threads, beside the table
-        return TableEmbedding(table.whole(), self._builder.kernels), linear
+        return self._builder.prepare_embedding("embed_tokens", table), linear
 
     def final_norm(self) -> Tensor:
         return self._norm("model.norm", self._spec.hidden_size)
@@ -74,12 +73,13 @@ class DecoderWeights:
         spec, dtype = self._spec, self._builder.dtype
         q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        qkv = qkv_weight(self._parts(prefix, "qkv_proj", sizes, "weight", (spec.hidden_size,)), dtype, shape)
+        qkv = qkv_weight(self._linears(prefix, "qkv_proj", sizes, spec.hidden_size), dtype, shape)
         qkv_bias = output_bias = norms = None
         if spec.qkv_bias:
-            biases = [part.whole() for part in self._parts(prefix, "qkv_proj", sizes, "bias", ())]
+            biases = [part.whole() for part in self._biases(prefix, "qkv_proj", sizes)]
             qkv_bias = fuse_qkv(biases, shape)
-        output = output_weight(self._weights.open(f"{prefix}.o_proj.weight", (spec.hidden_size, q)), dtype, shape)
+        stored = self._weights.open_linear(f"{prefix}.o_proj", (spec.hidden_size, q))
+        output = output_weight(stored, dtype, shape, self._builder.torch_device)
         if spec.output_bias:
             output_bias = self._weights.get(f"{prefix}.o_proj.bias", (spec.hidden_size,))
         if spec.head_norms:
@@ -97,11 +97,12 @@ class DecoderWeights:
     def _mlp(self, prefix: str) -> GatedMlp:
         spec, dtype = self._spec, self._builder.dtype
         hidden, sizes = spec.hidden_size, dict.fromkeys(("gate_proj", "up_proj"), spec.intermediate_size)
-        gate_up = LinearWeight(self._parts(prefix, "gate_up_proj", sizes, "weight", (hidden,)), dtype)
-        down = LinearWeight([self._weights.open(f"{prefix}.down_proj.weight", (hidden, spec.intermediate_size))], dtype)
+        gate_up = linear_weight(self._linears(prefix, "gate_up_proj", sizes, hidden), dtype)
+        stored = self._weights.open_linear(f"{prefix}.down_proj", (hidden, spec.intermediate_size))
+        down = linear_weight([stored], dtype)
         gate_up_bias = down_bias = None
         if spec.mlp_bias:
-            gate_up_bias = torch.cat([part.whole() for part in self._parts(prefix, "gate_up_proj", sizes, "bias", ())])
+            gate_up_bias = torch.cat([part.whole() for part in self._biases(prefix, "gate_up_proj", sizes)])
             down_bias = self._weights.get(f"{prefix}.down_proj.bias", (hidden,))
         return GatedMlp(
             self._builder.prepare_linear("mlp.gate_up", gate_up, gate_up_bias),
@@ -110,10 +111,15 @@ class DecoderWeights:
             self._builder.kernels,
         )
 
-    def _parts(
-        self, prefix: str, fused: str, sizes: dict[str, int], kind: str, columns: tuple[int, ...]
-    ) -> list[StoredWeight]:
-        """Return the tensors of one fused linear: one of each name [size, *columns], or all of them in one tensor."""
-        if self._spec.fused_tensors:
-            return [self._weights.open(f"{prefix}.{fused}.{kind}", (sum(sizes.values()), *columns))]
-        return [self._weights.open(f"{prefix}.{name}.{kind}", (size, *columns)) for name, size in sizes.items()]
+    def _linears(self, prefix: str, fused: str, sizes: dict[str, int], columns: int) -> list[StoredPart]:
+        """Return the weights of one fused linear: one of each name [size, columns], or all of them in one."""
+        return [self._weights.open_linear(name, (size, columns)) for name, size in self._names(prefix, fused, sizes)]
+
+    def _biases(self, prefix: str, fused: str, sizes: dict[str, int]) -> list[StoredWeight]:
+        """Return the biases [size] of one fused linear, likewise."""
+        return [self._weights.open(f"{name}.bias", (size,)) for name, size in self._names(prefix, fused, sizes)]
+
+    def _names(self, prefix: str, fused: str, sizes: dict[str, int]) -> list[tuple[str, int]]:
+        """Return the stored linears of a fused one, and the rows of each."""
+        names = {fused: sum(sizes.values())} if self._spec.fused_tensors else sizes
+        return [(f"{prefix}.{name}", size) for name, size in names.items()]

@@ -1,4 +1,4 @@
-"""The files without tensors of a model's folder or of a Hugging Face hub model. Needs no torch."""
+"""The files without tensors of a model's folder, of a Hugging Face hub model, or a GGUF file. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cadenza.gguf_file import GgufError, GgufFile, find_gguf, read_gguf
 from executor_svc.errors import StartError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -30,10 +31,22 @@ def resolve_folder(model: str, with_weights: bool) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise LoaderError(f"--model {model}: not a folder")
-    if looks_like_path(model):
-        raise LoaderError(f"--model {model}: no such folder")
+        raise LoaderError(f"--model {model}: neither a folder nor a GGUF file, whose name ends in .gguf")
+    if looks_like_path(model) or folder.suffix == ".gguf":
+        raise LoaderError(f"--model {model}: no such {'file' if folder.suffix == '.gguf' else 'folder'}")
     return _download(model, [name for name in _HUB_FILES if with_weights or name != "*.safetensors"])
+
+
+def gguf_of(model: str) -> GgufFile | None:
+    """Return the header of a model's GGUF file: `model` itself, or the one in a folder without config.json.
+
+    None: the model is a folder of another kind, or of the hub. Raises LoaderError for a broken file.
+    """
+    try:
+        path = find_gguf(model)
+        return None if path is None else read_gguf(path)
+    except GgufError as error:
+        raise LoaderError(f"--model {model}: {error}") from None
 
 
 def _download(model: str, patterns: list[str]) -> Path:
@@ -49,6 +62,15 @@ def _download(model: str, patterns: list[str]) -> Path:
         ) from error
     except (HfHubHTTPError, ValueError, OSError) as error:
         raise LoaderError(f"--model {model}: no such folder, and the Hugging Face hub says: {error}") from error
+
+
+def check_files(model: Path, with_weights: bool) -> None:
+    """Check that a folder holds a model, as far as the names of its files show it, or a GGUF file's header.
+
+    Raises LoaderError.
+    """
+    if gguf_of(str(model)) is None:
+        check_folder(model, with_weights)
 
 
 def check_folder(folder: Path, with_weights: bool) -> None:
@@ -121,7 +143,14 @@ def token_ids_of(folder: Path, files: dict[str, dict[str, Any]], field: str) -> 
 
 
 def tokenizer_of(model: str, folder: Path) -> str:
-    """Return the source of the tokenizer: the folder's absolute path, the hub id, or "" without a tokenizer."""
+    """Return the source of the tokenizer: the folder's or GGUF file's absolute path, the hub id, or "" without one.
+
+    Raises LoaderError for a broken GGUF file.
+    """
+    gguf = gguf_of(model)
+    if gguf is not None:
+        has_none = gguf.metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab")
+        return "" if has_none else str(gguf.paths[0].resolve())
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return ""
     return str(folder.resolve()) if Path(model).expanduser().is_dir() else model

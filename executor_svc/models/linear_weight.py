@@ -7,9 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from executor_svc.device.kernels import AttentionShape
+from executor_svc.device.dense_rows import DequantizedRows
+from executor_svc.device.kernels import AttentionShape, WeightRows
+from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.layers.attention import pad_heads, pad_output
+from executor_svc.models.padded_heads import PaddedHeads
+
+StoredPart = StoredWeight | QuantRows
+"""What a source opens as the weight of a linear."""
 
 
 class LinearWeight:
@@ -53,11 +59,34 @@ class LinearWeight:
         return block if self._widen is None else self._widen(block)
 
 
-def qkv_weight(parts: Sequence[StoredWeight], dtype: torch.dtype, shape: AttentionShape) -> LinearWeight:
+def linear_weight(parts: Sequence[StoredPart], dtype: torch.dtype) -> LinearWeight | StoredLinear:
+    """Return the weight of parts [rows, columns], one below the other."""
+    if any(isinstance(part, QuantRows) for part in parts):
+        return StoredLinear([_in_few_bits_or_dense(part, dtype) for part in parts], dtype)
+    return LinearWeight([part for part in parts if not isinstance(part, QuantRows)], dtype)
+
+
+def _in_few_bits_or_dense(part: StoredPart, dtype: torch.dtype) -> QuantRows | WeightRows:
+    return part if isinstance(part, QuantRows) else LinearWeight([part], dtype)
+
+
+def qkv_weight(parts: Sequence[StoredPart], dtype: torch.dtype, shape: AttentionShape) -> LinearWeight | StoredLinear:
     """Return the weight of q, k and v [heads * D, hidden], each head widened to the padded size."""
+    if shape.head_size == shape.padded_head_size:
+        return linear_weight(parts, dtype)
+    if any(isinstance(part, QuantRows) for part in parts):
+        return StoredLinear([_padded_heads(part, dtype, shape) for part in parts], dtype)
+    return _dense_heads([part for part in parts if not isinstance(part, QuantRows)], dtype, shape)
+
+
+def _padded_heads(part: StoredPart, dtype: torch.dtype, shape: AttentionShape) -> QuantRows | WeightRows:
+    if isinstance(part, QuantRows):
+        return PaddedHeads(part, shape.head_size, shape.padded_head_size)
+    return _dense_heads([part], dtype, shape)
+
+
+def _dense_heads(parts: Sequence[StoredWeight], dtype: torch.dtype, shape: AttentionShape) -> LinearWeight:
     size, padded = shape.head_size, shape.padded_head_size
-    if size == padded:
-        return LinearWeight(parts, dtype)
     heads = sum(part.shape[0] for part in parts) // size
     return LinearWeight(
         parts,
@@ -68,9 +97,20 @@ def qkv_weight(parts: Sequence[StoredWeight], dtype: torch.dtype, shape: Attenti
     )
 
 
-def output_weight(part: StoredWeight, dtype: torch.dtype, shape: AttentionShape) -> LinearWeight:
-    """Return an output weight [hidden, H * D] as [hidden, H * DP]."""
+def output_weight(
+    part: StoredPart, dtype: torch.dtype, shape: AttentionShape, device: torch.device
+) -> LinearWeight | StoredLinear:
+    """Return an output weight [hidden, H * D] as [hidden, H * DP].
+
+    With padding it is dense: groups of columns that share a scale may be parts of two heads.
+    """
     if shape.head_size == shape.padded_head_size:
-        return LinearWeight([part], dtype)
-    width = shape.num_heads * shape.padded_head_size
-    return LinearWeight([part], dtype, shape=(part.shape[0], width), widen=lambda block: pad_output(block, shape))
+        return linear_weight([part], dtype)
+    size = part.shape[0], shape.num_heads * shape.padded_head_size
+
+    def widen(block: Tensor) -> Tensor:
+        return pad_output(block, shape)
+
+    if isinstance(part, QuantRows):
+        return StoredLinear([DequantizedRows(part, dtype, device, shape=size, widen=widen)], dtype)
+    return LinearWeight([part], dtype, shape=size, widen=widen)

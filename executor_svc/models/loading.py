@@ -9,14 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import KVScales
 from executor_svc.models.base import CausalLM, ModelConfigError
-from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
 from executor_svc.models.decoder import Decoder, ignored_tensors
-from executor_svc.models.folder import LoaderError, read_json, resolve_folder, token_ids_of, tokenizer_of
+from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder, token_ids_of, tokenizer_of
+from executor_svc.models.gguf.config_content import config_content, special_token_ids
+from executor_svc.models.gguf.linear_shapes import linear_shapes
+from executor_svc.models.gguf.tensor_names import TensorNames
+from executor_svc.models.gguf.weights import GgufWeights, read_vector
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
+from executor_svc.models.quantized.method import read_quantization
+from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
+from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, own_architecture, unknown_architecture
 from executor_svc.plan.description import ModelGeometry
 
@@ -37,7 +45,7 @@ class LoadedModel:
     tokenizer: str
     """Folder or hub id to load the tokenizer from; empty where the model has none."""
     weights_digest: bytes
-    """sha256 over names, shapes and bytes of all loaded tensors."""
+    """A hash of names, shapes and bytes of all loaded tensors: 32 bytes."""
     spec_digest: bytes
     """sha256 over the fields of config.json that define the computation."""
     shares_prefixes: bool
@@ -52,6 +60,9 @@ def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
     Raises LoaderError for a model that is missing, incomplete or not supported (the message names the problem), and
     NumericsError if exact numerics are requested and this machine cannot guarantee them.
     """
+    gguf = gguf_of(config.model)
+    if gguf is not None:
+        return _load_gguf(config, device, gguf)
     folder = resolve_folder(config.model, with_weights=config.load_format != "dummy")
     content = read_json(folder, "config.json", required=True)
     named = content.get("architectures")
@@ -62,24 +73,57 @@ def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
     return load_through_transformers(config, device, folder, content, names)
 
 
+def _load_gguf(config: ExecutorConfig, device: Device, file: GgufFile) -> LoadedModel:
+    """Load a model of a GGUF file; its metadata has what config.json has."""
+    path = file.paths[0]
+    try:
+        content = config_content(file, lambda name: read_vector(file, name))
+        return _load_own(config, device, path, content, content["architectures"][0], file)
+    except GgufError as error:
+        raise LoaderError(f"--model {config.model}: {error}") from None
+
+
 def _load_own(
-    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], architecture: str
+    config: ExecutorConfig,
+    device: Device,
+    folder: Path,
+    content: dict[str, Any],
+    architecture: str,
+    gguf: GgufFile | None = None,
 ) -> LoadedModel:
+    """folder: with `gguf`, that file."""
     try:
         spec = ARCHITECTURES[architecture](content)
     except ModelConfigError as error:
+        if gguf is not None:
+            problem = str(error).removeprefix("config.json: ")
+            raise LoaderError(f"{folder}: its metadata stands for this in config.json: {problem}") from error
         raise LoaderError(f"model folder {folder}: {error}") from error
-    eos, bos = _special_tokens(folder, content)
+    eos, bos = _special_tokens(folder, content) if gguf is None else special_token_ids(gguf)
     max_model_len = _max_model_len(config, spec.context_limit)
     _adopt_dtypes(device, folder, content)
-    _check_memory(folder, spec.min_num_elements(max_model_len), "weights and rotary tables", max_model_len, device)
-    weights, scales = _weights(config, device, folder), None
+    weights: DummyWeights | SafetensorsWeights | GgufWeights
+    if gguf is not None and config.load_format != "dummy":
+        stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
+        weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
+        weights.check_linears(linear_shapes(spec))
+    else:
+        weights = _weights(config, device, folder, content)
+    rounding, linears, scales = rounding_of(config, device), spec.num_linear_elements, None
+    held = weights.least_bytes(linears) if rounding is None else rounded_bytes(rounding, linears)
+    tables = spec.num_rotary_elements(max_model_len) * device.dtype.itemsize
+    _check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device)
     if device.kv_dtype != device.dtype:
         names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
         scales = _read_scales(weights, folder, names, spec.num_kv_heads, device)
+    saved = _saved(config, folder, rounding, device)
+    source = weights if rounding is None else RoundedSource(weights, rounding, saved)
     with device.loading():
-        model = Decoder(spec, max_model_len, weights, device, scales)
-    if isinstance(weights, SafetensorsWeights):
+        model = Decoder(spec, max_model_len, source, device, scales)
+    if saved is not None:
+        saved.finish()
+    _check_activations(config, device)
+    if not isinstance(weights, DummyWeights):
         ignored = ignored_tensors(spec)
         weights.check_all_used(lambda tensor: tensor.endswith(ignored))
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
@@ -115,18 +159,28 @@ def load_through_transformers(
             f"model folder {folder}: {architecture} runs through transformers' own code, where --numerics exact can "
             "not be promised; use --numerics fast, or auto"
         )
+    for option, value in (
+        ("--quantization", rounding_of(config, device)),
+        ("--quantized-activations", config.quantized_activations if config.quantized_activations == "int8" else None),
+    ):
+        if value is not None:
+            raise LoaderError(
+                f"{option} {value}: {architecture} runs through transformers' own code, whose weights are not in few "
+                "bits on the CPU"
+            )
     device.numerics = "fast"
     chosen = choice.choose(folder, architecture)
     eos, bos = _special_tokens(folder, content)
     max_model_len = _max_model_len(config, chosen.context_limit)
     choice.check_length(chosen, max_model_len)
     _adopt_dtypes(device, folder, content)
-    _check_memory(folder, build.count_parameters(chosen, folder), "weights", max_model_len, device)
+    needed = build.count_parameters(chosen, folder) * device.dtype.itemsize
+    _check_memory(folder, needed, "weights", max_model_len, device)
     dummy_seed = config.seed if config.load_format == "dummy" else None
     built = build.build(chosen, folder, max_model_len, config.block_size, device, dummy_seed)
     model, digest = built.model, built.weights_digest
     if device.kv_dtype != device.dtype:
-        source = _weights(config, device, folder)
+        source = _weights(config, device, folder, content)
         num_kv_heads = model.attention_shapes[0].num_kv_heads
         model.kv_scales = _read_scales(source, folder, built.attention_names, num_kv_heads, device)
         digest = hashlib.sha256(digest + source.digest()).digest()
@@ -144,14 +198,27 @@ def load_through_transformers(
     )
 
 
-def _weights(config: ExecutorConfig, device: Device, folder: Path) -> DummyWeights | SafetensorsWeights:
+def _weights(
+    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any]
+) -> DummyWeights | SafetensorsWeights:
+    """Return the tensors of a folder, or random ones, which are dense; content: of config.json."""
     if config.load_format == "dummy":
         return DummyWeights(config.seed, device.dtype, device.torch_device)
-    return SafetensorsWeights(folder, device.dtype, device.torch_device)
+    quantization = read_quantization(folder, content)
+    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization)
+
+
+def _saved(config: ExecutorConfig, folder: Path, rounding: Rounding | None, device: Device) -> QuantizedFolder | None:
+    """Return the folder that the rounded weights are saved to, if one is given."""
+    if config.save_quantized is None or rounding is None:
+        return None
+    if not folder.is_dir():
+        raise LoaderError(f"--save-quantized {config.save_quantized}: --model {config.model} must be a folder")
+    return QuantizedFolder(config.save_quantized, folder, rounding, device.dtype)
 
 
 def _read_scales(
-    source: DummyWeights | SafetensorsWeights, folder: Path, names: Sequence[str], num_kv_heads: int, device: Device
+    source: Weights, folder: Path, names: Sequence[str], num_kv_heads: int, device: Device
 ) -> Sequence[KVScales | None]:
     """Return the scales of each layer's keys and values, for a cache in fp8, and log whether there are any."""
     scales = read_kv_scales(source, folder, names, num_kv_heads, device.torch_device)
@@ -200,7 +267,7 @@ def _geometry(
         max_model_len=max_model_len,
         dtype=str(device.dtype).removeprefix("torch."),
         num_parameters=num_parameters,
-        weight_bytes=num_parameters * device.dtype.itemsize,
+        weight_bytes=num_parameters * device.dtype.itemsize - device.few_bits.saved_bytes,
     )
 
 
@@ -235,12 +302,27 @@ def _max_model_len(config: ExecutorConfig, limit: int | None) -> int:
     return limit if requested is None else requested
 
 
-def _check_memory(folder: Path, num_elements: int, what: str, max_model_len: int, device: Device) -> None:
-    """Raise LoaderError for a model larger than memory, before minutes of loading end in the out-of-memory killer."""
-    needed, free = num_elements * device.dtype.itemsize, device.free_memory_bytes()
-    if needed > free:
+def _check_activations(config: ExecutorConfig, device: Device) -> None:
+    """Raise LoaderError for quantized activations of a model without weights in few bits; log what weights are in."""
+    if device.few_bits.forms:
+        _log.info("weights in few bits: %s", device.few_bits.summary)
+    elif config.quantized_activations == "int8":
         raise LoaderError(
-            f"model folder {folder}: {what} for --max-model-len {max_model_len} take {needed} bytes "
+            f"--quantized-activations int8: the weights of --model {config.model} are in "
+            f"{str(device.dtype).removeprefix('torch.')}; --quantization int8 or int4 quantizes them"
+        )
+
+
+def _check_memory(folder: Path, needed: int, what: str, max_model_len: int, device: Device) -> None:
+    """Raise LoaderError for a model larger than memory, before minutes of loading end in the out-of-memory killer.
+
+    needed: bytes.
+    """
+    free = device.free_memory_bytes()
+    if needed > free:
+        place = f"model folder {folder}" if folder.is_dir() else str(folder)
+        raise LoaderError(
+            f"{place}: {what} for --max-model-len {max_model_len} take {needed} bytes "
             f"in {str(device.dtype).removeprefix('torch.')}, {free} bytes of memory are free"
         )
 

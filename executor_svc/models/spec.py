@@ -64,13 +64,18 @@ class DecoderSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def min_num_elements(self, max_model_len: int) -> int:
-        """Return the number of elements of embedding, head, linears and rotary tables: nearly all of the model's."""
+    @property
+    def num_linear_elements(self) -> int:
+        """The number of elements of embedding, head and linears: nearly all of the weights."""
         qkv_and_output = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
         layer = self.hidden_size * (qkv_and_output + 3 * self.intermediate_size)
         vocabularies = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return vocabularies + self.num_layers * layer
+
+    def num_rotary_elements(self, max_model_len: int) -> int:
+        """Return the number of elements of the rotary tables."""
         tables = {layer.rope for layer in self.layers if not isinstance(layer.rope.scaling, DynamicScaling)}
-        return vocabularies + self.num_layers * layer + sum(2 * max_model_len * rope.size for rope in tables)
+        return sum(2 * max_model_len * rope.size for rope in tables)
 
     def shares_prefixes(self, max_model_len: int) -> bool:
         """Return whether a token's keys and values depend only on it and the tokens before it.

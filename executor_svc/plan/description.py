@@ -32,7 +32,7 @@ class ModelGeometry:
     num_parameters: int
     """The number of parameters; tied weights count once."""
     weight_bytes: int
-    """num_parameters in the model's dtype."""
+    """Bytes that they take on the device: in the model's dtype, or in few bits with scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Fingerprint:
     mode: str
     """"exact" or "fast"."""
     weights_digest: bytes
-    """sha256 over names, shapes and bytes of the weights as loaded."""
+    """A hash of names, shapes and bytes of the weights as loaded: 32 bytes."""
     dtype: str
     kv_dtype: str
     kernels: str
@@ -50,7 +50,8 @@ class Fingerprint:
     num_threads: int
     versions: tuple[str, ...]
     digest: bytes
-    """sha256 over all of the above, and over the fields of config.json that define the computation."""
+    """sha256 over all of the above, the fields of config.json that define the computation, and for weights in few bits
+    their formats and whether activations are quantized."""
 
 
 class ModelFacts(Protocol):

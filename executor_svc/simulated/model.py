@@ -1,4 +1,4 @@
-"""The described properties of a simulated model: from options, or from the config.json of a folder without weights."""
+"""The described properties of a simulated model: from options, a folder's config.json, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
-from executor_svc.models.folder import LoaderError, looks_like_path, read_json, token_ids_of, tokenizer_of
+from executor_svc.models.folder import LoaderError, gguf_of, looks_like_path, read_json, token_ids_of, tokenizer_of
+from executor_svc.models.gguf.config_content import config_content, special_token_ids
 from executor_svc.plan.description import Fingerprint, ModelGeometry
 from executor_svc.simulated import hashing
 
@@ -27,11 +29,15 @@ class SimulatedModel:
 
 
 def simulated_model(config: ExecutorConfig) -> SimulatedModel:
-    """Return the model of the options, and of the folder of --model if there is one; raises LoaderError."""
+    """Return the model of the options, and of the folder or file of --model if there is one; raises LoaderError."""
     folder = Path(config.model).expanduser()
     files: dict[str, dict[str, Any]] = {}
     tokenizer = ""
-    if folder.is_dir():
+    gguf = gguf_of(config.model)
+    if gguf is not None:
+        files = {"config.json": _gguf_content(config.model, gguf)}
+        tokenizer = tokenizer_of(config.model, folder)
+    elif folder.is_dir():
         files = {name: read_json(folder, name, required=False) for name in ("config.json", "generation_config.json")}
         tokenizer = tokenizer_of(config.model, folder)
     elif looks_like_path(config.model):
@@ -48,6 +54,14 @@ def simulated_model(config: ExecutorConfig) -> SimulatedModel:
         bos_token_id=bos[0] if bos else None,
         tokenizer=tokenizer,
     )
+
+
+def _gguf_content(model: str, file: GgufFile) -> dict[str, Any]:
+    try:
+        eos, bos = special_token_ids(file)
+        return config_content(file, lambda name: None) | {"eos_token_id": eos, "bos_token_id": bos}
+    except GgufError as error:
+        raise LoaderError(f"--model {model}: {error}") from None
 
 
 def fingerprint(vocab_size: int, *, fast: bool = False) -> Fingerprint:

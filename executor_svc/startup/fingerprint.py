@@ -31,6 +31,8 @@ def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Finge
         device.num_threads,
         device.versions,
     )
+    if device.few_bits.forms:
+        parts += (device.few_bits.forms,)
     return Fingerprint(
         mode=device.numerics,
         weights_digest=loaded.weights_digest,

@@ -1,4 +1,4 @@
-"""The model's tokenizer, from transformers, which is imported lazily."""
+"""The model's tokenizer, from transformers, which is imported lazily, or from a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+
+from cadenza.gguf_file import find_gguf
+from cadenza.gguf_metadata import GgufError
+from scheduler_svc.requests.gguf_tokenizer import load_gguf_tokenizer
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -52,13 +56,16 @@ def preload() -> None:
 
 
 def load_tokenizer(source: str, *, required: bool = False) -> Tokenizer | None:
-    """Load from a folder or a hub id; blocks for seconds. `Tokenizer.check_fits` compares it with the model.
+    """Load from a folder, a GGUF file or a hub id; blocks for seconds. `check_fits` compares it with the model.
 
-    Returns None if `source` is empty or a folder without a tokenizer, unless `required`. Raises TokenizerError.
+    Returns None if `source` is empty, or holds no tokenizer, unless `required`. Raises TokenizerError.
     """
     if not source:
         return None
     folder = Path(source)
+    gguf = _gguf_of(folder)
+    if gguf is not None:
+        return _load_from_gguf(gguf, source, required=required)
     if folder.is_dir() and not any((folder / name).exists() for name in _FILES):
         if required:
             raise TokenizerError(f"the folder {source!r} holds no tokenizer (none of {', '.join(_FILES)})")
@@ -76,6 +83,29 @@ def load_tokenizer(source: str, *, required: bool = False) -> Tokenizer | None:
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise TokenizerError(f"cannot load a tokenizer from {source!r}: {reason} {_HINT}") from exc
     return Tokenizer(inner, source)
+
+
+def _gguf_of(source: Path) -> Path | None:
+    """Return the GGUF file with the tokenizer of a file or folder; None: there is none, or other files hold it."""
+    if any((source / name).exists() for name in _FILES):
+        return None
+    try:
+        return find_gguf(source)
+    except GgufError as error:
+        raise TokenizerError(f"cannot load a tokenizer: {error} {_HINT}") from error
+
+
+def _load_from_gguf(path: Path, source: str, *, required: bool) -> Tokenizer | None:
+    try:
+        inner = load_gguf_tokenizer(path)
+    except GgufError as error:
+        raise TokenizerError(f"cannot load a tokenizer: {error} {_HINT}") from error
+    if inner is not None:
+        return Tokenizer(inner, source)
+    if required:
+        raise TokenizerError(f"the file {str(path)!r} holds no tokenizer: its tokenizer.ggml.model is none")
+    _LOG.warning("%s holds no tokenizer: token ids only", path)
+    return None
 
 
 class Tokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from benchmarks import cpu_limits
 from benchmarks.__main__ import main
 from benchmarks.common.checkpoints import DEMO_MODEL, SHAPES
 from benchmarks.common.workload import Request
-from benchmarks.limits.loops import Runner, assembly, bfloat16_pairs, multiply_add, read_sum
-from benchmarks.limits.machine_limits import NATIVE, Limits, chosen_isa, loops_of
-from benchmarks.limits.step_work import Chunk, Work, decoder_work
+from benchmarks.limits.loops import Runner, assembly, bfloat16_pairs, int8_dots, int8_pairs, multiply_add, read_sum
+from benchmarks.limits.machine_limits import NATIVE, Limits, chosen_isa, int8_loop, loops_of
+from benchmarks.limits.step_work import Chunk, Matrices, Work, decoder_work
 from benchmarks.peers.openvino_genai import Engine
 from benchmarks.peers.openvino_model import old_config
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES
@@ -35,8 +36,9 @@ LIMITS = Limits(40.0, 200.0, 400.0, 35.0)
 def test_the_work_of_a_step_by_hand() -> None:
     work = decoder_work(SMALL)
     # q 8x8, k and v 4x8, o 8x8, and three of 16x8, twice; the head is 100x8.
-    assert work.layer_parameters == 2 * (64 + 32 + 32 + 64 + 3 * 128) == 1152
-    assert work.head_parameters == 800
+    assert work.layers == Matrices(1152, 2304)
+    assert 2 * (64 + 32 + 32 + 64 + 3 * 128) == 1152
+    assert work.head == Matrices(800, 1600)
     assert work.weight_bytes == 2 * 1952
     assert work.kv_bytes_per_token == 2 * 2 * 2 * 4  # keys and values, 2 bytes, 2 layers, one head of 4
     # A decode at context 10: 11 keys and values in each of 2 layers, 2 heads of 4 numbers.
@@ -44,6 +46,16 @@ def test_the_work_of_a_step_by_hand() -> None:
     # A prompt of 3 attends to 1 + 2 + 3 tokens and has logits for the last; without logits the head is left out.
     assert work.step([Chunk(0, 3)]) == Work(3904, 2 * 1152 * 3 + 2 * 800 + 64 * 6)
     assert work.step([Chunk(0, 3, num_logits=0)]) == Work(2304, 2 * 1152 * 3 + 64 * 6)
+
+
+def test_matrices_in_few_bits_are_read_as_stored_and_multiplied_as_integers() -> None:
+    dense = decoder_work(SMALL)
+    work = replace(dense, layers=Matrices(1152, 648, 1000), head=Matrices(800, 850, 800))
+    # The cache and the attention are as before.
+    assert dense.step([Chunk(10, 1)]) == Work(3904 + 320, 2 * 1952 + 704)
+    assert work.step([Chunk(10, 1)]) == Work(648 + 850 + 320, 2 * 152 + 704, 2 * 1800)
+    assert work.step([Chunk(0, 3, num_logits=0)]) == Work(648, 2 * 152 * 3 + 64 * 6, 2 * 1000 * 3)
+    assert work.weight_bytes == 1498
 
 
 def test_the_work_of_requests_is_that_of_their_steps() -> None:
@@ -65,6 +77,10 @@ def test_the_shapes_have_the_published_sizes(shape: str, millions: float) -> Non
 def test_a_limit_is_the_slower_of_reading_and_multiplying() -> None:
     assert LIMITS.bound(Work(40 * 10**9, 10**9)) == (1.0, "read")
     assert LIMITS.bound(Work(10**9, 800 * 10**9)) == (2.0, "compute")
+    # Integer products follow those of floats: half a second each.
+    both = Work(10**9, 200 * 10**9, 800 * 10**9)
+    assert replace(LIMITS, int8_gops=1600.0).bound(both) == (1.0, "compute")
+    assert "int8_gops" not in LIMITS.metrics()
     assert LIMITS.better(Limits(50.0, 1.0, 1.0, 1.0)) == Limits(50.0, 200.0, 400.0, 35.0)
 
 
@@ -88,6 +104,16 @@ def test_loops_are_made_of_the_instructions_of_their_set() -> None:
     assert count(assembly(multiply_add(8)), "vfmadd", "%ymm") >= 12
     assert count(assembly(multiply_add(16), wide), "vfmadd", "%zmm") >= 12
     assert count(assembly(bfloat16_pairs(), f"{wide},+avx512bf16"), "vdpbf16ps", "%zmm") >= 12
+    vnni, narrow = f"{wide},+avx512vnni,+avx512bw", "+avxvnni,-avx512f"
+    assert count(assembly(int8_dots(16), vnni), "vpdpbusd", "%zmm") >= 12
+    assert count(assembly(int8_dots(8), narrow), "vpdpbusd", "%ymm") >= 12
+    for words in (1, 8):
+        text = assembly(int8_pairs(8, words))
+        assert (count(text, "vpmaddubsw", "%ymm"), count(text, "vpmaddwd", "%ymm")) == (12 * words, 12)
+        assert not any("vpmaddubsw" in line for line in text.partition("jb")[2].splitlines())  # all within the loop
+    assert count(assembly(int8_pairs(16, 2), vnni), "vpmaddubsw", "%zmm") == 24
+    loops = [int8_loop(isa, 0) for isa in ISA_NAMES]
+    assert loops == [int8_pairs(8, 1), int8_dots(8), int8_pairs(16, 1), *[int8_dots(16)] * 3]
     assert [loops_of(isa)[1] == bfloat16_pairs() for isa in (*ISA_NAMES, NATIVE)] == [False] * 4 + [True] * 2 + [False]
 
 
@@ -114,6 +140,23 @@ def test_rows_of_a_small_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert row["medians"][f"{prefix}read_gb_per_s"] > 0
         assert row["medians"]["cadenza_tokens_per_s"] > 0
         assert row["medians"]["cadenza_share_of_limit"] > 0  # a busy machine may measure its limits too low
+
+
+@pytest.mark.slow
+def test_a_row_of_weights_in_few_bits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cpu_limits, "random_checkpoint", lambda shape: DEMO_MODEL)
+    options = "--shapes 10m --weights int4 --groups forward --scenarios decode1 --repeats 1 --quiet-wait-s 0"
+    for more, activations in (("", "int8"), (" --set quantized_activations=off", "bf16")):
+        assert main(["cpu_limits", *(options + more).split(), "--seconds", "0.01", "--json"]) == 0
+        row = json.loads(capsys.readouterr().out)
+        params = row["params"]
+        assert (params["weights"], params["activations"]) == ("int4", activations)
+        assert params["quantized_activations"] == ("off" if more else "auto")
+        # What the executor itself says of its products.
+        form = "weights alone" if more else "int8"
+        assert params["few_bits"] == f"int4: {form}, int8: {form}"
+        assert 0.99 < params["resident_ratio"] < 1.05
+        assert (row["medians"].get("int8_gops", 0.0) > 0) is not bool(more)
 
 
 class Pipeline:

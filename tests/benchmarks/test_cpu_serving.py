@@ -247,14 +247,15 @@ def test_llama_batches_are_kept_full() -> None:
 def test_gguf_names_and_row_order() -> None:
     assert tensor_name("model.layers.12.self_attn.q_proj.weight") == "blk.12.attn_q.weight"
     assert tensor_name("model.embed_tokens.weight") == "token_embd.weight"
+    assert tensor_name("model.layers.3.self_attn.k_norm.weight") == "blk.3.attn_k_norm.weight"
     weight = numpy.arange(16).reshape(16, 1)
     # Two heads of 8 rows: row i and the one half a head on become neighbours.
     assert neighbours(weight, 2)[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
 
 
-def test_gguf_is_for_llama_only(tmp_path: Path) -> None:
+def test_gguf_is_for_some_families_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="gpt2 model"):
+    with pytest.raises(ValueError, match="gpt2 model; this converts llama and qwen3 only"):
         gguf_of(tmp_path, tmp_path)
 
 

@@ -51,7 +51,7 @@ def test_nothing_is_shown_with_the_keyword_of_vllm(fakes):
 
 def test_wrong_options_are_refused_before_anything_is_shown(fakes, capsys):
     assert "starting" not in run(fakes, ", block_size=3").stderr
-    with pytest.raises(OptionError, match="option model: must be a folder or a hub id, not 5"):
+    with pytest.raises(OptionError, match="option model: must be a folder, a GGUF file or a hub id, not 5"):
         LLM(5)
     assert capsys.readouterr().err == ""
 

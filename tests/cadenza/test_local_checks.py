@@ -29,8 +29,10 @@ def test_model_folders(tmp_path):
         with pytest.raises(OptionError, match=r"^option model: there is no folder"):
             check_model(wrong)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OptionError, match=r"is not a folder$"):
+    with pytest.raises(OptionError, match=r"is neither a folder nor a GGUF file"):
         check_model(tmp_path / "file")
+    with pytest.raises(OptionError, match=r"^option model: there is no file './nope\.gguf'$"):
+        check_model("./nope.gguf")
     for empty in ("", " "):
         with pytest.raises(OptionError, match=r"^option model: it is empty"):
             check_model(empty)
@@ -57,10 +59,25 @@ def test_the_files_of_a_folder(tmp_path):
     check_files(str(tmp_path), {"load_format": Setting("dummy")})
 
 
-def test_a_tokenizer_of_its_own():
+def test_a_gguf_file(tmp_path):
+    """As the model, alone or in a folder; a broken one is refused before services start."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes((ROOT / "tests" / "data" / "gguf" / "llama-q4_k_m.gguf").read_bytes())
+    assert check_model(path) == str(path)
+    check_files(str(path), {})
+    check_files(str(tmp_path), {})
+    path.write_bytes(b"GGUF")
+    for model in (path, tmp_path):
+        with pytest.raises(OptionError, match=r"^option model: .*model\.gguf: the file ends within its header"):
+            check_files(str(model), {})
+
+
+def test_a_tokenizer_of_its_own(tmp_path):
     with pytest.raises(OptionError, match=r"^CADENZA_TOKENIZER: option tokenizer: there is no folder '/no/such'$"):
         check_files(str(DEMO_MODEL), {"tokenizer": Setting("/no/such", "CADENZA_TOKENIZER")})
     check_files(str(DEMO_MODEL), {"tokenizer": Setting("org/name")})
+    (tmp_path / "model.gguf").touch()
+    check_files(str(DEMO_MODEL), {"tokenizer": Setting(str(tmp_path / "model.gguf"))})
 
 
 class _Hub:

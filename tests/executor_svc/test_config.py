@@ -21,10 +21,10 @@ def test_options_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "error: --model: must be a folder or a hub id"),
+        ([], "error: --model: must be a folder, a GGUF file or a hub id"),
         (["--simulate", ""], "error: --simulate: String should have at least 1 character"),
         (["--simulate", "instant", "--simulate-vocab-size", "1"], "error: --simulate-vocab-size: Input should be"),
-        (["--model", " "], "error: --model: must be a folder or a hub id"),
+        (["--model", " "], "error: --model: must be a folder, a GGUF file or a hub id"),
         (["--model", "m", "--block-size", "5"], "error: --block-size: must be 8, 16, 32 or 64"),
         (["--model", "m", "--max-num-seqs", "0"], "error: --max-num-seqs: Input should be greater than or equal to 1"),
         (["--model", "m", "--num-threads", "x"], "error: --num-threads: Input should be a valid integer"),

@@ -289,6 +289,12 @@ async def test_a_silent_scheduler_loses_the_executor() -> None:
         assert (await other.step(2)).status == pb.STEP_STATUS_OK
 
 
+async def only_open(scheduler_id: str, epoch: int) -> AsyncIterator[pb.ExecuteRequest]:
+    """The requests of a stream that opens a session, and sends nothing more."""
+    yield pb.ExecuteRequest(open=pb.OpenSession(scheduler_id=scheduler_id, epoch=epoch, protocol_version=1))
+    await asyncio.Event().wait()
+
+
 async def test_a_silent_scheduler_that_reads_nothing_loses_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that waits for it, as in a stopped process, does not keep the session."""
     async with fake_executor(silence_s=0.3) as fake:
@@ -305,12 +311,13 @@ async def test_a_silent_scheduler_that_reads_nothing_loses_the_executor(monkeypa
         async with asyncio.timeout(10):
             opened = None
             while not opened:
-                other = fake.stream()
-                await other.send(open=pb.OpenSession(scheduler_id="B", epoch=2, protocol_version=1))
+                # From an iterator: a write may wait for ever on a stream that is refused already.
+                other = fake.stub.Execute(only_open("B", epoch=2))
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    opened = (await other.call.read()).opened
+                    opened = (await other.read()).opened
         assert opened.epoch == 2
         silent.call.cancel()
+        other.cancel()
 
 
 async def test_heartbeats_of_the_scheduler_keep_its_session() -> None:

@@ -33,7 +33,7 @@ Examples:
   cadenza generate "Hello"              (in another terminal)
   cadenza up MODEL --executors 2
 
-MODEL is a folder or a Hugging Face hub id; --model gives it too. `cadenza serve` is the same command.
+MODEL is a folder, a GGUF file or a Hugging Face hub id; --model gives it too. `cadenza serve` is the same command.
 
 Prints `ready HOST:PORT` on stdout once it can serve. The effective options and the logs of the services go to stderr,
 each line with the name of the service: with several executors, executor 0, executor 1 and so on.
@@ -60,9 +60,10 @@ _MIN_CELLS = 20
 _STYLES = {"executor": "cyan", "scheduler": "green", "cadenza": "bold yellow"}
 
 Named = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Folder or Hugging Face hub id of the model.", show_default=False)
+    str | None,
+    typer.Argument(metavar="MODEL", help="Folder, GGUF file or hub id of the model.", show_default=False),
 ]
-Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Folder or hub id of the model, in place of MODEL.")]
+Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Folder, GGUF file or hub id, in place of MODEL.")]
 Host = Annotated[str | None, typer.Option(metavar="TEXT", help="Address to listen on.  [default: 127.0.0.1]")]
 Port = Annotated[
     str | None,

@@ -911,7 +911,7 @@ class NumericsFingerprint(_message.Message):
     mode: Global___NumericsMode.ValueType
     """The mode."""
     weights_digest: _builtins.bytes
-    """SHA-256 over the weights as loaded, 32 bytes."""
+    """A hash of the weights as loaded, 32 bytes: of names, shapes, dtypes and bytes."""
     dtype: _builtins.str
     """Data type of weights and activations, such as "bfloat16"."""
     kv_dtype: _builtins.str

@@ -8,24 +8,29 @@ on its own query and its sequence's cache, not on batch, chunk, block size or th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from executor_svc.cpu.kernels.attention_plan import TILE_FIELDS, tile_tokens
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
-from executor_svc.cpu.kernels.codegen.functions import exp, tanh, where
+from executor_svc.cpu.kernels.codegen.softmax import softmax_row
 from executor_svc.device.kernels import AttentionShape
 
 _FLOAT = 4
+_AHEAD = 64
+"""Positions from a key or value to the one that is prefetched meanwhile."""
 _ALIGNED = 64
 """Stored scores begin at a multiple of this position: a multiple of every block size, and of LANES."""
 
 
 def scratch_bytes(shape: AttentionShape, max_model_len: int) -> int:
-    """Return the bytes of scratch memory of one thread: for the queries of a tile and their scores."""
-    rows = tile_tokens(shape) * shape.group
-    return rows * _FLOAT * (shape.padded_head_size + _score_stride(max_model_len))
+    """Return the bytes of scratch memory of one thread: queries, scores, sums and inverses of an item's rows."""
+    return _scratch_rows(shape) * _FLOAT * (2 * shape.padded_head_size + LANES + _score_stride(max_model_len))
+
+
+def _scratch_rows(shape: AttentionShape) -> int:
+    """Return the most rows at once: those of a tile of one KV head, or one token's of all KV heads."""
+    return max(tile_tokens(shape) * shape.group, shape.num_heads)
 
 
 def _score_stride(max_model_len: int) -> int:
@@ -35,20 +40,22 @@ def _score_stride(max_model_len: int) -> int:
 def attention(code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int) -> str:
     """Add the kernel; returns its name.
 
-    Items: one per query tile and KV head. Arguments: tiles, q [T, H, DP], the stride of its tokens in bytes, kv_layer,
-    out [T, H * DP], and the table of `CpuAttentionPlan`.
+    Items: one per query tile and some KV heads. Arguments: items, q [T, H, DP], the stride of its tokens in bytes,
+    kv_layer, out [T, H * DP], and the table of `CpuAttentionPlan`.
     """
     return _AttentionKernel(code, dtype, shape, block_size, max_model_len).add()
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """The query tile and KV head of an item."""
+    """The query tile and KV heads of an item."""
 
     row: Int
     tokens: Int
     position: Int
     head: Int
+    """The first KV head."""
+    heads: Int
     first_seen: Int
     """The first position that its first token attends to."""
     low: Int
@@ -57,8 +64,14 @@ class _Tile:
     blocks: Int
     """Address of the sequence's block table."""
     keys: Int
-    """Address of this KV head's keys in block 0."""
+    """Address of the first KV head's keys in block 0."""
     values: Int
+
+    def of_head(self, index: Int, head_bytes: int) -> _Tile:
+        """Return the tile with one of its KV heads."""
+        one = index.emit.integer(1)
+        keys, values = self.keys + index * head_bytes, self.values + index * head_bytes
+        return replace(self, head=self.head + index, heads=one, keys=keys, values=values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +80,12 @@ class _Work:
 
     tile: _Tile
     coming: _Tile
-    queries: Int
-    scores: Int
     first: Int
     """Position of the first stored score."""
-    out: Int
+    queries: Int
+    scores: Int
+    sums: Int
+    inverses: Int
 
 
 class _AttentionKernel:
@@ -99,45 +113,62 @@ class _AttentionKernel:
         emit: Emitter,
         item: Int,
         thread: Int,
-        tiles: Int,
+        items: Int,
         q: Int,
         q_stride: Int,
         kv_layer: Int,
         out: Int,
         table: Int,
     ) -> None:
-        shape = self._shape
-        last = tiles * shape.num_kv_heads - 1
+        row_bytes, rows = self._width * _FLOAT, _scratch_rows(self._shape)
         tile = self._tile(emit, item, kv_layer, table)
-        scratch = emit.load_int(table + 24) + thread * self._scratch_bytes
+        queries = emit.load_int(table + 24) + thread * self._scratch_bytes
+        sums = queries + rows * row_bytes
+        inverses = sums + rows * row_bytes
         work = _Work(
             tile=tile,
-            coming=self._tile(emit, (item + emit.load_int(table + 32)).least(last), kv_layer, table),
-            queries=scratch,
-            scores=scratch + self._tokens * shape.group * self._width * _FLOAT,
+            coming=self._tile(emit, (item + emit.load_int(table + 32)).least(items - 1), kv_layer, table),
             first=tile.first_seen // _ALIGNED * _ALIGNED,
-            out=out + tile.head * self._group_bytes,
+            queries=queries,
+            scores=inverses + rows * (LANES * _FLOAT),
+            sums=sums,
+            inverses=inverses,
         )
-        self._widen_queries(emit, work, q + tile.row * q_stride + tile.head * self._group_bytes, q_stride)
+
+        def head(index: Int, _: list[Vec]) -> None:
+            self._attend(emit, replace(work, tile=tile.of_head(index, self._head_bytes)), q, q_stride, out)
+
+        # One token: all heads of a block together, since they are side by side in memory, which is read faster in
+        # order. More tokens: head by head, since the rows of a head share each loaded key.
+        one = tile.tokens.equals(1)
+        emit.when(one, lambda: self._attend(emit, work, q, q_stride, out))
+        emit.loop(0, emit.integer(0).where(one, tile.heads), 1, head)
+
+    def _attend(self, emit: Emitter, work: _Work, q: Int, q_stride: Int, out: Int) -> None:
+        """Compute all rows of a tile: of one token, or of one KV head."""
+        tile, group = work.tile, self._group_bytes
+        self._widen_queries(emit, work, q + tile.row * q_stride + tile.head * group, q_stride)
         self._score(emit, work)
-        emit.loop(0, tile.tokens, 1, lambda token, _: self._finish_token(emit, work, token))
+        emit.loop(0, tile.tokens, 1, lambda token, _: self._finish_token(emit, work, token, out + tile.head * group))
 
     def _tile(self, emit: Emitter, item: Int, kv_layer: Int, table: Int) -> _Tile:
-        heads = self._shape.num_kv_heads
-        record = emit.load_int(table) + item // heads * (8 * TILE_FIELDS)
+        all_heads, heads = self._shape.num_kv_heads, emit.load_int(table + 40)
+        items = emit.integer(all_heads) // heads  # of a query tile
+        record = emit.load_int(table) + item // items * (8 * TILE_FIELDS)
         row, tokens, position, sequence = (emit.load_int(record + 8 * field) for field in range(TILE_FIELDS))
-        head, first_seen = item % heads, self._first_seen(emit, position)
+        head, first_seen = item % items * heads, self._first_seen(emit, position)
         return _Tile(
             row=row,
             tokens=tokens,
             position=position,
             head=head,
+            heads=heads,
             first_seen=first_seen,
             low=first_seen // self._block,
             high=(position + tokens - 1) // self._block + 1,
             blocks=emit.load_int(table + 8) + sequence * emit.load_int(table + 16),
             keys=kv_layer + head * self._head_bytes,
-            values=kv_layer + (head + heads) * self._head_bytes,
+            values=kv_layer + (head + all_heads) * self._head_bytes,
         )
 
     def _first_seen(self, emit: Emitter, position: Int) -> Int:
@@ -152,10 +183,10 @@ class _AttentionKernel:
         """
         shape = self._shape
         scale = shape.scale if shape.softcap is None else shape.scale / shape.softcap
-        length = shape.group * self._width
+        length = work.tile.heads * (shape.group * self._width)
 
         def token(index: Int, _: list[Vec]) -> None:
-            source, into = q + index * q_stride, work.queries + index * (length * _FLOAT)
+            source, into = q + index * q_stride, work.queries + index * length * _FLOAT
 
             def piece(offset: Int, _: list[Vec]) -> None:
                 emit.store(
@@ -185,7 +216,7 @@ class _AttentionKernel:
         emit.loop(whole * most, tokens, 1, token)
 
     def _score_rows(self, emit: Emitter, work: _Work, queries: Int, scores: Int, rows: int) -> None:
-        """Compute scores of rows in parts that fit the registers, over all blocks, several at once for few rows."""
+        """Compute scores of rows of each head in parts that fit the registers; several blocks at once for few rows."""
         most, low, high = self._registers // 2, work.tile.low, work.tile.high
         for start in range(0, rows, most):
             part = min(most, rows - start)
@@ -201,19 +232,40 @@ class _AttentionKernel:
     ) -> None:
         """Compute scores of size[0] rows with size[1] blocks at once, blocks begin to end - 1.
 
-        Prefetch the next keys.
+        Prefetch the next keys, then the first values.
         """
         rows, at_once = size
-        tile, coming = work.tile, work.coming
+        tile, head_bytes = work.tile, self._head_bytes
         call = self._score_helper(rows, at_once)
+        query_bytes, score_bytes = (self._shape.group * each for each in (self._width * _FLOAT, self._score_bytes))
 
         def run(block: Int, _: list[Vec]) -> None:
-            ahead = [(block - tile.low + coming.low + which).least(coming.high - 1) for which in range(at_once)]
-            next_keys = [self._of_block(emit, coming.blocks, coming.keys, each) for each in ahead]
+            following = [
+                self._following(emit, block + which, (tile, tile.keys), (tile, tile.values)) for which in range(at_once)
+            ]
             keys = [self._of_block(emit, tile.blocks, tile.keys, block + which) for which in range(at_once)]
-            call(emit, queries, scores + (block * self._block - work.first) * _FLOAT, *keys, *next_keys)
+            into = scores + (block * self._block - work.first) * _FLOAT
+
+            def head(index: Int, _: list[Vec]) -> None:
+                addresses = [each + index * head_bytes for each in (*keys, *following)]
+                call(emit, queries + index * query_bytes, into + index * score_bytes, *addresses)
+
+            emit.loop(0, tile.heads, 1, head)
 
         emit.loop(begin, end, at_once, run)
+
+    def _following(self, emit: Emitter, block: Int, now: tuple[_Tile, Int], then: tuple[_Tile, Int]) -> Int:
+        """Return the address of what to prefetch at a block: some blocks ahead of it, or at the start of `then`.
+
+        now, then: a tile, and the address of its keys or values in block 0.
+        """
+        (tile, base), (next_tile, next_base) = now, then
+        ahead = block + max(1, _AHEAD // self._block)
+        inside = ahead.less(tile.high)
+        after = (next_tile.low + (ahead - tile.high)).least(next_tile.high - 1)
+        return self._of_block(
+            emit, tile.blocks.where(inside, next_tile.blocks), base.where(inside, next_base), ahead.where(inside, after)
+        )
 
     def _of_block(self, emit: Emitter, blocks: Int, base: Int, block: Int) -> Int:
         return base + emit.load_int32(blocks + block * 4) * self._block_bytes
@@ -251,125 +303,88 @@ class _AttentionKernel:
 
     # ------------------------------------------------------------------ weights and values
 
-    def _finish_token(self, emit: Emitter, work: _Work, token: Int) -> None:
-        """Turn a token's scores into weights and sum its values; prefetch the next values."""
+    def _finish_token(self, emit: Emitter, work: _Work, token: Int, out: Int) -> None:
+        """Turn a token's scores into weights and sum its values; prefetch the next values, then the next tile's keys.
+
+        out: address of the first head of the first row.
+        """
         shape, group, tile, coming = self._shape, self._shape.group, work.tile, work.coming
         position = tile.position + token
-        lowest = self._first_seen(emit, position)
+        lowest, rows = self._first_seen(emit, position), tile.heads * group
         scores = work.scores + token * (group * self._score_bytes)
-        out = work.out + (tile.row + token) * (shape.num_heads * self._width * self._size)
-        heads = max(1, self._registers // (self._width // LANES))
+        into = out + (tile.row + token) * (shape.num_heads * self._width * self._size)
+        row_bytes = self._width * _FLOAT
+        at_once = max(1, self._registers // (self._width // LANES))
+        parts = [(start, self._values_helper(min(at_once, group - start))) for start in range(0, group, at_once)]
         weigh = self._weigh_helper()
-        inverses = work.queries + token * (group * self._width * _FLOAT)  # the queries are no longer needed
 
-        def head(index: Int, _: list[Vec]) -> None:
-            row = scores + index * self._score_bytes
-            weigh(emit, row, lowest, position, work.first, inverses + index * (LANES * _FLOAT))
+        def block(index: Int, _: list[Vec]) -> None:
+            values = self._of_block(emit, tile.blocks, tile.values, index)
+            following = self._following(emit, index, (tile, tile.values), (coming, coming.keys))
+            begin = index * self._block
+            first, last = begin.most(lowest), (begin + self._block).least(position + 1)
+            weights = scores + (begin - work.first) * _FLOAT
 
-        emit.loop(0, group, 1, head)
-        for start in range(0, group, heads):
-            self._values_helper(min(heads, group - start))(
-                emit,
-                scores + start * self._score_bytes,
-                tile.blocks,
-                tile.values,
-                lowest,
-                position,
-                work.first,
-                inverses + start * LANES * _FLOAT,
-                out + start * self._width * self._size,
-                coming.blocks,
-                coming.values,
-                coming.low,
-                coming.high,
-            )
+            def head(which: Int, _: list[Vec]) -> None:
+                at = which * self._head_bytes
+                for start, add in parts:
+                    row = which * group + start
+                    places = (weights + row * self._score_bytes, values + at, work.sums + row * row_bytes)
+                    add(emit, *places, first - begin, last - begin, following + at)
+
+            emit.loop(0, tile.heads, 1, head)
+
+        def begin_row(row: Int, _: list[Vec]) -> None:
+            inverse = work.inverses + row * (LANES * _FLOAT)
+            weigh(emit, scores + row * self._score_bytes, lowest, position, work.first, inverse)
+            for offset in range(0, self._width, LANES):
+                emit.store(emit.vec(0.0), work.sums + row * row_bytes + offset * _FLOAT, "float32")
+
+        def end_row(row: Int, _: list[Vec]) -> None:
+            inverse = emit.load(work.inverses + row * (LANES * _FLOAT), "float32")
+            totals = [
+                emit.load(work.sums + row * row_bytes + offset * _FLOAT, "float32") * inverse
+                for offset in range(0, self._width, LANES)
+            ]
+            emit.store_row(totals, into + row * (self._width * self._size), self._dtype)
+
+        emit.loop(0, rows, 1, begin_row)
+        emit.loop(lowest // self._block, position // self._block + 1, 1, block)
+        emit.loop(0, rows, 1, end_row)
 
     def _weigh_helper(self) -> Callable[..., None]:
-        """Add a helper: scores of a row to exp(score - maximum), 0 for masked keys, and 1 over their sum."""
-        cap = self._shape.softcap
+        """Add a helper: `softmax_row`."""
 
-        def body(emit: Emitter, scores: Int, lowest: Int, position: Int, first: Int, inverse: Int) -> None:
-            begin, end = lowest // LANES * LANES, position + 1
-
-            def seen(at: Int) -> Any:
-                place = emit.builder.add(emit.every(at), emit.lanes())
-                above = emit.builder.icmp_signed(">=", place, emit.every(lowest))
-                return emit.builder.and_(above, emit.builder.icmp_signed("<=", place, emit.every(position)))
-
-            def find_highest(at: Int, highest: list[Vec]) -> list[Vec]:
-                place = scores + (at - first) * _FLOAT
-                score = emit.load(place, "float32")
-                if cap is not None:
-                    score = tanh(score) * cap
-                    emit.store(score, place, "float32")
-                # The maximum ignores NaN; its weight, and therefore the sum, is then NaN.
-                return [where(emit, seen(at), score, emit.vec(float("-inf"))).larger(highest[0])]
-
-            peak = emit.loop(begin, end, LANES, find_highest, [emit.vec(float("-inf"))])[0].highest()
-
-            def weigh(at: Int, sums: list[Vec]) -> list[Vec]:
-                place = scores + (at - first) * _FLOAT
-                weight = where(emit, seen(at), exp(emit.load(place, "float32") - peak), emit.vec(0.0))
-                emit.store(weight, place, "float32")
-                return [sums[0] + weight]
-
-            sums = emit.loop(begin, end, LANES, weigh, [emit.vec(0.0)])
-            emit.store(emit.vec(1.0) / sums[0].total(), inverse, "float32")
+        def body(emit: Emitter, *arguments: Int) -> None:
+            softmax_row(emit, *arguments, cap=self._shape.softcap)
 
         return self._code.helper(f"{self._name}_weigh", 5, body)
 
     def _values_helper(self, rows: int) -> Callable[..., None]:
-        """Add a helper: the weighted sum of values, for `rows` heads of one token."""
+        """Add a helper: add the weighted values of places begin to end - 1 of a block to the sums of `rows` heads."""
         columns, width, size = self._width // LANES, self._width, self._size
-        at_once = min(columns, max(1, self._registers // rows))
+        at_once = min(columns, max(1, self._registers // rows))  # all columns, or an even number, as load_row needs
 
-        def body(
-            emit: Emitter,
-            weights: Int,
-            blocks: Int,
-            values: Int,
-            lowest: Int,
-            position: Int,
-            first: Int,
-            inverses: Int,
-            out: Int,
-            coming_blocks: Int,
-            coming_values: Int,
-            coming_low: Int,
-            coming_high: Int,
-        ) -> None:
+        def body(emit: Emitter, weights: Int, values: Int, sums: Int, begin: Int, end: Int, following: Int) -> None:
             for start in range(0, columns, at_once):
                 part = range(start, min(columns, start + at_once))
+                places = [sums + (row * width + column * LANES) * _FLOAT for row in range(rows) for column in part]
 
-                def block(index: Int, sums: list[Vec], part: range = part) -> list[Vec]:
-                    rows_of = self._of_block(emit, blocks, values, index)
-                    begin = index * self._block
-                    ahead = (index - lowest // self._block + coming_low).least(coming_high - 1)
-                    next_rows = self._of_block(emit, coming_blocks, coming_values, ahead)
+                def key(at: Int, totals: list[Vec], part: range = part) -> list[Vec]:
+                    row_bytes = width * size
+                    if part.start == 0:
+                        emit.prefetch(following + at * row_bytes, row_bytes, level=2)
+                    value = emit.load_row(values + at * row_bytes + part.start * LANES * size, self._dtype, len(part))
+                    place = weights + at * _FLOAT
+                    weight = [emit.load_all(place + row * self._score_bytes, "float32") for row in range(rows)]
+                    products = [(weight[row], each) for row in range(rows) for each in value]
+                    return [w.times_plus(v, total) for (w, v), total in zip(products, totals, strict=True)]
 
-                    def key(at: Int, sums: list[Vec]) -> list[Vec]:
-                        row_bytes = width * size
-                        emit.prefetch(next_rows + (at - begin) * row_bytes, row_bytes, level=2)
-                        value = [
-                            emit.load(rows_of + (at - begin) * (width * size) + column * LANES * size, self._dtype)
-                            for column in part
-                        ]
-                        place = weights + (at - first) * _FLOAT
-                        weight = [emit.load_all(place + row * self._score_bytes, "float32") for row in range(rows)]
-                        products = [(weight[row], each) for row in range(rows) for each in value]
-                        return [w.times_plus(v, total) for (w, v), total in zip(products, sums, strict=True)]
+                totals = emit.loop(begin, end, 1, key, [emit.load(place, "float32") for place in places])
+                for total, place in zip(totals, places, strict=True):
+                    emit.store(total, place, "float32")
 
-                    return emit.loop(begin.most(lowest), (begin + self._block).least(position + 1), 1, key, sums)
-
-                zeros = [emit.vec(0.0)] * (rows * len(part))
-                sums = emit.loop(lowest // self._block, position // self._block + 1, 1, block, zeros)
-                for row in range(rows):
-                    inverse = emit.load(inverses + row * LANES * _FLOAT, "float32")
-                    for number, column in enumerate(part):
-                        place = out + row * width * size + column * LANES * size
-                        emit.store(sums[row * len(part) + number] * inverse, place, self._dtype)
-
-        return self._code.helper(f"{self._name}_values_{rows}", 12, body)
+        return self._code.helper(f"{self._name}_values_{rows}", 6, body)
 
 
 def _parts(places: Sequence[tuple[int, int, int]], most: int) -> list[Sequence[tuple[int, int, int]]]:

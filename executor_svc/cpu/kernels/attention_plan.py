@@ -16,6 +16,7 @@ TILE_FIELDS = 4
 """Fields of a query tile: first row, number of tokens, position of the first token, sequence."""
 
 _MAX_ROWS = 12
+_ITEMS_OF_THREAD = 4
 _names = itertools.count()
 
 
@@ -34,12 +35,14 @@ class CpuAttentionPlan:
         self.name = f"tiles{next(_names)}"
         self.max_model_len = max_model_len
         self.num_tiles = 0
+        """Items of attention in the current step: a query tile with as many KV heads as `table` says."""
         self.slots = np.zeros(max_tokens, np.int64)
-        self.table = np.zeros(5, np.int64)
+        self.table = np.zeros(6, np.int64)
         """Addresses of tiles and block tables, bytes of a row of the block tables, address of the scratch memory, and
-        the distance in items to the item that a thread will probably process next."""
-        self.table[3:] = scratch.data_ptr(), num_threads
+        the distance in items to the item that a thread will probably process next, KV heads of an item."""
+        self.table[3:5] = scratch.data_ptr(), num_threads
         self._shape = shape
+        self._num_threads = num_threads
         # Kept alive: launches hold only addresses.
         self._scratch = scratch
         self._kept: tuple[object, ...] = ()
@@ -49,9 +52,17 @@ class CpuAttentionPlan:
         self.slots[: slot_mapping.shape[0]] = slot_mapping.numpy()
         tiles = _tiles(query_start_loc.numpy().astype(np.int64), seq_lens.numpy(), tile_tokens(self._shape))
         tables = block_tables.contiguous()
-        self.num_tiles = len(tiles)
+        self.table[5] = heads = _heads_of_item(self._shape.num_kv_heads, len(tiles), self._num_threads)
+        self.num_tiles = len(tiles) * (self._shape.num_kv_heads // heads)
         self.table[0], self.table[1], self.table[2] = tiles.ctypes.data, tables.data_ptr(), tables.stride(0) * 4
         self._kept = (tiles, tables)
+
+
+def _heads_of_item(num_kv_heads: int, num_tiles: int, num_threads: int) -> int:
+    """Return the KV heads of an item: all, or for few tiles as many as leave each thread several items."""
+    divisors = (heads for heads in range(num_kv_heads, 0, -1) if num_kv_heads % heads == 0)
+    enough = _ITEMS_OF_THREAD * num_threads
+    return next((heads for heads in divisors if num_tiles * (num_kv_heads // heads) >= enough), 1)
 
 
 def _tiles(starts: _Ints, seq_lens: NDArray[np.int32], size: int) -> _Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -21,6 +21,8 @@ from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs, widen_rows
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.panels import PanelWriter
+from executor_svc.cpu.kernels.quantized import embedding_rows
+from executor_svc.cpu.kernels.quantized.launches import Host, PackedPart, Part, PartLaunches
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
@@ -35,6 +37,14 @@ class Recording:
         self.rows = "rows"
         self.launches: list[Launch] = []
         self._team = team
+        self._product: int | None = None
+
+    def announce(self, weight: int) -> None:
+        """The next launch is a product with the weight at this address: the product before it prefetches it."""
+        if self._product is not None:
+            last = self.launches[self._product]
+            self.launches[self._product] = replace(last, arguments=(*last.arguments[:-1], weight))
+        self._product = len(self.launches)
 
     def program(self) -> Program:
         return Program(self._team, self.launches)
@@ -43,7 +53,7 @@ class Recording:
 class CpuKernels:
     """Implements `device.kernels.Kernels`; for use by one thread at a time."""
 
-    name = "cpu-4"
+    name = "cpu-5"
 
     def __init__(self, num_threads: int = 1, isa: Isa | None = None) -> None:
         """isa: what kernels are compiled for; by default that of `host_isa`."""
@@ -52,6 +62,10 @@ class CpuKernels:
         self.panel_writer = PanelWriter(self._code)
         self._recording: Recording | None = None
         self._workspace = Workspace()
+
+    @property
+    def code(self) -> Code:
+        return self._code
 
     @property
     def isa(self) -> Isa:
@@ -107,6 +121,14 @@ class CpuKernels:
         y = self._new("embedded", (token_ids.shape[0], hidden), panels.dtype)
         kernel = panel_rows.take_rows(self._code, _dtype(panels), hidden, scale)
         self._launch(Launch(kernel, "rows", 1, 1, _addresses(panels, token_ids, y)), token_ids.shape[0])
+        return y
+
+    def embed_from_packed(self, part: PackedPart, token_ids: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """As `embed`, for a table [vocabulary, hidden] in few bits, whose numbers are rounded to dtype."""
+        hidden = part.layout.columns
+        y = self._new("embedded", (token_ids.shape[0], hidden), dtype)
+        kernel = embedding_rows.take_rows(self._code, part.layout, _dtype(y), scale)
+        self._launch(Launch(kernel, "rows", 1, 1, _addresses(part.packed, token_ids, y)), token_ids.shape[0])
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -167,7 +189,7 @@ class CpuKernels:
         kernel = cpu_attention.attention(self._code, _dtype(q), shape, block_size, plan.max_model_len)
         stride = q.stride(0) * q.element_size()
         arguments = (q.data_ptr(), stride, kv_layer.data_ptr(), out.data_ptr(), plan.table.ctypes.data)
-        self._launch(Launch(kernel, plan.name, 1, shape.num_kv_heads, arguments), plan.num_tiles)
+        self._launch(Launch(kernel, plan.name, 1, 1, arguments), plan.num_tiles)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -192,9 +214,25 @@ class CpuKernels:
         sizes = (x.shape[1], out_features)
         added = 0 if bias is None else bias.data_ptr()
         factors = x if has_pairs(self.isa, _dtype(x)) else self._widened(x)
-        arguments = (*_addresses(factors, panels, y), *sizes, added, self._team.num_threads)
+        arguments = (*_addresses(factors, panels, y), *sizes, added, self._team.num_threads, panels.data_ptr())
+        if self._recording is not None:
+            self._recording.announce(panels.data_ptr())
         self._launch(Launch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], arguments), x.shape[0])
         return y
+
+    def stored_linear(
+        self, x: Tensor, parts: Sequence[Part], bias: Tensor | None, out_features: int, out_dtype: torch.dtype
+    ) -> Tensor:
+        """Return x @ weight.T + bias for a weight in parts, one below the other."""
+        assert x.is_contiguous()
+        y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
+        host = Host(self._code, self._team.num_threads, self._new, self._launch, self._scratch, self._widened)
+        PartLaunches(host, x, bias, y).run(parts)
+        return y
+
+    def _scratch(self, num_bytes: int) -> Tensor:
+        """Return memory of so many bytes for each thread; the same for the same number of bytes."""
+        return self._workspace.take("scratch", (self._team.num_threads, num_bytes), torch.uint8)
 
     def _widened(self, x: Tensor) -> Tensor:
         """Return rows as floats, with a 0 after the last of an odd number of bfloat16."""

@@ -13,15 +13,15 @@ from executor_svc.cpu.kernels import matmul_amx
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.matmul_tiles import Output, Shape, has_pairs, tile, tile_shapes
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, inner_step
+from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, coming_panel, inner_step
 
 
 def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     """Add the kernel y = x @ weight.T (+ bias), rounded to dtype and written as `out`; returns its name.
 
     Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x [rows, K], of floats from `widen_rows` if not
-    `has_pairs`, weight in panels (`panels`), y [rows, N], K, N, bias [N] or 0, and the distance in panels to the panel
-    that this thread will probably need next, which it prefetches while it multiplies. Weight and bias are of dtype.
+    `has_pairs`, weight in panels (`panels`), y [rows, N], K, N, bias [N] or 0, and what `coming_panel`
+    prefetches. Weight and bias are of dtype.
     """
     if dtype == "bfloat16" and code.isa.has("amx-bf16"):
         return matmul_amx.matmul(code, out, with_bias)
@@ -40,6 +40,7 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         columns: Int,
         bias: Int,
         ahead: Int,
+        following: Int,
     ) -> None:
         shapes = tile_shapes(code.isa)
         tiles = {shape.rows: tile(code, output, shape) for shape in shapes}
@@ -50,13 +51,13 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         y_stride = columns * out_size
         start, here = x + first * x_stride, (rows - first).least(ROWS_AT_ONCE)
         weights = weight + panel * even * (PANEL * size)
-        coming = weights + ahead * even * (PANEL * size)
+        coming = coming_panel(item, ahead, panels, rows, weight, following, even * (PANEL * size))
         into = y + first * y_stride + panel * (PANEL * out_size)
         biases = bias + panel * (PANEL * size)
         left = (columns - panel * PANEL).least(PANEL)
 
         def run(tiles: Mapping[int, Callable[..., None]]) -> None:
-            for at, count, height in _split(here, tuple(tiles)):
+            for at, count, height in split_rows(here, tuple(tiles)):
 
                 def call(index: Int, _: list[Vec], at: Int = at, height: int = height) -> None:
                     row = at + index * height
@@ -68,10 +69,10 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         emit.when(left.equals(PANEL), lambda: run(tiles))
         emit.when(left.less(PANEL), lambda: run(edge))
 
-    return code.kernel(f"matmul_{output}", 8, body)
+    return code.kernel(f"matmul_{output}", 9, body)
 
 
-def _split(rows: Int, sizes: Sequence[int]) -> Iterator[tuple[Int, Int, int]]:
+def split_rows(rows: Int, sizes: Sequence[int]) -> Iterator[tuple[Int, Int, int]]:
     """Split rows into tiles of these sizes, descending: first row, number of tiles, their size.
 
     Evenly where there are tiles of all sizes, else into as large tiles as fit.

@@ -17,7 +17,7 @@ from executor_svc.cpu.kernels.codegen import tiles
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int
 from executor_svc.cpu.kernels.codegen.tiles import TILE_BYTES, TILE_ROWS
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, coming_panel
 
 _STEP = 32
 """Numbers of a row of x that one tile product multiplies."""
@@ -47,6 +47,7 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
         columns: Int,
         bias: Int,
         ahead: Int,
+        following: Int,
     ) -> None:
         upper, both = (_tile(code, out, with_bias, halves) for halves in (1, 2))
         config = tiles.scratch(emit, 64)
@@ -62,20 +63,9 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
 
         def call(tile: Callable[..., None], at: Int, count: Int) -> None:
             x_part, y_part = start + at * x_stride, into + at * y_stride
-            coming = weights + ahead * panel_bytes
-            tile(
-                emit,
-                x_part,
-                x_stride,
-                weights,
-                coming,
-                inner,
-                y_part,
-                y_stride,
-                biases,
-                left,
-                count,
-            )
+            coming = coming_panel(item, ahead, panels, rows, weight, following, panel_bytes)
+            sizes = inner, y_part, y_stride, biases, left, count
+            tile(emit, x_part, x_stride, weights, coming, *sizes)
 
         def whole() -> None:
             _configure(emit, config, emit.integer(2 * TILE_ROWS))
@@ -92,7 +82,7 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
         emit.when(emit.integer(0).less(rest), some)
         tiles.release(emit)
 
-    return code.kernel(f"matmul_bfloat16_{out}{'_bias' if with_bias else ''}", 8, body)
+    return code.kernel(f"matmul_bfloat16_{out}{'_bias' if with_bias else ''}", 9, body)
 
 
 def _configure(emit: Emitter, config: Int, rows: Int) -> None:

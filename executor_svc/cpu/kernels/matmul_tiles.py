@@ -107,14 +107,9 @@ def tile(code: Code, output: Output, shape: Shape, whole: bool = True) -> Callab
             emit.prefetch(coming + offset, step_bytes, level=2)
             places = [weight + offset + step_bytes // 2 * half for half in halves]
             weights = [load_weights(emit, place, dtype) for place in places]
-            factors = [start + index * factor_bytes for start in starts]
-            if pairs:
-                loaded = (_load_pair(emit, place, last) for place in factors)
-                return _add_products(sums, loaded, weights, lambda total, *each: _dot(emit, total, *each))
-            for which, floats in enumerate(zip(*(widened_weights(emit, each, dtype) for each in weights), strict=True)):
-                numbers = (emit.load_all(place + which * ITEM_BYTES["float32"], "float32") for place in factors)
-                sums = _add_products(sums, numbers, floats, lambda total, number, each: number.times_plus(each, total))
-            return sums
+            return _add_step(
+                emit, dtype, pairs, sums, [start + index * factor_bytes for start in starts], weights, last
+            )
 
         def columns(halves: range) -> None:
             def unrolled(index: Int, sums: list[Vec]) -> list[Vec]:
@@ -143,6 +138,19 @@ def tile(code: Code, output: Output, shape: Shape, whole: bool = True) -> Callab
     return code.helper(f"tile_{output}_{shape.rows if whole else 'edge'}", 9, body)
 
 
+def _add_step(
+    emit: Emitter, dtype: Dtype, pairs: bool, sums: list[Vec], places: Sequence[Int], weights: Sequence[Any], last: bool
+) -> list[Vec]:
+    """Add the products of one step of K: the factors at these places, one for each row, with loaded weights."""
+    if pairs:
+        loaded = (load_pair(emit, place, last) for place in places)
+        return _add_products(sums, loaded, weights, lambda total, *each: dot(emit, total, *each))
+    for which, floats in enumerate(zip(*(widened_weights(emit, each, dtype) for each in weights), strict=True)):
+        numbers = (emit.load_all(place + which * ITEM_BYTES["float32"], "float32") for place in places)
+        sums = _add_products(sums, numbers, floats, lambda total, number, each: number.times_plus(each, total))
+    return sums
+
+
 def widen_rows(code: Code) -> str:
     """Add the kernel that widens rows of bfloat16; returns its name.
 
@@ -155,10 +163,16 @@ def widen_rows(code: Code) -> str:
         source, target = x + item * inner * size, y + item * even * ITEM_BYTES["float32"]
 
         def widen(at: Int, _: list[Vec]) -> None:
+            numbers = emit.load(source + at * size, "bfloat16")
+            emit.store(numbers, target + at * ITEM_BYTES["float32"], "float32")
+
+        def widen_rest(at: Int, _: list[Vec]) -> None:
             numbers = emit.load_some(source + at * size, "bfloat16", inner - at)
             emit.store_some(numbers, target + at * ITEM_BYTES["float32"], "float32", even - at)
 
-        emit.loop(0, even, LANES, widen)
+        whole = inner // LANES * LANES  # AVX2 has no load of some bfloat16: LLVM writes a branch for each
+        emit.loop(0, whole, LANES, widen)
+        emit.loop(whole, even, LANES, widen_rest)
 
     return code.kernel("widen_rows", 4, body)
 
@@ -176,7 +190,7 @@ def _add_products(
     return result
 
 
-def _load_pair(emit: Emitter, address: Int, last: bool) -> Any:
+def load_pair(emit: Emitter, address: Int, last: bool) -> Any:
     """Load a pair of bfloat16 of a row of x into every lane; last: half a pair, the other half is 0."""
     number = emit.builder.load(emit.pointer(address, _I16 if last else _I32))
     number.align = 2
@@ -186,7 +200,8 @@ def _load_pair(emit: Emitter, address: Int, last: bool) -> Any:
     return emit.builder.shuffle_vector(one, nothing, ir.Constant(_VI32, [0] * LANES))
 
 
-def _dot(emit: Emitter, total: Vec, factor: Any, weights: Any) -> Vec:
-    dot = emit.declare("llvm.x86.avx512bf16.dpbf16ps.512", _VF32, [_VF32, _PAIRS, _PAIRS])
+def dot(emit: Emitter, total: Vec, factor: Any, weights: Any) -> Vec:
+    """Return total plus the products of pairs of bfloat16: factor's, in every lane, and weights'."""
+    function = emit.declare("llvm.x86.avx512bf16.dpbf16ps.512", _VF32, [_VF32, _PAIRS, _PAIRS])
     pairs = [emit.builder.bitcast(each, _PAIRS) for each in (factor, weights)]
-    return Vec(emit, emit.builder.call(dot, [total.value, *pairs]))
+    return Vec(emit, emit.builder.call(function, [total.value, *pairs]))

@@ -23,6 +23,18 @@ def inner_step(dtype: Dtype) -> int:
     return 2 if dtype == "bfloat16" else 1
 
 
+def coming_panel(item: Int, ahead: Int, panels: Int, rows: Int, weight: Int, following: Int, panel_bytes: Int) -> Int:
+    """Return the memory that a thread will probably need soon, which it prefetches while it computes an item.
+
+    That is the panel of the item that is `ahead` items further. The last items have the beginning of the following
+    product's weight, so that it does not begin with a cold cache.
+    """
+    place = item + ahead
+    wrapped = (place % panels) * panel_bytes
+    items = (rows + (ROWS_AT_ONCE - 1)) // ROWS_AT_ONCE * panels
+    return wrapped + weight.where(place.less(items), following)
+
+
 def load_weights(emit: Emitter, address: Int, dtype: Dtype) -> Any:
     """Load the weights of 16 columns for one step of K: floats, or pairs of bfloat16."""
     kind = _VF32 if dtype == "float32" else _VI32

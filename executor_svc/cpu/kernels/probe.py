@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from executor_svc.cpu.kernels.linear import CpuLinear
+from executor_svc.device.kernels import Linear
 
 _ROW_COUNTS = (1, 2, 3, 7, 12, 16, 25)
 _MAX_ROWS = 97
 
 
-def probe_linear(linear: CpuLinear, dtype: torch.dtype, max_rows: int) -> str | None:
+def probe_linear(linear: Linear, dtype: torch.dtype, max_rows: int) -> str | None:
     """Compare rows in small batches, at different places, with the same rows in a large batch.
 
     Returns an error message, or None if all rows are equal.

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config_fields import Fields
-from executor_svc.models.kv_scales import quantizes_kv_alone
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.rope_fields import DEFAULT_THETA, context_limit, read_rope, rope_section
@@ -97,8 +96,6 @@ def _activation(fields: Fields, name: str, default: str, supported: dict[str, Ac
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if not quantizes_kv_alone(fields.section("quantization_config")):
-        fields.refuse("quantization_config", "quantized checkpoints are not supported")
     for name in _EXPERTS:
         fields.refuse(name, "mixtures of experts are not supported")
     fields.refuse("use_bidirectional_attention", "attention must be causal")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from executor_svc.models.base import Builder, ModelConfigError
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import SCALES
 from executor_svc.models.through_transformers import attention, probe, self_check
@@ -39,7 +40,7 @@ class Built:
     hidden_size: int
     num_parameters: int
     weights_digest: bytes
-    """sha256 over names, shapes, dtypes and bytes of all loaded tensors."""
+    """A hash of names, shapes, dtypes and bytes of all loaded tensors: 32 bytes."""
     spec_digest: bytes
     """sha256 over config.json and the version of transformers."""
 
@@ -169,8 +170,9 @@ def _digest(model: Any) -> bytes:
         if tensor.data_ptr() in seen:  # tied
             continue
         seen.add(tensor.data_ptr())
-        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        content = ContentDigest(f"{name} {list(tensor.shape)} {tensor.dtype}")
+        content.update(tensor.cpu())
+        digest.update(content.digest())
     return digest.digest()
 
 

@@ -213,7 +213,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu, swish"),
     ("llama", {"hidden_act": ["silu"]}, "hidden_act ['silu'] is not supported"),
     ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported; supported: gelu_pytorch"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}: quantized checkpoints"),
     ("mistral", {"num_local_experts": 8}, "num_local_experts is 8: mixtures of experts"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0: Gemma 3 has no softcap"),
@@ -281,35 +280,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_refused(family: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=f"^config.json: .*{re.escape(message)}"):
         read(family, **fields)
-
-
-KV_ALONE = {
-    "quant_method": "compressed-tensors",
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
-    "config_groups": {"group_0": {"targets": [], "weights": None}},
-}
-
-
-def test_quantized_keys_and_values_alone_are_fine() -> None:
-    assert read("llama", quantization_config=KV_ALONE) == read("llama")
-    by_modelopt = KV_ALONE | {"quant_method": "modelopt", "quant_algo": None}
-    assert read("llama", quantization_config=by_modelopt) == read("llama")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"quant_method": "fp8"},
-        {"kv_cache_scheme": None},
-        {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},
-        {"kv_cache_scheme": {"num_bits": 8, "type": "float", "symmetric": False}},
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-        {"config_groups": {"group_0": {"targets": []}, "group_1": {"targets": ["Linear"]}}},
-    ],
-)
-def test_anything_more_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ModelConfigError, match="quantized checkpoints are not supported"):
-        read("llama", quantization_config=KV_ALONE | change)
 
 
 def rows(heading: str) -> list[list[str]]:

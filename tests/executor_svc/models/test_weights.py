@@ -47,7 +47,7 @@ def test_a_dtype_that_no_model_has_counts_only_where_it_is_read(tmp_path: Path) 
     save_file({"a": torch.ones(3), "b": torch.ones(4, dtype=torch.uint16)}, tmp_path / "model.safetensors")
     weights = SafetensorsWeights(tmp_path, torch.float32, CPU)
     assert torch.equal(weights.get("a", (3,)), torch.ones(3))
-    with pytest.raises(LoaderError, match="tensor b is U16; quantized checkpoints are not supported"):
+    with pytest.raises(LoaderError, match=r"tensor b is U16, and config[.]json has no quantization_config for it"):
         weights.get("b", (4,))
 
 
@@ -72,6 +72,30 @@ def test_dummy_weights_of_the_cpu_stay_as_they_are() -> None:
     assert torch.equal(weights.get("a.weight", (5, 7)), expected.to(torch.bfloat16))
     assert torch.equal(weights.get("a.norm.weight", (4,)), torch.ones(4, dtype=torch.bfloat16))
     assert weights.num_parameters == 5 * 7 + 4
+
+
+@pytest.mark.parametrize(
+    "count",
+    [1, 15, 16, 17, *(checkpoint._DRAWN + extra for extra in (-1, 0, 1, 15, 16, 17)), 3 * checkpoint._DRAWN + 5],
+)
+def test_dummy_weights_drawn_in_pieces_are_those_of_one_draw(count: int) -> None:
+    pieces = [piece.clone() for piece in checkpoint._draw(count, torch.Generator().manual_seed(5))]
+    assert torch.equal(torch.cat(pieces), torch.randn(count, generator=torch.Generator().manual_seed(5)))
+    assert max(len(piece) for piece in pieces) < checkpoint._DRAWN + 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dummy_weights_do_not_depend_on_the_rows_asked_for(dtype: torch.dtype) -> None:
+    shape = (1201, 173)  # more than three pieces; no row ends where a piece does
+    whole = DummyWeights(0, dtype, CPU).get("a.weight", shape)
+    digests = set()
+    for rows in (1, 7, 400, 1201, 5000):
+        weights = DummyWeights(0, dtype, CPU)
+        blocks = [block.clone() for block in weights.blocks("a.weight", shape, rows)]
+        assert {len(block) for block in blocks[:-1]} <= {rows}
+        assert torch.equal(torch.cat(blocks), whole)
+        digests.add(weights.digest())
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

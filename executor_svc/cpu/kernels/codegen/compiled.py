@@ -20,6 +20,9 @@ _I64 = ir.IntType(64)
 def _target() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    if llvm.get_default_triple().startswith("x86_64"):  # elsewhere LLVM does not have the option, and ends the process
+        # The pass that turns a chain of integer sums into a tree needs more registers than there are.
+        llvm.set_option("", "-x86-machine-combiner=0")
     return llvm.Target.from_default_triple()
 
 

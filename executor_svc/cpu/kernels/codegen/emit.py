@@ -177,14 +177,17 @@ class Emitter:
         body: Callable[[Int, list[Vec]], Sequence[Vec] | None],
         carried: Sequence[Vec] = (),
     ) -> list[Vec]:
-        """Emit `for index in range(start, stop, step): carried = body(index, carried)`; return the last `carried`."""
+        """Emit `for index in range(start, stop, step): carried = body(index, carried)`; return the last `carried`.
+
+        Carried vectors may be of any type.
+        """
         builder, before = self.builder, self.builder.block
         first, end = self.integer(start), self.integer(stop)
         header, inside, after = (self._function.append_basic_block(name) for name in ("header", "body", "after"))
         builder.branch(header)
         builder.position_at_end(header)
         index = builder.phi(_I64)
-        phis = [builder.phi(_VF32) for _ in carried]
+        phis = [builder.phi(vector.value.type) for vector in carried]
         index.add_incoming(first.value, before)
         for phi, initial in zip(phis, carried, strict=True):
             phi.add_incoming(initial.value, before)
@@ -222,6 +225,32 @@ class Emitter:
         raw = self.builder.load(self.pointer(address, _kind(dtype)))
         raw.align = ITEM_BYTES[dtype]
         return Vec(self, raw if dtype == "float32" else self.widened(raw))
+
+    def load_row(self, address: Int, dtype: Dtype, vectors: int) -> list[Vec]:
+        """Read consecutive vectors, for `store_row`.
+
+        In bfloat16 two vectors are the even and the odd numbers of their memory: one operation each instead of two.
+        """
+        pairs = vectors // 2 if dtype == "bfloat16" else 0
+        found: list[Vec] = []
+        for pair in range(pairs):
+            raw = self.builder.load(self.pointer(address + pair * 2 * LANES * ITEM_BYTES[dtype], _VI32))
+            raw.align = ITEM_BYTES[dtype]
+            bits = (self.builder.shl(raw, _every(16)), self.builder.and_(raw, _every(0xFFFF0000)))
+            found += [Vec(self, self.builder.bitcast(each, _VF32)) for each in bits]
+        rest = range(2 * pairs, vectors)
+        return found + [self.load(address + which * LANES * ITEM_BYTES[dtype], dtype) for which in rest]
+
+    def store_row(self, row: Sequence[Vec], address: Int, dtype: Dtype) -> None:
+        """Write vectors that are in the order of `load_row`, rounded to nearest even."""
+        pairs = len(row) // 2 if dtype == "bfloat16" else 0
+        for pair in range(pairs):
+            low, high = (self.builder.zext(self.narrowed(each), _VI32) for each in row[2 * pair : 2 * pair + 2])
+            raw = self.builder.or_(low, self.builder.shl(high, _every(16)))
+            place = self.pointer(address + pair * 2 * LANES * ITEM_BYTES[dtype], _VI32)
+            self.builder.store(raw, place).align = ITEM_BYTES[dtype]
+        for which in range(2 * pairs, len(row)):
+            self.store(row[which], address + which * LANES * ITEM_BYTES[dtype], dtype)
 
     def load_some(self, address: Int, dtype: Dtype, count: Int) -> Vec:
         """Read `count` numbers, a count known only at run time; it may be negative or more than LANES."""

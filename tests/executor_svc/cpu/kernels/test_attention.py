@@ -272,3 +272,21 @@ def test_a_plan_is_filled_anew_for_each_step() -> None:
         assert plan.slots[: len(b.slot_mapping)].tolist() == b.slot_mapping.tolist()
     other = KERNELS.new_attention_plan(shape, 100, 300)
     assert other.name != plan.name, "a program depends on what differs"
+
+
+def test_items_hold_all_kv_heads_if_each_thread_has_several() -> None:
+    """They are then read in the order of memory; and a row has the same bits if its heads are items of their own."""
+    generator = torch.Generator().manual_seed(0)
+    shape = AttentionShape(18, 6, 48, 48, 0.25)
+    cache = as_kept(torch.randn(40, 2, 6, 16, 48, generator=generator).to(BF16))
+    q = torch.randn(8, 18, 48, generator=generator).to(BF16)
+    tables = [list(range(5 * which, 5 * which + 5)) for which in range(8)]
+    kernels = CpuKernels(2)
+    rows = []
+    for count, items in ((1, 6), (2, 12), (3, 9), (4, 8), (8, 8)):
+        b = flat_batch([(70, 1)] * count, tables[:count], 16, [0] * count)
+        plan = plan_for(kernels, shape, b)
+        assert plan.num_tiles == items
+        rows.append(kernels.attention(q[:count], cache, shape, plan))
+    for found in rows:
+        assert torch.equal(found, rows[-1][: len(found)])

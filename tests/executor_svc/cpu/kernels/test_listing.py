@@ -7,9 +7,11 @@ import sys
 import pytest
 
 from executor_svc.cpu.kernels import listing
+from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
-from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, IsaName
+from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, IsaName, level
 from executor_svc.cpu.kernels.listing import Loop, inner_loops, products
+from executor_svc.cpu.kernels.matmul_tiles import widen_rows
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 NESTED = """
@@ -82,3 +84,11 @@ def test_the_listing_that_developers_print(monkeypatch: pytest.MonkeyPatch, caps
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines} == {"amx"}
     assert any("4 tileloadd, 4 tdpbf16ps" in line for line in lines)
+
+
+def test_rows_are_widened_by_whole_vectors() -> None:
+    """AVX2 has no load of some bfloat16: a loop of such loads has a branch for each number."""
+    code = Code(level("avx2"))
+    widen_rows(code)
+    loops = inner_loops(code.assembly())
+    assert any(loop.count("vpmovzxwd") and loop.count("j") == 1 for loop in loops)

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, coming_panel
+from tests.executor_svc.cpu.kernels import emitted
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.processors import ISAS
 
@@ -139,3 +141,29 @@ def test_threads_do_not_show(num_threads: int) -> None:
         linear = CpuLinear(weight, None, CpuKernels(num_threads))
         for rows in (250, 1, 97, 12):
             assert equal_bits(linear(x[:rows]), expected[:rows])
+
+
+def test_the_last_items_prefetch_the_following_weight() -> None:
+    """All items before prefetch the panel of the item two further, of the next rows too."""
+    weight, following, panels, panel_bytes = 1_000_000, 5_000_000, 3, 640
+    for rows, items in ((1, 3), (ROWS_AT_ONCE + 1, 6)):
+        found = np.zeros(items, np.int64)
+
+        def body(emit: Emitter, item: Int, _: Int, __: Int, into: Int, rows: Int) -> None:
+            known = (emit.integer(each) for each in (weight, following, panel_bytes))
+            place = coming_panel(item, emit.integer(2), emit.integer(panels), rows, *known)
+            emit.builder.store(place.value, emit.pointer(into + item * 8, place.value.type))
+
+        emitted.run(2, body, items, found.ctypes.data, rows)
+        places = [(weight if item + 2 < items else following, (item + 2) % panels) for item in range(items)]
+        assert found.tolist() == [start + panel * panel_bytes for start, panel in places]
+
+
+def test_recorded_products_know_the_weight_that_follows() -> None:
+    kernels, x = CpuKernels(), randn(0, 3, 40)
+    linears = [CpuLinear(randn(seed, 40, 40), None, kernels) for seed in range(3)]
+    with kernels.recording() as recording:
+        for linear in linears:
+            x = kernels.add(linear(x), x)
+    known = [launch.arguments[-1] for launch in recording.launches if launch.kernel.startswith("matmul")]
+    assert known == [linears[which].panels.data_ptr() for which in (1, 2, 2)]

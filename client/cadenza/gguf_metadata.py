@@ -1,0 +1,99 @@
+"""Checked access to the metadata of a GGUF file: errors name the file and the key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+MetadataValue = str | bool | int | float | list[str] | list[bool] | list[int] | list[float]
+
+
+class GgufError(ValueError):
+    """A file is no GGUF file, or one that is broken or not supported; the message names the file and the place."""
+
+
+class GgufMetadata:
+    """The pairs of a file's header, such as general.architecture."""
+
+    def __init__(self, path: Path, pairs: dict[str, MetadataValue]) -> None:
+        self.path = path
+        self._pairs = pairs
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._pairs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pairs)
+
+    def get(self, key: str) -> MetadataValue | None:
+        """Return a value unchecked, None if it is absent."""
+        return self._pairs.get(key)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a string; without a default it is required, here and in the following methods."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, "must be a string")
+        return value
+
+    def integer(self, key: str, default: int | None = None, at_least: int = 1) -> int:
+        """Return an integer of at least `at_least`."""
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+            raise self.error(key, f"must be an integer of at least {at_least}, not {_brief(value)}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number."""
+        value = self._value(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.error(key, f"must be a finite number, not {_brief(value)}")
+        return float(value)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """Return a boolean."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, not {_brief(value)}")
+        return value
+
+    def texts(self, key: str, default: list[str] | None = None) -> list[str]:
+        """Return an array of strings."""
+        value = self._value(key, default)
+        texts = [item for item in value if isinstance(item, str)] if isinstance(value, list) else None
+        if texts is None or not isinstance(value, list) or len(texts) != len(value):
+            raise self.error(key, "must be an array of strings")
+        return texts
+
+    def integers(self, key: str, default: list[int] | None = None) -> list[int]:
+        """Return an array of integers."""
+        value = self._value(key, default)
+        integers = [item for item in value if type(item) is int] if isinstance(value, list) else None
+        if integers is None or not isinstance(value, list) or len(integers) != len(value):
+            raise self.error(key, "must be an array of integers")
+        return integers
+
+    def numbers(self, key: str, default: list[float] | None = None) -> list[float]:
+        """Return an array of numbers, which may be infinite."""
+        value = self._value(key, default)
+        numbers = [float(item) for item in value if type(item) in (int, float)] if isinstance(value, list) else None
+        if numbers is None or not isinstance(value, list) or len(numbers) != len(value):
+            raise self.error(key, "must be an array of numbers")
+        return numbers
+
+    def error(self, key: str, problem: str) -> GgufError:
+        """Return an error about a key, for the caller to raise."""
+        return GgufError(f"{self.path}: metadata {key} {problem}")
+
+    def _value(self, key: str, default: object) -> object:
+        value = self._pairs.get(key, default)
+        if value is None:
+            raise self.error(key, "is missing")
+        return value
+
+
+def _brief(value: object) -> str:
+    """Return a value for a message."""
+    shown = f"an array of {len(value)}" if isinstance(value, list) else ascii(value)
+    return shown if len(shown) <= 100 else f"{shown[:100]}..."

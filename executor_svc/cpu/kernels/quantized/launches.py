@@ -1,0 +1,186 @@
+"""The launches of a linear whose weight is in parts: each writes its columns of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from executor_svc.cpu.kernels import matmul
+from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.emit import Dtype
+from executor_svc.cpu.kernels.codegen.team import Launch
+from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs
+from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.quantized import int8_product, products, rows_of_x
+from executor_svc.cpu.kernels.quantized.layout import STEP, PackedLayout
+from executor_svc.cpu.kernels.quantized.row_steps import RowSteps, quantize_rows, row_items
+
+_DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """Rows of a weight in few bits."""
+
+    layout: PackedLayout
+    packed: Tensor
+    rows: int
+    order: Tensor | None
+    """[K] int64: the column of x for each column of the weight; None: the same."""
+    int8: RowSteps | None = None
+    """The int8 form of rows of x; None: they are multiplied as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class DensePart:
+    """Rows of a weight in panels of the model's dtype."""
+
+    panels: Tensor
+    rows: int
+
+
+Part = PackedPart | DensePart
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What launches need of `CpuKernels`."""
+
+    code: Code
+    num_threads: int
+    new: Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+    """Returns memory for a result, by its name, shape and dtype."""
+    launch: Callable[[Launch, int], None]
+    """Runs or records a launch, for so many rows."""
+    scratch: Callable[[int], Tensor]
+    """Returns memory of at least so many bytes for each thread, which the next launch may overwrite."""
+    widened: Callable[[Tensor], Tensor]
+    """Returns rows as floats, as dense products read them on levels without a dot product of pairs."""
+
+
+class PartLaunches:
+    """One call of a linear: rows of x in the forms that its parts need are made once each."""
+
+    def __init__(self, host: Host, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        self._host, self._x, self._bias, self._y = host, x, bias, y
+        self._dtype = _DTYPES[x.dtype]
+        self._arranged: dict[tuple[int, Dtype, int], Tensor] = {}
+        self._int8_rows: dict[tuple[RowSteps, int], Tensor] = {}
+        self._sums: dict[tuple[int, int], Tensor] = {}
+
+    def run(self, parts: Sequence[Part]) -> None:
+        """Launch all parts, which compute the columns of y in this order."""
+        first = 0
+        for part in parts:
+            if isinstance(part, PackedPart) and part.int8 is not None:
+                self._int8(part, part.int8, first)
+            elif isinstance(part, PackedPart):
+                self._packed(part, first)
+            else:
+                self._dense(part, first)
+            first += part.rows
+
+    def _packed(self, part: PackedPart, first: int) -> None:
+        host, layout, y = self._host, part.layout, self._y
+        code = host.code
+        output = Output(self._dtype, _DTYPES[y.dtype], self._bias is not None)
+        x = self._arrange(layout, part.order)
+        sums = self._group_sums(layout, x, part.order).data_ptr() if layout.kind.offsets == "minimum" else 0
+        scratch = host.scratch(products.scratch_bytes(code, layout, self._dtype))
+        kernel = products.product(code, layout, output)
+        sizes = (layout.steps, part.rows, y.shape[1])
+        places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
+        arguments = (*places, *sizes, self._bias_at(first), sums, host.num_threads, scratch.data_ptr())
+        host.launch(Launch(kernel, "rows", ROWS_AT_ONCE, len(part.packed), arguments), x.shape[0])
+
+    def _int8(self, part: PackedPart, steps: RowSteps, first: int) -> None:
+        host, layout, y = self._host, part.layout, self._y
+        output = Output(self._dtype, _DTYPES[y.dtype], self._bias is not None)
+        kernel = int8_product.int8_product(host.code, layout, steps, output)
+        x = self._quantize(layout.columns, steps, part.order)
+        places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
+        sizes = (y.shape[1] * y.element_size(), part.rows)
+        blocks = (layout.num_blocks, layout.steps_per_block)
+        arguments = (*places, *sizes, self._bias_at(first), *blocks, host.num_threads)
+        host.launch(Launch(kernel, "rows", ROWS_AT_ONCE, len(part.packed), arguments), x.shape[0])
+
+    def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> Tensor:
+        """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8."""
+        host = self._host
+        key = steps, 0 if order is None else order.data_ptr()
+        if key not in self._int8_rows:
+            x = self._x if order is None else self._in_order(self._dtype, columns, order)
+            shape = (x.shape[0], steps.row_bytes(columns))
+            y = host.new(f"int8_{len(self._int8_rows)}_{shape[1]}", shape, torch.uint8)
+            kernel = quantize_rows(host.code, self._dtype, steps)
+            arguments = (x.data_ptr(), y.data_ptr(), columns)
+            host.launch(Launch(kernel, "rows", 1, row_items(steps, columns), arguments), x.shape[0])
+            self._int8_rows[key] = y
+        return self._int8_rows[key]
+
+    def _dense(self, part: DensePart, first: int) -> None:
+        host, x, y = self._host, self._x, self._y
+        code, out = host.code, _DTYPES[y.dtype]
+        alone = part.rows == y.shape[1]
+        into = y if alone else host.new(f"part_{first}_{part.rows}", (x.shape[0], part.rows), y.dtype)
+        kernel = matmul.matmul(code, self._dtype, out, self._bias is not None)
+        factors = x if has_pairs(code.isa, self._dtype) else self._wide_x
+        places = (factors.data_ptr(), part.panels.data_ptr(), into.data_ptr())
+        following = part.panels.data_ptr()
+        arguments = (*places, x.shape[1], part.rows, self._bias_at(first), host.num_threads, following)
+        host.launch(Launch(kernel, "rows", ROWS_AT_ONCE, len(part.panels), arguments), x.shape[0])
+        if not alone:
+            target = y.data_ptr() + first * y.element_size()
+            copied = (into.data_ptr(), target, part.rows, y.shape[1])
+            host.launch(Launch(rows_of_x.place_columns(code, out), "rows", 1, 1, copied), x.shape[0])
+
+    @cached_property
+    def _wide_x(self) -> Tensor:
+        return self._host.widened(self._x)
+
+    def _bias_at(self, first: int) -> int:
+        return 0 if self._bias is None else self._bias.data_ptr() + first * self._bias.element_size()
+
+    def _arrange(self, layout: PackedLayout, order: Tensor | None) -> Tensor:
+        """Return rows of x as a part's kernel reads them: in its order, with zeros up to whole steps."""
+        host, x = self._host, self._x
+        pairs, wide = has_pairs(host.code.isa, self._dtype), layout.steps * STEP
+        out: Dtype = self._dtype if pairs else "float32"
+        if order is None and out == self._dtype and wide == layout.columns:
+            return x
+        return self._in_order(out, wide, order)
+
+    def _in_order(self, out: Dtype, wide: int, order: Tensor | None) -> Tensor:
+        key = 0 if order is None else order.data_ptr(), out, wide
+        if key not in self._arranged:
+            self._arranged[key] = self._copied(out, wide, order)
+        return self._arranged[key]
+
+    def _copied(self, out: Dtype, wide: int, order: Tensor | None) -> Tensor:
+        host, x = self._host, self._x
+        dtype = torch.float32 if out == "float32" else x.dtype
+        y = host.new(f"arranged_{len(self._arranged)}_{wide}", (x.shape[0], wide), dtype)
+        kernel = rows_of_x.arrange(host.code, self._dtype, out, order is not None)
+        places = (x.data_ptr(), y.data_ptr(), 0 if order is None else order.data_ptr())
+        host.launch(Launch(kernel, "rows", 1, 1, (*places, x.shape[1], wide)), x.shape[0])
+        return y
+
+    def _group_sums(self, layout: PackedLayout, x: Tensor, order: Tensor | None) -> Tensor:
+        """Return sums of rows of x, as `_arrange` leaves them, by group."""
+        columns = x.shape[1] if layout.whole_row else layout.kind.group
+        key = columns, 0 if order is None else order.data_ptr()
+        if key not in self._sums:
+            self._sums[key] = self._summed(x, columns)
+        return self._sums[key]
+
+    def _summed(self, x: Tensor, columns: int) -> Tensor:
+        groups = x.shape[1] // columns
+        sums = self._host.new(f"group_sums_{len(self._sums)}_{groups}", (x.shape[0], groups), torch.float32)
+        kernel = rows_of_x.group_sums(self._host.code, _DTYPES[x.dtype])
+        arguments = (x.data_ptr(), sums.data_ptr(), groups, columns)
+        self._host.launch(Launch(kernel, "rows", 1, 1, arguments), x.shape[0])
+        return sums

@@ -1,0 +1,170 @@
+"""The layout of weights in few bits: panels of 32 rows of the weight, one stream of bytes each.
+
+A panel is a row of blocks; a block has as many columns as share its head, and consists of the head and of steps of 32
+columns. Everything is stored for the panel's 32 rows side by side (lane n: row n of the panel):
+
+- head: the numbers that the block's columns share. With super groups: super scales [32], super minimums [32]. Else, for
+  groups of 32 columns or more: scales [32], minimums or zero points [32].
+- step: the numbers of each of its one or two groups, where the head does not have them: sub scales (or scales) [32],
+  sub minimums (or minimums) or zero points [32], planes one after the other, groups [2][32] within a plane of groups of
+  16. Then the plane of high bits of codes of 5 and 6 bits, then the codes.
+
+Codes are in words of 32 bits, [words][32]:
+
+- 8 bits: word w has columns 4w to 4w + 3 of the step, the first in the lowest byte.
+- 4 low bits: word w has columns 8w to 8w + 7 as nibbles p0 (lowest) to p7: columns 0, 2, 4, 6, 1, 3, 5, 7 of the eight.
+  So (word >> 4i) & 0x000f000f is the pair of columns 2i and 2i + 1 as 16-bit numbers, and (word >> 4h) & 0x0f0f0f0f are
+  four bytes: columns 0, 4, 1, 5 for h = 0, and 2, 6, 3, 7 for h = 1.
+- high bits, one word (5 bits) or two (6 bits) per step and row: those of nibble p of word w of the low bits are at bit
+  8 * (p // 2) + width * (2 * (w % words) + p % 2), where width is 1 or 2 bits and words is 4 or 2, of high word
+  w // words. So four bytes of high bits are one shift and one mask away from each word's four bytes (`high_shift`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from executor_svc.cpu.kernels.panel_layout import PANEL
+from executor_svc.device.stored_linear import QuantFormat
+
+STEP = 32
+"""Columns of a step."""
+WORD_BYTES = 4
+WORD_PLANE_BYTES = PANEL * WORD_BYTES
+"""Of a word for each row of a panel."""
+
+PlaneName = Literal["super_scales", "super_minimums", "scales", "minimums", "zero_points"]
+_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "e8m0": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Numbers of groups, in the head or in each step."""
+
+    in_head: bool
+    offset: int
+    """In bytes, from the start of the head or the step."""
+    item_bytes: int
+    groups: int
+    """Groups of a step that have a number each, 1 or 2; 1 in a head."""
+
+    @property
+    def num_bytes(self) -> int:
+        return PANEL * self.item_bytes * self.groups
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Sizes and places of a packed weight of one format with so many columns."""
+
+    kind: QuantFormat
+    columns: int
+
+    @property
+    def whole_row(self) -> bool:
+        """Whether a row has one scale."""
+        return self.kind.group == self.columns
+
+    @property
+    def steps(self) -> int:
+        """Of a row; the last may have fewer than 32 columns, then codes of 0 follow."""
+        return -(-self.columns // STEP)
+
+    @property
+    def steps_per_block(self) -> int:
+        shared = self.kind.super_group or self.kind.group
+        return -(-shared // STEP)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.steps // self.steps_per_block)
+
+    @property
+    def groups_per_step(self) -> int:
+        return 2 if self.kind.group < STEP and not self.whole_row else 1
+
+    @property
+    def planes(self) -> dict[PlaneName, Plane]:
+        """The planes of numbers of groups, by the names of `QuantBlock`'s fields."""
+        item, planes = _ITEM_BYTES[self.kind.scale], dict[PlaneName, Plane]()
+        supers = self.kind.super_group is not None
+        sizes = {True: 0, False: 0}
+
+        def add(name: PlaneName, in_head: bool, item_bytes: int) -> None:
+            groups = 1 if in_head else self.groups_per_step
+            planes[name] = Plane(in_head, sizes[in_head], item_bytes, groups)
+            sizes[in_head] += planes[name].num_bytes
+
+        minimums = self.kind.offsets == "minimum"
+        if supers:
+            add("super_scales", True, item)
+            if minimums:
+                add("super_minimums", True, item)
+        in_head = not supers and (self.kind.group >= STEP or self.whole_row)
+        add("scales", in_head, 1 if supers else item)
+        if minimums:
+            add("minimums", in_head, 1 if supers else item)
+        if self.kind.offsets == "zero_point":
+            add("zero_points", in_head, 1)
+        return planes
+
+    @property
+    def head_bytes(self) -> int:
+        return sum(plane.num_bytes for plane in self.planes.values() if plane.in_head)
+
+    @property
+    def high_offset(self) -> int:
+        """Of the plane of high bits, in bytes from the start of a step."""
+        return sum(plane.num_bytes for plane in self.planes.values() if not plane.in_head)
+
+    @property
+    def high_words(self) -> int:
+        """Words of high bits of a row in a step."""
+        return {4: 0, 5: 1, 6: 2, 8: 0}[self.kind.bits]
+
+    @property
+    def low_offset(self) -> int:
+        """Of the codes, or their four low bits, in bytes from the start of a step."""
+        return self.high_offset + self.high_words * WORD_PLANE_BYTES
+
+    @property
+    def low_words(self) -> int:
+        """Words of codes of a row in a step, without their high bits."""
+        return 8 if self.kind.bits == 8 else 4
+
+    @property
+    def step_bytes(self) -> int:
+        return self.low_offset + self.low_words * WORD_PLANE_BYTES
+
+    @property
+    def block_bytes(self) -> int:
+        return self.head_bytes + self.steps_per_block * self.step_bytes
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def high_shift(self, word: int) -> tuple[int, int]:
+        """Return the high word with the high bits of a word of low bits, and the shift to the right by which they are
+        in the place of the nibbles p0, p2, p4 and p6 of that word shifted by 4 to the left; negative: to the left.
+
+        Those of p1, p3, p5 and p7 are one width of bits further.
+        """
+        width = self.kind.bits - 4
+        words = 4 // self.high_words
+        return word // words, width * 2 * (word % words) - 4
+
+
+def is_supported(kind: QuantFormat, columns: int) -> bool:
+    """Return whether this layout, and the kernels on it, have the format."""
+    group, supers = kind.group, kind.super_group
+    if columns % group or (group != 16 and group % STEP and group != columns):
+        return False
+    if supers is not None and (supers % STEP or columns % supers or group > STEP or kind.offsets == "zero_point"):
+        return False
+    if kind.scale == "e8m0" and (supers is not None or kind.offsets == "minimum"):
+        return False
+    if kind.values != "integer":
+        return kind.offsets == "none" and kind.bits == {"e2m1": 4, "e4m3": 8}[kind.values]
+    return kind.bits in (4, 8) or kind.offsets != "zero_point"

@@ -1,0 +1,159 @@
+"""The metadata of a GGUF file as the content of a config.json, which `models.families` read.
+
+Keys: github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py; what its code takes for an absent key is taken here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cadenza.gguf_file import GgufFile
+from executor_svc.models.folder import LoaderError
+from executor_svc.models.gguf.rope_content import VectorReader, rope_content, shortest
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+}
+_TABLE = "token_embd.weight"
+_END_TEXTS = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+)
+"""Tokens that end a generation whether or not the metadata names them: llama.cpp's list, for the families here."""
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens."""
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the 27B models, whose attention scale is of hidden_size / num_attention_heads; others: of the head size."""
+
+
+def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
+    """Return what config.json would hold; raises GgufError naming a key, or LoaderError naming a tensor.
+
+    read_vector: returns a tensor of one dimension by its name, None if the file has none.
+    """
+    metadata = file.metadata
+    architecture = metadata.text("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise LoaderError(
+            f"{file.paths[0]}: architecture {architecture[:100]!r} is not supported in GGUF files; supported: "
+            f"{', '.join(_ARCHITECTURES)}"
+        )
+    read = _Reader(file, architecture)
+    heads, hidden = read.uniform("attention.head_count"), metadata.integer(f"{architecture}.embedding_length")
+    head_size = metadata.integer(f"{architecture}.attention.key_length", max(1, hidden // heads))
+    if metadata.integer(f"{architecture}.attention.value_length", head_size) != head_size:
+        raise metadata.error(f"{architecture}.attention.value_length", f"must be the key length, {head_size}")
+    content = {
+        "architectures": [_ARCHITECTURES[architecture]],
+        "dtype": "bfloat16",
+        "vocab_size": read.vocabulary(),
+        "hidden_size": hidden,
+        "intermediate_size": read.uniform("feed_forward_length"),
+        "num_hidden_layers": metadata.integer(f"{architecture}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": read.uniform("attention.head_count_kv", heads),
+        "head_dim": head_size,
+        "max_position_embeddings": metadata.integer(f"{architecture}.context_length"),
+        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "num_experts": metadata.integer(f"{architecture}.expert_count", 0, at_least=0),
+    }
+    content |= rope_content(file, architecture, head_size, read_vector)
+    return content | _family_content(read, content)
+
+
+def special_token_ids(file: GgufFile) -> tuple[list[int], int | None]:
+    """Return the end-of-text ids, ascending, and the beginning-of-text id; raises GgufError."""
+    metadata, prefix = file.metadata, "tokenizer.ggml"
+    ends = [f"{prefix}.{name}_token_id" for name in ("eos", "eot", "eom")]
+    eos = {metadata.integer(key, at_least=0) for key in ends if key in metadata}
+    types = metadata.integers(f"{prefix}.token_type", [])
+    for token, text in enumerate(metadata.texts(f"{prefix}.tokens", [])):
+        if text in _END_TEXTS and token < len(types) and types[token] in (_CONTROL, _USER_DEFINED):
+            eos.add(token)
+    bos = f"{prefix}.bos_token_id"
+    return sorted(eos), metadata.integer(bos, at_least=0) if bos in metadata else None
+
+
+class _Reader:
+    """Reads keys of one architecture."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self.file = file
+        self.architecture = architecture
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return shortest(self.file.metadata.number(f"{self.architecture}.{name}", default))
+
+    def has(self, name: str) -> bool:
+        return f"{self.architecture}.{name}" in self.file.metadata
+
+    def uniform(self, name: str, default: int | None = None) -> int:
+        """Return an integer that may be given for each layer, if all are equal."""
+        key, metadata = f"{self.architecture}.{name}", self.file.metadata
+        if not isinstance(metadata.get(key), list):
+            return metadata.integer(key, default)
+        by_layer = set(metadata.integers(key))
+        if len(by_layer) != 1 or min(by_layer) < 1:
+            raise metadata.error(key, "must be one positive integer for all layers")
+        return by_layer.pop()
+
+    def vocabulary(self) -> int:
+        """Return the number of rows of the table of embeddings: not all files have it in their metadata."""
+        table = self.file.tensors.get(_TABLE)
+        if table is None or len(table.shape) != 2:
+            problem = "is missing" if table is None else f"has shape {list(table.shape)}, not two dimensions"
+            raise LoaderError(f"{self.file.paths[0]}: tensor {_TABLE} {problem}")
+        return table.shape[0]
+
+
+def _family_content(read: _Reader, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of one family."""
+    window = read.file.metadata.integer(f"{read.architecture}.attention.sliding_window", 0, at_least=0) or None
+    match read.architecture:
+        case "llama":
+            # Converters store Mistral under this name; llama.cpp ignores its window.
+            return {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
+        case "gemma2" | "gemma3":
+            return _gemma_content(read, content, window)
+        case "phi3":
+            return {"sliding_window": window}
+        case "granite":
+            names = {
+                "embedding_multiplier": "embedding_scale",
+                "attention_multiplier": "attention.scale",
+                "residual_multiplier": "residual_scale",
+                "logits_scaling": "logit_scale",
+            }
+            found = {field: read.number(name) for field, name in names.items() if read.has(name)}
+            return {"attention_multiplier": 1 / math.sqrt(content["head_dim"])} | found
+        case _:
+            return {}
+
+
+def _gemma_content(read: _Reader, content: dict[str, Any], window: int | None) -> dict[str, Any]:
+    result: dict[str, Any] = {"query_pre_attn_scalar": content["head_dim"]}
+    if content["num_hidden_layers"] == _LARGEST_GEMMA[read.architecture]:
+        result["query_pre_attn_scalar"] = content["hidden_size"] // content["num_attention_heads"]
+    if window is not None:
+        result["sliding_window"] = window
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if read.has(cap):
+            result[cap] = read.number(cap)
+    key, metadata = f"{read.architecture}.attention.sliding_window_pattern", read.file.metadata
+    pattern = metadata.get(key)
+    if isinstance(pattern, list):
+        result["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
+    elif pattern is not None:
+        every, count = metadata.integer(key), content["num_hidden_layers"]
+        types = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(count)]
+        result["layer_types"] = types
+    return result

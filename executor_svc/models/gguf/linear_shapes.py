@@ -1,0 +1,25 @@
+"""The linears and tables of a model by their names in transformers' checkpoints, known before any of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from executor_svc.models.spec import DecoderSpec
+
+
+def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the name and shape [rows, columns] of each weight with two dimensions."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+    layer = {"self_attn.o_proj": (hidden, q), "mlp.down_proj": (hidden, inner)}
+    if spec.fused_tensors:
+        layer |= {"self_attn.qkv_proj": (q + 2 * kv, hidden), "mlp.gate_up_proj": (2 * inner, hidden)}
+    else:
+        layer |= {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden)}
+        layer |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
+    if not spec.tied:
+        yield "lm_head.weight", (spec.vocab_size, hidden)
+    for index in range(spec.num_layers):
+        for name, shape in layer.items():
+            yield f"model.layers.{index}.{name}.weight", shape

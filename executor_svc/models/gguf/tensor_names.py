@@ -1,0 +1,68 @@
+"""GGUF's names of the tensors that transformers' checkpoints have, and how their numbers differ.
+
+The source is llama.cpp's convert_hf_to_gguf.py. Its `llama` and `granite` rotate neighbouring elements of a head, where
+transformers rotates halves: rows of query and key projections change places. Gemma's norms have 1 added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+_ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GEMMA_LAYER = _LAYER | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GEMMA = ("gemma2", "gemma3")
+_NEIGHBOURS_ROTATED = ("llama", "granite")
+_ROTATED = ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The names and numbers of one architecture of GGUF."""
+
+    architecture: str
+    head_size: int
+
+    def stored(self, name: str) -> str:
+        """Return GGUF's name of a tensor that transformers calls `name`; an unknown one stays as it is."""
+        part, _, kind = name.rpartition(".")
+        if part in _ENDS:
+            return f"{_ENDS[part]}.{kind}"
+        words = part.split(".", 3)
+        layer_names = _GEMMA_LAYER if self.architecture in _GEMMA else _LAYER
+        if len(words) < 4 or words[3] not in layer_names:
+            return name
+        return f"blk.{words[2]}.{layer_names[words[3]]}.{kind}"
+
+    def head_rows(self, name: str) -> int | None:
+        """Return the number of rows that change places among themselves, or None: rows are in transformers' order."""
+        return self.head_size if self.architecture in _NEIGHBOURS_ROTATED and name.endswith(_ROTATED) else None
+
+    def offset(self, name: str) -> float:
+        """Return what the file has added to the numbers of a tensor."""
+        return 1.0 if self.architecture in _GEMMA and name.endswith("norm.weight") else 0.0
+
+
+def halves(rows: Tensor, head_rows: int) -> Tensor:
+    """Return rows [heads * head_rows, ...] in transformers' order: neighbours become a half head apart."""
+    return rows.reshape(-1, head_rows // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,173 @@
+"""A model's tensors from GGUF files, under the names of transformers' checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from cadenza.gguf_file import GgufFile, GgufTensor
+from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
+from executor_svc.models.base import StoredWeight
+from executor_svc.models.checkpoint import Weights
+from executor_svc.models.content_digest import ContentDigest
+from executor_svc.models.folder import LoaderError
+from executor_svc.models.gguf.block_types import BLOCK_TYPES, DENSE_TYPES
+from executor_svc.models.gguf.tensor_names import TensorNames, halves
+from executor_svc.models.safetensors_file import StoredTensor
+
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_MAX_VECTOR = 1 << 16
+
+
+class GgufWeights(Weights):
+    """Tensors of a model's GGUF files, read block by block; those in few bits stay so."""
+
+    def __init__(self, file: GgufFile, names: TensorNames, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._file = file
+        self._names = names
+
+    def least_bytes(self, num_elements: int) -> int:
+        """As in `Weights`: all tensors as they are stored, dense ones in the model's dtype."""
+        dense = self._dtype.itemsize
+        tensors = self._file.tensors.values()
+        return sum(math.prod(t.shape) * dense if t.type.name in DENSE_TYPES else t.num_bytes for t in tensors)
+
+    def check_linears(self, shapes: Iterable[tuple[str, tuple[int, int]]]) -> None:
+        """Raise LoaderError for a tensor of these names that is missing, has another shape, or cannot be read."""
+        for name, shape in shapes:
+            self._tensor(name, shape)
+
+    def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
+        """As in `models.base.WeightSource`."""
+        name = f"{prefix}.weight"
+        tensor = self._tensor(name, shape)
+        if tensor.type.name in DENSE_TYPES:
+            return self.open(name, shape)
+        return GgufRows(tensor, shape, self._names.head_rows(name), lambda digest: self._add(name, shape, digest))
+
+    def check_all_used(self, ignored: Callable[[str], bool]) -> None:
+        """Raise LoaderError if the files hold tensors that the model has not read: they are of another model."""
+        used = {self._names.stored(name) for name in self._hashes}
+        unused = sorted(name for name in self._file.tensors if name not in used and not ignored(name))
+        unused = [name for name in unused if name not in _FACTORS]
+        if unused:
+            shown = ", ".join(unused[:3]) + (", …" if len(unused) > 3 else "")
+            raise LoaderError(f"{self._file.paths[0]}: {len(unused)} tensors that the model does not use: {shown}")
+
+    def _add(self, name: str, shape: tuple[int, ...], digest: bytes) -> None:
+        """Count a tensor that has been read as it is stored."""
+        self._hashes[name], self._counts[name] = digest, math.prod(shape)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        """Return a tensor of a type that can be read; raises LoaderError for a wrong shape, type or name."""
+        stored = self._names.stored(name)
+        tensor = self._file.tensors.get(stored)
+        if tensor is None:
+            raise LoaderError(f"{self._file.paths[0]}: tensor {stored} is missing")
+        if tensor.shape != shape:
+            raise LoaderError(
+                f"{tensor.path}: tensor {stored} has shape {list(tensor.shape)}, the metadata says {list(shape)}"
+            )
+        if tensor.type.name not in BLOCK_TYPES and tensor.type.name not in DENSE_TYPES:
+            supported = ", ".join((*DENSE_TYPES, *BLOCK_TYPES))
+            raise LoaderError(
+                f"{tensor.path}: tensor {stored} is {tensor.type.name}, which is not supported; supported: {supported}"
+            )
+        return tensor
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        tensor = self._tensor(name, shape)
+        if tensor.type.name not in DENSE_TYPES:
+            raise LoaderError(
+                f"{tensor.path}: tensor {tensor.name} is {tensor.type.name}; norms and biases must be one of "
+                f"{', '.join(DENSE_TYPES)}"
+            )
+
+    def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
+        stored, head_rows = _dense(self._tensor(name, shape)), self._names.head_rows(name)
+        if head_rows is not None:
+            yield from _halves_of(stored, head_rows, rows)
+            return
+        offset = self._names.offset(name)
+        for block in stored.blocks(rows):
+            yield block.float() - offset if offset else block
+
+
+class GgufRows:
+    """Implements `device.stored_linear.QuantRows`: a tensor in few bits."""
+
+    column_order: Tensor | None = None
+    whole_row_activations: bool = False
+
+    def __init__(
+        self,
+        tensor: GgufTensor,
+        shape: tuple[int, int],
+        head_rows: int | None,
+        on_read: Callable[[bytes], None],
+    ) -> None:
+        """head_rows: as of `TensorNames.head_rows`; on_read: called with the sha256 of name, shape, type and bytes."""
+        self.shape: tuple[int, int] = shape
+        self.format: QuantFormat = BLOCK_TYPES[tensor.type.name].format
+        self._tensor = tensor
+        self._head_rows = head_rows
+        self._on_read = on_read
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor in its file."""
+        return self._tensor.num_bytes
+
+    def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
+        """As in `QuantRows`."""
+        tensor = self._tensor
+        kind, size = BLOCK_TYPES[tensor.type.name], tensor.type.block_bytes
+        unit = multiple if self._head_rows is None else math.lcm(multiple, self._head_rows)
+        rows = unit * max(1, num_bytes // (unit * self.shape[1]))
+        row_bytes = self.shape[1] // tensor.type.block_columns * size
+        stored = StoredTensor(tensor.path, tensor.name, "U8", (self.shape[0], row_bytes), tensor.offset)
+        content = ContentDigest(f"{tensor.name} {list(self.shape)} {tensor.type.name}")
+        for block in stored.blocks(rows):
+            content.update(block)
+            ordered = block if self._head_rows is None else halves(block, self._head_rows)
+            yield kind.unpack(ordered.unflatten(1, (-1, size)))
+        self._on_read(content.digest())
+
+
+def read_vector(file: GgufFile, name: str) -> list[float] | None:
+    """Return the numbers of a small tensor of one dimension, such as rotary factors; None if the file has none.
+
+    Raises LoaderError for another shape or type.
+    """
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        return None
+    if len(tensor.shape) != 1 or tensor.shape[0] > _MAX_VECTOR or tensor.type.name not in DENSE_TYPES:
+        raise LoaderError(
+            f"{tensor.path}: tensor {name} is {tensor.type.name} of shape {list(tensor.shape)}; it must be one row of "
+            f"{', '.join(DENSE_TYPES)}"
+        )
+    numbers: list[float] = _dense(tensor).whole().float().tolist()
+    return numbers
+
+
+def _dense(tensor: GgufTensor) -> StoredTensor:
+    """Return a dense tensor as its bytes lie: safetensors calls the types the same."""
+    return StoredTensor(tensor.path, tensor.name, tensor.type.name, tensor.shape, tensor.offset)
+
+
+def _halves_of(stored: StoredTensor, head_rows: int, rows: int) -> Iterator[Tensor]:
+    """Yield a tensor in transformers' order, `rows` rows at a time; whole heads are read for them."""
+    count, dtype = stored.shape[0], stored.dtype
+    assert dtype is not None
+    row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
+    for start in range(0, count, rows):
+        end = min(start + rows, count)
+        first, last = start // head_rows * head_rows, -(-end // head_rows) * head_rows
+        shape = (last - first, *stored.shape[1:])
+        heads = StoredTensor(stored.path, stored.name, stored.stored_as, shape, stored.offset + first * row_bytes)
+        yield halves(heads.whole(), head_rows)[start - first : end - first]

@@ -1,0 +1,87 @@
+"""How a checkpoint's linears are quantized, read from its config.json: which reader opens each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from executor_svc.device.stored_linear import QuantRows
+from executor_svc.models.base import ModelConfigError
+from executor_svc.models.config_fields import Fields
+from executor_svc.models.folder import LoaderError, read_json
+from executor_svc.models.kv_scales import quantizes_kv_alone
+from executor_svc.models.quantized import awq, compressed_tensors, fp8, gptq, mxfp4
+from executor_svc.models.quantized.tensors import CheckpointTensors
+
+_log = logging.getLogger(__name__)
+
+_SECTIONS = ("quantization_config", "compression_config")
+_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""The files of AutoGPTQ and AutoAWQ before config.json held their options."""
+
+
+class Quantization(Protocol):
+    """The linears of a checkpoint in few bits."""
+
+    def open(self, tensors: CheckpointTensors, prefix: str, shape: tuple[int, int]) -> QuantRows | None:
+        """Return the weight of a linear [out_features, in_features], read later; None: it is dense.
+
+        Raises LoaderError, by the tensor's name and before memory is taken, for missing tensors, other shapes, other
+        dtypes, and groups that no kernel has.
+        """
+        ...
+
+
+_METHODS: dict[str, Callable[[Fields], Quantization]] = {
+    "compressed-tensors": compressed_tensors.parse,
+    "gptq": gptq.parse,
+    "awq": awq.parse,
+    "fp8": fp8.parse,
+    "mxfp4": mxfp4.parse,
+}
+
+
+def read_quantization(folder: Path, content: dict[str, Any]) -> Quantization | None:
+    """Return how a checkpoint's linears are quantized, None if they are not; content: of config.json.
+
+    Raises LoaderError for a method, or an option of it, that is not supported: the message names it.
+    """
+    try:
+        found = _section(folder, content)
+        if found is None or quantizes_kv_alone(found[0]):
+            return None
+        fields, named = found
+        method = str(named).lower().replace("_", "-")
+        if method not in _METHODS:
+            raise fields.error("quant_method", _refusal(fields, named))
+        quantization = _METHODS[method](fields)
+    except ModelConfigError as error:
+        raise LoaderError(f"model folder {folder}: {error}") from error
+    _log.info("the checkpoint's linears are in few bits: %s", method)
+    return quantization
+
+
+def _section(folder: Path, content: dict[str, Any]) -> tuple[Fields, object] | None:
+    """Return the options of the quantization and the name of its method, None if there are none."""
+    for name in _SECTIONS:
+        section = Fields(content).section(name)
+        if content.get(name):
+            return section, section.get("quant_method")
+    for name, method in _OLD_FILES.items():
+        old = read_json(folder, name, required=False)
+        if old:
+            return Fields(old, file=name), method
+    return None
+
+
+def _refusal(fields: Fields, named: object) -> str:
+    """Return the message about a method that is not supported."""
+    if named is None and (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
+        named = "bitsandbytes"
+    problem = "is missing" if named is None else f"is {named!r}: not supported"
+    return (
+        f"{problem}; supported: {', '.join(_METHODS)}. Use the dense checkpoint, with --quantization if it shall take "
+        "less memory, or one that was quantized with GPTQ, AWQ or llm-compressor"
+    )

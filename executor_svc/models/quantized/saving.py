@@ -1,0 +1,184 @@
+"""`--save-quantized`: writes the weights of `round_to_nearest` as a checkpoint of compressed-tensors, as they are read.
+
+The layout is that of its pack-quantized format: codes in int32 words, the lowest bits first, and scales of groups. A
+place in the file is given to each tensor when it is opened, so that threads can write as they read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
+from executor_svc.models.base import StoredWeight
+from executor_svc.models.folder import LoaderError
+from executor_svc.models.quantized.round_to_nearest import TABLES, Rounding
+
+_HEADER_BYTES = 4 << 20
+"""Reserved for the header, which the file begins with; spaces follow it."""
+_LENGTH_BYTES = 8
+_BLOCK_BYTES = 1 << 22
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
+_COPIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*")
+_NOT_COPIED = ("config.json", "model.safetensors.index.json")
+
+
+class QuantizedFolder:
+    """Implements `round_to_nearest.RoundedListener`: saves what it sees to a new folder."""
+
+    def __init__(self, target: str, source: Path, rounding: Rounding, dtype: torch.dtype) -> None:
+        """source: the folder of the dense checkpoint. Raises LoaderError if the target is there already."""
+        self._target = Path(target).expanduser()
+        self._partial = self._target.with_name(f"{self._target.name}.partial")
+        self._source = source
+        self._rounding = rounding
+        self._dtype = dtype
+        self._dense: list[str] = []
+        if self._target.exists():
+            raise LoaderError(f"--save-quantized {target}: it is there already; give a new folder")
+        try:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+            self._file = _TensorFile(self._partial / "model.safetensors")
+        except OSError as error:
+            raise LoaderError(f"--save-quantized {target}: cannot be written: {error}") from error
+
+    def dense(self, name: str, stored: StoredWeight) -> StoredWeight:
+        """As in `RoundedListener`."""
+        if name.endswith("_proj.weight") or name.removesuffix(".weight") in TABLES:
+            self._dense.append(name.removesuffix(".weight"))
+        return _SavedWeight(stored, self._file.place(name, stored.shape, self._dtype), self._dtype)
+
+    def rounded(self, prefix: str, rows: QuantRows) -> QuantRows:
+        """As in `RoundedListener`."""
+        count, columns = rows.shape
+        packed = self._file.place(f"{prefix}.weight_packed", (count, columns * rows.format.bits // 32), torch.int32)
+        scale = self._file.place(f"{prefix}.weight_scale", (count, columns // rows.format.group), torch.float16)
+        self._file.place(f"{prefix}.weight_shape", (2,), torch.int64).write(torch.tensor(rows.shape))
+        return _SavedRows(rows, packed, scale)
+
+    def finish(self) -> None:
+        """Write the header, config.json and the tokenizer's files, and give the folder its name; raises LoaderError."""
+        try:
+            self._file.finish()
+            content = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
+            content.pop("torch_dtype", None)
+            content["dtype"] = str(self._dtype).removeprefix("torch.")
+            content["quantization_config"] = _quantization_config(self._rounding, self._dense)
+            (self._partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            for path in {path for pattern in _COPIED for path in self._source.glob(pattern)}:
+                if path.name not in _NOT_COPIED and path.is_file():
+                    shutil.copyfile(path, self._partial / path.name)
+            self._partial.rename(self._target)
+        except OSError as error:
+            raise LoaderError(f"--save-quantized {self._target}: cannot be written: {error}") from error
+
+
+class _TensorFile:
+    """A safetensors file whose tensors are written in any order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._end = 0
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Place:
+        """Return the place of a tensor."""
+        begin, self._end = self._end, self._end + math.prod(shape) * dtype.itemsize
+        self._entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, self._end]}
+        return _Place(self._file, _LENGTH_BYTES + _HEADER_BYTES + begin)
+
+    def finish(self) -> None:
+        header = json.dumps(self._entries).encode()
+        if len(header) > _HEADER_BYTES:
+            raise OSError(f"{self._path}: too many tensors for its header")
+        os.pwrite(self._file, _HEADER_BYTES.to_bytes(_LENGTH_BYTES, "little") + header.ljust(_HEADER_BYTES), 0)
+        os.close(self._file)
+
+
+class _Place:
+    """Writes the blocks of a tensor, one after the other."""
+
+    def __init__(self, file: int, offset: int) -> None:
+        self._file = file
+        self._offset = offset
+
+    def write(self, block: Tensor) -> None:
+        left = block.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        try:
+            while left:
+                count = os.pwrite(self._file, left, self._offset)
+                self._offset, left = self._offset + count, left[count:]
+        except OSError as error:
+            raise LoaderError(f"--save-quantized: a weight cannot be written: {error}") from error
+
+
+class _SavedWeight:
+    """Implements `models.base.StoredWeight`."""
+
+    def __init__(self, stored: StoredWeight, place: _Place, dtype: torch.dtype) -> None:
+        self._stored = stored
+        self._place = place
+        self._dtype = dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._stored.shape
+
+    def blocks(self, rows: int) -> Iterator[Tensor]:
+        for block in self._stored.blocks(rows):
+            self._place.write(block)
+            yield block
+
+    def whole(self) -> Tensor:
+        row_bytes = max(1, math.prod(self.shape[1:]) * self._dtype.itemsize)
+        rows = max(1, _BLOCK_BYTES // row_bytes)
+        return torch.cat([block.clone() for block in self.blocks(rows)])
+
+
+class _SavedRows:
+    """Implements `QuantRows`."""
+
+    column_order: Tensor | None = None
+    whole_row_activations: bool = False
+
+    def __init__(self, rows: QuantRows, packed: _Place, scale: _Place) -> None:
+        self.shape: tuple[int, int] = rows.shape
+        self.format: QuantFormat = rows.format
+        self._rows = rows
+        self._packed = packed
+        self._scale = scale
+
+    def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
+        """As in `QuantRows`."""
+        for block in self._rows.blocks(num_bytes, multiple):
+            codes = block.codes if self.format.bits == 8 else block.codes[:, ::2] | (block.codes[:, 1::2] << 4)
+            self._packed.write(codes)
+            self._scale.write(block.scales)
+            yield block
+
+
+def _quantization_config(rounding: Rounding, dense: list[str]) -> dict[str, Any]:
+    """Return the section of config.json; dense: linears and tables that are not in few bits."""
+    groups = {"group_0": _scheme(["Linear"], 8 if rounding == "int8" else 4), "group_1": _scheme(list(TABLES), 8)}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": sorted(dense),
+    }
+
+
+def _scheme(targets: list[str], bits: int) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}

@@ -1,0 +1,239 @@
+"""Builds a tokenizer from the metadata of a GGUF file: byte-level BPE, and sentencepiece's BPE as Llama 2 has it.
+
+Token ids equal those of llama.cpp's llama_tokenize with parse_special, which tests/data/gguf_tokenizers records; absent
+keys have its defaults. Keys: github.com/ggml-org/ggml/blob/master/docs/gguf.md, "Tokenizer".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cadenza.gguf_file import read_gguf
+from cadenza.gguf_metadata import GgufMetadata
+from scheduler_svc.requests.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+
+_T = TypeVar("_T")
+
+_PREFIX = "tokenizer.ggml"
+_NO_MODEL = ("none", "no_vocab")
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+"""Types of tokens that are not like others; 1 is a normal one, 5 an unused one."""
+_SPACE = "▁"
+_MAX_PIECE_CHARS = 256
+"""Of sentencepiece's tokens: the pairs that may become one are as many as its characters. Gemma's have 31."""
+_BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+_CONTROL_TEXTS = frozenset(
+    (
+        "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+        "</s>", "<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<|fim_prefix|>", "<fim-prefix>",
+        "<fim_prefix>", "<PRE>", "▁<PRE>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>",
+        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>",
+        "<PAD>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+    )
+)  # fmt: skip
+"""Tokens that are control tokens whatever type a file states, as in llama.cpp."""
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The checked metadata of a tokenizer; ids are indexes of `tokens`."""
+
+    metadata: GgufMetadata
+    tokens: list[str]
+    ids: dict[str, int]
+    types: list[int]
+
+    def special_id(self, name: str, default: int | None = None) -> int | None:
+        """Return the id of tokenizer.ggml.<name>_token_id, None if it is absent."""
+        key, count = f"{_PREFIX}.{name}_token_id", len(self.tokens)
+        if key not in self.metadata:
+            return default if default is not None and default < count else None
+        token_id = self.metadata.integer(key, at_least=0)
+        if token_id >= count:
+            raise self.metadata.error(key, f"is {token_id}, there are {count} tokens")
+        return token_id
+
+
+def load_gguf_tokenizer(path: Path) -> Any | None:
+    """Return the tokenizer of a file as one of transformers, with the chat template; None if it has none.
+
+    Raises GgufError, which names the file and the key.
+    """
+    metadata = read_gguf(path).metadata
+    model = metadata.text(f"{_PREFIX}.model", "none")
+    if model in _NO_MODEL:
+        return None
+    if model not in ("gpt2", "llama"):
+        raise metadata.error(f"{_PREFIX}.model", f"is {model[:100]!r}; supported: gpt2 (byte-level BPE), llama (SPM)")
+    vocabulary = _read_vocabulary(metadata)
+    if model == "llama":
+        raw, bos, eos, unk, adds_bos = _sentencepiece(vocabulary)
+    else:
+        raw, bos, eos, unk, adds_bos = _byte_level(vocabulary)
+    return _finished(raw, vocabulary, {"bos": bos, "eos": eos, "unk": unk}, adds_bos)
+
+
+def _read_vocabulary(metadata: GgufMetadata) -> _Vocabulary:
+    key = f"{_PREFIX}.tokens"
+    tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(metadata.texts(key))]
+    if not tokens:
+        raise metadata.error(key, "is empty")
+    ids: dict[str, int] = {}
+    for token_id, text in enumerate(tokens):
+        if ids.setdefault(text, token_id) != token_id:
+            raise metadata.error(key, f"has {text[:100]!r} twice: {ids[text]} and {token_id}")
+    types = _of_each(metadata, "token_type", metadata.integers(f"{_PREFIX}.token_type", [1] * len(tokens)), tokens)
+    types = [_CONTROL if text in _CONTROL_TEXTS else kind for text, kind in zip(tokens, types, strict=False)]
+    return _Vocabulary(metadata, tokens, ids, types)
+
+
+def _of_each(metadata: GgufMetadata, name: str, values: list[_T], tokens: list[str]) -> list[_T]:
+    """Return the values of the tokens; raises GgufError if there are fewer."""
+    if len(values) < len(tokens):
+        raise metadata.error(f"{_PREFIX}.{name}", f"has {len(values)} values for {len(tokens)} tokens")
+    return values[: len(tokens)]
+
+
+_Parts = tuple[Any, int | None, int | None, int | None, bool]
+"""A raw tokenizer, the ids of BOS, EOS and the unknown token, and whether texts begin with BOS by default."""
+
+
+def _byte_level(vocabulary: _Vocabulary) -> _Parts:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    rules = _pre_tokenizer(vocabulary.metadata)
+    merges = list(_stated_merges(vocabulary))
+    raw = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=rules.ignores_merges))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([*splits, as_bytes])
+    raw.decoder = decoders.ByteLevel()
+    bos, eos, unk = (vocabulary.special_id(name) for name in ("bos", "eos", "unknown"))
+    return raw, bos, eos, unk, rules.adds_bos
+
+
+def _pre_tokenizer(metadata: GgufMetadata) -> PreTokenizer:
+    key = f"{_PREFIX}.pre"
+    name = metadata.text(key, "default")
+    if name not in PRE_TOKENIZERS:
+        raise metadata.error(key, f"is {name[:100]!r}; supported: {', '.join(PRE_TOKENIZERS)}")
+    return PRE_TOKENIZERS[name]
+
+
+def _stated_merges(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
+    """Yield the merges of the file; the first of equal ones counts."""
+    metadata, ids, key = vocabulary.metadata, vocabulary.ids, f"{_PREFIX}.merges"
+    seen: set[tuple[str, str]] = set()
+    for index, merge in enumerate(metadata.texts(key)):
+        left, space, right = merge.partition(" ")
+        if not (left and space and right) or " " in right:
+            raise metadata.error(key, f"has no two tokens at {index}: {merge[:100]!r}")
+        unknown = next((text for text in (left, right, left + right) if text not in ids), None)
+        if unknown is not None:
+            raise metadata.error(key, f"names {unknown[:100]!r} at {index}, which is no token")
+        if (left, right) not in seen:
+            seen.add((left, right))
+            yield left, right
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> _Parts:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    unk = vocabulary.special_id("unknown", 0)
+    merges = _scored_merges(vocabulary)
+    raw = Tokenizer(
+        models.BPE(
+            vocab=vocabulary.ids,
+            merges=merges,
+            unk_token=None if unk is None else vocabulary.tokens[unk],
+            fuse_unk=True,
+            byte_fallback=vocabulary.ids.keys() >= _BYTES,
+        )
+    )
+    adds_space = vocabulary.metadata.flag(f"{_PREFIX}.add_space_prefix", True)
+    # Each piece of text between added tokens is normalized on its own, so each gets a space.
+    prefix = [normalizers.Prepend(_SPACE)] if adds_space else []
+    raw.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    raw.decoder = decoders.Sequence(parts)
+    return raw, vocabulary.special_id("bos", 1), vocabulary.special_id("eos", 2), unk, True
+
+
+def _scored_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that make up a token, those of the highest score first.
+
+    sentencepiece and llama.cpp merge the pair whose token has the highest score, the leftmost of equal ones. Scores of
+    trained vocabularies differ, so a rank for each pair does the same, except for the pairs of one token: they overlap
+    in a run of one character only. There the longest left part comes first, as the leftmost merges leave it.
+    """
+    metadata, tokens = vocabulary.metadata, vocabulary.tokens
+    scores = _of_each(metadata, "scores", metadata.numbers(f"{_PREFIX}.scores"), tokens)
+    for token_id, (text, score) in enumerate(zip(tokens, scores, strict=True)):
+        if math.isnan(score):
+            raise metadata.error(f"{_PREFIX}.scores", f"has NaN for token {token_id}")
+        if len(text) > _MAX_PIECE_CHARS:
+            problem = f"has {len(text)} characters at {token_id}; at most {_MAX_PIECE_CHARS} are supported"
+            raise metadata.error(f"{_PREFIX}.tokens", problem)
+    parts = {text for text, kind in zip(tokens, vocabulary.types, strict=True) if kind != _BYTE}
+    merges: list[tuple[str, str]] = []
+    for token_id in sorted(range(len(tokens)), key=lambda each: (-scores[each], each)):
+        text = tokens[token_id]
+        for cut in range(len(text) - 1, 0, -1):
+            left, right = text[:cut], text[cut:]
+            if left in parts and right in parts:
+                merges.append((left, right))
+    return merges
+
+
+def _finished(raw: Any, vocabulary: _Vocabulary, special: dict[str, int | None], adds_bos: bool) -> Any:
+    """Return transformers' tokenizer with added tokens, with BOS and EOS about each text where the file wants them."""
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    metadata, tokens = vocabulary.metadata, vocabulary.tokens
+    _add_tokens(raw, vocabulary)
+    template = "$A"
+    named: list[tuple[str, int]] = []
+    for name, default in (("bos", adds_bos), ("eos", False)):
+        if not metadata.flag(f"{_PREFIX}.add_{name}_token", default):
+            continue
+        token_id = special[name]
+        if token_id is None:
+            raise metadata.error(f"{_PREFIX}.{name}_token_id", "is missing, and each text needs that token")
+        template = f"{name} {template}" if name == "bos" else f"{template} {name}"
+        named.append((name, token_id))
+    if named:
+        raw.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
+    special["pad"] = vocabulary.special_id("padding")
+    texts = {f"{name}_token": tokens[token_id] for name, token_id in special.items() if token_id is not None}
+    # Without local_files_only, transformers looks up names of large vocabularies at the hub.
+    inner = PreTrainedTokenizerFast(tokenizer_object=raw, local_files_only=True, **texts)
+    if "tokenizer.chat_template" in metadata:
+        inner.chat_template = metadata.text("tokenizer.chat_template")
+    return inner
+
+
+def _add_tokens(raw: Any, vocabulary: _Vocabulary) -> None:
+    """Make control, unknown and user-defined tokens of their own in any text."""
+    from tokenizers import AddedToken
+
+    name = vocabulary.metadata.text("general.name", "").lower()
+    is_phi3 = "phi-3" in name or "phi3" in name
+    added = [
+        AddedToken(
+            text,
+            special=kind != _USER_DEFINED,
+            normalized=False,
+            # Phi-3's swallow the space after them, which files do not state.
+            rstrip=is_phi3 and text not in _PHI3_KEEPS_SPACE,
+        )
+        for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    raw.add_tokens(added)

@@ -1,0 +1,326 @@
+"""GGUF files in the executor: blocks, tensors and their order, metadata as config.json, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+
+from cadenza.gguf_file import GgufFile, read_gguf
+from executor_svc.config import ExecutorConfig
+from executor_svc.device.dequantize import dequantize
+from executor_svc.device.stored_linear import QuantRows
+from executor_svc.models.folder import LoaderError, check_files, tokenizer_of
+from executor_svc.models.gguf.block_types import BLOCK_TYPES
+from executor_svc.models.gguf.config_content import config_content, special_token_ids
+from executor_svc.models.gguf.tensor_names import TensorNames, halves
+from executor_svc.models.gguf.weights import GgufWeights, read_vector
+from executor_svc.models.registry import ARCHITECTURES
+from executor_svc.models.safetensors_file import StoredTensor
+from executor_svc.simulated.model import simulated_model
+from tests.checkpoints import make_checkpoint
+from tests.executor_svc.driver import Model
+from tests.helpers.gguf_files import all_of, neighbours, write_gguf
+
+DATA = Path(__file__).parents[2] / "data" / "gguf"
+MIXED = DATA / "llama-q4_k_m.gguf"
+HEAD_SIZE = 32
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+CLEAR = 0.05
+"""llama.cpp rounds its activations to 8 bits: its best tokens are compared where they win by this share."""
+
+
+def weights_of(path: Path, dtype: torch.dtype = torch.float32) -> GgufWeights:
+    return GgufWeights(read_gguf(path), TensorNames("llama", HEAD_SIZE), dtype, CPU)
+
+
+def whole(rows: QuantRows, num_bytes: int = 1 << 20, multiple: int = 1) -> Tensor:
+    return torch.cat([dequantize(block, rows.format) for block in rows.blocks(num_bytes, multiple)])
+
+
+def by_gguf(path: Path, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    found = next(each for each in gguf.GGUFReader(path).tensors if each.name == name)
+    numbers: np.ndarray[Any, np.dtype[np.float32]] = gguf.dequantize(found.data, found.tensor_type)
+    return numbers
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_are_what_ggml_wrote(name: str) -> None:
+    tensor = read_gguf(DATA / "types.gguf").tensors[name]
+    raw = np.fromfile(tensor.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
+    stored = torch.from_numpy(raw).reshape(3, -1, tensor.type.block_bytes)
+    block = BLOCK_TYPES[name].unpack(stored)
+    assert block.codes.shape == (3, 512)
+    np.testing.assert_array_equal(dequantize(block, BLOCK_TYPES[name].format).numpy(), by_gguf(tensor.path, name))
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_of_any_bits(name: str) -> None:
+    """All codes and sub scales, and scales of all kinds, as gguf's dequantize has them."""
+    kind = BLOCK_TYPES[name]
+    columns, size = gguf.GGML_QUANT_SIZES[Type[name]]
+    raw = np.random.default_rng(1).integers(0, 256, (64, 2, size), np.uint8)
+    block = kind.unpack(torch.from_numpy(raw.copy()))
+    assert int(block.codes.max()) == 2**kind.format.bits - 1
+    with np.errstate(invalid="ignore"):
+        wanted = gguf.dequantize(raw.reshape(64, -1), Type[name])
+    np.testing.assert_array_equal(dequantize(block, kind.format).numpy(), wanted)
+    assert wanted.shape == (64, 2 * columns)
+
+
+def test_fused_projection_mixes_formats() -> None:
+    """Q4_K_M: attn_v has more bits than the others, and so has the table, which is the head too."""
+    weights = weights_of(MIXED)
+    shapes = {"q_proj": (128, 256), "k_proj": (32, 256), "v_proj": (32, 256), "o_proj": (256, 128)}
+    found = {}
+    for name, shape in shapes.items():
+        rows = weights.open_linear(f"model.layers.0.self_attn.{name}", shape)
+        assert isinstance(rows, QuantRows)
+        found[name] = rows.format.name
+        stored = by_gguf(MIXED, f"blk.0.attn_{'output' if name == 'o_proj' else name[0]}.weight")
+        back = whole(rows).numpy()
+        if name in ("q_proj", "k_proj"):
+            back = neighbours(back, shape[0] // HEAD_SIZE)
+        np.testing.assert_array_equal(back, stored)
+    assert found == {"q_proj": "Q4_K", "k_proj": "Q4_K", "v_proj": "Q6_K", "o_proj": "Q5_0"}
+    table = weights.open_linear("model.embed_tokens", (96, 256))
+    assert isinstance(table, QuantRows)
+    assert table.format.name == "Q6_K"
+
+
+@pytest.mark.parametrize(("num_bytes", "multiple"), [(1, 1), (256 * 50, 1), (1, 12), (256 * 100, 32)])
+def test_heads_stay_whole_in_any_blocks(num_bytes: int, multiple: int) -> None:
+    rows = [weights_of(MIXED).open_linear("model.layers.0.self_attn.q_proj", (128, 256)) for _ in range(2)]
+    assert all(isinstance(each, QuantRows) for each in rows)
+    found = whole(rows[0], num_bytes, multiple)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, whole(rows[1]), rtol=0, atol=0)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint with biases, and its GGUF file in BF16."""
+    root = tmp_path_factory.mktemp("dense")
+    folder = make_checkpoint(root / "llama", "llama", dtype=torch.bfloat16, **SHAPE, attention_bias=True)
+    return folder, write_gguf(folder, root / "model.gguf", all_of(Type.BF16))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 24, 1000])
+def test_dense_rows_change_places_too(dense: tuple[Path, Path], rows: int) -> None:
+    from safetensors import safe_open
+
+    folder, path = dense
+    weights = GgufWeights(read_gguf(path), TensorNames("llama", 16), torch.bfloat16, CPU)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for name in ("q_proj.weight", "k_proj.weight", "q_proj.bias", "v_proj.bias"):
+            wanted = file.get_tensor(f"model.layers.0.self_attn.{name}")
+            stored = weights.open(f"model.layers.0.self_attn.{name}", tuple(wanted.shape))
+            blocks = [block.clone() for block in stored.blocks(rows)]
+            assert all(len(block) == rows for block in blocks[:-1])
+            torch.testing.assert_close(torch.cat(blocks), wanted, rtol=0, atol=0)
+
+
+def test_halves_undo_neighbours() -> None:
+    values = np.arange(2 * 6 * 3, dtype=np.float32).reshape(12, 3)
+    np.testing.assert_array_equal(halves(torch.from_numpy(neighbours(values, 2)), 6).numpy(), values)
+
+
+def test_tokens_equal_llama_cpp() -> None:
+    """A mixed file, tied, by llama.cpp: its greedy tokens, where they are clear."""
+    model, compared = Model(MIXED, dtype="float32", quantized_activations="off"), 0
+    for each in json.loads(MIXED.with_suffix(".json").read_text(encoding="utf-8")):
+        prompt, tokens = each["prompt"], each["tokens"]
+        best = model.whole(prompt + tokens)[len(prompt) - 1 : -1].argmax(-1).tolist()
+        clear = [gap > CLEAR for gap in each["gaps"]]
+        assert [token for token, use in zip(best, clear, strict=True) if use] == [
+            token for token, use in zip(tokens, clear, strict=True) if use
+        ]
+        compared += sum(clear)
+    assert compared > 40
+
+
+def test_what_a_file_gives_the_service(tmp_path: Path) -> None:
+    """Model dtype, ids of ends, the file's path as source of the tokenizer; a folder with the file is the same."""
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE)
+    ends = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.bos_token_id": 1}
+    path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.Q8_0), tokens=True, metadata=ends)
+    loaded = Model(path).loaded
+    assert loaded.geometry.dtype == "bfloat16"
+    assert loaded.geometry.architecture == "LlamaForCausalLM"
+    assert loaded.geometry.num_parameters == sum(each.n_elements for each in gguf.GGUFReader(path).tensors)
+    assert (loaded.eos_token_ids, loaded.bos_token_id, loaded.tokenizer) == ((3, 5), 1, str(path))
+    assert tokenizer_of(str(path), path) == str(path)
+    assert tokenizer_of(str(MIXED), MIXED) == ""
+    check_files(path, with_weights=True)
+
+    place = tmp_path / "folder"
+    place.mkdir()
+    path.rename(place / path.name)
+    again = Model(place).loaded
+    assert (again.weights_digest, again.spec_digest) == (loaded.weights_digest, loaded.spec_digest)
+    assert again.tokenizer == str(place / path.name)
+
+
+def test_digest_is_of_stored_bytes(tmp_path: Path) -> None:
+    """One bit of one tensor, and the type of another, change it; parts of a file do not."""
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE)
+    path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.Q8_0))
+    parts = write_gguf(folder, tmp_path / "parts.gguf", all_of(Type.Q8_0), tensors_per_file=4)
+    first = next(tmp_path.glob("parts-00001-of-*.gguf"))
+    assert not parts.exists()
+    digest = Model(path).loaded.weights_digest
+    assert Model(first).loaded.weights_digest == digest
+    content, place = bytearray(path.read_bytes()), read_gguf(path).tensors["blk.0.ffn_up.weight"]
+    content[place.offset + place.num_bytes - 1] ^= 1
+    path.write_bytes(content)
+    assert Model(path).loaded.weights_digest != digest
+
+
+def test_ends_of_chats_are_found_by_their_texts(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE)
+    texts = [f"<{token}>" for token in range(96)]
+    texts[7], texts[8], texts[9] = "<|im_end|>", "<|eot_id|>", "<|end|>"
+    types = [1] * 96
+    types[7], types[8] = 3, 4  # <|end|> stays an ordinary text
+    metadata = {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": 8}
+    path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.Q8_0), tokens=True, metadata=metadata)
+    assert special_token_ids(read_gguf(path)) == ([7, 8], None)
+
+
+def content_of(tmp_path: Path, family: str = "llama", **metadata: Any) -> tuple[GgufFile, dict[str, Any]]:
+    folder = make_checkpoint(tmp_path / "source", family, **SHAPE)
+    path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.BF16), metadata=metadata)
+    file = read_gguf(path)
+    return file, config_content(file, lambda name: read_vector(file, name))
+
+
+def test_numbers_are_those_of_config_json(tmp_path: Path) -> None:
+    """Numbers that were rounded to float32 become those that they were; layers of one number may be a list."""
+    _, content = content_of(
+        tmp_path, "granite", **{"granite.residual_scale": 0.22, "granite.attention.head_count": [4]}
+    )
+    assert content["rms_norm_eps"] == 1e-5
+    assert content["residual_multiplier"] == 0.22
+    assert content["num_attention_heads"] == 4
+    spec = ARCHITECTURES[content["architectures"][0]](content)
+    assert (spec.qkv_bias, spec.mlp_bias, spec.tied, spec.residual_scale) == (True, True, False, 0.22)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "scalar"), [("gemma2", 46, 16), ("gemma3_text", 62, 16), ("gemma2", 4, 12)]
+)
+def test_attention_scale_of_the_largest_gemmas(tmp_path: Path, family: str, layers: int, scalar: int) -> None:
+    """It is of hidden_size / num_attention_heads in the 27B models, known by their layers, as in llama.cpp."""
+    architecture = family.removesuffix("_text")
+    _, content = content_of(tmp_path, family, **{f"{architecture}.block_count": layers})
+    assert content["query_pre_attn_scalar"] == scalar
+    assert content["head_dim"] == 12
+
+
+def test_windows_by_layer(tmp_path: Path) -> None:
+    pattern = {"gemma2.attention.sliding_window_pattern": [True, False, False, True]}
+    _, content = content_of(tmp_path, "gemma2", **pattern)
+    spec = ARCHITECTURES["Gemma2ForCausalLM"](content | {"num_hidden_layers": 4})
+    assert [layer.window for layer in spec.layers] == [24, None, None, 24]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported in GGUF files"),
+    "no layers": ({"llama.block_count": 0}, "metadata llama.block_count must be an integer of at least 1, not 0"),
+    "many layers": ({"llama.block_count": 2**31}, "num_hidden_layers must be at most 10000, not 2147483648"),
+    "a text": ({"llama.embedding_length": "64"}, "metadata llama.embedding_length must be an integer"),
+    "experts": ({"llama.expert_count": 8}, "num_experts is 8: mixtures of experts are not supported"),
+    "values": ({"llama.attention.value_length": 8}, "metadata llama.attention.value_length must be the key length, 16"),
+    "layers differ": ({"llama.attention.head_count_kv": [2, 4]}, "head_count_kv must be one positive integer for all"),
+    "partial rope": ({"llama.rope.dimension_count": 8}, "rope.dimension_count must be the size of a head, 16, not 8"),
+    "rope": ({"llama.rope.scaling.type": "su"}, "metadata llama.rope.scaling.type 'su' is not supported"),
+    "theta": ({"llama.rope.freq_base": float("nan")}, "metadata llama.rope.freq_base must be a finite number"),
+    "log": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1},
+        "metadata llama.rope.scaling.yarn_log_multiplier other than 0 is not supported",
+    ),
+    "width": ({"llama.feed_forward_length": 2**20}, "tensor blk.0.ffn_down.weight has shape [64, 64], the metadata"),
+    "eos": ({"tokenizer.ggml.eos_token_id": "1"}, "metadata tokenizer.ggml.eos_token_id must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_metadata_that_is_refused(tmp_path: Path, dense: tuple[Path, Path], name: str) -> None:
+    metadata, message = REFUSED[name]
+    path = write_gguf(dense[0], tmp_path / "model.gguf", all_of(Type.Q8_0), metadata=metadata)
+    with pytest.raises(LoaderError, match=re.escape(message)) as found:
+        Model(path)
+    assert str(path) in str(found.value)
+
+
+def test_tensors_that_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE)
+
+    def refused(message: str, path: Path) -> None:
+        with pytest.raises(LoaderError, match=f"^{re.escape(str(path))}: {re.escape(message)}"):
+            Model(path)
+
+    odd = write_gguf(folder, tmp_path / "odd.gguf", all_of(Type.F32), more_tensors={"more": np.ones(3, np.float32)})
+    refused("1 tensors that the model does not use: more", odd)
+    path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.F32))
+    content = path.read_bytes()
+    renamed = tmp_path / "renamed.gguf"
+    renamed.write_bytes(content.replace(b"blk.0.ffn_up", b"blk.0.ffn_xx"))
+    refused("tensor blk.0.ffn_up.weight is missing", renamed)
+    for number, kind, stored in ((26, "I32", "attn_v.weight"), (26, "I32", "attn_norm.weight")):
+        at = content.index(f"blk.0.{stored}".encode()) + len(f"blk.0.{stored}")
+        dimensions = int.from_bytes(content[at : at + 4], "little")
+        at += 4 + 8 * dimensions
+        typed = tmp_path / f"{stored}.gguf"
+        typed.write_bytes(content[:at] + number.to_bytes(4, "little") + content[at + 4 :])
+        refused(f"tensor blk.0.{stored} is {kind}, which is not supported; supported: F32, F16, BF16, Q8_0", typed)
+
+
+def test_tensors_are_checked_before_any_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, shapes and types of linears, however many layers there are."""
+
+    def read(stored: StoredTensor, rows: int) -> Iterator[Tensor]:
+        raise AssertionError(f"{stored.name} is read")
+
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE | {"num_hidden_layers": 3})
+    path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.Q4_0))
+    content = bytearray(path.read_bytes())
+    at = content.index(b"blk.2.ffn_down.weight") + len("blk.2.ffn_down.weight") + 20
+    assert content[at] == Type.Q4_0
+    content[at] = Type.IQ4_NL  # of the same size
+    path.write_bytes(content)
+    monkeypatch.setattr(StoredTensor, "blocks", read)
+    with pytest.raises(LoaderError, match=r"tensor blk\.2\.ffn_down\.weight is IQ4_NL, which is not supported"):
+        Model(path)
+
+
+def test_simulated_executor_takes_the_sizes(tmp_path: Path) -> None:
+    model = simulated_model(ExecutorConfig(model=str(MIXED), simulate="instant"))
+    sizes = model.geometry
+    assert (sizes.vocab_size, sizes.num_layers, sizes.num_kv_heads, sizes.head_size) == (96, 1, 1, 32)
+    assert sizes.max_model_len == 512
+    path = tmp_path / "model.gguf"
+    path.write_bytes(MIXED.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0mamba", 1))
+    with pytest.raises(LoaderError, match="architecture 'mamba' is not supported in GGUF files"):
+        simulated_model(ExecutorConfig(model=str(path), simulate="instant"))
+
+
+def test_broken_file_names_itself(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(MIXED.read_bytes()[:-100])
+    message = re.escape(f"--model {path}: {path}: tensor ")
+    with pytest.raises(LoaderError, match=f"^{message}.* truncated"):
+        Model(path)
+    with pytest.raises(LoaderError, match=f"^{message}.* truncated"):
+        check_files(path, with_weights=True)
+    with pytest.raises(LoaderError, match=r"nothing\.gguf: no such file$"):
+        Model(tmp_path / "nothing.gguf")

@@ -1,0 +1,118 @@
+"""Models of GGUF files against transformers on the dequantized weights: greedy tokens and logits, for each family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from cadenza import AsyncClient, SamplingParams
+from tests.checkpoints import make_checkpoint
+from tests.executor_svc.driver import Model
+from tests.helpers.gguf_files import Kinds, all_of, dequantized, write_gguf
+from tests.helpers.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
+from tests.helpers.services import cadenza_services
+
+NEW_TOKENS = 16
+CLOSE = 5e-5
+LENGTHS = (3, 17, 60)
+SHAPE: dict[str, Any] = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96}
+"""Rows of blocks of 32 columns."""
+MIXED = Path(__file__).parents[1] / "data" / "gguf" / "llama-q4_k_m.gguf"
+EXACT: dict[str, Any] = {"dtype": "float32", "quantized_activations": "off"}
+EIGHT_BITS = all_of(Type.Q8_0)
+HEADS = {"head_dim": 16}
+
+
+def mixed(name: str) -> Type:
+    """Return another type for each part of a fused projection, one of them dense."""
+    parts = {"attn_q": Type.Q5_1, "attn_k": Type.Q8_0, "attn_v": Type.F16, "ffn_gate": Type.Q4_1, "ffn_up": Type.Q5_0}
+    return next((kind for part, kind in parts.items() if f".{part}." in name), Type.Q8_0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint and the types of its tensors."""
+
+    family: str
+    kinds: Kinds = EIGHT_BITS
+    shape: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **fields}}
+
+
+LONG = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
+CASES = {
+    "llama": Case("llama", mixed),
+    "llama, dense": Case("llama", all_of(Type.BF16), {"attention_bias": True, "tie_word_embeddings": True}),
+    "llama, rope_freqs": Case(
+        "llama",
+        all_of(Type.Q4_0),
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+    ),
+    "llama, yarn": Case("llama", shape=rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "mistral": Case("mistral", all_of(Type.Q4_0), HEADS),
+    "qwen2": Case("qwen2", shape={"use_sliding_window": False, **rope("linear", factor=4.0)}),
+    "qwen3": Case("qwen3", all_of(Type.Q5_1), {"head_dim": 32}),
+    "gemma2": Case("gemma2", shape={**HEADS, "query_pre_attn_scalar": 16}),
+    "gemma3": Case(
+        "gemma3_text",
+        mixed,
+        {
+            **HEADS,
+            "query_pre_attn_scalar": 16,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "phi3": Case("phi3", all_of(Type.Q4_1)),
+    "phi3, longrope": Case(
+        "phi3",
+        shape={
+            **rope("longrope", **LONG, partial_rotary_factor=0.75),
+            "original_max_position_embeddings": 256,
+        },
+        options={"max_model_len": 256},
+    ),
+    "granite": Case("granite", all_of(Type.Q5_0)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_equals_transformers(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    folder = make_checkpoint(tmp_path / "source", case.family, **{**SHAPE, **case.shape})
+    file = write_gguf(folder, tmp_path / "model.gguf", case.kinds)
+    reference = transformers_model(dequantized(folder, tmp_path / "dequantized", case.kinds))
+    prompts = random_prompts(SHAPE["vocab_size"], LENGTHS)
+    found = our_greedy(Model(file, **EXACT, **case.options), prompts, NEW_TOKENS)
+    equal = 0
+    for prompt, ours in zip(prompts, found, strict=True):
+        equal += compare(ours, transformers_greedy(reference, prompt, NEW_TOKENS), CLOSE)
+    assert equal > 0.9 * NEW_TOKENS * len(prompts), "too few tokens were compared to prove anything"
+    assert len({token for ours in found for token in ours.tokens}) > 6, "continuations do not wander"
+
+
+async def test_through_both_services() -> None:
+    """A file of llama.cpp that mixes formats, without a tokenizer."""
+    prompts = random_prompts(96, LENGTHS)
+    found = our_greedy(Model(MIXED, **EXACT), prompts, NEW_TOKENS)
+    limits: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "block_size": 8,
+        "num_gpu_blocks": 36,
+        "num_threads": 1,
+    }
+    async with cadenza_services(MIXED, **EXACT, **limits) as running, AsyncClient(running.target) as client:
+        params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        outputs = await client.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in outputs] == [each.tokens for each in found]

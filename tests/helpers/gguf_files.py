@@ -1,0 +1,209 @@
+"""Checkpoints of transformers as GGUF files, in the layout of llama.cpp's convert_hf_to_gguf.py; needs gguf."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+Floats = NDArray[np.float32]
+Kinds = Callable[[str], Type]
+"""The type of a tensor by its name in GGUF; norms and biases are F32 in any case."""
+
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+"""GGUF's by transformers' model_type, where they differ."""
+
+
+def all_of(kind: Type) -> Kinds:
+    return lambda name: kind
+
+
+def write_gguf(
+    folder: Path,
+    path: Path,
+    kinds: Kinds,
+    *,
+    tokens: bool = False,
+    tensors_per_file: int = 0,
+    metadata: dict[str, Any] | None = None,
+    more_tensors: dict[str, Floats] | None = None,
+) -> Path:
+    """Write a checkpoint to `path`.
+
+    Args:
+        folder: with one safetensors file.
+        path: of the file; of files in parts, their names begin so.
+        kinds: as `Kinds` says.
+        tokens: write a vocabulary of the texts <0>, <1> and so on, which no text can be tokenized with.
+        tensors_per_file: 0: one file.
+        metadata: added to that of the architecture, or in place of it.
+        more_tensors: added, in F32.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_file)
+    _write_config(writer, config, architecture)
+    if tokens:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([f"<{token}>" for token in range(config["vocab_size"])])
+        writer.add_token_scores([0.0] * config["vocab_size"])
+        writer.add_token_types([1] * config["vocab_size"])
+    else:
+        writer.add_tokenizer_model("none")
+    for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)
+        _add(writer, key, value)
+    for name, values in _tensors(folder, config, architecture):
+        kind = Type.F32 if values.ndim == 1 else kinds(name)
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+    for name, values in (more_tensors or {}).items():
+        writer.add_tensor(name, values)
+    for name, factors in _rope_factors(config):
+        writer.add_tensor(name, np.array(factors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def dequantized(folder: Path, target: Path, kinds: Kinds) -> Path:
+    """Write the checkpoint in float32, its matrices as they are after a way through their types, to `target`."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    tensors = {}
+    for name, values in _stored(folder):
+        if values.ndim == 2:
+            kind = kinds(gguf_name(name, architecture))
+            values = gguf.dequantize(gguf.quantize(values, kind), kind)
+        tensors[name] = torch.from_numpy(values.copy())
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}), encoding="utf-8")
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def gguf_name(name: str, architecture: str) -> str:
+    """Return GGUF's name of a tensor of transformers, from gguf's own table of names."""
+    number = getattr(gguf.MODEL_ARCH, architecture.upper())
+    part, _, kind = name.rpartition(".")
+    found = gguf.get_tensor_name_map(number, 100).get_name(part)
+    assert found is not None, name
+    return f"{found}.{kind}"
+
+
+def neighbours(values: Floats, heads: int) -> Floats:
+    """Return rows of a query or key projection so that those a half head apart become neighbours."""
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Floats]]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - the file is no dict
+            yield name, file.get_tensor(name).float().numpy()
+
+
+def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterator[tuple[str, Floats]]:
+    """Yield all tensors as GGUF has them."""
+    for name, values in _stored(folder):
+        if architecture in ("llama", "granite") and ".q_proj" in name:
+            values = neighbours(values, config["num_attention_heads"])
+        elif architecture in ("llama", "granite") and ".k_proj" in name:
+            values = neighbours(values, config["num_key_value_heads"])
+        elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        yield gguf_name(name, architecture), values
+
+
+def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> None:
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(full.get("rope_theta", 10_000.0))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if architecture in ("llama", "granite"):
+        writer.add_vocab_size(config["vocab_size"])
+    share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    writer.add_rope_dimension_count(int(head_size * share))
+    if head_size * heads != config["hidden_size"] or architecture.startswith(("gemma", "qwen3")):
+        writer.add_key_length(head_size)
+        writer.add_value_length(head_size)
+    _write_rope_scaling(writer, full, config)
+    if config["model_type"] in ("mistral", "phi3", "gemma2", "gemma3_text"):
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+    if architecture == "gemma3":
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        if "full_attention" in config["layer_types"]:
+            writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
+    for field, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+    ):
+        if config.get(field):
+            add(config[field])
+
+
+def _write_rope_scaling(writer: Any, rope: dict[str, Any], config: dict[str, Any]) -> None:
+    kind = rope.get("rope_type", "default")
+    original: int = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings", 0)
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(original)
+    if kind == "longrope":
+        scale = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+
+
+def _rope_factors(config: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        yield "rope_factors_long.weight", rope["long_factor"]
+        yield "rope_factors_short.weight", rope["short_factor"]
+    if rope.get("rope_type") == "llama3":
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        yield "rope_freqs.weight", [_llama3_factor(rope, rope["rope_theta"] ** (-i / size)) for i in range(0, size, 2)]
+
+
+def _llama3_factor(rope: dict[str, Any], frequency: float) -> float:
+    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    share = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return 1.0 if share == 1 else float(1 / ((1 - share) / factor + share))
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case str():
+            writer.add_string(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case _:
+            writer.add_array(key, value)

@@ -1,0 +1,205 @@
+"""Tokenizers of GGUF files: ids equal llama.cpp's, decoding, special tokens, chat templates, broken files."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+
+from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from tests.helpers.gguf_vocabularies import DEMO, Pairs, recorded, vocabulary, write_vocabulary
+
+CHAT = [{"role": "user", "content": "Hi"}]
+BYTE_LEVEL, SENTENCEPIECE = "bpe-llama-bpe", "spm-llama"
+
+
+def load(folder: Path, pairs: Pairs) -> Tokenizer:
+    tokenizer = load_tokenizer(str(write_vocabulary(folder / "model.gguf", pairs)))
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", recorded("cases"))
+def test_ids_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, vocabulary(name))
+    for text, expected in zip(recorded("texts"), recorded("ids")[name], strict=False):
+        assert tokenizer.encode(text) == expected, text
+
+
+def test_the_recorded_pre_tokenizers_differ() -> None:
+    """Otherwise one regular expression might stand for another."""
+    ids = recorded("ids")
+    names = ["default", "gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o"]
+    distinct = {name: str(ids[f"bpe-{name}"]) for name in names}
+    assert len(set(distinct.values())) == len(names)
+    assert ids["bpe-without-pre"] == ids["bpe-default"][: len(ids["bpe-without-pre"])]
+
+
+@pytest.mark.parametrize("name", [BYTE_LEVEL, "bpe-qwen2", SENTENCEPIECE, "spm-gemma"])
+def test_decoding_gives_the_text_back(name: str, tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, vocabulary(name))
+    for text in recorded("texts"):
+        # Special tokens are skipped; ▁ stands for a space; sentencepiece drops the first space, and adds one after each
+        # added token, as "  \n" is.
+        marks = ("<", "▁", "  \n")
+        if any(mark in text for mark in marks) or (text.startswith(" ") and name == SENTENCEPIECE):
+            continue
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens(tmp_path: Path) -> None:
+    pairs = vocabulary(SENTENCEPIECE)
+    tokenizer, tokens = load(tmp_path, pairs), pairs["tokens"]
+    special = {"<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|end|>", "<|endoftext|>"}
+    assert {tokens[token_id] for token_id in tokenizer.special_ids} == special
+    assert tokenizer.vocab_size == len(tokens)
+    ids = tokenizer.encode("a<|im_end|> b<user-defined>c")
+    assert tokenizer.decode(ids) == "a  b<user-defined> c"
+    assert ids[0] == tokens.index("<s>")
+    assert tokenizer.encode("a<|im_end|>", add_special_tokens=False) == ids[1:4] == tokenizer.encode("a<|im_end|>")[1:]
+
+
+def test_a_token_that_looks_like_an_end_is_a_control_token(tmp_path: Path) -> None:
+    """Converters have written <|im_end|> as a normal token; llama.cpp takes it for a control token."""
+    pairs = vocabulary(BYTE_LEVEL)
+    types = [
+        1 if text == "<|im_end|>" else kind for text, kind in zip(pairs["tokens"], pairs["token_type"], strict=True)
+    ]
+    tokenizer = load(tmp_path, pairs | {"token_type": types})
+    assert pairs["tokens"].index("<|im_end|>") in tokenizer.special_ids
+    assert tokenizer.encode("<|im_end|>")[1:] == [pairs["tokens"].index("<|im_end|>")]
+
+
+def test_words_without_a_token_have_their_bytes(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, vocabulary(SENTENCEPIECE))
+    token_id = tokenizer.encode("ᚠ")[-1]
+    assert tokenizer.token_text(token_id) == "\ufffd"
+    assert tokenizer.decode(tokenizer.encode("aᚠb")) == "aᚠb"
+
+
+def test_streams_decode_a_token_at_a_time(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, vocabulary(SENTENCEPIECE))
+    assert tokenizer.fixed_text(tokenizer.encode("model")[-1]) is not None
+    tokenizer = load(tmp_path, vocabulary(BYTE_LEVEL))
+    assert tokenizer.fixed_text(tokenizer.encode("model")[-1]) is not None
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    pairs = vocabulary(BYTE_LEVEL)
+    tokenizer = load(tmp_path, pairs | {"tokenizer.chat_template": template})
+    ids = tokenizer.encode_chat(CHAT, add_generation_prompt=False, continue_final_message=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|im_start|>Hi</s>"
+    assert ids[:2] == [pairs["bos_token_id"], pairs["tokens"].index("<|im_start|>")]
+    assert not load(tmp_path, pairs).has_chat_template
+
+
+def test_ids_equal_those_of_the_folder_that_the_file_was_made_of(tmp_path: Path) -> None:
+    """Without its regular expression, which has no name in GGUF: word by word."""
+    ours = load(tmp_path, vocabulary("demo-gpt-2"))
+    theirs = RawTokenizer.from_file(str(DEMO))
+    for word in "Hello world the quick brown fox. <|user|> What is café?".split():
+        assert ours.encode(f" {word}") == theirs.encode(f" {word}").ids
+    assert ours.special_ids == theirs.get_added_tokens_decoder().keys()
+
+
+def test_a_file_without_a_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(write_vocabulary(tmp_path / "model.gguf", {"model": "none"}))
+    assert load_tokenizer(path) is None
+    assert "token ids only" in caplog.text
+    with pytest.raises(TokenizerError, match="holds no tokenizer"):
+        load_tokenizer(path, required=True)
+    write_vocabulary(tmp_path / "model.gguf", {})
+    assert load_tokenizer(str(tmp_path)) is None
+
+
+def _changed(name: str, **changes: Any) -> Pairs:
+    pairs = vocabulary(name) | {key: value for key, value in changes.items() if value is not None}
+    return {key: value for key, value in pairs.items() if changes.get(key, value) is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        (BYTE_LEVEL, {"model": "t5"}, "tokenizer.ggml.model is 't5'; supported: gpt2"),
+        (BYTE_LEVEL, {"model": 7}, "tokenizer.ggml.model must be a string"),
+        (BYTE_LEVEL, {"pre": "viking"}, "tokenizer.ggml.pre is 'viking'; supported: default, gpt-2"),
+        (BYTE_LEVEL, {"tokens": None}, "tokenizer.ggml.tokens is missing"),
+        (BYTE_LEVEL, {"tokens": [1, 2]}, "tokenizer.ggml.tokens must be an array of strings"),
+        (BYTE_LEVEL, {"tokens": ["a", "b", "a"]}, "tokenizer.ggml.tokens has 'a' twice: 0 and 2"),
+        (BYTE_LEVEL, {"token_type": [1, 1]}, r"tokenizer.ggml.token_type has 2 values for \d+ tokens"),
+        (BYTE_LEVEL, {"token_type": "x"}, "tokenizer.ggml.token_type must be an array of integers"),
+        (BYTE_LEVEL, {"merges": None}, "tokenizer.ggml.merges is missing"),
+        (BYTE_LEVEL, {"merges": ["a b", "t h", "ab"]}, "tokenizer.ggml.merges has no two tokens at 2: 'ab'"),
+        (BYTE_LEVEL, {"merges": ["a b c"]}, "tokenizer.ggml.merges has no two tokens at 0"),
+        (BYTE_LEVEL, {"merges": ["é q"]}, "tokenizer.ggml.merges names 'éq' at 0, which is no token"),
+        (BYTE_LEVEL, {"bos_token_id": 5_000_000}, r"tokenizer.ggml.bos_token_id is 5000000, there are \d+ tokens"),
+        (BYTE_LEVEL, {"bos_token_id": None}, "tokenizer.ggml.bos_token_id is missing, and each text needs that token"),
+        (BYTE_LEVEL, {"add_bos_token": "yes"}, "tokenizer.ggml.add_bos_token must be true or false"),
+        (BYTE_LEVEL, {"tokenizer.chat_template": 3}, "tokenizer.chat_template must be a string"),
+        (SENTENCEPIECE, {"scores": None}, "tokenizer.ggml.scores is missing"),
+        (SENTENCEPIECE, {"scores": [0.0]}, r"tokenizer.ggml.scores has 1 values for \d+ tokens"),
+        (SENTENCEPIECE, {"scores": [float("nan")] * 5000}, "tokenizer.ggml.scores has NaN for token 0"),
+        (SENTENCEPIECE, {"add_space_prefix": 1}, "tokenizer.ggml.add_space_prefix must be true or false"),
+        (SENTENCEPIECE, {"tokens": ["x" * 257]}, "tokenizer.ggml.tokens has 257 characters at 0; at most 256"),
+    ],
+)
+def test_broken_metadata_is_named(name: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "model.gguf", _changed(name, **changes))
+    with pytest.raises(TokenizerError, match=f"cannot load a tokenizer: {path}: metadata {problem}"):
+        load_tokenizer(str(path))
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUX")
+    with pytest.raises(TokenizerError, match=r"model.gguf: not a GGUF file"):
+        load_tokenizer(str(tmp_path / "model.gguf"))
+
+
+_ODD_VALUES: list[Any] = [
+    0,
+    3,
+    2**31,
+    "▁",
+    True,
+    [1],
+    ["a", "b"],
+    ["a b", "ab a"],
+    [6] * 1200,
+    [4] * 1200,
+    "llama",
+    "gpt2",
+]
+
+
+def _mutated(rng: random.Random) -> Pairs:
+    """Return metadata with two values of each list exchanged, and often an odd value in the place of one."""
+    pairs = dict(vocabulary(rng.choice([BYTE_LEVEL, SENTENCEPIECE, "spm-phi-3"])))
+    for key, value in pairs.items():
+        if isinstance(value, list):
+            first, second = rng.sample(range(len(value)), 2)
+            pairs[key] = [*value]
+            pairs[key][first], pairs[key][second] = value[second], value[first]
+    if rng.random() < 0.6:
+        key = rng.choice([*pairs, "add_eos_token", "unknown_token_id", "padding_token_id", "general.name"])
+        pairs[key] = rng.choice(_ODD_VALUES)
+    return pairs
+
+
+def test_fuzzed_metadata_is_refused_by_name_or_works(tmp_path: Path) -> None:
+    rng, refused, worked = random.Random(23), 0, 0
+    for _ in range(60):
+        path = write_vocabulary(tmp_path / "model.gguf", _mutated(rng))
+        try:
+            tokenizer = load_tokenizer(str(path))
+        except TokenizerError as error:
+            refused += f"{path}: metadata " in str(error)
+            continue
+        assert tokenizer is not None
+        tokenizer.decode(tokenizer.encode("Hello <s> \n x ᚠ"), skip_special_tokens=False)
+        worked += 1
+    assert refused + worked == 60
+    assert min(refused, worked) > 5

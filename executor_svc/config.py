@@ -125,7 +125,7 @@ class ExecutorConfig(ServiceSettings):
     )
     cpu_isa: CpuIsa = Field(
         "auto",
-        description="Instruction set of the CPU's kernels; auto: the highest that the processor has, without amx. "
+        description="Instruction set of the CPU's kernels; auto: the highest that the processor has. "
         "Processors with one instruction set, and as many threads, give the same tokens (docs/exactness.md).",
         json_schema_extra=about("Model"),
     )

@@ -23,6 +23,9 @@ _READ_STREAMS = 4
 """Places that a thread reads from in turns: hardware prefetchers follow several at once."""
 _LINE = 64
 """Bytes that a read takes at once."""
+_TILE_SUMS = 4
+"""Tile registers of sums; two more are left factors and two are right ones, as in a kernel."""
+_TILE_ROWS, _TILE_BYTES = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,47 @@ def int8_pairs(lanes: int, words: int) -> Loop:
   %ones = load {shorts}, ptr %p, align 4"""
     text = _text(kind, declare, load, step, "add")
     return Loop(text, 8 * lanes * words * _CHAINS, "-avx512vnni,-avxvnni")  # else a widening and its sum become one
+
+
+def tile_products(instruction: str, item_bytes: int) -> Loop:
+    """AMX's products of two tiles of 16 rows of 64 bytes; `tdpbf16ps` has items of 2 bytes, `tdpbssd` of 1."""
+    products = [f"i8 {total}, i8 {4 + total // 2}, i8 {6 + total % 2}" for total in range(_TILE_SUMS)]
+    calls = "\n  ".join(f"call void @llvm.x86.{instruction}({each})" for each in products * 2)
+    loads = "\n  ".join(
+        f"call void @llvm.x86.tileloadd64(i8 {tile}, ptr %p, i64 0)" for tile in range(_TILE_SUMS, 2 * _TILE_SUMS)
+    )
+    # The palette in byte 0, bytes of a row from byte 16 on, rows from byte 48 on (Intel's manual, LDTILECFG).
+    widths, rows = (
+        sum(number << step * tile for tile in range(8)) for number, step in ((_TILE_BYTES, 16), (_TILE_ROWS, 8))
+    )
+    words = (1, 0, widths % 2**64, widths >> 64, 0, 0, rows, 0)
+    config = ", ".join(f"i64 {word}" for word in words)
+    return Loop(
+        f"""
+@config = private constant [8 x i64] [{config}], align 64
+declare void @llvm.x86.ldtilecfg(ptr)
+declare void @llvm.x86.tilerelease()
+declare void @llvm.x86.tileloadd64(i8 immarg, ptr, i64)
+declare void @llvm.x86.{instruction}(i8 immarg, i8 immarg, i8 immarg)
+define void @run(i64 %count, i64 %source, i64 %result) {{
+entry:
+  call void @llvm.x86.ldtilecfg(ptr @config)
+  %p = inttoptr i64 %source to ptr
+  {loads}
+  br label %body
+body:
+  %i = phi i64 [0, %entry], [%following, %body]
+  {calls}
+  %following = add i64 %i, 1
+  %more = icmp ult i64 %following, %count
+  br i1 %more, label %body, label %after
+after:
+  call void @llvm.x86.tilerelease()
+  ret void
+}}
+""",
+        2 * len(products) * 2 * _TILE_ROWS * _TILE_ROWS * (_TILE_BYTES // item_bytes),
+    )
 
 
 def _text(kind: str, declare: str, load: str, step: Callable[[int], str], add: str = "fadd") -> str:

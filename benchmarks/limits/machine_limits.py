@@ -10,7 +10,16 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.limits.loops import Loop, Runner, bfloat16_pairs, int8_dots, int8_pairs, multiply_add, read_sum
+from benchmarks.limits.loops import (
+    Loop,
+    Runner,
+    bfloat16_pairs,
+    int8_dots,
+    int8_pairs,
+    multiply_add,
+    read_sum,
+    tile_products,
+)
 from benchmarks.limits.step_work import Work
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, forced_isa
 
@@ -19,8 +28,7 @@ Bound = Literal["read", "compute"]
 NATIVE = "native"
 """The instruction set of a processor without a level."""
 _LANES = {"avx2": 8, "avx-vnni": 8, NATIVE: 4}
-_PAIRS = ("avx512-bf16", "amx")
-_VNNI = ("avx-vnni", "avx512-vnni", "avx512-bf16", "amx")
+_VNNI = ("avx-vnni", "avx512-vnni", "avx512-bf16")
 _LARGEST_RANGE = 512 * 2**20
 _SECONDS = 0.02
 _REPEATS = 9
@@ -36,7 +44,8 @@ class Limits:
     fp32_gflops: float
     """Fused multiply-adds in the instruction set's registers; each is two operations."""
     bf16_gflops: float
-    """Products of bfloat16 that are summed in float32: with AVX512-BF16 its dot products, else the same as fp32."""
+    """Products of bfloat16 that are summed in float32: by AVX512-BF16's dot products, by AMX's tiles where the level
+    has them, else the same as fp32."""
     torch_read_gb_per_s: float
     """torch's sum over as large a range."""
     int8_gops: float = 0.0
@@ -73,12 +82,15 @@ def chosen_isa(name: str | None) -> str:
 def loops_of(isa: str) -> tuple[Loop, Loop]:
     """The loops that measure float32 and bfloat16 of an instruction set."""
     single = multiply_add(_LANES.get(isa, 16))
-    return single, bfloat16_pairs() if isa in _PAIRS else single
+    pairs = {"avx512-bf16": bfloat16_pairs(), "amx": tile_products("tdpbf16ps", item_bytes=2)}
+    return single, pairs.get(isa, single)
 
 
 def int8_loop(isa: str, words_in_short: int) -> Loop:
     """The loop that measures dot products of bytes; words_in_short: products whose sum fits 16 bits, for those without
     VNNI; at least one, as where signs are moved."""
+    if isa == "amx":
+        return tile_products("tdpbssd", item_bytes=1)
     lanes = _LANES.get(isa, 16)
     return int8_dots(lanes) if isa in _VNNI else int8_pairs(lanes, max(1, words_in_short))
 
@@ -126,7 +138,7 @@ class LimitMeter:
 
 
 def _multiply_rate(loop: Loop, num_threads: int) -> float:
-    runner, values = Runner(loop), np.zeros(64, np.float32)
+    runner, values = Runner(loop), np.zeros(64, np.float32)  # 256 bytes; tiles have one row's 64 in all rows
     sources = [values.ctypes.data] * num_threads
     trial = 100_000
     turns = int(trial * _SECONDS / (trial * num_threads * loop.per_turn / runner.rate(trial, sources, 3)))

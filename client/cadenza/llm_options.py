@@ -106,8 +106,8 @@ class LLMOptions(TypedDict, total=False):
     """Compute threads; default: one for each available core."""
 
     cpu_isa: Literal["auto", "avx2", "avx-vnni", "avx512", "avx512-vnni", "avx512-bf16", "amx"] | None
-    """Instruction set of the CPU's kernels; auto: the highest that the processor has, without amx. Processors with one
-    instruction set, and as many threads, give the same tokens (docs/exactness.md). [default: auto]"""
+    """Instruction set of the CPU's kernels; auto: the highest that the processor has. Processors with one instruction
+    set, and as many threads, give the same tokens (docs/exactness.md). [default: auto]"""
 
     block_size: int | None
     """Tokens per KV block: 8, 16, 32 or 64. Values: 8, 16, 32, 64. [default: 16]"""

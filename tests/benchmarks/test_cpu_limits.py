@@ -15,7 +15,16 @@ from benchmarks import cpu_limits
 from benchmarks.__main__ import main
 from benchmarks.common.checkpoints import DEMO_MODEL, SHAPES
 from benchmarks.common.workload import Request
-from benchmarks.limits.loops import Runner, assembly, bfloat16_pairs, int8_dots, int8_pairs, multiply_add, read_sum
+from benchmarks.limits.loops import (
+    Runner,
+    assembly,
+    bfloat16_pairs,
+    int8_dots,
+    int8_pairs,
+    multiply_add,
+    read_sum,
+    tile_products,
+)
 from benchmarks.limits.machine_limits import NATIVE, Limits, chosen_isa, int8_loop, loops_of
 from benchmarks.limits.step_work import Chunk, Matrices, Work, decoder_work
 from benchmarks.peers.openvino_genai import Engine
@@ -112,9 +121,14 @@ def test_loops_are_made_of_the_instructions_of_their_set() -> None:
         assert (count(text, "vpmaddubsw", "%ymm"), count(text, "vpmaddwd", "%ymm")) == (12 * words, 12)
         assert not any("vpmaddubsw" in line for line in text.partition("jb")[2].splitlines())  # all within the loop
     assert count(assembly(int8_pairs(16, 2), vnni), "vpmaddubsw", "%zmm") == 24
+    for name, item_bytes in (("tdpbf16ps", 2), ("tdpbssd", 1)):
+        text = assembly(tile_products(name, item_bytes), "+amx-tile,+amx-bf16,+amx-int8")
+        assert (count(text, name, "%tmm"), count(text, "tileloadd", "%tmm")) == (8, 4)
+    tiles = tile_products("tdpbssd", 1)
     loops = [int8_loop(isa, 0) for isa in ISA_NAMES]
-    assert loops == [int8_pairs(8, 1), int8_dots(8), int8_pairs(16, 1), *[int8_dots(16)] * 3]
-    assert [loops_of(isa)[1] == bfloat16_pairs() for isa in (*ISA_NAMES, NATIVE)] == [False] * 4 + [True] * 2 + [False]
+    assert loops == [int8_pairs(8, 1), int8_dots(8), int8_pairs(16, 1), *[int8_dots(16)] * 2, tiles]
+    assert [loops_of(isa)[1] == bfloat16_pairs() for isa in (*ISA_NAMES, NATIVE)] == [False] * 4 + [True] + [False] * 2
+    assert loops_of("amx")[1].per_turn == 8 * 2 * 16 * 16 * 32 == tiles.per_turn // 2
 
 
 def test_an_instruction_set_that_the_processor_lacks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

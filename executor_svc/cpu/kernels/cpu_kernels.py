@@ -13,16 +13,17 @@ from torch import Tensor
 from executor_svc.cpu.kernels import activation, argmax, matmul, norm, panel_rows, rows
 from executor_svc.cpu.kernels import attention as cpu_attention
 from executor_svc.cpu.kernels import rope as rotary
+from executor_svc.cpu.kernels.amx import many_rows, product, row_tiles
 from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
-from executor_svc.cpu.kernels.matmul_tiles import has_pairs, widen_rows
+from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_rows
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.panels import PanelWriter
 from executor_svc.cpu.kernels.quantized import embedding_rows
-from executor_svc.cpu.kernels.quantized.launches import Host, PackedPart, Part, PartLaunches
+from executor_svc.cpu.kernels.quantized.launches import DenseRows, Host, PackedPart, Part, PartLaunches
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
@@ -210,14 +211,10 @@ class CpuKernels:
     ) -> Tensor:
         """Return x @ weight.T + bias for a weight in panels (`panels.new_panels`)."""
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), bias is not None)
-        sizes = (x.shape[1], out_features)
-        added = 0 if bias is None else bias.data_ptr()
-        factors = x if has_pairs(self.isa, _dtype(x)) else self._widened(x)
-        arguments = (*_addresses(factors, panels, y), *sizes, added, self._team.num_threads, panels.data_ptr())
+        rows = self._dense_rows(x)
         if self._recording is not None:
             self._recording.announce(panels.data_ptr())
-        self._launch(Launch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], arguments), x.shape[0])
+        self._product(rows, panels, bias, y)
         return y
 
     def stored_linear(
@@ -226,9 +223,40 @@ class CpuKernels:
         """Return x @ weight.T + bias for a weight in parts, one below the other."""
         assert x.is_contiguous()
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        host = Host(self._code, self._team.num_threads, self._new, self._launch, self._scratch, self._widened)
+        host = Host(
+            self._code,
+            self._team.num_threads,
+            self._new,
+            self._launch,
+            self._scratch,
+            self._dense_rows,
+            self._product,
+        )
         PartLaunches(host, x, bias, y).run(parts)
         return y
+
+    def _dense_rows(self, x: Tensor) -> DenseRows:
+        """Return rows in the forms in which dense products read them."""
+        if has_tiles(self.isa, _dtype(x)):
+            tiles = self._new(f"tiles_{x.shape[1]}", row_tiles.padded(*x.shape), x.dtype)
+            arguments = (x.data_ptr(), x.shape[1], tiles.data_ptr())
+            kernel = row_tiles.row_tiles(self._code)
+            self._launch(Launch(kernel, "rows", row_tiles.GROUP, 1, arguments, row_tiles.LEAST_ROWS), x.shape[0])
+            return DenseRows(x, x, tiles)
+        return DenseRows(x, x if has_pairs(self.isa, _dtype(x)) else self._widened(x), None)
+
+    def _product(self, rows: DenseRows, panels: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        """Launch y = x @ weight.T + bias for a weight in panels. Its last argument is what it prefetches at its end."""
+        x, with_bias = rows.x, bias is not None
+        sizes = (*x.shape[1:], y.shape[1], 0 if bias is None else bias.data_ptr(), self._team.num_threads)
+        arguments = (*_addresses(rows.factors, panels, y), *sizes)
+        if rows.tiles is not None:
+            kernel = product.matmul(self._code, _dtype(y), with_bias)
+            arguments += (rows.tiles.data_ptr(), self._scratch(many_rows.scratch_bytes()).data_ptr())
+        else:
+            kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), with_bias)
+        launch = Launch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], (*arguments, panels.data_ptr()))
+        self._launch(launch, x.shape[0])
 
     def _scratch(self, num_bytes: int) -> Tensor:
         """Return memory of so many bytes for each thread; the same for the same number of bytes."""

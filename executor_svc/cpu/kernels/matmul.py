@@ -1,7 +1,7 @@
 """Matrix products in which every element is one chain of fused operations over the inner dimension, ascending.
 
 An element's bits therefore depend only on its row of x and its row of the weight, not on the number of rows, the tiles
-or the thread. bfloat16 uses the level's dot product of pairs (AVX512-BF16), or its tiles (`matmul_amx`), else fused
+or the thread. bfloat16 uses the level's dot product of pairs (AVX512-BF16), else fused
 operations on floats, in ascending order: weights are widened in registers for all rows of a tile, rows of x before.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from executor_svc.cpu.kernels import matmul_amx
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.matmul_tiles import Output, Shape, has_pairs, tile, tile_shapes
@@ -23,8 +22,6 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     `has_pairs`, weight in panels (`panels`), y [rows, N], K, N, bias [N] or 0, and what `coming_panel`
     prefetches. Weight and bias are of dtype.
     """
-    if dtype == "bfloat16" and code.isa.has("amx-bf16"):
-        return matmul_amx.matmul(code, out, with_bias)
     output, step = Output(dtype, out, with_bias), inner_step(dtype)
     size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[out]
 

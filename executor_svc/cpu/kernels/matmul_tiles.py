@@ -39,15 +39,17 @@ class Output:
     def write(self, emit: Emitter, total: Vec, y: Int, bias: Int, half: int, left: Int | None) -> None:
         """Write 16 sums of a row, the first or second half of a panel; left: columns of a panel that is not whole."""
         place, size = half * LANES, ITEM_BYTES[self.dtype]
-        if left is None:
-            if self.with_bias:
-                total = total + emit.load(bias + place * size, self.dtype)
-            emit.store(total.rounded(self.dtype), y + place * ITEM_BYTES[self.out], self.out)
-            return
-        count = left - place
-        if self.with_bias:
+        count = None if left is None else left - place
+        if self.with_bias and count is None:
+            total = total + emit.load(bias + place * size, self.dtype)
+        elif self.with_bias:
             total = total + emit.load_some(bias + place * size, self.dtype, count)
-        emit.store_some(total.rounded(self.dtype), y + place * ITEM_BYTES[self.out], self.out, count)
+        number = total if self.out == self.dtype else total.rounded(self.dtype)  # stores round
+        address = y + place * ITEM_BYTES[self.out]
+        if count is None:
+            emit.store(number, address, self.out)
+        else:
+            emit.store_some(number, address, self.out, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,11 @@ def tile_shapes(isa: Isa) -> tuple[Shape, ...]:
 def has_pairs(isa: Isa, dtype: Dtype) -> bool:
     """Return whether the level has a dot product of pairs of dtype; else `widen_rows` makes rows of x floats."""
     return dtype == "bfloat16" and isa.has("avx512bf16")
+
+
+def has_tiles(isa: Isa, dtype: Dtype) -> bool:
+    """Return whether products of dtype go through AMX's tiles (`amx`)."""
+    return dtype == "bfloat16" and isa.has("amx-bf16")
 
 
 def tile(code: Code, output: Output, shape: Shape, whole: bool = True) -> Callable[..., None]:

@@ -29,8 +29,6 @@ _ADDED: dict[IsaName, tuple[str, ...]] = {
 }
 """LLVM's features of each level beyond x86-64-v3, from the lowest level to the highest."""
 ISA_NAMES: tuple[IsaName, ...] = tuple(_ADDED)
-_DEFAULTS: frozenset[IsaName] = frozenset(ISA_NAMES) - {"amx"}
-"""Levels that are chosen without --cpu-isa: kernels of AMX have never run on a processor that has it."""
 _V3 = (
     *("avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma", "fxsr", "lzcnt", "mmx", "movbe"),
     *("popcnt", "sahf", "sse", "sse2", "sse3", "sse4.1", "sse4.2", "ssse3", "xsave"),
@@ -78,13 +76,13 @@ def host_isa() -> Isa:
 
 
 def forced_isa(name: IsaName | None) -> Isa:
-    """Return a level of this processor, by default the highest in `_DEFAULTS`; raises ValueError for one it lacks."""
+    """Return a level of this processor, by default the highest; raises ValueError for one it lacks."""
     features = _host_features()
     found = available(features)
+    permitted = tuple(each for each in found if each != "amx" or tiles_permitted())
     if name is None:
-        usual = [each for each in found if each in _DEFAULTS]
-        return level(usual[-1]) if usual else _native(features)
-    if name == "amx" and name in found and not tiles_permitted():
+        return level(permitted[-1]) if permitted else _native(features)
+    if name in found and name not in permitted:
         raise ValueError("the system does not grant AMX's tiles to this process")
     if name not in found:
         raise ValueError(f"this processor lacks {name}; it has {', '.join(found) or 'no level of x86-64 with AVX2'}")

@@ -27,7 +27,7 @@ _MAX_ARGUMENTS = 12
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel with its arguments. Its number of items is ceil(count / share) * groups."""
+    """A kernel with its arguments. Its number of items is ceil(count / share) * groups; 0 where count < least."""
 
     kernel: str
     count: str
@@ -36,6 +36,7 @@ class Launch:
     groups: int
     arguments: tuple[int, ...]
     """Addresses and sizes, after the count."""
+    least: int = 0
 
 
 class Program:
@@ -46,6 +47,7 @@ class Program:
         self._counts = tuple(dict.fromkeys(launch.count for launch in launches))
         self._which = np.array([self._counts.index(launch.count) for launch in launches], np.int64)
         self._share = np.array([launch.share for launch in launches], np.int64)
+        self._least = np.array([launch.least for launch in launches], np.int64)
         self._groups = np.array([launch.groups for launch in launches], np.int64)
         self._arguments = np.zeros((len(launches), _MAX_ARGUMENTS), np.int64)
         self._table = np.zeros((len(launches), _FIELDS), np.int64)
@@ -59,7 +61,7 @@ class Program:
         """Run all launches, in order; return when they are done."""
         count = np.array([counts[name] for name in self._counts], np.int64)[self._which]
         self._arguments[:, 0] = count
-        self._table[:, _ITEMS] = -(-count // self._share) * self._groups
+        self._table[:, _ITEMS] = np.where(count < self._least, 0, -(-count // self._share) * self._groups)
         self._table[:, _TAKEN:] = 0
         self._team.drive(self._state.ctypes.data)
 

@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels import matmul
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.team import Launch
@@ -47,6 +46,18 @@ Part = PackedPart | DensePart
 
 
 @dataclass(frozen=True, slots=True)
+class DenseRows:
+    """Rows of x in the forms in which dense products read them."""
+
+    x: Tensor
+    """[T, K]"""
+    factors: Tensor
+    """x, or floats where a level has no products of bfloat16."""
+    tiles: Tensor | None
+    """Where a level has tiles: those of many rows (`amx.row_tiles`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Host:
     """What launches need of `CpuKernels`."""
 
@@ -58,8 +69,10 @@ class Host:
     """Runs or records a launch, for so many rows."""
     scratch: Callable[[int], Tensor]
     """Returns memory of at least so many bytes for each thread, which the next launch may overwrite."""
-    widened: Callable[[Tensor], Tensor]
-    """Returns rows as floats, as dense products read them on levels without a dot product of pairs."""
+    dense_rows: Callable[[Tensor], DenseRows]
+    """Returns rows as dense products read them."""
+    product: Callable[[DenseRows, Tensor, Tensor | None, Tensor], None]
+    """Launches y = x @ weight.T + bias, from rows of x, a weight in panels, bias and y."""
 
 
 class PartLaunches:
@@ -124,23 +137,19 @@ class PartLaunches:
 
     def _dense(self, part: DensePart, first: int) -> None:
         host, x, y = self._host, self._x, self._y
-        code, out = host.code, _DTYPES[y.dtype]
         alone = part.rows == y.shape[1]
         into = y if alone else host.new(f"part_{first}_{part.rows}", (x.shape[0], part.rows), y.dtype)
-        kernel = matmul.matmul(code, self._dtype, out, self._bias is not None)
-        factors = x if has_pairs(code.isa, self._dtype) else self._wide_x
-        places = (factors.data_ptr(), part.panels.data_ptr(), into.data_ptr())
-        following = part.panels.data_ptr()
-        arguments = (*places, x.shape[1], part.rows, self._bias_at(first), host.num_threads, following)
-        host.launch(Launch(kernel, "rows", ROWS_AT_ONCE, len(part.panels), arguments), x.shape[0])
+        bias = None if self._bias is None else self._bias[first : first + part.rows]
+        host.product(self._dense_rows, part.panels, bias, into)
         if not alone:
             target = y.data_ptr() + first * y.element_size()
             copied = (into.data_ptr(), target, part.rows, y.shape[1])
-            host.launch(Launch(rows_of_x.place_columns(code, out), "rows", 1, 1, copied), x.shape[0])
+            kernel = rows_of_x.place_columns(host.code, _DTYPES[y.dtype])
+            host.launch(Launch(kernel, "rows", 1, 1, copied), x.shape[0])
 
     @cached_property
-    def _wide_x(self) -> Tensor:
-        return self._host.widened(self._x)
+    def _dense_rows(self) -> DenseRows:
+        return self._host.dense_rows(self._x)
 
     def _bias_at(self, first: int) -> int:
         return 0 if self._bias is None else self._bias.data_ptr() + first * self._bias.element_size()

@@ -70,8 +70,8 @@ def test_products_use_the_instructions_of_their_level(name: IsaName, dtype: Dtyp
 
 def test_products_through_tiles() -> None:
     """Each step loads tiles of x and of the weight once, multiplies each with each, and stores none."""
-    few, many = products("amx", "bfloat16")
-    for loop, loads, multiplied in ((few, 3, 2), (many, 4, 4)):
+    few, more, many = products("amx", "bfloat16")
+    for loop, loads, multiplied in ((few, 3, 2), (more, 4, 4), (many, 4, 4)):
         assert loop.count("tileloadd") == loads
         assert loop.count("tdpbf16ps") == multiplied
         assert loop.count("tilestored") == loop.count("tilezero") == loop.count("ldtilecfg") == 0

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from executor_svc.cpu.kernels import cpu_kernels
+from executor_svc.cpu.kernels.amx.row_tiles import GROUP, padded, row_tiles
+from executor_svc.cpu.kernels.codegen.team import Launch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
@@ -21,6 +23,9 @@ from tests.executor_svc.cpu.kernels.processors import ISAS
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(1, 1), (33, 7), (40, 32), (45, 77), (64, 96), (31, 63)]
 """Columns and inner sizes: whole and partial panels, whole and partial tile products, odd inner sizes."""
+BLOCKS = [(110, 450, 70), (210, 330, 33), (40, 33, 1300), (33, 70, 640), (400, 33, 651)]
+"""Rows, columns, inner sizes: blocks of several panels, of several times ROWS_AT_ONCE rows, and chunks, the last of
+which is shorter, or ends with a part of a step."""
 
 
 def randn(seed: int, *shape: int) -> Tensor:
@@ -90,10 +95,38 @@ def test_several_items_and_outputs(tiles: Tiles) -> None:
     assert bool(((found.double() - exact).abs() <= 2**-8 * exact.abs() + 72 * 2**-23 * sizes).all())
 
 
+@pytest.mark.parametrize("shape", BLOCKS)
+def test_blocks_of_many_rows(tiles: Tiles, shape: tuple[int, int, int]) -> None:
+    rows, columns, inner = shape
+    weight, bias, x = randn(0, columns, inner), randn(1, columns), randn(2, rows, inner)
+    linear = CpuLinear(weight, amid_nan(bias), CpuKernels())
+    linear.panels = amid_nan(linear.panels)
+    found = linear(amid_nan(x), F32)
+    some = [0, 31, 32, rows - 1]
+    assert equal_bits(found[some], expected(x[some], weight, bias, F32))
+    # The other rows: those of a batch that is not cut into blocks.
+    for start in range(0, rows, 32):
+        assert equal_bits(linear(x[start : start + 32], F32), found[start : start + 32])
+    assert tiles.faults == []
+    assert tiles.released
+
+
+def test_tiles_of_rows_end_with_zeros() -> None:
+    """Of 3 rows of 700 numbers: 22 steps in two chunks of 11, the last step of 28 numbers."""
+    kernels, x = CpuKernels(), randn(0, 3, 700)
+    arranged = torch.full((padded(3, 700)[0] * padded(3, 700)[1],), float("nan"), dtype=BF16)
+    arguments = (x.data_ptr(), 700, arranged.data_ptr())
+    kernels._launch(Launch(row_tiles(kernels.code), "rows", GROUP, 1, arguments), 3)
+    wide = torch.nn.functional.pad(x, (0, 4, 0, 29)).view(32, 22, 32).transpose(0, 1)
+    assert equal_bits(arranged, wide.flatten())
+
+
 @pytest.mark.parametrize("rows", [1, 16, 17, 33])
 def test_only_the_result_is_written(tiles: Tiles, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     kernels, memory = CpuKernels(), torch.full((rows * 45 + 256,), 7.0, dtype=BF16)
-    monkeypatch.setattr(kernels, "_new", lambda *_: memory[128:-128].view(rows, 45))
+    new = kernels._new
+    result = memory[128:-128].view(rows, 45)
+    monkeypatch.setattr(kernels, "_new", lambda name, *rest: result if name == "linear_45" else new(name, *rest))
     weight, x = randn(0, 45, 77), randn(1, rows, 77)
     assert equal_bits(CpuLinear(weight, None, kernels)(x), expected(x, weight, None, BF16))
     assert bool((memory[:128] == 7.0).all() and (memory[-128:] == 7.0).all())
@@ -130,6 +163,17 @@ def test_faults_are_noted(tiles: Tiles) -> None:
     """What a processor would refuse: a product without a configuration."""
     tiles._callbacks["tdpbf16ps"](0, 4, 6)
     assert tiles.faults == ["tdpbf16ps(0, 4, 6): no configuration"]
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="no AMX here")
+@pytest.mark.parametrize("shape", BLOCKS)
+def test_blocks_on_the_processor(shape: tuple[int, int, int]) -> None:
+    rows, columns, inner = shape
+    weight, x = randn(0, columns, inner), randn(1, rows, inner)
+    linear = CpuLinear(weight, None, CpuKernels(num_threads=2, isa=ISAS["amx"]))
+    found = linear(x, F32)
+    assert equal_bits(found, expected(x, weight, None, F32))
+    assert all(equal_bits(linear(x[row : row + 1], F32), found[row : row + 1]) for row in range(0, rows, 7))
 
 
 @pytest.mark.skipif("amx" not in ISAS, reason="no AMX here")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import json
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from cadenza.slices import Work
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.service import servicer
+from executor_svc.service.lease import Lease
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Worker
@@ -289,15 +289,17 @@ async def test_a_silent_scheduler_loses_the_executor() -> None:
         assert (await other.step(2)).status == pb.STEP_STATUS_OK
 
 
-async def only_open(scheduler_id: str, epoch: int) -> AsyncIterator[pb.ExecuteRequest]:
-    """The requests of a stream that opens a session, and sends nothing more."""
-    yield pb.ExecuteRequest(open=pb.OpenSession(scheduler_id=scheduler_id, epoch=epoch, protocol_version=1))
-    await asyncio.Event().wait()
-
-
 async def test_a_silent_scheduler_that_reads_nothing_loses_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that waits for it, as in a stopped process, does not keep the session."""
     async with fake_executor(silence_s=0.3) as fake:
+        leases, released = fake.services.execution.leases, asyncio.Event()
+        release = leases.release
+
+        def released_now(lease: Lease) -> None:
+            release(lease)
+            released.set()
+
+        monkeypatch.setattr(leases, "release", released_now)
         silent = await fake.open(1, "A")
         text = "x" * 3_000_000
 
@@ -308,16 +310,12 @@ async def test_a_silent_scheduler_that_reads_nothing_loses_the_executor(monkeypa
         monkeypatch.setattr(servicer, "response_in_slices", response)
         for step_id in (1, 2, 3):
             await silent.plan(step_id)
-        async with asyncio.timeout(10):
-            opened = None
-            while not opened:
-                # From an iterator: a write may wait for ever on a stream that is refused already.
-                other = fake.stub.Execute(only_open("B", epoch=2))
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    opened = (await other.read()).opened
-        assert opened.epoch == 2
+        await asyncio.wait_for(released.wait(), 20)
+        assert leases.current is None
+        other = await fake.open(2, "B")
+        assert other.opened.epoch == 2
         silent.call.cancel()
-        other.cancel()
+        other.call.cancel()
 
 
 async def test_heartbeats_of_the_scheduler_keep_its_session() -> None:

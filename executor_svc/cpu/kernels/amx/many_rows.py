@@ -25,7 +25,7 @@ from executor_svc.cpu.kernels.codegen.tiles import TILE_BYTES, TILE_ROWS
 from executor_svc.cpu.kernels.matmul_tiles import Output
 from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE
 
-_BLOCKS = ((1, 1), (2, 1), (4, 1), (4, 2), (4, 4))
+_BLOCKS = ((1, 1), (2, 1), (3, 1), (3, 2), (3, 4))
 """Sizes of a block, smallest first: times ROWS_AT_ONCE rows, and panels."""
 _ITEMS_OF_THREAD = 4
 _GROUP_SUMS = GROUP * SUM_BYTES
@@ -112,6 +112,7 @@ def _block(code: Code, output: Output) -> Callable[..., None]:
         configure(emit, config, emit.integer(GROUP))
 
         most = chunk_steps(all_steps)
+        alone = most.equals(all_steps)
 
         def chunk(number: Int, _: Any) -> None:
             start = number * most
@@ -128,19 +129,27 @@ def _block(code: Code, output: Output) -> Callable[..., None]:
                     lambda: copy_rest_of_panel(emit, weights + whole * STEP_BYTES, (inner % STEP + 1) // 2, rest),
                 )
 
-                def group(number: Int, _: Any) -> None:
-                    total = sums + (index * groups + number) * _GROUP_SUMS
-                    source = x + chunk_place(start, steps, all_groups, first_group + number)
-                    part(emit, source, weights, steps, whole, rest, total, start)
-                    row = number * GROUP
+                def place(number: Int) -> Int:
+                    """Two places in turns are enough where sums do not wait for another chunk."""
+                    return sums + (number % 2).where(alone, index * groups + number) * _GROUP_SUMS
+
+                def write(number: Int) -> None:
+                    total, row = place(number), number * GROUP
                     into = y + (first_row + row) * y_stride + here * (PANEL * item_bytes)
-                    count = (num_rows - row).least(GROUP).where(last, 0)
-                    whole_panel = left.equals(PANEL)
-                    whole_count = count.where(whole_panel, 0)
+                    count = (num_rows - row).least(GROUP)
+                    whole_count = count.where(left.equals(PANEL), 0)
                     write_rows(emit, output, total, whole_count, into, y_stride, biases, None)
                     write_rows(emit, output, total, count - whole_count, into, y_stride, biases, left)
 
+                def group(number: Int, _: Any) -> None:
+                    total = place(number)
+                    source = x + chunk_place(start, steps, all_groups, first_group + number)
+                    part(emit, source, weights, steps, whole, rest, total, start)
+                    # The sums of the group before: what was just stored is not yet in memory.
+                    emit.when(emit.integer(0).less(number.where(last, 0)), lambda: write(number - 1))
+
                 emit.loop(0, groups, 1, group)
+                emit.when(last, lambda: write(groups - 1))
 
             emit.loop(0, num_panels, 1, panel)
 
@@ -167,6 +176,7 @@ def _part(code: Code) -> Callable[..., None]:
                 tiles.load(emit, tile, sums + place_of_sums(tile), SUM_BYTES)
 
         def step(index: Int, _: Any) -> None:
+            emit.prefetch(x + (index + 1) * GROUP_BYTES, GROUP_BYTES)
             add(index, weight + index * STEP_BYTES)
 
         def add(index: Int, weights: Int) -> None:

@@ -19,8 +19,8 @@ GROUP_BYTES = GROUP * TILE_BYTES
 """Bytes of a step of a group."""
 LEAST_ROWS = FEW_ROWS + 1
 """Fewer rows are read as they are."""
-_MOST_STEPS = 20
-"""Steps of a chunk of the inner dimension: a panel's part stays in the L1 cache (40 KiB), while the rows pass by."""
+_MOST_STEPS = 8
+"""Steps of a chunk of the inner dimension: a panel's part stays in the L1 cache (16 KiB), while the rows pass by."""
 
 
 def padded(rows: int, inner: int) -> tuple[int, int]:

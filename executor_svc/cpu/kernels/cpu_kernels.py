@@ -177,7 +177,7 @@ class CpuKernels:
             qkv = self.norm_heads(qkv, norms, shape)
         kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rope.cos.shape[1], kv_layer.shape[3])
         arguments = (*_addresses(qkv, *rope), plan.slots.ctypes.data, kv_layer.data_ptr())
-        self._launch(Launch(kernel, "rows", 1, 1, arguments), qkv.shape[0])
+        self._launch(Launch(kernel, "rows", rotary.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
 
     def attention(

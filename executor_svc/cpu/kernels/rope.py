@@ -11,10 +11,14 @@ from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emit
 from executor_svc.device.kernels import AttentionShape
 
 
+ROWS_AT_ONCE = 8
+"""Rows of an item: consecutive tokens write keys to the same cache lines, which two threads would take from each other."""
+
+
 def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int, block_size: int) -> str:
     """Add the kernel that rotates q and k of qkv in place and writes k and v to the cache; returns its name.
 
-    Items: one for each row. Arguments: rows, qkv [rows, (H + 2 KVH) * DP], cos and sin [any, rotated] with the first
+    Items: one per ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, (H + 2 KVH) * DP], cos and sin [any, rotated] with the first
     half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer. Rounds after each
     product, as transformers does.
     """
@@ -34,31 +38,31 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int,
         slots: Int,
         kv_layer: Int,
     ) -> None:
-        start = qkv + item * ((num_q + 2 * num_kv) * head_bytes)
-        angles = emit.load_int(angle_rows + item * 8) * (rotated * size)
+        def row(index: Int, _: list[Vec]) -> None:
+            start = qkv + index * ((num_q + 2 * num_kv) * head_bytes)
+            angles = emit.load_int(angle_rows + index * 8) * (rotated * size)
 
-        def rotate(head: Int, _: list[Vec]) -> None:
-            _rotate(emit, start + head * head_bytes, cos + angles, sin + angles, rotated, dtype)
+            def rotate(head: Int, _: list[Vec]) -> None:
+                _rotate(emit, start + head * head_bytes, cos + angles, sin + angles, rotated, dtype)
 
-        emit.loop(0, num_q + num_kv, 1, rotate)
-        slot = emit.load_int(slots + item * 8)
-        block, offset = slot // block_size, slot % block_size
-        keys = kv_layer + block * (2 * num_kv * block_size * head_bytes) + offset * size
-        values = kv_layer + (block * (2 * num_kv) + num_kv) * (block_size * head_bytes) + offset * head_bytes
+            emit.loop(0, num_q + num_kv, 1, rotate)
+            slot = emit.load_int(slots + index * 8)
+            block, offset = slot // block_size, slot % block_size
+            keys = kv_layer + block * (2 * num_kv * block_size * head_bytes) + offset * size
+            values = kv_layer + (block * (2 * num_kv) + num_kv) * (block_size * head_bytes) + offset * head_bytes
 
-        def write(head: Int, _: list[Vec]) -> None:
-            key = start + (head + num_q) * head_bytes
-            value = key + num_kv * head_bytes
-            for place in range(0, width, LANES):
-                into = keys + head * (block_size * head_bytes) + place * block_size * size
-                emit.scatter(emit.load(key + place * size, dtype), into, block_size * size, dtype)
-                emit.store(
-                    emit.load(value + place * size, dtype),
-                    values + head * (block_size * head_bytes) + place * size,
-                    dtype,
-                )
+            def write(head: Int, _: list[Vec]) -> None:
+                key = start + (head + num_q) * head_bytes
+                value, of_head = key + num_kv * head_bytes, head * (block_size * head_bytes)
+                for place in range(0, width, LANES):
+                    into = keys + of_head + place * block_size * size
+                    emit.scatter(emit.load(key + place * size, dtype), into, block_size * size, dtype)
+                    emit.store(emit.load(value + place * size, dtype), values + of_head + place * size, dtype)
 
-        emit.loop(0, num_kv, 1, write)
+            emit.loop(0, num_kv, 1, write)
+
+        first = item * ROWS_AT_ONCE
+        emit.loop(first, rows.least(first + ROWS_AT_ONCE), 1, row)
 
     return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotated}_{block_size}", 7, body)
 

@@ -6,6 +6,7 @@ import json
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 
 from benchmarks import cpu_limits
 from benchmarks.__main__ import main
+from benchmarks.common import workload
 from benchmarks.common.checkpoints import DEMO_MODEL, SHAPES
 from benchmarks.common.workload import Request
+from benchmarks.limits import machine_limits
 from benchmarks.limits.loops import (
     Runner,
     assembly,
@@ -25,7 +28,7 @@ from benchmarks.limits.loops import (
     read_sum,
     tile_products,
 )
-from benchmarks.limits.machine_limits import NATIVE, Limits, chosen_isa, int8_loop, loops_of
+from benchmarks.limits.machine_limits import NATIVE, LimitMeter, Limits, chosen_isa, int8_loop, loops_of
 from benchmarks.limits.step_work import Chunk, Matrices, Work, decoder_work
 from benchmarks.peers.openvino_genai import Engine
 from benchmarks.peers.openvino_model import old_config
@@ -136,9 +139,20 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused(capsys: pytest.C
     assert "--isa avx9: not among avx2, " in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_rows_of_a_small_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded model, few output tokens, and limits that are measured briefly: torch's products of bfloat16 take
+    most of a minute on a processor without instructions for them."""
     monkeypatch.setattr(cpu_limits, "random_checkpoint", lambda shape: DEMO_MODEL)
+    monkeypatch.setattr(workload, "DECODE_OUTPUT", 16)
+    monkeypatch.setattr(machine_limits, "LimitMeter", partial(LimitMeter, gemm=128))
+    for name, value in {"_LARGEST_RANGE": 2**24, "_SECONDS": 0.002, "_REPEATS": 3}.items():
+        monkeypatch.setattr(machine_limits, name, value)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_small")
+def test_rows_of_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--shapes 10m --repeats 1 --quiet-wait-s 0 --seconds 0.01 --requests 2"
     assert main(["cpu_limits", *options.split(), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -157,8 +171,8 @@ def test_rows_of_a_small_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_a_row_of_weights_in_few_bits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cpu_limits, "random_checkpoint", lambda shape: DEMO_MODEL)
+@pytest.mark.usefixtures("in_small")
+def test_a_row_of_weights_in_few_bits(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--shapes 10m --weights int4 --groups forward --scenarios decode1 --repeats 1 --quiet-wait-s 0"
     for more, activations in (("", "int8"), (" --set quantized_activations=off", "bf16")):
         assert main(["cpu_limits", *(options + more).split(), "--seconds", "0.01", "--json"]) == 0

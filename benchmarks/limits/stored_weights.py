@@ -20,7 +20,7 @@ from executor_svc.models.quantized.round_to_nearest import INT4, INT8, Rounding
 
 _HEAD, _TABLE = "output.weight", "token_embd.weight"
 _COLUMNS = 256
-"""Of a weight that is asked about without its shape: whole groups and super groups of every format."""
+"""Of a weight whose shape does not matter: whole groups and super groups of every format."""
 
 
 @dataclass(frozen=True, slots=True)

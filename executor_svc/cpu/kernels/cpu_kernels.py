@@ -215,9 +215,8 @@ class CpuKernels:
         added = 0 if bias is None else bias.data_ptr()
         factors = x if has_pairs(self.isa, _dtype(x)) else self._widened(x)
         arguments = (*_addresses(factors, panels, y), *sizes, added, self._team.num_threads, panels.data_ptr())
-        if self._recording is not None:
-            self._recording.announce(panels.data_ptr())
-        self._launch(Launch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], arguments), x.shape[0])
+        launch = Launch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], arguments)
+        self._launch_product(launch, x.shape[0], panels.data_ptr())
         return y
 
     def stored_linear(
@@ -226,8 +225,8 @@ class CpuKernels:
         """Return x @ weight.T + bias for a weight in parts, one below the other."""
         assert x.is_contiguous()
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        host = Host(self._code, self._team.num_threads, self._new, self._launch, self._scratch, self._widened)
-        PartLaunches(host, x, bias, y).run(parts)
+        how = self._new, self._launch, self._launch_product, self._scratch, self._widened
+        PartLaunches(Host(self._code, self._team.num_threads, *how), x, bias, y).run(parts)
         return y
 
     def _scratch(self, num_bytes: int) -> Tensor:
@@ -266,8 +265,15 @@ class CpuKernels:
         if self._recording is None:
             Program(self._team, [launch]).run(**{launch.count: count})
         else:
+            self._team.check(launch)
             rows = self._recording.rows if launch.count == "rows" else launch.count
             self._recording.launches.append(replace(launch, count=rows))
+
+    def _launch_product(self, launch: Launch, count: int, weight: int) -> None:
+        """Launch a product with the weight at this address, whose last argument is `following` of `coming_panel`."""
+        if self._recording is not None:
+            self._recording.announce(weight)
+        self._launch(launch, count)
 
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

@@ -17,7 +17,7 @@ from executor_svc.cpu.kernels.codegen import tiles
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int
 from executor_svc.cpu.kernels.codegen.tiles import TILE_BYTES, TILE_ROWS
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, coming_panel
+from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel, panel_item
 
 _STEP = 32
 """Numbers of a row of x that one tile product multiplies."""
@@ -51,20 +51,18 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
     ) -> None:
         upper, both = (_tile(code, out, with_bias, halves) for halves in (1, 2))
         config = tiles.scratch(emit, 64)
-        panels = (columns + (PANEL - 1)) // PANEL
-        panel, first = item % panels, item // panels * ROWS_AT_ONCE
+        work = panel_item(item, rows, columns)
         x_stride, y_stride = inner * _SIZE, columns * ITEM_BYTES[out]
-        start, here = x + first * x_stride, (rows - first).least(ROWS_AT_ONCE)
+        start = x + work.first * x_stride
         panel_bytes = (inner + 1) // 2 * _PAIR_BYTES
-        weights = weight + panel * panel_bytes
-        into = y + first * y_stride + panel * (PANEL * ITEM_BYTES[out])
-        biases = bias + panel * (PANEL * _SIZE)
-        left = (columns - panel * PANEL).least(PANEL)
+        weights = weight + work.panel * panel_bytes
+        into = y + work.first * y_stride + work.panel * (PANEL * ITEM_BYTES[out])
+        biases = bias + work.panel * (PANEL * _SIZE)
 
         def call(tile: Callable[..., None], at: Int, count: Int) -> None:
             x_part, y_part = start + at * x_stride, into + at * y_stride
-            coming = coming_panel(item, ahead, panels, rows, weight, following, panel_bytes)
-            sizes = inner, y_part, y_stride, biases, left, count
+            coming = coming_panel(item, ahead, work.panels, rows, weight, following, panel_bytes)
+            sizes = inner, y_part, y_stride, biases, work.left, count
             tile(emit, x_part, x_stride, weights, coming, *sizes)
 
         def whole() -> None:
@@ -76,8 +74,8 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
             emit.when(rest.less(TILE_ROWS + 1), lambda: call(upper, full, rest))
             emit.when(emit.integer(TILE_ROWS).less(rest), lambda: call(both, full, rest))
 
-        rest = here % (2 * TILE_ROWS)
-        full = here - rest
+        rest = work.here % (2 * TILE_ROWS)
+        full = work.here - rest
         emit.when(emit.integer(0).less(full), whole)
         emit.when(emit.integer(0).less(rest), some)
         tiles.release(emit)

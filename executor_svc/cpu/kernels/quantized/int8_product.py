@@ -18,7 +18,8 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.matmul_tiles import Output
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel, panel_item
+from executor_svc.cpu.kernels.quantized.few_rows import format_key
 from executor_svc.cpu.kernels.quantized.int8_steps import Place, StepEmitter, Totals
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps
@@ -43,21 +44,13 @@ def tiles_of(isa: Isa) -> tuple[Tile, ...]:
     return Tile(4, 2, True), Tile(2, 2, True), Tile(1, 2, False)
 
 
-def format_name(layout: PackedLayout, steps: RowSteps) -> str:
-    """Return a name that formats share which are computed by the same instructions."""
-    kind = layout.kind
-    group = "row" if layout.whole_row else kind.group
-    return "_".join(map(str, (kind.bits, group, kind.values, kind.scale, kind.super_group, kind.offsets, steps)))
-
-
 def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Output) -> str:
     """Add the kernel y = x @ weight.T (+ bias) for rows in the form `steps` of `int8_steps`; returns its name.
 
-    Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x, packed weight, y, bytes from a row of y to the
-    next, columns of y that the weight has, bias or 0, blocks of a row, steps of a block, and the distance in panels to
-    the panel that this thread will probably need next, which it prefetches while it multiplies.
+    Items: as `panel_item` has them. Arguments: rows, x, packed weight, y, bytes from a row of y to the next, columns of
+    y that the weight has, bias or 0, blocks of a row, steps of a block, `ahead` and `following` of `coming_panel`.
     """
-    name = f"{format_name(layout, steps)}_{output}"
+    name = f"{format_key(layout)}_{steps}_{output}"
 
     def body(
         emit: Emitter,
@@ -73,38 +66,36 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
         blocks: Int,
         block_steps: Int,
         ahead: Int,
+        following: Int,
     ) -> None:
         shapes = tiles_of(code.isa)
-        panels = (columns + (PANEL - 1)) // PANEL
-        panel, first = item % panels, item // panels * ROWS_AT_ONCE
+        work = panel_item(item, rows, columns)
         x_stride = blocks * block_steps * steps.step_bytes
         panel_bytes = blocks * (block_steps * layout.step_bytes + layout.head_bytes)
-        weights = weight + panel * panel_bytes
-        here = (rows - first).least(ROWS_AT_ONCE)
-        into = y + first * y_stride + panel * (PANEL * ITEM_BYTES[output.out])
-        biases = bias + panel * (PANEL * ITEM_BYTES[output.dtype])
-        left = (columns - panel * PANEL).least(PANEL)
+        weights = weight + work.panel * panel_bytes
+        coming = coming_panel(item, ahead, work.panels, rows, weight, following, panel_bytes)
+        into = y + work.first * y_stride + work.panel * (PANEL * ITEM_BYTES[output.out])
+        biases = bias + work.panel * (PANEL * ITEM_BYTES[output.dtype])
 
         def run(whole: bool) -> None:
             at = emit.integer(0)
             for shape in shapes if whole else shapes[-1:]:
                 tile = _tile(code, name, layout, steps, output, shape, whole)
-                count = (here - at) // shape.rows
+                count = (work.here - at) // shape.rows
 
                 def call(index: Int, _: list[Vec], at: Int = at, tile: Any = tile, height: int = shape.rows) -> None:
                     row = at + index * height
-                    x_part, y_part = x + (first + row) * x_stride, into + row * y_stride
+                    x_part, y_part = x + (work.first + row) * x_stride, into + row * y_stride
                     sizes = (blocks, block_steps)
-                    coming = weights + ahead * panel_bytes
-                    tile(emit, x_part, x_stride, weights, coming, *sizes, y_part, y_stride, biases, left)
+                    tile(emit, x_part, x_stride, weights, coming, *sizes, y_part, y_stride, biases, work.left)
 
                 emit.loop(0, count, 1, call)
                 at = at + count * shape.rows
 
-        emit.when(left.equals(PANEL), lambda: run(True))
-        emit.when(left.less(PANEL), lambda: run(False))
+        emit.when(work.left.equals(PANEL), lambda: run(True))
+        emit.when(work.left.less(PANEL), lambda: run(False))
 
-    return code.kernel(f"int8_product_{name}", 10, body)
+    return code.kernel(f"int8_product_{name}", 11, body)
 
 
 def _tile(

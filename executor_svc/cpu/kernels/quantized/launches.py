@@ -56,6 +56,8 @@ class Host:
     """Returns memory for a result, by its name, shape and dtype."""
     launch: Callable[[Launch, int], None]
     """Runs or records a launch, for so many rows."""
+    product: Callable[[Launch, int, int], None]
+    """As `launch`, for a product with the weight at this address, which the product before it prefetches."""
     scratch: Callable[[int], Tensor]
     """Returns memory of at least so many bytes for each thread, which the next launch may overwrite."""
     widened: Callable[[Tensor], Tensor]
@@ -94,8 +96,8 @@ class PartLaunches:
         kernel = products.product(code, layout, output)
         sizes = (layout.steps, part.rows, y.shape[1])
         places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
-        arguments = (*places, *sizes, self._bias_at(first), sums, host.num_threads, scratch.data_ptr())
-        host.launch(Launch(kernel, "rows", ROWS_AT_ONCE, len(part.packed), arguments), x.shape[0])
+        arguments = (*places, *sizes, self._bias_at(first), sums, scratch.data_ptr())
+        self._product(kernel, arguments, part.packed)
 
     def _int8(self, part: PackedPart, steps: RowSteps, first: int) -> None:
         host, layout, y = self._host, part.layout, self._y
@@ -105,8 +107,13 @@ class PartLaunches:
         places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
         sizes = (y.shape[1] * y.element_size(), part.rows)
         blocks = (layout.num_blocks, layout.steps_per_block)
-        arguments = (*places, *sizes, self._bias_at(first), *blocks, host.num_threads)
-        host.launch(Launch(kernel, "rows", ROWS_AT_ONCE, len(part.packed), arguments), x.shape[0])
+        self._product(kernel, (*places, *sizes, self._bias_at(first), *blocks), part.packed)
+
+    def _product(self, kernel: str, arguments: tuple[int, ...], panels: Tensor) -> None:
+        """Launch a product; `coming_panel` has its last arguments, the weight itself until another one follows."""
+        weight, host = panels.data_ptr(), self._host
+        arguments = (*arguments, host.num_threads, weight)
+        host.product(Launch(kernel, "rows", ROWS_AT_ONCE, len(panels), arguments), self._x.shape[0], weight)
 
     def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> Tensor:
         """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8."""
@@ -130,9 +137,7 @@ class PartLaunches:
         kernel = matmul.matmul(code, self._dtype, out, self._bias is not None)
         factors = x if has_pairs(code.isa, self._dtype) else self._wide_x
         places = (factors.data_ptr(), part.panels.data_ptr(), into.data_ptr())
-        following = part.panels.data_ptr()
-        arguments = (*places, x.shape[1], part.rows, self._bias_at(first), host.num_threads, following)
-        host.launch(Launch(kernel, "rows", ROWS_AT_ONCE, len(part.panels), arguments), x.shape[0])
+        self._product(kernel, (*places, x.shape[1], part.rows, self._bias_at(first)), part.panels)
         if not alone:
             target = y.data_ptr() + first * y.element_size()
             copied = (into.data_ptr(), target, part.rows, y.shape[1])

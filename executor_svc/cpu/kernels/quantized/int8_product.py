@@ -17,11 +17,14 @@ from executor_svc.cpu.kernels.codegen import tiles as frame
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
+from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
 from executor_svc.cpu.kernels.matmul_tiles import Output
 from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel, panel_item
 from executor_svc.cpu.kernels.quantized.few_rows import format_key
 from executor_svc.cpu.kernels.quantized.int8_steps import Place, StepEmitter, Totals
+from executor_svc.cpu.kernels.quantized.int8_tiles import LEAST_ROWS, Scratch, TileProduct
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
+from executor_svc.cpu.kernels.quantized.products import finish
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps
 from executor_svc.cpu.kernels.quantized.vectors import Vectors, register_lanes
 
@@ -48,14 +51,15 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
     """Add the kernel y = x @ weight.T (+ bias) for rows in the form `steps` of `int8_steps`; returns its name.
 
     Items: as `panel_item` has them. Arguments: rows, x, packed weight, y, bytes from a row of y to the next, columns of
-    y that the weight has, bias or 0, blocks of a row, steps of a block, `ahead` and `following` of `coming_panel`.
+    y that the weight has, bias or 0, blocks of a row, steps of a block, factors of x or 0 (`row_steps`), scratch memory
+    of all threads or 0 (`scratch_bytes`), `ahead` and `following` of `coming_panel`.
     """
     name = f"{format_key(layout)}_{steps}_{output}"
 
     def body(
         emit: Emitter,
         item: Int,
-        _: Int,
+        thread: Int,
         rows: Int,
         x: Int,
         weight: Int,
@@ -65,6 +69,8 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
         bias: Int,
         blocks: Int,
         block_steps: Int,
+        factors: Int,
+        scratch: Int,
         ahead: Int,
         following: Int,
     ) -> None:
@@ -77,8 +83,20 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
         into = y + work.first * y_stride + work.panel * (PANEL * ITEM_BYTES[output.out])
         biases = bias + work.panel * (PANEL * ITEM_BYTES[output.dtype])
 
+        tiled = emit.integer(0)
+        if steps.tiled:
+            tiled = _rows_through_tiles(work.here)
+            own = scratch + thread * scratch_bytes(layout, steps)
+
+            def through_tiles() -> None:
+                product, start = TileProduct(code, layout, steps), x + work.first * x_stride
+                product.run(emit, work, tiled, start, factors, weights, coming, blocks * block_steps, own)
+                finish(code, output)(emit, own, tiled, into, y_stride, biases, work.left)
+
+            emit.when(emit.integer(0).less(tiled), through_tiles)
+
         def run(whole: bool) -> None:
-            at = emit.integer(0)
+            at = tiled
             for shape in shapes if whole else shapes[-1:]:
                 tile = _tile(code, name, layout, steps, output, shape, whole)
                 count = (work.here - at) // shape.rows
@@ -95,7 +113,18 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
         emit.when(work.left.equals(PANEL), lambda: run(True))
         emit.when(work.left.less(PANEL), lambda: run(False))
 
-    return code.kernel(f"int8_product_{name}", 11, body)
+    return code.kernel(f"int8_product_{name}", 13, body)
+
+
+def scratch_bytes(layout: PackedLayout, steps: RowSteps) -> int:
+    """Return the bytes of scratch memory of a thread."""
+    return Scratch(layout).num_bytes if steps.tiled else 0
+
+
+def _rows_through_tiles(rows: Int) -> Int:
+    """Return how many of an item's rows, the first ones, go through tiles: all but a few that fill no tile."""
+    rest = rows % TILE_ROWS
+    return rows - rest.where(rest.less(LEAST_ROWS), 0)
 
 
 def _tile(

@@ -13,6 +13,7 @@ from executor_svc.cpu.kernels import matmul
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.team import Launch
+from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
 from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.quantized import int8_product, products, rows_of_x
@@ -71,7 +72,7 @@ class PartLaunches:
         self._host, self._x, self._bias, self._y = host, x, bias, y
         self._dtype = _DTYPES[x.dtype]
         self._arranged: dict[tuple[int, Dtype, int], Tensor] = {}
-        self._int8_rows: dict[tuple[RowSteps, int], Tensor] = {}
+        self._int8_rows: dict[tuple[RowSteps, int], tuple[Tensor, Tensor | None]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}
 
     def run(self, parts: Sequence[Part]) -> None:
@@ -103,11 +104,14 @@ class PartLaunches:
         host, layout, y = self._host, part.layout, self._y
         output = Output(self._dtype, _DTYPES[y.dtype], self._bias is not None)
         kernel = int8_product.int8_product(host.code, layout, steps, output)
-        x = self._quantize(layout.columns, steps, part.order)
+        x, factors = self._quantize(layout.columns, steps, part.order)
+        num_bytes = int8_product.scratch_bytes(layout, steps)
+        scratch = host.scratch(num_bytes).data_ptr() if num_bytes else 0
         places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
         sizes = (y.shape[1] * y.element_size(), part.rows)
         blocks = (layout.num_blocks, layout.steps_per_block)
-        self._product(kernel, (*places, *sizes, self._bias_at(first), *blocks), part.packed)
+        beside = (0 if factors is None else factors.data_ptr(), scratch)
+        self._product(kernel, (*places, *sizes, self._bias_at(first), *blocks, *beside), part.packed)
 
     def _product(self, kernel: str, arguments: tuple[int, ...], panels: Tensor) -> None:
         """Launch a product; `coming_panel` has its last arguments, the weight itself until another one follows."""
@@ -115,18 +119,22 @@ class PartLaunches:
         arguments = (*arguments, host.num_threads, weight)
         host.product(Launch(kernel, "rows", ROWS_AT_ONCE, len(panels), arguments), self._x.shape[0], weight)
 
-    def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> Tensor:
-        """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8."""
+    def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8, and their factors if any."""
         host = self._host
         key = steps, 0 if order is None else order.data_ptr()
         if key not in self._int8_rows:
             x = self._x if order is None else self._in_order(self._dtype, columns, order)
-            shape = (x.shape[0], steps.row_bytes(columns))
-            y = host.new(f"int8_{len(self._int8_rows)}_{shape[1]}", shape, torch.uint8)
+            room = steps.rows_with_room(x.shape[0])
+            shape, name = (room, steps.row_bytes(columns)), f"{len(self._int8_rows)}_{columns}"
+            y, factors = host.new(f"int8_{name}", shape, torch.uint8), None
+            if steps.factors_bytes:
+                factors = host.new(f"factors_{name}", (room // TILE_ROWS, steps.block_bytes(columns)), torch.uint8)
             kernel = quantize_rows(host.code, self._dtype, steps)
-            arguments = (x.data_ptr(), y.data_ptr(), columns)
-            host.launch(Launch(kernel, "rows", 1, row_items(steps, columns), arguments), x.shape[0])
-            self._int8_rows[key] = y
+            arguments = (x.data_ptr(), y.data_ptr(), columns, 0 if factors is None else factors.data_ptr())
+            items = steps.rows_of_item, row_items(steps, columns)
+            host.launch(Launch(kernel, "rows", *items, arguments), x.shape[0])
+            self._int8_rows[key] = y, factors
         return self._int8_rows[key]
 
     def _dense(self, part: DensePart, first: int) -> None:

@@ -1,0 +1,332 @@
+"""Products of int8 rows with a weight in few bits through tiles (AMX-INT8), for many rows.
+
+A chunk of a panel's codes becomes signed bytes in scratch memory once, in the order in which a tile product reads them,
+and 16 rows of x at a time are multiplied with them. Integer sums are exact and their floats are added in the order of
+`device.int8_reference`, so the bits are those of `int8_product`'s other tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from executor_svc.cpu.kernels.codegen import tiles
+from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec
+from executor_svc.cpu.kernels.codegen.tiles import TILE_BYTES, TILE_ROWS
+from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, PanelItem
+from executor_svc.cpu.kernels.quantized.few_rows import TOTALS_BYTES, format_key
+from executor_svc.cpu.kernels.quantized.int8_codes import PanelCodes, Place, byte_kind, zero_of
+from executor_svc.cpu.kernels.quantized.layout import STEP, WORD_BYTES, PackedLayout
+from executor_svc.cpu.kernels.quantized.many_rows import clear
+from executor_svc.cpu.kernels.quantized.row_steps import FACTOR_BYTES, RowSteps
+from executor_svc.cpu.kernels.quantized.vectors import Vectors, register_lanes
+
+LEAST_ROWS = 8
+"""For fewer, codes are multiplied as they become bytes in registers."""
+_USUAL_STEPS = 16
+_UNROLL = 2
+_STEP_BYTES = STEP * PANEL
+"""Of a step's codes as bytes."""
+_ROWS, _WEIGHTS = (4, 5), (6, 7)
+"""Tiles: 0 to 3 are sums."""
+_VI32, _VF32 = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Places of a thread's numbers in its scratch memory: totals [rows][32], and those of a chunk."""
+
+    layout: PackedLayout
+
+    @property
+    def steps(self) -> int:
+        """Of a chunk: whole blocks, as many as fit; of rows with one scale, some of them."""
+        if self.layout.whole_row:
+            return _USUAL_STEPS
+        return max(1, _USUAL_STEPS // self.layout.steps_per_block) * self.layout.steps_per_block
+
+    @property
+    def factors(self) -> int:
+        """Offset of scales of rows of x [rows / 16][16], where a row has one."""
+        return ROWS_AT_ONCE * TOTALS_BYTES
+
+    @property
+    def weights(self) -> int:
+        """Offset of the codes, [steps][2 halves of the panel][32 / 4][16 columns][4] bytes."""
+        return self.factors + ROWS_AT_ONCE * 4
+
+    @property
+    def scales(self) -> int:
+        """Offset of scales [steps][groups][32]; minimums follow."""
+        return self.weights + self.steps * _STEP_BYTES
+
+    @property
+    def minimums(self) -> int:
+        return self.scales + self.steps * self.layout.groups_per_step * TOTALS_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.minimums - self.scales
+
+
+class TileProduct:
+    """Emits the product of an item's rows."""
+
+    def __init__(self, code: Code, layout: PackedLayout, steps: RowSteps) -> None:
+        self._layout, self._steps = layout, steps
+        self._scratch = Scratch(layout)
+        self._in_integers = layout.whole_row and steps.whole_row
+        self._unpack = _unpack(code, layout)
+        self._block = _sums(code, layout, steps) if self._in_integers else _Block(code, layout, steps).helper()
+
+    def run(
+        self, emit: Emitter, work: PanelItem, rows: Int, x: Int, factors: Int, panel: Int, coming: Int, count: Int, scratch: Int
+    ) -> None:
+        """Emit: write totals of the item's first rows to the start of scratch memory.
+
+        x: the item's first row; factors: scales of rows (`row_steps`), if each step has one; count: steps of a row.
+        """
+        layout, steps, places = self._layout, self._steps, self._scratch
+        group_bytes = STEP // layout.groups_per_step
+        sizes = (TILE_BYTES,) * 4 + (group_bytes,) * 2 + (TILE_BYTES,) * 2
+        heights = (TILE_ROWS,) * 6 + (group_bytes // WORD_BYTES,) * 2
+        tiles.configure(emit, tiles.scratch(emit, TILE_BYTES), heights, sizes)
+        x_stride = count * steps.step_bytes
+        row_blocks = (rows + (TILE_ROWS - 1)) // TILE_ROWS
+        clear(emit, scratch, row_blocks * TILE_ROWS)
+        own_factors = steps.whole_row and not layout.whole_row
+        if own_factors:
+            self._copy_factors(emit, x, x_stride, rows, scratch + places.factors)
+        first_factors = factors + work.first // TILE_ROWS * count * steps.factors_bytes
+
+        def chunk(number: Int, _: object) -> None:
+            first = number * places.steps
+            here = (count - first).least(places.steps)
+            self._unpack(emit, panel, coming, first, here, scratch)
+
+            def block(index: Int, _: object) -> None:
+                x_here = x + index * TILE_ROWS * x_stride + first * steps.step_bytes
+                totals = scratch + index * (TILE_ROWS * TOTALS_BYTES)
+                if own_factors:
+                    own = scratch + places.factors + index * (TILE_ROWS * 4)
+                else:
+                    own = first_factors + (index * count + first) * steps.factors_bytes
+                self._block(emit, x_here, x_stride, own, scratch + places.weights, here, totals)
+
+            emit.loop(0, row_blocks, 1, block)
+
+        emit.loop(0, (count + (places.steps - 1)) // places.steps, 1, chunk)
+        tiles.release(emit)
+        if self._in_integers:
+            self._scale(emit, x, x_stride, rows, panel, scratch)
+
+    def _copy_factors(self, emit: Emitter, x: Int, x_stride: Int, rows: Int, into: Int) -> None:
+        """Write the one scale of each row; of 16 rows at a time, with zeros."""
+
+        def zeros(index: Int, _: object) -> None:
+            emit.store(emit.vec(0.0), into + index * (LANES * 4), "float32")
+
+        def copy(row: Int, _: object) -> None:
+            scale = emit.builder.load(emit.pointer(x + row * x_stride + self._steps.scale_at, ir.IntType(32)))
+            emit.builder.store(scale, emit.pointer(into + row * 4, scale.type))
+
+        emit.loop(0, ROWS_AT_ONCE // LANES, 1, zeros)
+        emit.loop(0, rows, 1, copy)
+
+    def _scale(self, emit: Emitter, x: Int, x_stride: Int, rows: Int, panel: Int, totals: Int) -> None:
+        """Make integer totals floats, where both factors have a scale for a row."""
+        steps, scratch = self._steps, self._scratch
+        minimums = self._layout.kind.offsets == "minimum"
+
+        def half(which: Int, _: object) -> None:
+            numbers = totals + which * TILE_BYTES
+            scale = emit.load(numbers + scratch.scales, "float32")
+            least = emit.load(numbers + scratch.minimums, "float32") if minimums else None
+
+            def row(index: Int, _: object) -> None:
+                place, scales = numbers + index * TOTALS_BYTES, x + index * x_stride + steps.scale_at
+                total = (scale * emit.load_all(scales, "float32")).times_plus(_integers(emit, place), 0.0)
+                if least is not None:
+                    total = least.times_plus(emit.load_all(scales + 4, "float32"), total)
+                emit.store(total, place, "float32")
+
+            emit.loop(0, rows, 1, row)
+
+        emit.loop(0, 2, 1, half)
+
+
+def _integers(emit: Emitter, place: Int) -> Vec:
+    loaded = emit.builder.load(emit.pointer(place, _VI32))
+    loaded.align = 4
+    return Vec(emit, emit.builder.sitofp(loaded, _VF32))
+
+
+def _unpack(code: Code, layout: PackedLayout) -> Callable[..., None]:
+    """Add the function that writes a chunk's codes, scales and minimums to scratch memory.
+
+    Returns a function that emits a call. Arguments: the packed panel, the one that this thread will probably need next,
+    the chunk's first step, its number of steps, the scratch memory.
+    """
+    scratch, per_block, groups = Scratch(layout), layout.steps_per_block, layout.groups_per_step
+    words = layout.low_words // groups
+    parts = STEP // layout.low_words // WORD_BYTES
+
+    def body(emit: Emitter, panel: Int, coming: Int, first: Int, count: Int, into: Int) -> None:
+        vectors = Vectors(emit, register_lanes(code.isa))
+        codes = PanelCodes(vectors, layout, "vnni")
+        halves = [divmod(at * vectors.lanes, LANES) for at in range(PANEL // vectors.lanes)]
+
+        def zeros(place: Place, group: int, at: int) -> Any:
+            if layout.kind.offsets == "zero_point":
+                every_byte = vectors.every(0x01010101)
+                numbers = emit.builder.mul(codes.zero_points(place, group, at), every_byte)
+                return emit.builder.bitcast(numbers, vectors.bytes)
+            return ir.Constant(vectors.bytes, [zero_of(layout.kind)] * (4 * vectors.lanes))
+
+        def one_vector(place: Place, group: int, at: int, index: Int) -> None:
+            half, lane = halves[at]
+            numbers = into + (index * groups + group) * TOTALS_BYTES + at * vectors.lanes * 4
+            vectors.store(codes.numbers(place, "scales", group, at), numbers + scratch.scales)
+            if "minimums" in layout.planes:
+                vectors.store(codes.numbers(place, "minimums", group, at), numbers + scratch.minimums)
+            zero = zeros(place, group, at)
+            start = into + scratch.weights + index * _STEP_BYTES + (half * _STEP_BYTES // 2 + lane * WORD_BYTES)
+            for word in range(group * words, (group + 1) * words):
+                loaded = codes.words(place, word, at)
+                for part in range(parts):
+                    each = emit.builder.bitcast(codes.codes(loaded, word, part), vectors.bytes)
+                    vectors.store(emit.builder.sub(each, zero), start + (word * parts + part) * TILE_BYTES)
+
+        def one_step(index: Int, _: object) -> None:
+            step = first + index
+            block, within = (emit.integer(0), step) if layout.whole_row else (step // per_block, step % per_block)
+            head = panel if layout.whole_row else panel + block * layout.block_bytes
+            place = Place(head, head + (within * layout.step_bytes + layout.head_bytes), [])
+            emit.prefetch(coming + (place.step - panel), layout.step_bytes, level=2)
+            emit.when(within.equals(0), lambda: emit.prefetch(coming + (head - panel), layout.head_bytes, level=2))
+            for group in range(groups):
+                for at in range(len(halves)):
+                    one_vector(place, group, at, index)
+
+        emit.loop(0, count, 1, one_step)
+
+    return code.helper(f"int8_unpack_{format_key(layout)}", 5, body)
+
+
+class _Block:
+    """Emits the sums of 16 rows of x and a chunk as floats, added to totals that are in registers meanwhile."""
+
+    def __init__(self, code: Code, layout: PackedLayout, steps: RowSteps) -> None:
+        self._code, self._steps, self._scratch = code, steps, Scratch(layout)
+        self._groups = layout.groups_per_step
+        self._span = layout.steps_per_block if steps.whole_row else 1
+        self._unsigned = byte_kind(layout.kind) == "unsigned"
+        self._minimums = layout.kind.offsets == "minimum"
+        self._factor_step = 0 if steps.whole_row else steps.factors_bytes
+
+    def helper(self) -> Callable[..., None]:
+        """Add the function; returns a function that emits a call.
+
+        Arguments: x and the bytes from a row to the next, the scales of its rows, the chunk's codes, its steps, totals.
+        """
+        kind = f"{self._groups}_{self._span}_{self._steps.step_bytes}_{self._factor_step}_{self._scratch.steps}"
+        signs = f"{'unsigned' if self._unsigned else 'signed'}{'_minimums' if self._minimums else ''}"
+        return self._code.helper(f"int8_tiles_{kind}_{signs}", 6, self._body)
+
+    def _body(
+        self, emit: Emitter, x: Int, x_stride: Int, factors: Int, weights: Int, count: Int, totals: Int
+    ) -> None:
+        unroll = max(1, _UNROLL // self._groups)
+        self._memory = tiles.scratch(emit, unroll * self._groups * TILE_ROWS * TILE_BYTES)
+        self._x, self._x_stride, self._factors, self._weights = x, x_stride, factors, weights
+        turns = count // self._span
+
+        def half(which: Int, _: object) -> None:
+            places = [totals + which * TILE_BYTES + row * TOTALS_BYTES for row in range(TILE_ROWS)]
+
+            def turn(index: Int, carried: list[Vec], units: int) -> list[Vec]:
+                return self._turn(emit, which, [index + unit for unit in range(units)], carried)
+
+            whole = turns // unroll * unroll
+            sums = [emit.load(place, "float32") for place in places]
+            sums = emit.loop(0, whole, unroll, lambda index, each: turn(index, each, unroll), sums)
+            sums = emit.loop(whole, turns, 1, lambda index, each: turn(index, each, 1), sums)
+            for place, total in zip(places, sums, strict=True):
+                emit.store(total, place, "float32")
+
+        emit.loop(0, 2, 1, half)
+
+    def _turn(self, emit: Emitter, half: Int, turns: Sequence[Int], totals: list[Vec]) -> list[Vec]:
+        """Add the groups of some turns; a turn is a step, or the steps of a group with one scale of x."""
+        parts = [(turn, group) for turn in turns for group in range(self._groups)]
+        for tile, (turn, group) in enumerate(parts):
+            tiles.clear(emit, tile)
+            if self._span == 1:
+                self._add_product(emit, tile, half, turn, group)
+            else:
+                start = turn * self._span
+
+                def add(step: Int, _: object, tile: int = tile, start: Int = start, group: int = group) -> None:
+                    self._add_product(emit, tile, half, start + step, group)
+
+                emit.loop(0, self._span, 1, add)
+            tiles.store(emit, tile, self._memory + tile * TILE_ROWS * TILE_BYTES, TILE_BYTES)
+        for tile, (turn, group) in enumerate(parts):
+            totals = self._added(emit, half, tile, turn, group, totals)
+        return totals
+
+    def _add_product(self, emit: Emitter, tile: int, half: Int, step: Int, group: int) -> None:
+        left, right = _ROWS[tile % 2], _WEIGHTS[tile % 2]
+        offset = group * STEP // self._groups
+        weights = self._weights + step * _STEP_BYTES + half * (_STEP_BYTES // 2) + offset * LANES
+        tiles.load(emit, left, self._x + step * self._steps.step_bytes + offset, self._x_stride)
+        tiles.load(emit, right, weights, TILE_BYTES)
+        tiles.add_int8_product(emit, tile, left, right, self._unsigned)
+
+    def _added(self, emit: Emitter, half: Int, tile: int, turn: Int, group: int, totals: list[Vec]) -> list[Vec]:
+        """Add the sums of a group: its scale and the row's times the sums, and its minimum times the row's sum."""
+        scratch, sums = self._scratch, self._memory + tile * TILE_ROWS * TILE_BYTES
+        scales = self._weights + (scratch.scales - scratch.weights) + half * TILE_BYTES
+        numbers = scales + (turn * (self._span * self._groups) + group) * TOTALS_BYTES
+        scale = emit.load(numbers, "float32")
+        least = emit.load(numbers + (scratch.minimums - scratch.scales), "float32") if self._minimums else None
+        factors = self._factors + turn * self._factor_step
+        which = group if self._steps.num_offsets == 2 else 0
+        added = []
+        for row, total in enumerate(totals):
+            factor = emit.load_all(factors + row * 4, "float32")
+            total = (scale * factor).times_plus(_integers(emit, sums + row * TILE_BYTES), total)
+            if least is not None:
+                offset = emit.load_all(factors + ((1 + which) * FACTOR_BYTES + row * 4), "float32")
+                total = least.times_plus(offset, total)
+            added.append(total)
+        return added
+
+
+def _sums(code: Code, layout: PackedLayout, steps: RowSteps) -> Callable[..., None]:
+    """Add the function that adds products of 16 rows of x and a chunk to integer totals.
+
+    Returns a function that emits a call, with the arguments of `_Block.helper`.
+    """
+    unsigned = byte_kind(layout.kind) == "unsigned"
+
+    def body(emit: Emitter, x: Int, x_stride: Int, _: Int, weights: Int, count: Int, totals: Int) -> None:
+        for half in range(2):
+            tiles.load(emit, half, totals + half * TILE_BYTES, TOTALS_BYTES)
+
+        def step(index: Int, _: object) -> None:
+            tiles.load(emit, _ROWS[0], x + index * steps.step_bytes, x_stride)
+            for half in range(2):
+                place = weights + index * _STEP_BYTES + half * (_STEP_BYTES // 2)
+                tiles.load(emit, _WEIGHTS[half], place, TILE_BYTES)
+                tiles.add_int8_product(emit, half, _ROWS[0], _WEIGHTS[half], unsigned)
+
+        emit.loop(0, count, 1, step)
+        for half in range(2):
+            tiles.store(emit, half, totals + half * TILE_BYTES, TOTALS_BYTES)
+
+    return code.helper(f"int8_tile_sums_{steps.step_bytes}_{'unsigned' if unsigned else 'signed'}", 6, body)

@@ -51,8 +51,8 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
     """Add the kernel y = x @ weight.T (+ bias) for rows in the form `steps` of `int8_steps`; returns its name.
 
     Items: as `panel_item` has them. Arguments: rows, x, packed weight, y, bytes from a row of y to the next, columns of
-    y that the weight has, bias or 0, blocks of a row, steps of a block, factors of x or 0 (`row_steps`), scratch memory
-    of all threads or 0 (`scratch_bytes`), `ahead` and `following` of `coming_panel`.
+    y that the weight has, bias or 0, blocks of a row, steps of a block, blocks of rows of x or 0 (`row_steps`), scratch
+    memory of all threads or 0 (`scratch_bytes`), `ahead` and `following` of `coming_panel`.
     """
     name = f"{format_key(layout)}_{steps}_{output}"
 
@@ -69,7 +69,7 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
         bias: Int,
         blocks: Int,
         block_steps: Int,
-        factors: Int,
+        row_blocks: Int,
         scratch: Int,
         ahead: Int,
         following: Int,
@@ -90,7 +90,7 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
 
             def through_tiles() -> None:
                 product, start = TileProduct(code, layout, steps), x + work.first * x_stride
-                product.run(emit, work, tiled, start, factors, weights, coming, blocks * block_steps, own)
+                product.run(emit, work, tiled, start, row_blocks, weights, coming, blocks * block_steps, own)
                 finish(code, output)(emit, own, tiled, into, y_stride, biases, work.left)
 
             emit.when(emit.integer(0).less(tiled), through_tiles)

@@ -7,7 +7,7 @@ and 16 rows of x at a time are multiplied with them. Integer sums are exact and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,9 @@ from executor_svc.cpu.kernels.quantized.vectors import Vectors, register_lanes
 LEAST_ROWS = 8
 """For fewer, codes are multiplied as they become bytes in registers."""
 _USUAL_STEPS = 16
-_UNROLL = 2
+_UNROLL, _AHEAD, _BUFFERS = 2, 1, 2
+"""Products are computed some turns before their sums are read: these do not wait for a tile's way through memory."""
+_SUMS, _SUMS_BYTES = 4, TILE_ROWS * TILE_BYTES
 _STEP_BYTES = STEP * PANEL
 """Of a step's codes as bytes."""
 _ROWS, _WEIGHTS = (4, 5), (6, 7)
@@ -56,12 +58,12 @@ class Scratch:
 
     @property
     def weights(self) -> int:
-        """Offset of the codes, [steps][2 halves of the panel][32 / 4][16 columns][4] bytes."""
+        """Offset of the codes, [2 halves of the panel][steps of this chunk][32 / 4][16 columns][4] bytes."""
         return self.factors + ROWS_AT_ONCE * 4
 
     @property
     def scales(self) -> int:
-        """Offset of scales [steps][groups][32]; minimums follow."""
+        """Offset of scales [2 halves of the panel][steps of this chunk][groups][16]; minimums follow."""
         return self.weights + self.steps * _STEP_BYTES
 
     @property
@@ -81,27 +83,38 @@ class TileProduct:
         self._scratch = Scratch(layout)
         self._in_integers = layout.whole_row and steps.whole_row
         self._unpack = _unpack(code, layout)
+        self._tile_steps = _tile_steps(layout, steps)
         self._block = _sums(code, layout, steps) if self._in_integers else _Block(code, layout, steps).helper()
 
     def run(
-        self, emit: Emitter, work: PanelItem, rows: Int, x: Int, factors: Int, panel: Int, coming: Int, count: Int, scratch: Int
+        self,
+        emit: Emitter,
+        work: PanelItem,
+        rows: Int,
+        x: Int,
+        row_blocks: Int,
+        panel: Int,
+        coming: Int,
+        count: Int,
+        scratch: Int,
     ) -> None:
         """Emit: write totals of the item's first rows to the start of scratch memory.
 
-        x: the item's first row; factors: scales of rows (`row_steps`), if each step has one; count: steps of a row.
+        x: the item's first row; row_blocks: all rows by blocks (`row_steps`); count: steps of a row.
         """
         layout, steps, places = self._layout, self._steps, self._scratch
-        group_bytes = STEP // layout.groups_per_step
-        sizes = (TILE_BYTES,) * 4 + (group_bytes,) * 2 + (TILE_BYTES,) * 2
-        heights = (TILE_ROWS,) * 6 + (group_bytes // WORD_BYTES,) * 2
+        inner = STEP * self._tile_steps // layout.groups_per_step
+        sizes = (TILE_BYTES,) * _SUMS + (inner,) * 2 + (TILE_BYTES,) * 2
+        heights = (TILE_ROWS,) * (_SUMS + 2) + (inner // WORD_BYTES,) * 2
         tiles.configure(emit, tiles.scratch(emit, TILE_BYTES), heights, sizes)
         x_stride = count * steps.step_bytes
-        row_blocks = (rows + (TILE_ROWS - 1)) // TILE_ROWS
-        clear(emit, scratch, row_blocks * TILE_ROWS)
+        num_blocks = (rows + (TILE_ROWS - 1)) // TILE_ROWS
+        clear(emit, scratch, num_blocks * TILE_ROWS)
         own_factors = steps.whole_row and not layout.whole_row
         if own_factors:
             self._copy_factors(emit, x, x_stride, rows, scratch + places.factors)
-        first_factors = factors + work.first // TILE_ROWS * count * steps.factors_bytes
+        block_bytes = (count + (steps.tile_steps - 1)) // steps.tile_steps * steps.block_step_bytes
+        blocks = row_blocks + work.first // TILE_ROWS * block_bytes
 
         def chunk(number: Int, _: object) -> None:
             first = number * places.steps
@@ -109,20 +122,18 @@ class TileProduct:
             self._unpack(emit, panel, coming, first, here, scratch)
 
             def block(index: Int, _: object) -> None:
-                x_here = x + index * TILE_ROWS * x_stride + first * steps.step_bytes
+                numbers = blocks + index * block_bytes + first // steps.tile_steps * steps.block_step_bytes
                 totals = scratch + index * (TILE_ROWS * TOTALS_BYTES)
-                if own_factors:
-                    own = scratch + places.factors + index * (TILE_ROWS * 4)
-                else:
-                    own = first_factors + (index * count + first) * steps.factors_bytes
-                self._block(emit, x_here, x_stride, own, scratch + places.weights, here, totals)
+                own = scratch + places.factors + index * (TILE_ROWS * 4)
+                factors = own if own_factors else numbers + steps.factors_at
+                self._block(emit, numbers, factors, scratch + places.weights, here, totals)
 
-            emit.loop(0, row_blocks, 1, block)
+            emit.loop(0, num_blocks, 1, block)
 
         emit.loop(0, (count + (places.steps - 1)) // places.steps, 1, chunk)
         tiles.release(emit)
         if self._in_integers:
-            self._scale(emit, x, x_stride, rows, panel, scratch)
+            self._scale(emit, x, x_stride, rows, (count - 1) % places.steps + 1, scratch)
 
     def _copy_factors(self, emit: Emitter, x: Int, x_stride: Int, rows: Int, into: Int) -> None:
         """Write the one scale of each row; of 16 rows at a time, with zeros."""
@@ -137,15 +148,15 @@ class TileProduct:
         emit.loop(0, ROWS_AT_ONCE // LANES, 1, zeros)
         emit.loop(0, rows, 1, copy)
 
-    def _scale(self, emit: Emitter, x: Int, x_stride: Int, rows: Int, panel: Int, totals: Int) -> None:
-        """Make integer totals floats, where both factors have a scale for a row."""
+    def _scale(self, emit: Emitter, x: Int, x_stride: Int, rows: Int, last: Int, totals: Int) -> None:
+        """Make integer totals floats, where both factors have a scale for a row; last: steps of the last chunk."""
         steps, scratch = self._steps, self._scratch
         minimums = self._layout.kind.offsets == "minimum"
 
         def half(which: Int, _: object) -> None:
-            numbers = totals + which * TILE_BYTES
-            scale = emit.load(numbers + scratch.scales, "float32")
-            least = emit.load(numbers + scratch.minimums, "float32") if minimums else None
+            numbers, scales_at = totals + which * TILE_BYTES, totals + which * last * TILE_BYTES
+            scale = emit.load(scales_at + scratch.scales, "float32")
+            least = emit.load(scales_at + scratch.minimums, "float32") if minimums else None
 
             def row(index: Int, _: object) -> None:
                 place, scales = numbers + index * TOTALS_BYTES, x + index * x_stride + steps.scale_at
@@ -157,6 +168,11 @@ class TileProduct:
             emit.loop(0, rows, 1, row)
 
         emit.loop(0, 2, 1, half)
+
+
+def _tile_steps(layout: PackedLayout, steps: RowSteps) -> int:
+    """Return the steps of a tile product: two where they have one sum and lie side by side."""
+    return 2 if steps.whole_row and (layout.whole_row or layout.steps_per_block % 2 == 0) else 1
 
 
 def _integers(emit: Emitter, place: Int) -> Vec:
@@ -189,12 +205,13 @@ def _unpack(code: Code, layout: PackedLayout) -> Callable[..., None]:
 
         def one_vector(place: Place, group: int, at: int, index: Int) -> None:
             half, lane = halves[at]
-            numbers = into + (index * groups + group) * TOTALS_BYTES + at * vectors.lanes * 4
+            step = count * half + index
+            numbers = into + (step * groups + group) * TILE_BYTES + lane * WORD_BYTES
             vectors.store(codes.numbers(place, "scales", group, at), numbers + scratch.scales)
             if "minimums" in layout.planes:
                 vectors.store(codes.numbers(place, "minimums", group, at), numbers + scratch.minimums)
             zero = zeros(place, group, at)
-            start = into + scratch.weights + index * _STEP_BYTES + (half * _STEP_BYTES // 2 + lane * WORD_BYTES)
+            start = into + scratch.weights + step * (_STEP_BYTES // 2) + lane * WORD_BYTES
             for word in range(group * words, (group + 1) * words):
                 loaded = codes.words(place, word, at)
                 for part in range(parts):
@@ -224,87 +241,96 @@ class _Block:
         self._code, self._steps, self._scratch = code, steps, Scratch(layout)
         self._groups = layout.groups_per_step
         self._span = layout.steps_per_block if steps.whole_row else 1
+        self._tile_steps = _tile_steps(layout, steps)
         self._unsigned = byte_kind(layout.kind) == "unsigned"
         self._minimums = layout.kind.offsets == "minimum"
-        self._factor_step = 0 if steps.whole_row else steps.factors_bytes
+        self._factor_step = 0 if steps.whole_row else steps.block_step_bytes
 
     def helper(self) -> Callable[..., None]:
         """Add the function; returns a function that emits a call.
 
-        Arguments: x and the bytes from a row to the next, the scales of its rows, the chunk's codes, its steps, totals.
+        Arguments: numbers of a block of rows of x from the chunk's first step on, their factors, the chunk's codes, its
+        steps, totals.
         """
-        kind = f"{self._groups}_{self._span}_{self._steps.step_bytes}_{self._factor_step}_{self._scratch.steps}"
+        kind = f"{self._groups}_{self._span}_{self._factor_step}_{self._scratch.steps}"
         signs = f"{'unsigned' if self._unsigned else 'signed'}{'_minimums' if self._minimums else ''}"
-        return self._code.helper(f"int8_tiles_{kind}_{signs}", 6, self._body)
+        return self._code.helper(f"int8_tiles_{kind}_{signs}", 5, self._body)
 
-    def _body(
-        self, emit: Emitter, x: Int, x_stride: Int, factors: Int, weights: Int, count: Int, totals: Int
-    ) -> None:
-        unroll = max(1, _UNROLL // self._groups)
-        self._memory = tiles.scratch(emit, unroll * self._groups * TILE_ROWS * TILE_BYTES)
-        self._x, self._x_stride, self._factors, self._weights = x, x_stride, factors, weights
-        turns = count // self._span
+    def _body(self, emit: Emitter, x: Int, factors: Int, weights: Int, count: Int, totals: Int) -> None:
+        self._memory = tiles.scratch(emit, _BUFFERS * self._groups * _SUMS_BYTES)
+        self._x, self._factors, self._weights = x, factors, weights
+        self._turns = count // self._span
+        for turn in range(_AHEAD):
+            self._multiply(emit, emit.integer(turn), turn)
 
         def half(which: Int, _: object) -> None:
             places = [totals + which * TILE_BYTES + row * TOTALS_BYTES for row in range(TILE_ROWS)]
+            start = which * self._turns
 
             def turn(index: Int, carried: list[Vec], units: int) -> list[Vec]:
-                return self._turn(emit, which, [index + unit for unit in range(units)], carried)
+                for unit in range(units):
+                    self._multiply(emit, start + index + (unit + _AHEAD), unit)
+                    carried = self._added(emit, start + index + unit, index + unit, carried)
+                return carried
 
-            whole = turns // unroll * unroll
+            whole = self._turns // _UNROLL * _UNROLL
             sums = [emit.load(place, "float32") for place in places]
-            sums = emit.loop(0, whole, unroll, lambda index, each: turn(index, each, unroll), sums)
-            sums = emit.loop(whole, turns, 1, lambda index, each: turn(index, each, 1), sums)
+            sums = emit.loop(0, whole, _UNROLL, lambda index, each: turn(index, each, _UNROLL), sums)
+            sums = emit.loop(whole, self._turns, 1, lambda index, each: turn(index, each, 1), sums)
             for place, total in zip(places, sums, strict=True):
                 emit.store(total, place, "float32")
 
         emit.loop(0, 2, 1, half)
 
-    def _turn(self, emit: Emitter, half: Int, turns: Sequence[Int], totals: list[Vec]) -> list[Vec]:
-        """Add the groups of some turns; a turn is a step, or the steps of a group with one scale of x."""
-        parts = [(turn, group) for turn in turns for group in range(self._groups)]
-        for tile, (turn, group) in enumerate(parts):
+    def _buffer(self, turn: Int) -> Int:
+        """Return the place of a turn's sums between their tile and the totals."""
+        return self._memory + turn % _BUFFERS * (self._groups * _SUMS_BYTES)
+
+    def _multiply(self, emit: Emitter, turn: Int, unit: int) -> None:
+        """Write the integer sums of a turn; one beyond the last is the last again."""
+        turn = turn.least(self._turns * 2 - 1)
+        step = (turn - self._turns).where(emit.builder.not_(turn.less(self._turns)), turn) * self._span
+        buffer, weights = self._buffer(turn), self._weights + turn * (self._span * _STEP_BYTES // 2)
+        for group in range(self._groups):
+            tile = (unit * self._groups + group) % _SUMS
+            offset = group * STEP // self._groups
+
+            def add(at: Int | int, _: object = None, tile: int = tile, offset: int = offset) -> None:
+                left, right = _ROWS[tile % 2], _WEIGHTS[tile % 2]
+                width, place = self._steps.tile_steps, step + at
+                x = self._x + place // width * self._steps.block_step_bytes + place % width * STEP + offset
+                tiles.load(emit, left, x, STEP * width)
+                from_weights = emit.integer(at) * (_STEP_BYTES // 2) + offset * LANES
+                tiles.load(emit, right, weights + from_weights, TILE_BYTES)
+                tiles.add_int8_product(emit, tile, left, right, self._unsigned)
+
             tiles.clear(emit, tile)
             if self._span == 1:
-                self._add_product(emit, tile, half, turn, group)
+                add(0)
             else:
-                start = turn * self._span
+                emit.loop(0, self._span, self._tile_steps, add)
+            tiles.store(emit, tile, buffer + group * _SUMS_BYTES, TILE_BYTES)
 
-                def add(step: Int, _: object, tile: int = tile, start: Int = start, group: int = group) -> None:
-                    self._add_product(emit, tile, half, start + step, group)
-
-                emit.loop(0, self._span, 1, add)
-            tiles.store(emit, tile, self._memory + tile * TILE_ROWS * TILE_BYTES, TILE_BYTES)
-        for tile, (turn, group) in enumerate(parts):
-            totals = self._added(emit, half, tile, turn, group, totals)
+    def _added(self, emit: Emitter, turn: Int, step: Int, totals: list[Vec]) -> list[Vec]:
+        """Add the groups of a turn: its scale and the row's times the sums, and its minimum times the row's sum."""
+        scratch, buffer = self._scratch, self._buffer(turn)
+        scales = self._weights + (scratch.scales - scratch.weights) + turn * (self._span * self._groups * TILE_BYTES)
+        factors = self._factors + step * self._factor_step
+        for group in range(self._groups):
+            scale = emit.load(scales + group * TILE_BYTES, "float32")
+            least_at = scales + (scratch.minimums - scratch.scales + group * TILE_BYTES)
+            least = emit.load(least_at, "float32") if self._minimums else None
+            offsets = factors + FACTOR_BYTES * (1 + (group if self._steps.num_offsets == 2 else 0))
+            added = []
+            for row, total in enumerate(totals):
+                factor = emit.load_all(factors + row * 4, "float32")
+                sums = _integers(emit, buffer + (group * _SUMS_BYTES + row * TILE_BYTES))
+                total = (scale * factor).times_plus(sums, total)
+                if least is not None:
+                    total = least.times_plus(emit.load_all(offsets + row * 4, "float32"), total)
+                added.append(total)
+            totals = added
         return totals
-
-    def _add_product(self, emit: Emitter, tile: int, half: Int, step: Int, group: int) -> None:
-        left, right = _ROWS[tile % 2], _WEIGHTS[tile % 2]
-        offset = group * STEP // self._groups
-        weights = self._weights + step * _STEP_BYTES + half * (_STEP_BYTES // 2) + offset * LANES
-        tiles.load(emit, left, self._x + step * self._steps.step_bytes + offset, self._x_stride)
-        tiles.load(emit, right, weights, TILE_BYTES)
-        tiles.add_int8_product(emit, tile, left, right, self._unsigned)
-
-    def _added(self, emit: Emitter, half: Int, tile: int, turn: Int, group: int, totals: list[Vec]) -> list[Vec]:
-        """Add the sums of a group: its scale and the row's times the sums, and its minimum times the row's sum."""
-        scratch, sums = self._scratch, self._memory + tile * TILE_ROWS * TILE_BYTES
-        scales = self._weights + (scratch.scales - scratch.weights) + half * TILE_BYTES
-        numbers = scales + (turn * (self._span * self._groups) + group) * TOTALS_BYTES
-        scale = emit.load(numbers, "float32")
-        least = emit.load(numbers + (scratch.minimums - scratch.scales), "float32") if self._minimums else None
-        factors = self._factors + turn * self._factor_step
-        which = group if self._steps.num_offsets == 2 else 0
-        added = []
-        for row, total in enumerate(totals):
-            factor = emit.load_all(factors + row * 4, "float32")
-            total = (scale * factor).times_plus(_integers(emit, sums + row * TILE_BYTES), total)
-            if least is not None:
-                offset = emit.load_all(factors + ((1 + which) * FACTOR_BYTES + row * 4), "float32")
-                total = least.times_plus(offset, total)
-            added.append(total)
-        return added
 
 
 def _sums(code: Code, layout: PackedLayout, steps: RowSteps) -> Callable[..., None]:
@@ -314,19 +340,19 @@ def _sums(code: Code, layout: PackedLayout, steps: RowSteps) -> Callable[..., No
     """
     unsigned = byte_kind(layout.kind) == "unsigned"
 
-    def body(emit: Emitter, x: Int, x_stride: Int, _: Int, weights: Int, count: Int, totals: Int) -> None:
+    def body(emit: Emitter, x: Int, _: Int, weights: Int, count: Int, totals: Int) -> None:
         for half in range(2):
             tiles.load(emit, half, totals + half * TILE_BYTES, TOTALS_BYTES)
 
         def step(index: Int, _: object) -> None:
-            tiles.load(emit, _ROWS[0], x + index * steps.step_bytes, x_stride)
+            tiles.load(emit, _ROWS[0], x + index // 2 * steps.block_step_bytes, TILE_BYTES)
             for half in range(2):
-                place = weights + index * _STEP_BYTES + half * (_STEP_BYTES // 2)
+                place = weights + (count * half + index) * (_STEP_BYTES // 2)
                 tiles.load(emit, _WEIGHTS[half], place, TILE_BYTES)
                 tiles.add_int8_product(emit, half, _ROWS[0], _WEIGHTS[half], unsigned)
 
-        emit.loop(0, count, 1, step)
+        emit.loop(0, count, 2, step)
         for half in range(2):
             tiles.store(emit, half, totals + half * TILE_BYTES, TOTALS_BYTES)
 
-    return code.helper(f"int8_tile_sums_{steps.step_bytes}_{'unsigned' if unsigned else 'signed'}", 6, body)
+    return code.helper(f"int8_tile_sums_{'unsigned' if unsigned else 'signed'}", 5, body)

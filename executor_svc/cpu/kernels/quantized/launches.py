@@ -104,13 +104,13 @@ class PartLaunches:
         host, layout, y = self._host, part.layout, self._y
         output = Output(self._dtype, _DTYPES[y.dtype], self._bias is not None)
         kernel = int8_product.int8_product(host.code, layout, steps, output)
-        x, factors = self._quantize(layout.columns, steps, part.order)
+        x, by_blocks = self._quantize(layout.columns, steps, part.order)
         num_bytes = int8_product.scratch_bytes(layout, steps)
         scratch = host.scratch(num_bytes).data_ptr() if num_bytes else 0
         places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
         sizes = (y.shape[1] * y.element_size(), part.rows)
         blocks = (layout.num_blocks, layout.steps_per_block)
-        beside = (0 if factors is None else factors.data_ptr(), scratch)
+        beside = (0 if by_blocks is None else by_blocks.data_ptr(), scratch)
         self._product(kernel, (*places, *sizes, self._bias_at(first), *blocks, *beside), part.packed)
 
     def _product(self, kernel: str, arguments: tuple[int, ...], panels: Tensor) -> None:
@@ -120,21 +120,21 @@ class PartLaunches:
         host.product(Launch(kernel, "rows", ROWS_AT_ONCE, len(panels), arguments), self._x.shape[0], weight)
 
     def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8, and their factors if any."""
+        """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8, and by blocks for tiles."""
         host = self._host
         key = steps, 0 if order is None else order.data_ptr()
         if key not in self._int8_rows:
             x = self._x if order is None else self._in_order(self._dtype, columns, order)
-            room = steps.rows_with_room(x.shape[0])
-            shape, name = (room, steps.row_bytes(columns)), f"{len(self._int8_rows)}_{columns}"
-            y, factors = host.new(f"int8_{name}", shape, torch.uint8), None
-            if steps.factors_bytes:
-                factors = host.new(f"factors_{name}", (room // TILE_ROWS, steps.block_bytes(columns)), torch.uint8)
+            name, rows = f"{len(self._int8_rows)}_{columns}", x.shape[0]
+            y, by_blocks = host.new(f"int8_{name}", (rows, steps.row_bytes(columns)), torch.uint8), None
+            if steps.tiled:
+                shape = (-(-rows // TILE_ROWS), steps.block_bytes(columns))
+                by_blocks = host.new(f"int8_blocks_{name}", shape, torch.uint8)
             kernel = quantize_rows(host.code, self._dtype, steps)
-            arguments = (x.data_ptr(), y.data_ptr(), columns, 0 if factors is None else factors.data_ptr())
+            arguments = (x.data_ptr(), y.data_ptr(), columns, 0 if by_blocks is None else by_blocks.data_ptr())
             items = steps.rows_of_item, row_items(steps, columns)
             host.launch(Launch(kernel, "rows", *items, arguments), x.shape[0])
-            self._int8_rows[key] = y, factors
+            self._int8_rows[key] = y, by_blocks
         return self._int8_rows[key]
 
     def _dense(self, part: DensePart, first: int) -> None:

@@ -52,6 +52,13 @@ class Scratch:
         return max(1, _USUAL_STEPS // self.layout.steps_per_block) * self.layout.steps_per_block
 
     @property
+    def packed_bytes(self) -> int:
+        """Of a chunk of a packed panel."""
+        if self.layout.whole_row:
+            return self.steps * self.layout.step_bytes
+        return self.steps // self.layout.steps_per_block * self.layout.block_bytes
+
+    @property
     def factors(self) -> int:
         """Offset of scales of rows of x [rows / 16][16], where a row has one."""
         return ROWS_AT_ONCE * TOTALS_BYTES
@@ -82,9 +89,12 @@ class TileProduct:
         self._layout, self._steps = layout, steps
         self._scratch = Scratch(layout)
         self._in_integers = layout.whole_row and steps.whole_row
-        self._unpack = _unpack(code, layout)
+        self._unpack = _unpack(code, layout, prefetches=self._in_integers)
         self._tile_steps = _tile_steps(layout, steps)
-        self._block = _sums(code, layout, steps) if self._in_integers else _Block(code, layout, steps).helper()
+        if self._in_integers:
+            self._one, self._two = (_sums(code, layout, steps, blocks) for blocks in (1, 2))
+        else:
+            self._one = _Block(code, layout, steps).helper()
 
     def run(
         self,
@@ -114,21 +124,31 @@ class TileProduct:
         if own_factors:
             self._copy_factors(emit, x, x_stride, rows, scratch + places.factors)
         block_bytes = (count + (steps.tile_steps - 1)) // steps.tile_steps * steps.block_step_bytes
+        pairs = num_blocks // 2 * 2
         blocks = row_blocks + work.first // TILE_ROWS * block_bytes
 
         def chunk(number: Int, _: object) -> None:
             first = number * places.steps
             here = (count - first).least(places.steps)
-            self._unpack(emit, panel, coming, first, here, scratch)
+            ahead = coming + number * places.packed_bytes
+            self._unpack(emit, panel, ahead, first, here, scratch)
 
-            def block(index: Int, _: object) -> None:
+            def block(index: Int, _: object, how: Callable[..., None] = self._one) -> None:
                 numbers = blocks + index * block_bytes + first // steps.tile_steps * steps.block_step_bytes
                 totals = scratch + index * (TILE_ROWS * TOTALS_BYTES)
                 own = scratch + places.factors + index * (TILE_ROWS * 4)
-                factors = own if own_factors else numbers + steps.factors_at
-                self._block(emit, numbers, factors, scratch + places.weights, here, totals)
+                given = scratch + places.weights, here, totals
+                if self._in_integers:
+                    how(emit, numbers, block_bytes, *given)
+                else:
+                    factors = own if own_factors else numbers + steps.factors_at
+                    how(emit, numbers, factors, *given, ahead.where(index.equals(0), 0))
 
-            emit.loop(0, num_blocks, 1, block)
+            if self._in_integers:
+                emit.loop(0, pairs, 2, lambda index, _: block(index, None, self._two))
+                emit.loop(pairs, num_blocks, 1, block)
+            else:
+                emit.loop(0, num_blocks, 1, block)
 
         emit.loop(0, (count + (places.steps - 1)) // places.steps, 1, chunk)
         tiles.release(emit)
@@ -181,11 +201,11 @@ def _integers(emit: Emitter, place: Int) -> Vec:
     return Vec(emit, emit.builder.sitofp(loaded, _VF32))
 
 
-def _unpack(code: Code, layout: PackedLayout) -> Callable[..., None]:
+def _unpack(code: Code, layout: PackedLayout, prefetches: bool) -> Callable[..., None]:
     """Add the function that writes a chunk's codes, scales and minimums to scratch memory.
 
-    Returns a function that emits a call. Arguments: the packed panel, the one that this thread will probably need next,
-    the chunk's first step, its number of steps, the scratch memory.
+    Returns a function that emits a call. Arguments: the packed panel, the packed chunk that this thread will probably
+    need next and that is prefetched here or by `_Block`, the chunk's first step, its number of steps, the scratch memory.
     """
     scratch, per_block, groups = Scratch(layout), layout.steps_per_block, layout.groups_per_step
     words = layout.low_words // groups
@@ -223,15 +243,15 @@ def _unpack(code: Code, layout: PackedLayout) -> Callable[..., None]:
             block, within = (emit.integer(0), step) if layout.whole_row else (step // per_block, step % per_block)
             head = panel if layout.whole_row else panel + block * layout.block_bytes
             place = Place(head, head + (within * layout.step_bytes + layout.head_bytes), [])
-            emit.prefetch(coming + (place.step - panel), layout.step_bytes, level=2)
-            emit.when(within.equals(0), lambda: emit.prefetch(coming + (head - panel), layout.head_bytes, level=2))
+            if prefetches:
+                emit.prefetch(coming + index * layout.step_bytes, layout.step_bytes, level=2)
             for group in range(groups):
                 for at in range(len(halves)):
                     one_vector(place, group, at, index)
 
         emit.loop(0, count, 1, one_step)
 
-    return code.helper(f"int8_unpack_{format_key(layout)}", 5, body)
+    return code.helper(f"int8_unpack_{format_key(layout)}{'_ahead' if prefetches else ''}", 5, body)
 
 
 class _Block:
@@ -244,19 +264,21 @@ class _Block:
         self._tile_steps = _tile_steps(layout, steps)
         self._unsigned = byte_kind(layout.kind) == "unsigned"
         self._minimums = layout.kind.offsets == "minimum"
+        turns = 2 * self._scratch.steps // self._span
+        self._prefetched = -(-self._scratch.packed_bytes // (turns * TILE_BYTES)) * TILE_BYTES
         self._factor_step = 0 if steps.whole_row else steps.block_step_bytes
 
     def helper(self) -> Callable[..., None]:
         """Add the function; returns a function that emits a call.
 
         Arguments: numbers of a block of rows of x from the chunk's first step on, their factors, the chunk's codes, its
-        steps, totals.
+        steps, totals, and the packed chunk that this thread will probably need next, or 0.
         """
-        kind = f"{self._groups}_{self._span}_{self._factor_step}_{self._scratch.steps}"
+        kind = f"{self._groups}_{self._span}_{self._factor_step}_{self._scratch.steps}_{self._prefetched}"
         signs = f"{'unsigned' if self._unsigned else 'signed'}{'_minimums' if self._minimums else ''}"
-        return self._code.helper(f"int8_tiles_{kind}_{signs}", 5, self._body)
+        return self._code.helper(f"int8_tiles_{kind}_{signs}", 6, self._body)
 
-    def _body(self, emit: Emitter, x: Int, factors: Int, weights: Int, count: Int, totals: Int) -> None:
+    def _body(self, emit: Emitter, x: Int, factors: Int, weights: Int, count: Int, totals: Int, coming: Int) -> None:
         self._memory = tiles.scratch(emit, _BUFFERS * self._groups * _SUMS_BYTES)
         self._x, self._factors, self._weights = x, factors, weights
         self._turns = count // self._span
@@ -268,6 +290,10 @@ class _Block:
             start = which * self._turns
 
             def turn(index: Int, carried: list[Vec], units: int) -> list[Vec]:
+                ahead = coming + (start + index) * self._prefetched
+                emit.when(
+                    emit.builder.not_(coming.equals(0)), lambda: emit.prefetch(ahead, self._prefetched * units, level=2)
+                )
                 for unit in range(units):
                     self._multiply(emit, start + index + (unit + _AHEAD), unit)
                     carried = self._added(emit, start + index + unit, index + unit, carried)
@@ -333,26 +359,32 @@ class _Block:
         return totals
 
 
-def _sums(code: Code, layout: PackedLayout, steps: RowSteps) -> Callable[..., None]:
-    """Add the function that adds products of 16 rows of x and a chunk to integer totals.
+def _sums(code: Code, layout: PackedLayout, steps: RowSteps, blocks: int) -> Callable[..., None]:
+    """Add the function that adds products of one or two blocks of rows of x and a chunk to integer totals.
 
-    Returns a function that emits a call, with the arguments of `_Block.helper`.
+    Returns a function that emits a call. Arguments: numbers of the first block from the chunk's first step on, the
+    bytes from a block to the next, the chunk's codes, its steps, totals.
     """
     unsigned = byte_kind(layout.kind) == "unsigned"
 
-    def body(emit: Emitter, x: Int, _: Int, weights: Int, count: Int, totals: Int) -> None:
-        for half in range(2):
-            tiles.load(emit, half, totals + half * TILE_BYTES, TOTALS_BYTES)
+    def body(emit: Emitter, x: Int, block_bytes: Int, weights: Int, count: Int, totals: Int) -> None:
+        places = [
+            totals + (block * TILE_ROWS * TOTALS_BYTES + half * TILE_BYTES) for block in range(blocks) for half in (0, 1)
+        ]
+        for tile, place in enumerate(places):
+            tiles.load(emit, tile, place, TOTALS_BYTES)
 
         def step(index: Int, _: object) -> None:
-            tiles.load(emit, _ROWS[0], x + index // 2 * steps.block_step_bytes, TILE_BYTES)
-            for half in range(2):
-                place = weights + (count * half + index) * (_STEP_BYTES // 2)
-                tiles.load(emit, _WEIGHTS[half], place, TILE_BYTES)
-                tiles.add_int8_product(emit, half, _ROWS[0], _WEIGHTS[half], unsigned)
+            for block in range(blocks):
+                numbers = x + block_bytes * block + index // 2 * steps.block_step_bytes
+                tiles.load(emit, _ROWS[block], numbers, TILE_BYTES)
+            for half in (0, 1):
+                tiles.load(emit, _WEIGHTS[half], weights + (count * half + index) * (_STEP_BYTES // 2), TILE_BYTES)
+            for tile in range(len(places)):
+                tiles.add_int8_product(emit, tile, _ROWS[tile // 2], _WEIGHTS[tile % 2], unsigned)
 
         emit.loop(0, count, 2, step)
-        for half in range(2):
-            tiles.store(emit, half, totals + half * TILE_BYTES, TOTALS_BYTES)
+        for tile, place in enumerate(places):
+            tiles.store(emit, tile, place, TOTALS_BYTES)
 
-    return code.helper(f"int8_tile_sums_{'unsigned' if unsigned else 'signed'}", 5, body)
+    return code.helper(f"int8_tile_sums_{blocks}_{'unsigned' if unsigned else 'signed'}", 5, body)

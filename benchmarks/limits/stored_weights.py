@@ -10,8 +10,8 @@ from benchmarks.limits.step_work import DecoderWork, Matrices
 from cadenza.gguf_file import read_gguf
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.quantized.int8_choice import QuantizedActivations, int8_rows
+from executor_svc.cpu.kernels.quantized.int8_codes import most_code
 from executor_svc.cpu.kernels.quantized.int8_dots import words_in_short
-from executor_svc.cpu.kernels.quantized.int8_steps import most_code
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
 from executor_svc.cpu.stored_linear import has_kernel
 from executor_svc.device.stored_linear import QuantFormat

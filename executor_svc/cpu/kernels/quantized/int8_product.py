@@ -17,12 +17,12 @@ from executor_svc.cpu.kernels.codegen import tiles as frame
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
-from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
 from executor_svc.cpu.kernels.matmul_tiles import Output
 from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel, panel_item
 from executor_svc.cpu.kernels.quantized.few_rows import format_key
-from executor_svc.cpu.kernels.quantized.int8_steps import Place, StepEmitter, Totals
-from executor_svc.cpu.kernels.quantized.int8_tiles import LEAST_ROWS, Scratch, TileProduct
+from executor_svc.cpu.kernels.quantized.int8_codes import Place
+from executor_svc.cpu.kernels.quantized.int8_steps import StepEmitter, Totals
+from executor_svc.cpu.kernels.quantized.int8_tiles import Scratch, TileProduct, rows_through_tiles
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
 from executor_svc.cpu.kernels.quantized.products import finish
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps
@@ -85,7 +85,7 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
 
         tiled = emit.integer(0)
         if steps.tiled:
-            tiled = _rows_through_tiles(work.here)
+            tiled = rows_through_tiles(work.here, layout, steps)
             own = scratch + thread * scratch_bytes(layout, steps)
 
             def through_tiles() -> None:
@@ -119,12 +119,6 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
 def scratch_bytes(layout: PackedLayout, steps: RowSteps) -> int:
     """Return the bytes of scratch memory of a thread."""
     return Scratch(layout).num_bytes if steps.tiled else 0
-
-
-def _rows_through_tiles(rows: Int) -> Int:
-    """Return how many of an item's rows, the first ones, go through tiles: all but a few that fill no tile."""
-    rest = rows % TILE_ROWS
-    return rows - rest.where(rest.less(LEAST_ROWS), 0)
 
 
 def _tile(

@@ -25,11 +25,11 @@ from executor_svc.cpu.kernels.quantized.many_rows import clear
 from executor_svc.cpu.kernels.quantized.row_steps import FACTOR_BYTES, RowSteps
 from executor_svc.cpu.kernels.quantized.vectors import Vectors, register_lanes
 
-LEAST_ROWS = 8
-"""For fewer, codes are multiplied as they become bytes in registers."""
+_LEAST_ROWS, _LEAST_ROWS_OF_SUMS, _LEAST_REST = 16, 9, 8
+"""For fewer rows of an item, where both factors have a scale for a row, and fewer rows after whole tiles, codes are
+multiplied as they become bytes in registers (measured: docs/decisions/0036-amx-int8.md)."""
 _USUAL_STEPS = 16
-_UNROLL, _AHEAD, _BUFFERS = 2, 1, 2
-"""Products are computed some turns before their sums are read: these do not wait for a tile's way through memory."""
+_UNROLL = 2
 _SUMS, _SUMS_BYTES = 4, TILE_ROWS * TILE_BYTES
 _STEP_BYTES = STEP * PANEL
 """Of a step's codes as bytes."""
@@ -190,6 +190,14 @@ class TileProduct:
         emit.loop(0, 2, 1, half)
 
 
+def rows_through_tiles(rows: Int, layout: PackedLayout, steps: RowSteps) -> Int:
+    """Return how many of an item's rows, the first ones, go through tiles."""
+    rest = rows % TILE_ROWS
+    least = _LEAST_ROWS_OF_SUMS if layout.whole_row and steps.whole_row else _LEAST_ROWS
+    some = rows - rest.where(rest.less(_LEAST_REST), 0)
+    return rows.emit.integer(0).where(rows.less(least), rows.where(rows.less(TILE_ROWS), some))
+
+
 def _tile_steps(layout: PackedLayout, steps: RowSteps) -> int:
     """Return the steps of a tile product: two where they have one sum and lie side by side."""
     return 2 if steps.whole_row and (layout.whole_row or layout.steps_per_block % 2 == 0) else 1
@@ -205,7 +213,7 @@ def _unpack(code: Code, layout: PackedLayout, prefetches: bool) -> Callable[...,
     """Add the function that writes a chunk's codes, scales and minimums to scratch memory.
 
     Returns a function that emits a call. Arguments: the packed panel, the packed chunk that this thread will probably
-    need next and that is prefetched here or by `_Block`, the chunk's first step, its number of steps, the scratch memory.
+    need next, which is prefetched here or by `_Block`, the chunk's first step, its number of steps, scratch memory.
     """
     scratch, per_block, groups = Scratch(layout), layout.steps_per_block, layout.groups_per_step
     words = layout.low_words // groups
@@ -279,51 +287,41 @@ class _Block:
         return self._code.helper(f"int8_tiles_{kind}_{signs}", 6, self._body)
 
     def _body(self, emit: Emitter, x: Int, factors: Int, weights: Int, count: Int, totals: Int, coming: Int) -> None:
-        self._memory = tiles.scratch(emit, _BUFFERS * self._groups * _SUMS_BYTES)
+        self._memory = tiles.scratch(emit, _UNROLL * self._groups * _SUMS_BYTES)
         self._x, self._factors, self._weights = x, factors, weights
-        self._turns = count // self._span
-        for turn in range(_AHEAD):
-            self._multiply(emit, emit.integer(turn), turn)
+        turns = count // self._span
 
         def half(which: Int, _: object) -> None:
             places = [totals + which * TILE_BYTES + row * TOTALS_BYTES for row in range(TILE_ROWS)]
-            start = which * self._turns
+            start = which * turns
 
             def turn(index: Int, carried: list[Vec], units: int) -> list[Vec]:
-                ahead = coming + (start + index) * self._prefetched
-                emit.when(
-                    emit.builder.not_(coming.equals(0)), lambda: emit.prefetch(ahead, self._prefetched * units, level=2)
-                )
+                ahead, num_bytes = coming + (start + index) * self._prefetched, self._prefetched * units
+                emit.when(emit.builder.not_(coming.equals(0)), lambda: emit.prefetch(ahead, num_bytes, level=2))
                 for unit in range(units):
-                    self._multiply(emit, start + index + (unit + _AHEAD), unit)
-                    carried = self._added(emit, start + index + unit, index + unit, carried)
+                    self._multiply(emit, start + index + unit, index + unit, unit)
+                for unit in range(units):
+                    carried = self._added(emit, start + index + unit, index + unit, unit, carried)
                 return carried
 
-            whole = self._turns // _UNROLL * _UNROLL
+            whole = turns // _UNROLL * _UNROLL
             sums = [emit.load(place, "float32") for place in places]
             sums = emit.loop(0, whole, _UNROLL, lambda index, each: turn(index, each, _UNROLL), sums)
-            sums = emit.loop(whole, self._turns, 1, lambda index, each: turn(index, each, 1), sums)
+            sums = emit.loop(whole, turns, 1, lambda index, each: turn(index, each, 1), sums)
             for place, total in zip(places, sums, strict=True):
                 emit.store(total, place, "float32")
 
         emit.loop(0, 2, 1, half)
 
-    def _buffer(self, turn: Int) -> Int:
-        """Return the place of a turn's sums between their tile and the totals."""
-        return self._memory + turn % _BUFFERS * (self._groups * _SUMS_BYTES)
-
-    def _multiply(self, emit: Emitter, turn: Int, unit: int) -> None:
-        """Write the integer sums of a turn; one beyond the last is the last again."""
-        turn = turn.least(self._turns * 2 - 1)
-        step = (turn - self._turns).where(emit.builder.not_(turn.less(self._turns)), turn) * self._span
-        buffer, weights = self._buffer(turn), self._weights + turn * (self._span * _STEP_BYTES // 2)
+    def _multiply(self, emit: Emitter, turn: Int, index: Int, unit: int) -> None:
+        """Write the integer sums of a turn, `turn` in the chunk's codes and `index` in rows of x, to memory."""
+        step, width = index * self._span, self._steps.tile_steps
+        weights = self._weights + turn * (self._span * _STEP_BYTES // 2)
         for group in range(self._groups):
-            tile = (unit * self._groups + group) % _SUMS
-            offset = group * STEP // self._groups
+            tile, offset = unit * self._groups + group, group * STEP // self._groups
 
             def add(at: Int | int, _: object = None, tile: int = tile, offset: int = offset) -> None:
-                left, right = _ROWS[tile % 2], _WEIGHTS[tile % 2]
-                width, place = self._steps.tile_steps, step + at
+                left, right, place = _ROWS[tile % 2], _WEIGHTS[tile % 2], step + at
                 x = self._x + place // width * self._steps.block_step_bytes + place % width * STEP + offset
                 tiles.load(emit, left, x, STEP * width)
                 from_weights = emit.integer(at) * (_STEP_BYTES // 2) + offset * LANES
@@ -335,14 +333,15 @@ class _Block:
                 add(0)
             else:
                 emit.loop(0, self._span, self._tile_steps, add)
-            tiles.store(emit, tile, buffer + group * _SUMS_BYTES, TILE_BYTES)
+            tiles.store(emit, tile, self._memory + tile * _SUMS_BYTES, TILE_BYTES)
 
-    def _added(self, emit: Emitter, turn: Int, step: Int, totals: list[Vec]) -> list[Vec]:
+    def _added(self, emit: Emitter, turn: Int, index: Int, unit: int, totals: list[Vec]) -> list[Vec]:
         """Add the groups of a turn: its scale and the row's times the sums, and its minimum times the row's sum."""
-        scratch, buffer = self._scratch, self._buffer(turn)
+        scratch = self._scratch
         scales = self._weights + (scratch.scales - scratch.weights) + turn * (self._span * self._groups * TILE_BYTES)
-        factors = self._factors + step * self._factor_step
+        factors = self._factors + index * self._factor_step
         for group in range(self._groups):
+            memory = self._memory + (unit * self._groups + group) * _SUMS_BYTES
             scale = emit.load(scales + group * TILE_BYTES, "float32")
             least_at = scales + (scratch.minimums - scratch.scales + group * TILE_BYTES)
             least = emit.load(least_at, "float32") if self._minimums else None
@@ -350,8 +349,7 @@ class _Block:
             added = []
             for row, total in enumerate(totals):
                 factor = emit.load_all(factors + row * 4, "float32")
-                sums = _integers(emit, buffer + (group * _SUMS_BYTES + row * TILE_BYTES))
-                total = (scale * factor).times_plus(sums, total)
+                total = (scale * factor).times_plus(_integers(emit, memory + row * TILE_BYTES), total)
                 if least is not None:
                     total = least.times_plus(emit.load_all(offsets + row * 4, "float32"), total)
                 added.append(total)
@@ -369,7 +367,9 @@ def _sums(code: Code, layout: PackedLayout, steps: RowSteps, blocks: int) -> Cal
 
     def body(emit: Emitter, x: Int, block_bytes: Int, weights: Int, count: Int, totals: Int) -> None:
         places = [
-            totals + (block * TILE_ROWS * TOTALS_BYTES + half * TILE_BYTES) for block in range(blocks) for half in (0, 1)
+            totals + (block * TILE_ROWS * TOTALS_BYTES + half * TILE_BYTES)
+            for block in range(blocks)
+            for half in (0, 1)
         ]
         for tile, place in enumerate(places):
             tiles.load(emit, tile, place, TOTALS_BYTES)

@@ -127,7 +127,16 @@ def quantize_rows(code: Code, dtype: Dtype, steps: RowSteps) -> str:
 
 
 def _rows(
-    dtype: Dtype, steps: RowSteps, emit: Emitter, item: Int, _: Int, rows: Int, x: Int, into: Int, width: Int, beside: Int
+    dtype: Dtype,
+    steps: RowSteps,
+    emit: Emitter,
+    item: Int,
+    _: Int,
+    rows: Int,
+    x: Int,
+    into: Int,
+    width: Int,
+    beside: Int,
 ) -> None:
     count = (width + (STEP - 1)) // STEP
     items = (count + (steps.steps_of_item - 1)) // steps.steps_of_item
@@ -273,9 +282,7 @@ def _rounded(scaled: Vec) -> Vec:
     return (where(emit, is_nan, emit.vec(0.0), scaled) + _ROUNDER) - _ROUNDER
 
 
-def _store_step(
-    emit: Emitter, steps: RowSteps, numbers: list[Vec], scale: Any, place: Int, tile: Int | None
-) -> None:
+def _store_step(emit: Emitter, steps: RowSteps, numbers: list[Vec], scale: Any, place: Int, tile: Int | None) -> None:
     """Write the integers of a step in their order, to two places if tiles read them, and its scale."""
     for at in (place, tile):
         if at is not None:

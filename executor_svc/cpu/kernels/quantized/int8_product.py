@@ -56,24 +56,8 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
     """
     name = f"{format_key(layout)}_{steps}_{output}"
 
-    def body(
-        emit: Emitter,
-        item: Int,
-        thread: Int,
-        rows: Int,
-        x: Int,
-        weight: Int,
-        y: Int,
-        y_stride: Int,
-        columns: Int,
-        bias: Int,
-        blocks: Int,
-        block_steps: Int,
-        row_blocks: Int,
-        scratch: Int,
-        ahead: Int,
-        following: Int,
-    ) -> None:
+    def body(emit: Emitter, item: Int, thread: Int, rows: Int, x: Int, weight: Int, y: Int, *rest: Int) -> None:
+        y_stride, columns, bias, blocks, block_steps, row_blocks, scratch, ahead, following = rest
         shapes = tiles_of(code.isa)
         work = panel_item(item, rows, columns)
         x_stride = blocks * block_steps * steps.step_bytes
@@ -83,13 +67,13 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
         into = y + work.first * y_stride + work.panel * (PANEL * ITEM_BYTES[output.out])
         biases = bias + work.panel * (PANEL * ITEM_BYTES[output.dtype])
 
-        tiled = emit.integer(0)
+        start, tiled = x + work.first * x_stride, emit.integer(0)
         if steps.tiled:
             tiled = rows_through_tiles(work.here, layout, steps)
             own = scratch + thread * scratch_bytes(layout, steps)
 
             def through_tiles() -> None:
-                product, start = TileProduct(code, layout, steps), x + work.first * x_stride
+                product = TileProduct(code, layout, steps)
                 product.run(emit, work, tiled, start, row_blocks, weights, coming, blocks * block_steps, own)
                 finish(code, output)(emit, own, tiled, into, y_stride, biases, work.left)
 
@@ -101,9 +85,9 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
                 tile = _tile(code, name, layout, steps, output, shape, whole)
                 count = (work.here - at) // shape.rows
 
-                def call(index: Int, _: list[Vec], at: Int = at, tile: Any = tile, height: int = shape.rows) -> None:
+                def call(index: Int, _: object, at: Int = at, tile: Any = tile, height: int = shape.rows) -> None:
                     row = at + index * height
-                    x_part, y_part = x + (work.first + row) * x_stride, into + row * y_stride
+                    x_part, y_part = start + row * x_stride, into + row * y_stride
                     sizes = (blocks, block_steps)
                     tile(emit, x_part, x_stride, weights, coming, *sizes, y_part, y_stride, biases, work.left)
 

@@ -75,7 +75,8 @@ def tile_product(total: Floats, left: Bits, right: Bits) -> Floats:
 def dot_bytes(total: Integers, left: NDArray[np.uint8], right: SignedBytes) -> Integers:
     """VPDPBUSD of total [..., n] and bytes [..., 4 n]: four products are added, modulo 2^32."""
     products = left.astype(np.int64) * right
-    return (total + products.reshape(*total.shape, 4).sum(-1)).astype(np.int32)
+    sums: Integers = (total + products.reshape(*total.shape, 4).sum(-1)).astype(np.int32)
+    return sums
 
 
 def tile_byte_product(total: Integers, left: SignedBytes, right: AnyBytes) -> Integers:
@@ -83,7 +84,8 @@ def tile_byte_product(total: Integers, left: SignedBytes, right: AnyBytes) -> In
     rows, words = left.shape[0], right.shape[0]
     factors = right.astype(np.int64).reshape(words, -1, 4)
     products = np.einsum("mkb,knb->mn", left.astype(np.int64).reshape(rows, words, 4), factors)
-    return (total + products).astype(np.int32)
+    sums: Integers = (total + products).astype(np.int32)
+    return sums
 
 
 def _fused_step(total: Floats, product: Wide) -> Floats:

@@ -123,7 +123,7 @@ def any_integers() -> Integers:
     return _RANDOM.integers(-(2**31), 2**31, COUNT).astype(np.int32)
 
 
-@pytest.mark.parametrize("isa", [name for name in ISAS if level(name).has("avx512vnni") or level(name).has("avxvnni")])
+@pytest.mark.parametrize("isa", [name for name, isa in ISAS.items() if isa.has("avx512vnni") or isa.has("avxvnni")])
 def test_dot_product_of_bytes(isa: str) -> None:
     """Sums beyond 32 bits included, which wrap around."""
     lanes = 16 if ISAS[isa].has("avx512f") else 8

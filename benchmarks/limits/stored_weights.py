@@ -10,8 +10,8 @@ from benchmarks.limits.step_work import DecoderWork, Matrices
 from cadenza.gguf_file import read_gguf
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.quantized.int8_choice import QuantizedActivations, int8_rows
+from executor_svc.cpu.kernels.quantized.int8_codes import most_code
 from executor_svc.cpu.kernels.quantized.int8_dots import words_in_short
-from executor_svc.cpu.kernels.quantized.int8_steps import most_code
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
 from executor_svc.cpu.stored_linear import has_kernel
 from executor_svc.device.stored_linear import QuantFormat
@@ -20,7 +20,7 @@ from executor_svc.models.quantized.round_to_nearest import INT4, INT8, Rounding
 
 _HEAD, _TABLE = "output.weight", "token_embd.weight"
 _COLUMNS = 256
-"""Of a weight that is asked about without its shape: whole groups and super groups of every format."""
+"""Of a weight whose shape does not matter: whole groups and super groups of every format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,10 +211,7 @@ class CpuKernels:
     ) -> Tensor:
         """Return x @ weight.T + bias for a weight in panels (`panels.new_panels`)."""
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        rows = self._dense_rows(x)
-        if self._recording is not None:
-            self._recording.announce(panels.data_ptr())
-        self._product(rows, panels, bias, y)
+        self._product(self._dense_rows(x), panels, bias, y)
         return y
 
     def stored_linear(
@@ -223,16 +220,8 @@ class CpuKernels:
         """Return x @ weight.T + bias for a weight in parts, one below the other."""
         assert x.is_contiguous()
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        host = Host(
-            self._code,
-            self._team.num_threads,
-            self._new,
-            self._launch,
-            self._scratch,
-            self._dense_rows,
-            self._product,
-        )
-        PartLaunches(host, x, bias, y).run(parts)
+        how = self._new, self._launch, self._launch_product, self._scratch, self._dense_rows, self._product
+        PartLaunches(Host(self._code, self._team.num_threads, *how), x, bias, y).run(parts)
         return y
 
     def _dense_rows(self, x: Tensor) -> DenseRows:
@@ -256,7 +245,7 @@ class CpuKernels:
         else:
             kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), with_bias)
         launch = Launch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], (*arguments, panels.data_ptr()))
-        self._launch(launch, x.shape[0])
+        self._launch_product(launch, x.shape[0], panels.data_ptr())
 
     def _scratch(self, num_bytes: int) -> Tensor:
         """Return memory of so many bytes for each thread; the same for the same number of bytes."""
@@ -294,8 +283,15 @@ class CpuKernels:
         if self._recording is None:
             Program(self._team, [launch]).run(**{launch.count: count})
         else:
+            self._team.check(launch)
             rows = self._recording.rows if launch.count == "rows" else launch.count
             self._recording.launches.append(replace(launch, count=rows))
+
+    def _launch_product(self, launch: Launch, count: int, weight: int) -> None:
+        """Launch a product with the weight at this address, whose last argument is `following` of `coming_panel`."""
+        if self._recording is not None:
+            self._recording.announce(weight)
+        self._launch(launch, count)
 
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

@@ -17,7 +17,7 @@ from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, IsaName, level
 from executor_svc.cpu.kernels.matmul_tiles import has_tiles
 
-_LABEL = re.compile(r"^([\w.$]+):")
+_LABEL = re.compile(r'^"?([\w.$-]+)"?:')
 _JUMP = re.compile(r"^j\w+\s+(\.L\w+)$")
 _PRODUCT = re.compile(r"^(vfn?m(add|sub)|vdpbf16ps|vpdp|tdp)")
 _FRAME = "(%rsp"

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.matmul_tiles import Output, Shape, has_pairs, tile, tile_shapes
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, coming_panel, inner_step
+from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel, inner_step, panel_item
 
 
 def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     """Add the kernel y = x @ weight.T (+ bias), rounded to dtype and written as `out`; returns its name.
 
-    Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x [rows, K], of floats from `widen_rows` if not
-    `has_pairs`, weight in panels (`panels`), y [rows, N], K, N, bias [N] or 0, and what `coming_panel`
-    prefetches. Weight and bias are of dtype.
+    Items: as `panel_item` has them. Arguments: rows; x [rows, K], as `widen_rows` writes it where the level has no dot
+    product of pairs; the weight's panels (`panels`); y [rows, N]; K; N; bias [N] or 0; `ahead` and `following` of
+    `coming_panel`. Weight and bias are of dtype.
     """
     output, step = Output(dtype, out, with_bias), inner_step(dtype)
     size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[out]
@@ -42,29 +42,27 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         shapes = tile_shapes(code.isa)
         tiles = {shape.rows: tile(code, output, shape) for shape in shapes}
         edge = {1: tile(code, output, Shape(1, shapes[-1].vectors), whole=False)}
-        panels, even = (columns + (PANEL - 1)) // PANEL, (inner + (step - 1)) // step * step
-        panel, first = item % panels, item // panels * ROWS_AT_ONCE
+        work, even = panel_item(item, rows, columns), (inner + (step - 1)) // step * step
         x_stride = inner * size if has_pairs(code.isa, dtype) else even * ITEM_BYTES["float32"]
         y_stride = columns * out_size
-        start, here = x + first * x_stride, (rows - first).least(ROWS_AT_ONCE)
-        weights = weight + panel * even * (PANEL * size)
-        coming = coming_panel(item, ahead, panels, rows, weight, following, even * (PANEL * size))
-        into = y + first * y_stride + panel * (PANEL * out_size)
-        biases = bias + panel * (PANEL * size)
-        left = (columns - panel * PANEL).least(PANEL)
+        start = x + work.first * x_stride
+        weights = weight + work.panel * even * (PANEL * size)
+        coming = coming_panel(item, ahead, work.panels, rows, weight, following, even * (PANEL * size))
+        into = y + work.first * y_stride + work.panel * (PANEL * out_size)
+        biases = bias + work.panel * (PANEL * size)
 
         def run(tiles: Mapping[int, Callable[..., None]]) -> None:
-            for at, count, height in split_rows(here, tuple(tiles)):
+            for at, count, height in split_rows(work.here, tuple(tiles)):
 
                 def call(index: Int, _: list[Vec], at: Int = at, height: int = height) -> None:
                     row = at + index * height
                     x_part, y_part = start + row * x_stride, into + row * y_stride
-                    tiles[height](emit, x_part, x_stride, weights, coming, inner, y_part, y_stride, biases, left)
+                    tiles[height](emit, x_part, x_stride, weights, coming, inner, y_part, y_stride, biases, work.left)
 
                 emit.loop(0, count, 1, call)
 
-        emit.when(left.equals(PANEL), lambda: run(tiles))
-        emit.when(left.less(PANEL), lambda: run(edge))
+        emit.when(work.left.equals(PANEL), lambda: run(tiles))
+        emit.when(work.left.less(PANEL), lambda: run(edge))
 
     return code.kernel(f"matmul_{output}", 9, body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
@@ -21,6 +22,29 @@ _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
 def inner_step(dtype: Dtype) -> int:
     """Return the numbers of a row of x that one operation multiplies."""
     return 2 if dtype == "bfloat16" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class PanelItem:
+    """What an item of a product computes: some rows of x times a panel."""
+
+    panels: Int
+    """Of the weight."""
+    panel: Int
+    first: Int
+    """Row of x."""
+    here: Int
+    """Rows of x, at most ROWS_AT_ONCE."""
+    left: Int
+    """Columns of the result, PANEL but for a last panel that is not whole."""
+
+
+def panel_item(item: Int, rows: Int, columns: Int) -> PanelItem:
+    """Return the work of an item: those of the first ROWS_AT_ONCE rows come first, one for each panel."""
+    panels = (columns + (PANEL - 1)) // PANEL
+    panel, first = item % panels, item // panels * ROWS_AT_ONCE
+    here, left = (rows - first).least(ROWS_AT_ONCE), (columns - panel * PANEL).least(PANEL)
+    return PanelItem(panels, panel, first, here, left)
 
 
 def coming_panel(item: Int, ahead: Int, panels: Int, rows: Int, weight: Int, following: Int, panel_bytes: Int) -> Int:

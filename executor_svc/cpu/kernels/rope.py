@@ -10,16 +10,15 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
 from executor_svc.device.kernels import AttentionShape
 
-
 ROWS_AT_ONCE = 8
-"""Rows of an item: consecutive tokens write keys to the same cache lines, which two threads would take from each other."""
+"""Rows of an item. Consecutive tokens have keys in the same cache lines; two threads would contend for them."""
 
 
 def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int, block_size: int) -> str:
     """Add the kernel that rotates q and k of qkv in place and writes k and v to the cache; returns its name.
 
-    Items: one per ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, (H + 2 KVH) * DP], cos and sin [any, rotated] with the first
-    half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer. Rounds after each
+    Items: one per ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, (H + 2 KVH) * DP], cos and sin [any, rotated] with
+    the first half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer. Rounds after each
     product, as transformers does.
     """
     size, width = ITEM_BYTES[dtype], shape.padded_head_size

@@ -34,6 +34,7 @@ class Code:
         self.isa = isa or host_isa()
         self._module = ir.Module("kernels")
         self._pending: set[str] = set()
+        self._num_arguments: dict[str, int] = {}
         self._addresses: dict[str, int] = {}
         self._engines: list[Any] = []
 
@@ -46,7 +47,12 @@ class Code:
         def whole(emit: Emitter, arguments: Int, item: Int, thread: Int) -> None:
             body(emit, item, thread, *[emit.load_int(arguments + 8 * i) for i in range(num_arguments)])
 
+        self._num_arguments[name] = num_arguments
         return self.function(name, 3, whole)
+
+    def num_arguments(self, kernel: str) -> int:
+        """Return the number of a kernel's arguments; raises KeyError for a name that is no kernel's."""
+        return self._num_arguments[kernel]
 
     def function(self, name: str, num_arguments: int, body: Callable[..., None]) -> str:
         """Add void name(integers…): body(emitter, *integers)."""

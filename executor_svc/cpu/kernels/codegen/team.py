@@ -22,7 +22,7 @@ _FIELDS = 5
 _KERNEL, _ARGUMENTS, _ITEMS, _TAKEN, _DONE = range(_FIELDS)
 _SPINS_BEFORE_YIELD = 2000
 _OPENMP = "libgomp.so.1"
-_MAX_ARGUMENTS = 12
+_MAX_ARGUMENTS = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class Program:
         self._arguments = np.zeros((len(launches), _MAX_ARGUMENTS), np.int64)
         self._table = np.zeros((len(launches), _FIELDS), np.int64)
         for row, launch in enumerate(launches):
+            team.check(launch)
             self._arguments[row, 1 : 1 + len(launch.arguments)] = launch.arguments
             self._table[row, _KERNEL] = team.address(launch.kernel)
         self._table[:, _ARGUMENTS] = self._arguments.ctypes.data + _MAX_ARGUMENTS * 8 * np.arange(len(launches))
@@ -86,6 +87,12 @@ class Team:
 
     def address(self, kernel: str) -> int:
         return self._code.address(kernel)
+
+    def check(self, launch: Launch) -> None:
+        """Raise AssertionError for a launch with more or fewer arguments than its kernel reads."""
+        given, wanted = 1 + len(launch.arguments), self._code.num_arguments(launch.kernel)
+        assert given == wanted, f"{launch.kernel} has {wanted} arguments, its launch {given}"
+        assert given <= _MAX_ARGUMENTS
 
     def drive(self, state: int) -> None:
         """Run the launches of a program; state: address of its state."""

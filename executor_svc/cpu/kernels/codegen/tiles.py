@@ -30,18 +30,21 @@ def scratch(emit: Emitter, num_bytes: int) -> Int:
     return Int(emit, emit.builder.ptrtoint(place, _I64))
 
 
-def configure(emit: Emitter, memory: Int, rows: Sequence[Int]) -> None:
-    """Set the number of rows of each tile, 1 to 16, all rows of 64 bytes; tiles are zero then.
+def configure(
+    emit: Emitter, memory: Int, rows: Sequence[Int | int], row_bytes: Sequence[int] = (TILE_BYTES,) * TILES
+) -> None:
+    """Set the number of rows of each tile, 1 to 16, and the bytes of its rows; tiles are zero then.
 
     memory: 64 bytes for the configuration. Its layout is in Intel's manual at LDTILECFG: the palette in byte 0, the
     bytes per row of each tile as 16-bit integers from byte 16 on, the rows of each tile as bytes from byte 48 on.
     """
-    assert len(rows) == TILES
-    every_tile = sum(TILE_BYTES << 16 * tile for tile in range(TILES // 2))
+    assert len(rows) == len(row_bytes) == TILES
+    half = TILES // 2
+    sizes = [sum(row_bytes[start + tile] << 16 * tile for tile in range(half)) for start in (0, half)]
     counts = emit.integer(0)
     for tile, count in enumerate(rows):
-        counts = counts + count * (1 << 8 * tile)
-    words: tuple[Int | int, ...] = (emit.integer(_PALETTE), 0, every_tile, every_tile, 0, 0, counts, 0)
+        counts = counts + emit.integer(count) * (1 << 8 * tile)
+    words: tuple[Int | int, ...] = (_PALETTE, 0, *sizes, 0, 0, counts, 0)
     for index, word in enumerate(words):
         emit.builder.store(emit.integer(word).value, emit.pointer(memory + 8 * index, _I64))
     _call(emit, "ldtilecfg", emit.pointer(memory, _I8))
@@ -74,6 +77,15 @@ def add_product(emit: Emitter, total: int, left: int, right: int) -> None:
     products of even places, one after the other, plus its 16 of odd places, in one addition.
     """
     _call(emit, "tdpbf16ps", _I8(total), _I8(left), _I8(right))
+
+
+def add_int8_product(emit: Emitter, total: int, left: int, right: int, unsigned: bool) -> None:
+    """Add the product of tiles of bytes to a tile of 32-bit integers, exactly (TDPBSSD, or TDPBSUD).
+
+    left: [rows, K] signed. right: [K / 4, columns, 4], signed or unsigned: four consecutive rows of the factor side by
+    side.
+    """
+    _call(emit, "tdpbsud" if unsigned else "tdpbssd", _I8(total), _I8(left), _I8(right))
 
 
 def _call(emit: Emitter, name: str, *arguments: Any) -> None:

@@ -18,9 +18,13 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.matmul_tiles import Output
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE
-from executor_svc.cpu.kernels.quantized.int8_steps import Place, StepEmitter, Totals
+from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel, panel_item
+from executor_svc.cpu.kernels.quantized.few_rows import format_key
+from executor_svc.cpu.kernels.quantized.int8_codes import Place
+from executor_svc.cpu.kernels.quantized.int8_steps import StepEmitter, Totals
+from executor_svc.cpu.kernels.quantized.int8_tiles import Scratch, TileProduct, rows_through_tiles
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
+from executor_svc.cpu.kernels.quantized.products import finish
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps
 from executor_svc.cpu.kernels.quantized.vectors import Vectors, register_lanes
 
@@ -43,68 +47,62 @@ def tiles_of(isa: Isa) -> tuple[Tile, ...]:
     return Tile(4, 2, True), Tile(2, 2, True), Tile(1, 2, False)
 
 
-def format_name(layout: PackedLayout, steps: RowSteps) -> str:
-    """Return a name that formats share which are computed by the same instructions."""
-    kind = layout.kind
-    group = "row" if layout.whole_row else kind.group
-    return "_".join(map(str, (kind.bits, group, kind.values, kind.scale, kind.super_group, kind.offsets, steps)))
-
-
 def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Output) -> str:
     """Add the kernel y = x @ weight.T (+ bias) for rows in the form `steps` of `int8_steps`; returns its name.
 
-    Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x, packed weight, y, bytes from a row of y to the
-    next, columns of y that the weight has, bias or 0, blocks of a row, steps of a block, and the distance in panels to
-    the panel that this thread will probably need next, which it prefetches while it multiplies.
+    Items: as `panel_item` has them. Arguments: rows, x, packed weight, y, bytes from a row of y to the next, columns of
+    y that the weight has, bias or 0, blocks of a row, steps of a block, blocks of rows of x or 0 (`row_steps`), scratch
+    memory of all threads or 0 (`scratch_bytes`), `ahead` and `following` of `coming_panel`.
     """
-    name = f"{format_name(layout, steps)}_{output}"
+    name = f"{format_key(layout)}_{steps}_{output}"
 
-    def body(
-        emit: Emitter,
-        item: Int,
-        _: Int,
-        rows: Int,
-        x: Int,
-        weight: Int,
-        y: Int,
-        y_stride: Int,
-        columns: Int,
-        bias: Int,
-        blocks: Int,
-        block_steps: Int,
-        ahead: Int,
-    ) -> None:
+    def body(emit: Emitter, item: Int, thread: Int, rows: Int, x: Int, weight: Int, y: Int, *rest: Int) -> None:
+        y_stride, columns, bias, blocks, block_steps, row_blocks, scratch, ahead, following = rest
         shapes = tiles_of(code.isa)
-        panels = (columns + (PANEL - 1)) // PANEL
-        panel, first = item % panels, item // panels * ROWS_AT_ONCE
+        work = panel_item(item, rows, columns)
         x_stride = blocks * block_steps * steps.step_bytes
         panel_bytes = blocks * (block_steps * layout.step_bytes + layout.head_bytes)
-        weights = weight + panel * panel_bytes
-        here = (rows - first).least(ROWS_AT_ONCE)
-        into = y + first * y_stride + panel * (PANEL * ITEM_BYTES[output.out])
-        biases = bias + panel * (PANEL * ITEM_BYTES[output.dtype])
-        left = (columns - panel * PANEL).least(PANEL)
+        weights = weight + work.panel * panel_bytes
+        coming = coming_panel(item, ahead, work.panels, rows, weight, following, panel_bytes)
+        into = y + work.first * y_stride + work.panel * (PANEL * ITEM_BYTES[output.out])
+        biases = bias + work.panel * (PANEL * ITEM_BYTES[output.dtype])
+
+        start, tiled = x + work.first * x_stride, emit.integer(0)
+        if steps.tiled:
+            tiled = rows_through_tiles(work.here, layout, steps)
+            own = scratch + thread * scratch_bytes(layout, steps)
+
+            def through_tiles() -> None:
+                product = TileProduct(code, layout, steps)
+                product.run(emit, work, tiled, start, row_blocks, weights, coming, blocks * block_steps, own)
+                finish(code, output)(emit, own, tiled, into, y_stride, biases, work.left)
+
+            emit.when(emit.integer(0).less(tiled), through_tiles)
 
         def run(whole: bool) -> None:
-            at = emit.integer(0)
+            at = tiled
             for shape in shapes if whole else shapes[-1:]:
                 tile = _tile(code, name, layout, steps, output, shape, whole)
-                count = (here - at) // shape.rows
+                count = (work.here - at) // shape.rows
 
-                def call(index: Int, _: list[Vec], at: Int = at, tile: Any = tile, height: int = shape.rows) -> None:
+                def call(index: Int, _: object, at: Int = at, tile: Any = tile, height: int = shape.rows) -> None:
                     row = at + index * height
-                    x_part, y_part = x + (first + row) * x_stride, into + row * y_stride
+                    x_part, y_part = start + row * x_stride, into + row * y_stride
                     sizes = (blocks, block_steps)
-                    coming = weights + ahead * panel_bytes
-                    tile(emit, x_part, x_stride, weights, coming, *sizes, y_part, y_stride, biases, left)
+                    tile(emit, x_part, x_stride, weights, coming, *sizes, y_part, y_stride, biases, work.left)
 
                 emit.loop(0, count, 1, call)
                 at = at + count * shape.rows
 
-        emit.when(left.equals(PANEL), lambda: run(True))
-        emit.when(left.less(PANEL), lambda: run(False))
+        emit.when(work.left.equals(PANEL), lambda: run(True))
+        emit.when(work.left.less(PANEL), lambda: run(False))
 
-    return code.kernel(f"int8_product_{name}", 10, body)
+    return code.kernel(f"int8_product_{name}", 13, body)
+
+
+def scratch_bytes(layout: PackedLayout, steps: RowSteps) -> int:
+    """Return the bytes of scratch memory of a thread."""
+    return Scratch(layout).num_bytes if steps.tiled else 0
 
 
 def _tile(

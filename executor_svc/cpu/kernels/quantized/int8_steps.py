@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from executor_svc.cpu.kernels.codegen.emit import Int
 from executor_svc.cpu.kernels.codegen.isa import Isa
+from executor_svc.cpu.kernels.quantized.int8_codes import PanelCodes, Place, byte_kind, most_code, zero_of
 from executor_svc.cpu.kernels.quantized.int8_dots import Dots, Method, method
-from executor_svc.cpu.kernels.quantized.layout import STEP, WORD_BYTES, WORD_PLANE_BYTES, PackedLayout
+from executor_svc.cpu.kernels.quantized.layout import STEP, WORD_BYTES, PackedLayout
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps
 from executor_svc.cpu.kernels.quantized.vectors import Vectors
 from executor_svc.device.stored_linear import QuantFormat
 
-_E2M1_ZERO = 12
-_E2M1_CODES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-"""Twice the values of e2m1, plus 12."""
 _NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _BYTES = (0, 1, 2, 3)
 _PAIRS = (0, 2, 1, 3)
-_LOW_MASK, _PAIR_MASK = 0x0F0F0F0F, 0x00FF00FF
 
 
 def has_int8(kind: QuantFormat, whole_row: bool) -> bool:
@@ -29,11 +25,6 @@ def has_int8(kind: QuantFormat, whole_row: bool) -> bool:
     if kind.values == "e4m3" or (kind.offsets == "minimum" and kind.zero):
         return False
     return not whole_row or (kind.group >= STEP and kind.super_group is None)
-
-
-def most_code(kind: QuantFormat) -> int:
-    """Return the largest unsigned number that stands for a code."""
-    return max(_E2M1_CODES) if kind.values == "e2m1" else 2**kind.bits - 1
 
 
 def row_steps(isa: Isa, layout: PackedLayout, whole_row: bool) -> RowSteps:
@@ -44,19 +35,19 @@ def row_steps(isa: Isa, layout: PackedLayout, whole_row: bool) -> RowSteps:
     sum_of = min(kind.group, STEP)
     if whole_row:
         sum_of = 0 if layout.whole_row else kind.group
+    tiled = _has_tiles(isa, layout, whole_row)
     if kind.offsets == "minimum":
-        return RowSteps(order, 8, "scaled_sum", 1, sum_of, whole_row)
-    zero = 1 if kind.offsets == "zero_point" else _E2M1_ZERO if kind.values == "e2m1" else kind.zero
-    return RowSteps(order, 16 if how == "pairs" else 8, "sum", -zero, sum_of, whole_row)
+        return RowSteps(order, 8, "scaled_sum", 1, sum_of, whole_row, tiled)
+    zero = 1 if kind.offsets == "zero_point" else zero_of(kind)
+    return RowSteps(order, 16 if how == "pairs" else 8, "sum", -zero, sum_of, whole_row, tiled)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A step of a panel and the same step of the rows of x, by their addresses."""
-
-    head: Int
-    step: Int
-    rows: list[Int]
+def _has_tiles(isa: Isa, layout: PackedLayout, whole_row: bool) -> bool:
+    """Return whether many rows go through tiles (`int8_tiles`)."""
+    kind = layout.kind
+    if not isa.has("amx-int8") or method(isa, most_code(kind)) == "pairs" or byte_kind(kind) is None:
+        return False
+    return not (whole_row and kind.offsets == "minimum") or layout.whole_row
 
 
 class Totals:
@@ -98,6 +89,7 @@ class StepEmitter:
         self._steps = steps
         self._which = which
         self._how: Method = method(isa, most_code(layout.kind))
+        self._codes = PanelCodes(vectors, layout, self._how)
 
     def starts(self, place: Place, group: int) -> list[Callable[[], Any]]:
         """Return functions that emit the initial values of a group's sums: minus the zero point times the sum of x."""
@@ -109,8 +101,7 @@ class StepEmitter:
             offset = vectors.load_all(row + self._offset_at(group))
             if kind.offsets == "none":
                 return offset
-            zeros = vectors.load_bytes(self._plane(place, "zero_points", group, at), signed=False)
-            return self._builder.mul(zeros, offset)
+            return self._builder.mul(self._codes.zero_points(place, group, at), offset)
 
         return [partial(start, row, at) for row in place.rows for at in self._which]
 
@@ -121,9 +112,9 @@ class StepEmitter:
         count = layout.low_words // layout.groups_per_step
         size = STEP // layout.low_words * self._steps.bits // 8
         for word in range(group * count, (group + 1) * count):
-            loaded = [self._load_words(place, word, at) for at in self._which]
+            loaded = [self._codes.words(place, word, at) for at in self._which]
             for part in range(size // WORD_BYTES):
-                codes = [self._codes(words, word, part) for words in loaded]
+                codes = [self._codes.codes(words, word, part) for words in loaded]
                 for row, address in enumerate(place.rows):
                     numbers = self._vectors.load_all(address + (word * size + part * WORD_BYTES))
                     for index, each in enumerate(codes):
@@ -133,8 +124,8 @@ class StepEmitter:
     def add_to_totals(self, place: Place, group: int, sums: Callable[[int], Any], totals: Totals) -> None:
         """Add a group: its scale and the row's times the sums, and its minimum times the row's sum."""
         vectors, builder, minimums = self._vectors, self._builder, self._kind.offsets == "minimum"
-        scales = [self._numbers(place, "scales", group, at) for at in self._which]
-        least = [self._numbers(place, "minimums", group, at) for at in self._which] if minimums else []
+        scales = [self._codes.numbers(place, "scales", group, at) for at in self._which]
+        least = [self._codes.numbers(place, "minimums", group, at) for at in self._which] if minimums else []
         for row, address in enumerate(place.rows):
             scale = vectors.load_float(address + self._steps.scale_at)
             offset = vectors.load_float(address + self._offset_at(group)) if minimums else None
@@ -148,51 +139,3 @@ class StepEmitter:
 
     def _offset_at(self, group: int) -> int:
         return self._steps.scale_at + 4 + 4 * (group if self._steps.num_offsets == 2 else 0)
-
-    def _load_words(self, place: Place, word: int, at: int) -> tuple[Any, Any | None]:
-        """Load a word of codes or low bits, and the word that has its high bits."""
-        vectors, layout = self._vectors, self._layout
-        lane = at * vectors.lanes * WORD_BYTES
-        low = vectors.load(place.step + (layout.low_offset + word * WORD_PLANE_BYTES + lane))
-        if not layout.high_words:
-            return low, None
-        which, _ = layout.high_shift(word)
-        return low, vectors.load(place.step + (layout.high_offset + which * WORD_PLANE_BYTES + lane))
-
-    def _codes(self, words: tuple[Any, Any | None], word: int, part: int) -> Any:
-        """Return four unsigned codes of each column as bytes, or two as 16-bit integers."""
-        vectors, builder = self._vectors, self._builder
-        low, high = words
-        if self._kind.bits == 8:
-            if self._how != "pairs":
-                return low
-            if part:
-                return builder.bitcast(self._shifted_shorts(low), vectors.integers)
-            return vectors.masked(low, 0, _PAIR_MASK)
-        codes = vectors.masked(low, 4 * part, _LOW_MASK)
-        if high is not None:
-            width = self._kind.bits - 4
-            _, shift = self._layout.high_shift(word)
-            codes = builder.or_(codes, vectors.masked(high, shift + width * part, 0x10101010 * (2**width - 1)))
-        return vectors.looked_up(_E2M1_CODES, codes) if self._kind.values == "e2m1" else codes
-
-    def _shifted_shorts(self, word: Any) -> Any:
-        """Return the upper byte of each 16-bit number."""
-        kind = self._vectors.shorts
-        shift = self._vectors.emit.builder.bitcast(self._vectors.every(0x00080008), kind)
-        return self._builder.lshr(self._builder.bitcast(word, kind), shift)
-
-    def _plane(self, place: Place, name: str, group: int, at: int) -> Int:
-        plane = next(each for key, each in self._layout.planes.items() if key == name)
-        lane = group * plane.num_bytes // plane.groups + at * self._vectors.lanes * plane.item_bytes
-        return (place.head if plane.in_head else place.step) + (plane.offset + lane)
-
-    def _numbers(self, place: Place, name: str, group: int, at: int) -> Any:
-        """Return the scales or minimums of a group as floats."""
-        vectors, kind, builder = self._vectors, self._kind, self._builder
-        address = self._plane(place, name, group, at)
-        if kind.super_group is not None:
-            numbers = builder.sitofp(vectors.load_bytes(address, signed=True), vectors.floats)
-            return builder.fmul(numbers, vectors.load_scales(self._plane(place, f"super_{name}", 0, at), kind.scale))
-        numbers = vectors.load_scales(address, kind.scale)
-        return builder.fmul(numbers, vectors.every_float(0.5)) if kind.values == "e2m1" else numbers

@@ -12,6 +12,7 @@ from torch import Tensor
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.team import Launch
+from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
 from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.quantized import int8_product, products, rows_of_x
@@ -67,6 +68,8 @@ class Host:
     """Returns memory for a result, by its name, shape and dtype."""
     launch: Callable[[Launch, int], None]
     """Runs or records a launch, for so many rows."""
+    launch_product: Callable[[Launch, int, int], None]
+    """As `launch`, for a product with the weight at this address, which the product before it prefetches."""
     scratch: Callable[[int], Tensor]
     """Returns memory of at least so many bytes for each thread, which the next launch may overwrite."""
     dense_rows: Callable[[Tensor], DenseRows]
@@ -82,7 +85,7 @@ class PartLaunches:
         self._host, self._x, self._bias, self._y = host, x, bias, y
         self._dtype = _DTYPES[x.dtype]
         self._arranged: dict[tuple[int, Dtype, int], Tensor] = {}
-        self._int8_rows: dict[tuple[RowSteps, int], Tensor] = {}
+        self._int8_rows: dict[tuple[RowSteps, int], tuple[Tensor, Tensor | None]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}
 
     def run(self, parts: Sequence[Part]) -> None:
@@ -107,32 +110,44 @@ class PartLaunches:
         kernel = products.product(code, layout, output)
         sizes = (layout.steps, part.rows, y.shape[1])
         places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
-        arguments = (*places, *sizes, self._bias_at(first), sums, host.num_threads, scratch.data_ptr())
-        host.launch(Launch(kernel, "rows", ROWS_AT_ONCE, len(part.packed), arguments), x.shape[0])
+        arguments = (*places, *sizes, self._bias_at(first), sums, scratch.data_ptr())
+        self._product(kernel, arguments, part.packed)
 
     def _int8(self, part: PackedPart, steps: RowSteps, first: int) -> None:
         host, layout, y = self._host, part.layout, self._y
         output = Output(self._dtype, _DTYPES[y.dtype], self._bias is not None)
         kernel = int8_product.int8_product(host.code, layout, steps, output)
-        x = self._quantize(layout.columns, steps, part.order)
+        x, by_blocks = self._quantize(layout.columns, steps, part.order)
+        num_bytes = int8_product.scratch_bytes(layout, steps)
+        scratch = host.scratch(num_bytes).data_ptr() if num_bytes else 0
         places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
         sizes = (y.shape[1] * y.element_size(), part.rows)
         blocks = (layout.num_blocks, layout.steps_per_block)
-        arguments = (*places, *sizes, self._bias_at(first), *blocks, host.num_threads)
-        host.launch(Launch(kernel, "rows", ROWS_AT_ONCE, len(part.packed), arguments), x.shape[0])
+        beside = (0 if by_blocks is None else by_blocks.data_ptr(), scratch)
+        self._product(kernel, (*places, *sizes, self._bias_at(first), *blocks, *beside), part.packed)
 
-    def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> Tensor:
-        """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8."""
+    def _product(self, kernel: str, arguments: tuple[int, ...], panels: Tensor) -> None:
+        """Launch a product; `coming_panel` has its last arguments, the weight itself until another one follows."""
+        weight, host = panels.data_ptr(), self._host
+        arguments = (*arguments, host.num_threads, weight)
+        host.launch_product(Launch(kernel, "rows", ROWS_AT_ONCE, len(panels), arguments), self._x.shape[0], weight)
+
+    def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8, and by blocks for tiles."""
         host = self._host
         key = steps, 0 if order is None else order.data_ptr()
         if key not in self._int8_rows:
             x = self._x if order is None else self._in_order(self._dtype, columns, order)
-            shape = (x.shape[0], steps.row_bytes(columns))
-            y = host.new(f"int8_{len(self._int8_rows)}_{shape[1]}", shape, torch.uint8)
+            name, rows = f"{len(self._int8_rows)}_{columns}", x.shape[0]
+            y, by_blocks = host.new(f"int8_{name}", (rows, steps.row_bytes(columns)), torch.uint8), None
+            if steps.tiled:
+                shape = (-(-rows // TILE_ROWS), steps.block_bytes(columns))
+                by_blocks = host.new(f"int8_blocks_{name}", shape, torch.uint8)
             kernel = quantize_rows(host.code, self._dtype, steps)
-            arguments = (x.data_ptr(), y.data_ptr(), columns)
-            host.launch(Launch(kernel, "rows", 1, row_items(steps, columns), arguments), x.shape[0])
-            self._int8_rows[key] = y
+            arguments = (x.data_ptr(), y.data_ptr(), columns, 0 if by_blocks is None else by_blocks.data_ptr())
+            items = steps.rows_of_item, row_items(steps, columns)
+            host.launch(Launch(kernel, "rows", *items, arguments), x.shape[0])
+            self._int8_rows[key] = y, by_blocks
         return self._int8_rows[key]
 
     def _dense(self, part: DensePart, first: int) -> None:

@@ -11,7 +11,7 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int
 from executor_svc.cpu.kernels.matmul import split_rows
 from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, coming_panel, panel_item
 from executor_svc.cpu.kernels.quantized.code_values import CodeValues
 from executor_svc.cpu.kernels.quantized.few_rows import TOTALS_BYTES, FewRows, TileArguments, few_row_shapes, format_key
 from executor_svc.cpu.kernels.quantized.layout import STEP, PackedLayout
@@ -39,12 +39,12 @@ def scratch_bytes(code: Code, layout: PackedLayout, dtype: Dtype) -> int:
 def product(code: Code, layout: PackedLayout, output: Output) -> str:
     """Add the kernel; returns its name.
 
-    Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows; x [rows, steps * 32], as `rows_of_x` leaves it;
+    Items: as `panel_item` has them. Arguments: rows; x [rows, steps * 32], as `rows_of_x` leaves it;
     the packed panels; y, its first column that this weight computes; the steps of a row; the columns that it computes;
-    the distance of rows of y in columns; bias or 0; sums of x [rows, groups] or 0; the distance in panels to the panel
-    that this thread will probably need next; scratch memory of all threads.
+    the distance of rows of y in columns; bias or 0; sums of x [rows, groups] or 0; scratch memory of all threads;
+    `ahead` and `following` of `coming_panel`.
     """
-    return code.kernel(f"quantized_{format_key(layout)}_{output}", 11, _Product(code, layout, output).body)
+    return code.kernel(f"quantized_{format_key(layout)}_{output}", 12, _Product(code, layout, output).body)
 
 
 class _Product:
@@ -68,29 +68,27 @@ class _Product:
         y_columns: Int,
         bias: Int,
         sums: Int,
-        ahead: Int,
         scratch: Int,
+        ahead: Int,
+        following: Int,
     ) -> None:
         layout, output = self._layout, self._output
-        panels = (columns + (PANEL - 1)) // PANEL
-        panel, first = item % panels, item // panels * ROWS_AT_ONCE
-        here = (rows - first).least(ROWS_AT_ONCE)
+        work = panel_item(item, rows, columns)
+        here = work.here
         panel_bytes = _panel_bytes(layout, steps)
-        weights = packed + panel * panel_bytes
-        coming = weights + ahead * panel_bytes
+        weights = packed + work.panel * panel_bytes
+        coming = coming_panel(item, ahead, work.panels, rows, packed, following, panel_bytes)
         x_stride, sums_stride = steps * (STEP * self._x_bytes), _groups(layout, steps) * 4
-        start, totals_of_x = x + first * x_stride, sums + first * sums_stride
+        start, totals_of_x = x + work.first * x_stride, sums + work.first * sums_stride
         totals = scratch + thread * scratch_bytes(self._code, layout, self._dtype)
         given = TileArguments(start, x_stride, weights, coming, steps, totals_of_x, sums_stride, totals)
         few = most_few_rows(self._code, layout, self._dtype)
         emit.when(here.less(few + 1), lambda: self._few(emit, here, given))
         emit.when(emit.integer(few).less(here), lambda: self._many(emit, here, given))
         y_stride = y_columns * ITEM_BYTES[output.out]
-        into = y + first * y_stride + panel * (PANEL * ITEM_BYTES[output.out])
-        left = (columns - panel * PANEL).least(PANEL)
-        finish(self._code, output)(
-            emit, totals, here, into, y_stride, bias + panel * (PANEL * ITEM_BYTES[output.dtype]), left
-        )
+        into = y + work.first * y_stride + work.panel * (PANEL * ITEM_BYTES[output.out])
+        biases = bias + work.panel * (PANEL * ITEM_BYTES[output.dtype])
+        finish(self._code, output)(emit, totals, here, into, y_stride, biases, work.left)
 
     def _few(self, emit: Emitter, rows: Int, given: TileArguments) -> None:
         shapes = few_row_shapes(self._code.isa)

@@ -17,7 +17,7 @@ from llvmlite import binding as llvm
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.isa import Isa, host_isa
-from tests.executor_svc.cpu.kernels.instructions import tile_product
+from tests.executor_svc.cpu.kernels.instructions import tile_byte_product, tile_product
 
 _ROW_BYTES, _ROWS, _TILES = 64, 16, 8
 _BYTE, _LONG = ctypes.c_uint8, ctypes.c_int64
@@ -28,13 +28,15 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "tileloadd64": (_BYTE, _LONG, _LONG),
     "tilestored64": (_BYTE, _LONG, _LONG),
     "tdpbf16ps": (_BYTE, _BYTE, _BYTE),
+    "tdpbssd": (_BYTE, _BYTE, _BYTE),
+    "tdpbsud": (_BYTE, _BYTE, _BYTE),
 }
 
 
 def emulated_isa() -> Isa:
     """Return this processor's instructions and those of tiles."""
     host = host_isa()
-    return replace(host, features=host.features | {"amx-bf16"})
+    return replace(host, features=host.features | {"amx-bf16", "amx-int8"})
 
 
 class Tiles:
@@ -98,9 +100,7 @@ class Tiles:
             ctypes.memmove(address + row * stride, self._data[tile, row].ctypes.data, size)
 
     def _tdpbf16ps(self, total: int, left: int, right: int) -> None:
-        (rows, columns), (left_rows, inner), (right_rows, right_columns) = map(self._shape, (total, left, right))
-        assert len({total, left, right}) == 3, "the same tile twice"
-        assert (rows, inner, columns) == (left_rows, 4 * right_rows, right_columns), "sizes that do not fit"
+        rows, inner, right_rows, columns = self._sizes(total, left, right)
         factors = [self._data[tile].view(np.uint16) for tile in (left, right)]
         sums = self._data[total].view(np.float32)
         added = tile_product(
@@ -108,6 +108,27 @@ class Tiles:
         )
         self._data[total] = 0
         sums[:rows, : columns // 4] = added
+
+    def _tdpbssd(self, total: int, left: int, right: int) -> None:
+        self._byte_product(total, left, right, np.int8)
+
+    def _tdpbsud(self, total: int, left: int, right: int) -> None:
+        self._byte_product(total, left, right, np.uint8)
+
+    def _byte_product(self, total: int, left: int, right: int, kind: type[np.int8] | type[np.uint8]) -> None:
+        rows, inner, right_rows, columns = self._sizes(total, left, right)
+        sums = self._data[total].view(np.int32)
+        factors = self._data[left].view(np.int8)[:rows, :inner], self._data[right].view(kind)[:right_rows, :columns]
+        added = tile_byte_product(sums[:rows, : columns // 4], *factors)
+        self._data[total] = 0
+        sums[:rows, : columns // 4] = added
+
+    def _sizes(self, total: int, left: int, right: int) -> tuple[int, int, int, int]:
+        """Return the rows of the result, bytes of a row of the left tile, rows and bytes of a row of the right one."""
+        (rows, columns), (left_rows, inner), (right_rows, right_columns) = map(self._shape, (total, left, right))
+        assert len({total, left, right}) == 3, "the same tile twice"
+        assert (rows, inner, columns) == (left_rows, 4 * right_rows, right_columns), "sizes that do not fit"
+        return rows, inner, right_rows, columns
 
     def _shape(self, tile: int) -> tuple[int, int]:
         assert self._shapes, "no configuration"

@@ -1,6 +1,7 @@
 """Models of processors' instructions in numpy, to the bit but for the payload of NaN. For tests only.
 
-From Intel's manual, volume 2: VFMADD231PS, VDPBF16PS and TDPBF16PS. bfloat16 numbers are given as 16-bit integers.
+From Intel's manual, volume 2: VFMADD231PS, VDPBF16PS and TDPBF16PS, VPDPBUSD, TDPBSSD and
+TDPBSUD. bfloat16 numbers are given as 16-bit integers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Wide = NDArray[np.float64]
 Bits = NDArray[np.uint16]
+Integers = NDArray[np.int32]
+SignedBytes = NDArray[np.int8]
+AnyBytes = NDArray[np.int8] | NDArray[np.uint8]
 
 _LEAST_NORMAL = 2.0**-126
 _FAR = 2.0**64
@@ -66,6 +70,22 @@ def tile_product(total: Floats, left: Bits, right: Bits) -> Floats:
     for pair in range(pairs):
         sums = _fused_step(sums, products[:, pair])
     return _fused_step(_flushed(total), _fused_step(sums[..., 0], sums[..., 1].astype(np.float64)).astype(np.float64))
+
+
+def dot_bytes(total: Integers, left: NDArray[np.uint8], right: SignedBytes) -> Integers:
+    """VPDPBUSD of total [..., n] and bytes [..., 4 n]: four products are added, modulo 2^32."""
+    products = left.astype(np.int64) * right
+    sums: Integers = (total + products.reshape(*total.shape, 4).sum(-1)).astype(np.int32)
+    return sums
+
+
+def tile_byte_product(total: Integers, left: SignedBytes, right: AnyBytes) -> Integers:
+    """TDPBSSD, or TDPBSUD of unsigned bytes: total [m, n], left [m, 4 k] and right [k, 4 n], modulo 2^32."""
+    rows, words = left.shape[0], right.shape[0]
+    factors = right.astype(np.int64).reshape(words, -1, 4)
+    products = np.einsum("mkb,knb->mn", left.astype(np.int64).reshape(rows, words, 4), factors)
+    sums: Integers = (total + products).astype(np.int32)
+    return sums
 
 
 def _fused_step(total: Floats, product: Wide) -> Floats:

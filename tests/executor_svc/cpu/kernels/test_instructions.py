@@ -10,11 +10,24 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
+from executor_svc.cpu.kernels.codegen import tiles
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import LANES, BfloatType, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa, level
 from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
-from tests.executor_svc.cpu.kernels.instructions import Bits, Floats, dot_pairs, fused, narrowed, same, tile_product
+from executor_svc.cpu.kernels.quantized.vectors import Vectors
+from tests.executor_svc.cpu.kernels.instructions import (
+    Bits,
+    Floats,
+    Integers,
+    dot_bytes,
+    dot_pairs,
+    fused,
+    narrowed,
+    same,
+    tile_byte_product,
+    tile_product,
+)
 from tests.executor_svc.cpu.kernels.processors import ISAS
 
 COUNT = 64 * LANES
@@ -97,6 +110,74 @@ def test_dot_product_of_pairs(numbers: str) -> None:
     if numbers == "normal":
         swapped = [each.reshape(-1, 2)[:, ::-1].reshape(-1) for each in inputs[1:]]
         assert not same(found, dot_pairs(inputs[0], *swapped)), "the order within a pair must show"
+
+
+def any_bytes(kind: type[np.int8] | type[np.uint8], count: int = 4 * COUNT) -> Any:
+    """Return random bytes, a third of them at the ends."""
+    ends = np.array([np.iinfo(kind).min, np.iinfo(kind).max], kind)
+    numbers = _RANDOM.integers(ends[0], int(ends[1]) + 1, count).astype(kind)
+    return np.where(_RANDOM.random(count) < 1 / 3, _RANDOM.choice(ends, count), numbers)
+
+
+def any_integers() -> Integers:
+    return _RANDOM.integers(-(2**31), 2**31, COUNT).astype(np.int32)
+
+
+@pytest.mark.parametrize("isa", [name for name, isa in ISAS.items() if isa.has("avx512vnni") or isa.has("avxvnni")])
+def test_dot_product_of_bytes(isa: str) -> None:
+    """Sums beyond 32 bits included, which wrap around."""
+    lanes = 16 if ISAS[isa].has("avx512f") else 8
+
+    def emit_bytes(emit: Emitter, total: Int, left: Int, right: Int) -> Vec:
+        vectors, sums = Vectors(emit, lanes), []
+        for at in range(0, 4 * LANES, 4 * lanes):
+            given = vectors.load(total + at), *(vectors.load(each + at, vectors.bytes) for each in (left, right))
+            name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
+            sums.append(emit.builder.bitcast(vectors.call(name, vectors.integers, *given), vectors.floats))
+        both = ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(range(LANES)))
+        return Vec(emit, sums[0] if len(sums) == 1 else emit.builder.shuffle_vector(*sums, both))
+
+    inputs = any_integers(), any_bytes(np.uint8), any_bytes(np.int8)
+    found = on_processor(ISAS[isa], emit_bytes, *inputs).view(np.int32)
+    assert np.array_equal(found, dot_bytes(*inputs))
+    assert not np.array_equal(found, dot_bytes(inputs[0], inputs[2].view(np.uint8), inputs[1].view(np.int8)))
+
+
+def test_byte_products_of_single_numbers() -> None:
+    """The left factor of VPDPBUSD is unsigned; right tiles are signed or not; sums wrap around at 32 bits."""
+    ones = np.array([0xFF, 0, 0, 0], np.uint8)
+    assert dot_bytes(np.array([5], np.int32), ones, ones.view(np.int8)).tolist() == [5 - 255]
+    assert dot_bytes(np.array([2**31 - 1], np.int32), np.full(4, 1, np.uint8), np.full(4, 1, np.int8)).tolist() == [
+        -(2**31) + 3
+    ]
+    left, right = np.arange(8, dtype=np.int8)[None], np.zeros((2, 8), np.int8)
+    right[0, 5], right[1, 2] = -1, 3  # column 1 times x[1], column 0 times x[6]
+    assert tile_byte_product(np.zeros((1, 2), np.int32), left, right).tolist() == [[18, -1]]
+    assert tile_byte_product(np.zeros((1, 2), np.int32), left, right.view(np.uint8)).tolist() == [[18, 255]]
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="no AMX here")
+@pytest.mark.parametrize("kind", [np.int8, np.uint8])
+@pytest.mark.parametrize(("rows", "words"), [(16, 16), (16, 8), (7, 4), (1, 1)])
+def test_tile_product_of_bytes(kind: type[np.int8] | type[np.uint8], rows: int, words: int) -> None:
+    left, right = any_bytes(np.int8, rows * 4 * words).reshape(rows, -1), any_bytes(kind, words * 64).reshape(words, -1)
+    total = any_integers()[: rows * 16].reshape(rows, 16)
+    wanted, found = tile_byte_product(total, left, right), total.copy()
+
+    def body(emit: Emitter, item: Int, _: Int, __: Int, *places: Int) -> None:
+        heights, widths = (rows, rows, *[words] * 6), (64, 4 * words, *[64] * 6)
+        tiles.configure(emit, tiles.scratch(emit, 64), heights, widths)
+        for tile, (place, width) in enumerate(zip(places, widths, strict=False)):
+            tiles.load(emit, tile, place, width)
+        tiles.add_int8_product(emit, 0, 1, 2, unsigned=kind is np.uint8)
+        tiles.store(emit, 0, places[0], 64)
+        tiles.release(emit)
+
+    code = Code(ISAS["amx"])
+    name = code.kernel("tested", 4, body)
+    places = tuple(each.ctypes.data for each in (found, left, right))
+    Program(Team(code, 1), [Launch(name, "items", 1, 1, places)]).run(items=1)
+    assert np.array_equal(found, wanted)
 
 
 def test_a_sum_is_rounded_once() -> None:

@@ -101,6 +101,23 @@ def test_counts_of_several_names() -> None:
     assert second[:, 0].sum() == 4
 
 
+@pytest.mark.parametrize("arguments", [(), (1, 2)])
+def test_a_launch_with_a_wrong_number_of_arguments(arguments: tuple[int, ...]) -> None:
+    code = Code()
+    with pytest.raises(AssertionError, match=f"count_items has 2 arguments, its launch {1 + len(arguments)}"):
+        Program(Team(code, 1), [Launch(count_items(code), "rows", 1, 1, arguments)])
+
+
+def test_a_wrong_launch_fails_when_it_is_recorded() -> None:
+    kernels = CpuKernels()
+    kernel = count_items(kernels.code)
+    with kernels.recording() as recording:
+        kernels._launch(Launch(kernel, "rows", 1, 1, (0,)), 1)
+        with pytest.raises(AssertionError, match="count_items has 2 arguments, its launch 3"):
+            kernels._launch(Launch(kernel, "rows", 1, 1, (0, 0)), 1)
+    assert len(recording.launches) == 1
+
+
 def test_without_openmp_one_thread_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "symbol", lambda library, name: None)
     code = Code()

@@ -25,8 +25,8 @@ from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
 
 F32, BF16 = torch.float32, torch.bfloat16
 OUT = 75
-ROWS = (1, 2, 3, 5, 6, 7, 11, 13, 97)
-"""All heights of tiles, and more than one item's."""
+ROWS = (1, 2, 3, 5, 6, 7, 11, 13, 16, 23, 40, 97)
+"""All heights of tiles, whole and partial tiles of AMX, and more than one item's."""
 NAMES = tuple(name for name in FORMATS if not name.startswith("fp8"))
 _FEW = {"Q4_0", "Q6_K", "Q8_0", "mxfp4", INT8_ROWS, "gptq 4"}
 """Formats on the levels whose kernels are made of pieces of the other two's: avx512 and avx-vnni."""
@@ -39,7 +39,7 @@ def _isas() -> dict[str, Isa]:
 
     Where a processor has VPDPBUSD for 512 bits only under AVX-512's names, LLVM writes that of 256 bits so.
     """
-    found = {name: isa for name, isa in ISAS.items() if name not in ("avx512-bf16", "amx", "avx-vnni")}
+    found = {name: isa for name, isa in ISAS.items() if name not in ("avx512-bf16", "avx-vnni")}
     vnni = level("avx-vnni")
     if "avx-vnni" in ISAS:
         found["avx-vnni"] = vnni
@@ -129,10 +129,10 @@ def test_one_scale_for_a_row_of_x(kernels: CpuKernels, name: str) -> None:
     kind = format_of(name, inner)
     block = any_block(kind, OUT, inner, 7)
     linear = made(kernels, BF16, WholeRows(kind, block))
-    x = randn(8, 13, inner).bfloat16()
+    x = randn(8, 26, inner).bfloat16()
     wanted = expected(x, block, kind, whole_row=True).bfloat16()
     assert not equal_bits(wanted, expected(x, block, kind).bfloat16())
-    for count in (1, 4, 13):
+    for count in (1, 4, 13, 26):
         assert same(linear(x[:count]), wanted[:count])
 
 

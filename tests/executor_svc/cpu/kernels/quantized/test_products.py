@@ -10,6 +10,7 @@ from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs
+from executor_svc.cpu.kernels.quantized.launches import DensePart
 from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding, has_kernel
 from executor_svc.device.dequantize import dequantize
 from executor_svc.device.kernels import WeightRows
@@ -166,6 +167,25 @@ def test_one_scale_for_a_row_of_fewer_columns_than_a_step(kernels: CpuKernels, d
     x = randn(22, 97, 24).to(dtype)
     weight = dequantize(block, kind)
     check(made(kernels, dtype, BlockRows(kind, block))(x, F32), x, weight, weight.abs())
+
+
+def test_recorded_products_know_the_weight_that_follows(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    """Packed or dense, with rows of x as they are or in int8; the last one has its own weight."""
+    packed = BlockRows(Q8_0, random_block(Q8_0, 64, 64, 23))
+    linear = made(kernels, dtype, packed, Dense(randn(24, 32, 64).to(dtype)), packed)  # type: ignore[arg-type]
+    int8 = CpuStoredLinear("int8", StoredLinear([packed], dtype), None, kernels, "int8")
+    int8.read()
+    x = randn(25, 2, 64).to(dtype)
+    with kernels.recording() as recording:
+        linear(x)
+        int8(x)
+        linear(x)
+    weights = [(each.panels if isinstance(each, DensePart) else each.packed).data_ptr() for each in linear.parts]
+    known = [*weights, int8.parts[0].packed.data_ptr(), *weights]
+    products = [each for each in recording.launches if each.kernel.startswith(("matmul", "quantized_", "int8_product"))]
+    assert [each.arguments[1] for each in products] == known
+    assert [each.arguments[-1] for each in products] == [*known[1:], known[-1]]
+    recording.program().run(rows=2)
 
 
 def test_dense_parts_prefetch_memory_of_their_own(kernels: CpuKernels, dtype: torch.dtype) -> None:

@@ -18,8 +18,8 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int,
     """Add the kernel that rotates q and k of qkv in place and writes k and v to the cache; returns its name.
 
     Items: one per ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, (H + 2 KVH) * DP], cos and sin [any, rotated] with
-    the first half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer. Rounds after each
-    product, as transformers does.
+    the first half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer. Rounds after
+    each product, as transformers does.
     """
     size, width = ITEM_BYTES[dtype], shape.padded_head_size
     num_q, num_kv = shape.num_heads, shape.num_kv_heads

@@ -39,13 +39,11 @@ class Output:
     def write(self, emit: Emitter, total: Vec, y: Int, bias: Int, half: int, left: Int | None) -> None:
         """Write 16 sums of a row, the first or second half of a panel; left: columns of a panel that is not whole."""
         place, size = half * LANES, ITEM_BYTES[self.dtype]
-        count = None if left is None else left - place
-        if self.with_bias and count is None:
-            total = total + emit.load(bias + place * size, self.dtype)
-        elif self.with_bias:
-            total = total + emit.load_some(bias + place * size, self.dtype, count)
+        address, count = y + place * ITEM_BYTES[self.out], None if left is None else left - place
+        if self.with_bias:
+            at = bias + place * size
+            total = total + (emit.load(at, self.dtype) if count is None else emit.load_some(at, self.dtype, count))
         number = total if self.out == self.dtype else total.rounded(self.dtype)  # stores round
-        address = y + place * ITEM_BYTES[self.out]
         if count is None:
             emit.store(number, address, self.out)
         else:

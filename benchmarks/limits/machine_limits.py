@@ -138,7 +138,7 @@ class LimitMeter:
 
 
 def _multiply_rate(loop: Loop, num_threads: int) -> float:
-    runner, values = Runner(loop), np.zeros(64, np.float32)  # 256 bytes; tiles have one row's 64 in all rows
+    runner, values = Runner(loop), np.zeros(64, np.float32)  # all rows of a tile are its first 64 bytes
     sources = [values.ctypes.data] * num_threads
     trial = 100_000
     turns = int(trial * _SECONDS / (trial * num_threads * loop.per_turn / runner.rate(trial, sources, 3)))

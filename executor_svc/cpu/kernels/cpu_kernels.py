@@ -23,7 +23,7 @@ from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_ro
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.panels import PanelWriter
 from executor_svc.cpu.kernels.quantized import embedding_rows
-from executor_svc.cpu.kernels.quantized.launches import DenseRows, Host, PackedPart, Part, PartLaunches
+from executor_svc.cpu.kernels.quantized.launches import Host, PackedPart, Part, PartLaunches, RowForms
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
@@ -211,7 +211,7 @@ class CpuKernels:
     ) -> Tensor:
         """Return x @ weight.T + bias for a weight in panels (`panels.new_panels`)."""
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        self._product(self._dense_rows(x), panels, bias, y)
+        self._product(self._row_forms(x), panels, bias, y)
         return y
 
     def stored_linear(
@@ -220,21 +220,21 @@ class CpuKernels:
         """Return x @ weight.T + bias for a weight in parts, one below the other."""
         assert x.is_contiguous()
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        how = self._new, self._launch, self._launch_product, self._scratch, self._dense_rows, self._product
+        how = self._new, self._launch, self._launch_product, self._scratch, self._row_forms, self._product
         PartLaunches(Host(self._code, self._team.num_threads, *how), x, bias, y).run(parts)
         return y
 
-    def _dense_rows(self, x: Tensor) -> DenseRows:
+    def _row_forms(self, x: Tensor) -> RowForms:
         """Return rows in the forms in which dense products read them."""
         if has_tiles(self.isa, _dtype(x)):
             tiles = self._new(f"tiles_{x.shape[1]}", row_tiles.padded(*x.shape), x.dtype)
             arguments = (x.data_ptr(), x.shape[1], tiles.data_ptr())
             kernel = row_tiles.row_tiles(self._code)
             self._launch(Launch(kernel, "rows", row_tiles.GROUP, 1, arguments, row_tiles.LEAST_ROWS), x.shape[0])
-            return DenseRows(x, x, tiles)
-        return DenseRows(x, x if has_pairs(self.isa, _dtype(x)) else self._widened(x), None)
+            return RowForms(x, x, tiles)
+        return RowForms(x, x if has_pairs(self.isa, _dtype(x)) else self._widened(x), None)
 
-    def _product(self, rows: DenseRows, panels: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    def _product(self, rows: RowForms, panels: Tensor, bias: Tensor | None, y: Tensor) -> None:
         """Launch y = x @ weight.T + bias for a weight in panels. Its last argument is what it prefetches at its end."""
         x, with_bias = rows.x, bias is not None
         sizes = (*x.shape[1:], y.shape[1], 0 if bias is None else bias.data_ptr(), self._team.num_threads)

@@ -1,4 +1,4 @@
-"""Up to 32 rows of a panel through tiles, with rows of x as they are in memory: memory of weights sets the pace."""
+"""Up to 32 rows of a panel through tiles, with rows of x as they are in memory. Reading the weight sets the pace."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from executor_svc.cpu.kernels.amx.row_tiles import GROUP, GROUP_BYTES, chunk_place, chunk_steps
 from executor_svc.cpu.kernels.amx.steps import (
+    PAIR_BYTES,
     STEP,
     STEP_BYTES,
     SUM_BYTES,
@@ -39,7 +40,7 @@ def scratch_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The arguments of a product."""
+    """The arguments of a product, and memory of this thread."""
 
     rows: Int
     x: Int
@@ -51,112 +52,114 @@ class Problem:
     bias: Int
     num_threads: Int
     sums: Int
-    """Scratch memory of this thread."""
+    """`scratch_bytes` of memory."""
+    config: Int
+    """64 bytes, for the tiles' sizes."""
+    rest: Int
+    """STEP_BYTES, for an incomplete last step of a panel."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The rows and panels of an item."""
+
+    first_row: Int
+    num_rows: Int
+    first_panel: Int
+    num_panels: Int
+
+    @property
+    def groups(self) -> Int:
+        return _ceil(self.num_rows, GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A part of the inner dimension."""
+
+    start: Int
+    """Its first step."""
+    steps: Int
+    whole: Int
+    """Steps that a panel has whole: all, or all but the last."""
+    last: Any
+    """The condition that no chunk follows."""
+    alone: Any
+    """The condition that there is no other chunk."""
 
 
 def many_rows(code: Code, output: Output, emit: Emitter, item: Int, given: Problem) -> None:
     """Emit an item: a block of rows and panels. There are at most as many blocks as ROWS_AT_ONCE rows and a panel make;
     further items are empty. Blocks are smaller where there would be too few for the threads."""
-    panels = (given.columns + (PANEL - 1)) // PANEL
-    units = (given.rows + (ROWS_AT_ONCE - 1)) // ROWS_AT_ONCE
+    panels, units = _ceil(given.columns, PANEL), _ceil(given.rows, ROWS_AT_ONCE)
     high, wide = emit.integer(1), emit.integer(1)
     for rows, columns in _BLOCKS[1:]:
-        blocks = _blocks(units, emit.integer(rows)) * _blocks(panels, emit.integer(columns))
+        blocks = _ceil(units, rows) * _ceil(panels, columns)
         enough = (given.num_threads * _ITEMS_OF_THREAD - 1).less(blocks)
         high, wide = emit.integer(rows).where(enough, high), emit.integer(columns).where(enough, wide)
-    across = _blocks(panels, wide)
+    across = _ceil(panels, wide)
     first_row, first_panel = item // across * high * ROWS_AT_ONCE, item % across * wide
     num_rows = (given.rows - first_row).least(high * ROWS_AT_ONCE)
-    num_panels = (panels - first_panel).least(wide)
-    block = _block(code, output)
-    emit.when(
-        emit.integer(0).less(num_rows),
-        lambda: block(
-            emit,
-            *(given.rows, given.x, given.weight, given.y, given.inner, given.columns, given.bias, given.sums),
-            *(first_row, num_rows, first_panel, num_panels),
-        ),
-    )
+    block = _Block(first_row, num_rows, first_panel, (panels - first_panel).least(wide))
+    emit.when(emit.integer(0).less(num_rows), lambda: _multiply(code, output, emit, given, block))
 
 
-def _blocks(count: Int, size: Int) -> Int:
+def _ceil(count: Int, size: Int | int) -> Int:
+    """Return count / size, rounded up."""
+    size = count.emit.integer(size)
     return (count + (size - 1)) // size
 
 
-def _block(code: Code, output: Output) -> Callable[..., None]:
-    """Add the helper that computes a block."""
+def _multiply(code: Code, output: Output, emit: Emitter, given: Problem, block: _Block) -> None:
+    """Emit a block: chunk by chunk, in a chunk panel by panel."""
+    whole_steps, all_steps = given.inner // STEP, _ceil(given.inner, STEP)
+    most = chunk_steps(all_steps)
+    configure(emit, given.config, emit.integer(GROUP))
 
-    def body(
-        emit: Emitter,
-        rows: Int,
-        x: Int,
-        weight: Int,
-        y: Int,
-        inner: Int,
-        columns: Int,
-        bias: Int,
-        sums: Int,
-        first_row: Int,
-        num_rows: Int,
-        first_panel: Int,
-        num_panels: Int,
-    ) -> None:
-        rest = tiles.scratch(emit, STEP_BYTES)
-        config = tiles.scratch(emit, 64)
-        part = _part(code)
-        all_groups, first_group = _blocks(rows, emit.integer(GROUP)), first_row // GROUP
-        groups = _blocks(num_rows, emit.integer(GROUP))
-        whole_steps, all_steps = inner // STEP, (inner + (STEP - 1)) // STEP
-        panel_bytes = (inner + 1) // 2 * (STEP_BYTES // (STEP // 2))
-        y_stride, item_bytes = columns * ITEM_BYTES[output.out], ITEM_BYTES[output.out]
-        configure(emit, config, emit.integer(GROUP))
+    def one(number: Int, _: Any) -> None:
+        start = number * most
+        steps, whole = (all_steps - start).least(most), (whole_steps - start).least(most)
+        chunk = _Chunk(start, steps, whole, all_steps.equals(start + steps), most.equals(all_steps))
+        emit.loop(0, block.num_panels, 1, lambda index, _: _panel(code, output, emit, given, block, chunk, index))
 
-        most = chunk_steps(all_steps)
-        alone = most.equals(all_steps)
+    emit.loop(0, _ceil(all_steps, most), 1, one)
+    tiles.release(emit)
 
-        def chunk(number: Int, _: Any) -> None:
-            start = number * most
-            steps, whole = (all_steps - start).least(most), (whole_steps - start).least(most)
-            last = all_steps.equals(start + steps)
 
-            def panel(index: Int, _: Any) -> None:
-                here = first_panel + index
-                weights = weight + here * panel_bytes + start * STEP_BYTES
-                left = (columns - here * PANEL).least(PANEL)
-                biases = bias + here * (PANEL * ITEM_BYTES[output.dtype])
-                emit.when(
-                    whole.less(steps),
-                    lambda: copy_rest_of_panel(emit, weights + whole * STEP_BYTES, (inner % STEP + 1) // 2, rest),
-                )
+def _panel(code: Code, output: Output, emit: Emitter, given: Problem, block: _Block, chunk: _Chunk, index: Int) -> None:
+    """Emit a chunk of one of the block's panels with all its groups of rows, and at the end of the last chunk y."""
+    part, groups, panel = _part(code), block.groups, block.first_panel + index
+    all_groups, first_group = _ceil(given.rows, GROUP), block.first_row // GROUP
+    weights = given.weight + panel * ((given.inner + 1) // 2 * PAIR_BYTES) + chunk.start * STEP_BYTES
+    left = (given.columns - panel * PANEL).least(PANEL)
+    biases = given.bias + panel * (PANEL * ITEM_BYTES[output.dtype])
+    y_stride, first_column = given.columns * ITEM_BYTES[output.out], panel * (PANEL * ITEM_BYTES[output.out])
+    pairs = (given.inner % STEP + 1) // 2
+    emit.when(
+        chunk.whole.less(chunk.steps),
+        lambda: copy_rest_of_panel(emit, weights + chunk.whole * STEP_BYTES, pairs, given.rest),
+    )
 
-                def place(number: Int) -> Int:
-                    """Two places in turns are enough where sums do not wait for another chunk."""
-                    return sums + (number % 2).where(alone, index * groups + number) * _GROUP_SUMS
+    def place(number: Int) -> Int:
+        """Two places in turns are enough where sums do not wait for another chunk."""
+        return given.sums + (number % 2).where(chunk.alone, index * groups + number) * _GROUP_SUMS
 
-                def write(number: Int) -> None:
-                    total, row = place(number), number * GROUP
-                    into = y + (first_row + row) * y_stride + here * (PANEL * item_bytes)
-                    count = (num_rows - row).least(GROUP)
-                    whole_count = count.where(left.equals(PANEL), 0)
-                    write_rows(emit, output, total, whole_count, into, y_stride, biases, None)
-                    write_rows(emit, output, total, count - whole_count, into, y_stride, biases, left)
+    def write(number: Int) -> None:
+        row = number * GROUP
+        into = given.y + (block.first_row + row) * y_stride + first_column
+        count = (block.num_rows - row).least(GROUP)
+        whole_count = count.where(left.equals(PANEL), 0)
+        write_rows(emit, output, place(number), whole_count, into, y_stride, biases, None)
+        write_rows(emit, output, place(number), count - whole_count, into, y_stride, biases, left)
 
-                def group(number: Int, _: Any) -> None:
-                    total = place(number)
-                    source = x + chunk_place(start, steps, all_groups, first_group + number)
-                    part(emit, source, weights, steps, whole, rest, total, start)
-                    # The sums of the group before: what was just stored is not yet in memory.
-                    emit.when(emit.integer(0).less(number.where(last, 0)), lambda: write(number - 1))
+    def group(number: Int, _: Any) -> None:
+        source = given.x + chunk_place(chunk.start, chunk.steps, all_groups, first_group + number)
+        part(emit, source, weights, chunk.steps, chunk.whole, given.rest, place(number), chunk.start)
+        # The sums of the group before: what was just stored is not yet in memory.
+        emit.when(emit.integer(0).less(number.where(chunk.last, 0)), lambda: write(number - 1))
 
-                emit.loop(0, groups, 1, group)
-                emit.when(last, lambda: write(groups - 1))
-
-            emit.loop(0, num_panels, 1, panel)
-
-        emit.loop(0, _blocks(all_steps, most), 1, chunk)
-        tiles.release(emit)
-
-    return code.helper(f"block_amx_{output}", 12, body)
+    emit.loop(0, groups, 1, group)
+    emit.when(chunk.last, lambda: write(groups - 1))
 
 
 def _part(code: Code) -> Callable[..., None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from executor_svc.cpu.kernels.amx.few_rows import FEW_ROWS, few_rows
 from executor_svc.cpu.kernels.amx.many_rows import Problem, many_rows, scratch_bytes
-from executor_svc.cpu.kernels.amx.steps import PAIR_BYTES, SIZE, configure
+from executor_svc.cpu.kernels.amx.steps import PAIR_BYTES, SIZE, STEP_BYTES, configure
 from executor_svc.cpu.kernels.codegen import tiles
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int
@@ -41,7 +41,7 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
         following: Int,
     ) -> None:
         upper, both = (few_rows(code, output, halves) for halves in (1, 2))
-        config = tiles.scratch(emit, 64)
+        config, rest = tiles.scratch(emit, 64), tiles.scratch(emit, STEP_BYTES)
         panels, panel_bytes = (columns + (PANEL - 1)) // PANEL, (inner + 1) // 2 * PAIR_BYTES
 
         def few() -> None:
@@ -60,7 +60,7 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
 
         def many() -> None:
             sums = scratch + thread * scratch_bytes()
-            given = Problem(rows, row_tiles, weight, y, inner, columns, bias, num_threads, sums)
+            given = Problem(rows, row_tiles, weight, y, inner, columns, bias, num_threads, sums, config, rest)
             many_rows(code, output, emit, item, given)
 
         emit.when(rows.less(FEW_ROWS + 1), few)

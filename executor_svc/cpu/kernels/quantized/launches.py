@@ -47,7 +47,7 @@ Part = PackedPart | DensePart
 
 
 @dataclass(frozen=True, slots=True)
-class DenseRows:
+class RowForms:
     """Rows of x in the forms in which dense products read them."""
 
     x: Tensor
@@ -72,9 +72,9 @@ class Host:
     """As `launch`, for a product with the weight at this address, which the product before it prefetches."""
     scratch: Callable[[int], Tensor]
     """Returns memory of at least so many bytes for each thread, which the next launch may overwrite."""
-    dense_rows: Callable[[Tensor], DenseRows]
+    row_forms: Callable[[Tensor], RowForms]
     """Returns rows as dense products read them."""
-    product: Callable[[DenseRows, Tensor, Tensor | None, Tensor], None]
+    product: Callable[[RowForms, Tensor, Tensor | None, Tensor], None]
     """Launches y = x @ weight.T + bias, from rows of x, a weight in panels, bias and y."""
 
 
@@ -155,7 +155,7 @@ class PartLaunches:
         alone = part.rows == y.shape[1]
         into = y if alone else host.new(f"part_{first}_{part.rows}", (x.shape[0], part.rows), y.dtype)
         bias = None if self._bias is None else self._bias[first : first + part.rows]
-        host.product(self._dense_rows, part.panels, bias, into)
+        host.product(self._row_forms, part.panels, bias, into)
         if not alone:
             target = y.data_ptr() + first * y.element_size()
             copied = (into.data_ptr(), target, part.rows, y.shape[1])
@@ -163,8 +163,8 @@ class PartLaunches:
             host.launch(Launch(kernel, "rows", 1, 1, copied), x.shape[0])
 
     @cached_property
-    def _dense_rows(self) -> DenseRows:
-        return self._host.dense_rows(self._x)
+    def _row_forms(self) -> RowForms:
+        return self._host.row_forms(self._x)
 
     def _bias_at(self, first: int) -> int:
         return 0 if self._bias is None else self._bias.data_ptr() + first * self._bias.element_size()

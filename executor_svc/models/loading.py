@@ -110,12 +110,12 @@ def _load_own(
     else:
         weights = _weights(config, device, folder, content)
     rounding, linears, scales = rounding_of(config, device), spec.num_linear_elements, None
-    checked = weights if rounding is None else RoundedSource(weights, rounding)
-    for name, shape in linear_shapes(spec):
-        checked.open_linear(name.removesuffix(".weight"), shape)
     held = weights.least_bytes(linears) if rounding is None else rounded_bytes(rounding, linears)
     tables = spec.num_rotary_elements(max_model_len) * device.dtype.itemsize
     _check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device)
+    checked = weights if rounding is None else RoundedSource(weights, rounding)
+    for name, shape in linear_shapes(spec):
+        checked.open_linear(name.removesuffix(".weight"), shape)
     if device.kv_dtype != device.dtype:
         names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
         scales = _read_scales(weights, folder, names, spec.num_kv_heads, device)

@@ -117,26 +117,6 @@ def test_refused_by_name(config: Any, message: str) -> None:
     assert message in str(error.value)
 
 
-HANGS = r"(\w|\.|[a-z_])*[A-Z]"
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        W4 | {"ignore": [f"re:{HANGS}"]},
-        W4 | {"config_groups": {"group_0": GROUP_0 | {"targets": [f"re:{HANGS}"]}}},
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {f"+:{HANGS}": {}}},
-    ],
-    ids=["ignore", "targets", "dynamic"],
-)
-def test_a_pattern_that_would_match_for_years_is_an_error(config: Any, tmp_path: Path) -> None:
-    save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
-    weights = SafetensorsWeights(tmp_path, torch.float32, CPU, read(config))
-    for _ in range(2):  # its time is spent, for later names, too
-        with pytest.raises(LoaderError, match=r"the pattern '.*' takes more than 1 s to match"):
-            weights.open_linear("model.layers.10.self_attn.q_proj", SHAPE)
-
-
 def test_the_format_of_mlx_is_refused_by_name() -> None:
     with pytest.raises(LoaderError, match=r"config[.]json: quantization is that of MLX: not supported"):
         read_quantization(HERE, {"quantization": {"group_size": 64, "bits": 4}})

@@ -107,6 +107,7 @@ def _load_own(
     if gguf is not None and config.load_format != "dummy":
         stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
         weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
+        weights.check_linears(linear_shapes(spec))
     else:
         weights = _weights(config, device, folder, content)
     rounding, linears, scales = rounding_of(config, device), spec.num_linear_elements, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -35,6 +35,11 @@ class GgufWeights(Weights):
         dense = self._dtype.itemsize
         tensors = self._file.tensors.values()
         return sum(math.prod(t.shape) * dense if t.type.name in DENSE_TYPES else t.num_bytes for t in tensors)
+
+    def check_linears(self, shapes: Iterable[tuple[str, tuple[int, int]]]) -> None:
+        """Raise LoaderError for a tensor of these names that is missing, has another shape, or cannot be read."""
+        for name, shape in shapes:
+            self._tensor(name, shape)
 
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `models.base.WeightSource`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,19 +114,21 @@ def _load_own(
     held = weights.least_bytes(linears) if rounding is None else rounded_bytes(rounding, linears)
     tables = spec.num_rotary_elements(max_model_len) * device.dtype.itemsize
     _check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device)
+    checked = weights if rounding is None else RoundedSource(weights, rounding)
+    for name, shape in linear_shapes(spec):
+        checked.open_linear(name.removesuffix(".weight"), shape)
     if device.kv_dtype != device.dtype:
         names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
         scales = _read_scales(weights, folder, names, spec.num_kv_heads, device)
-    saved = _saved(config, folder, rounding, device)
+    saved = _saved(config, folder, content, rounding, device)
     source = weights if rounding is None else RoundedSource(weights, rounding, saved)
-    with device.loading():
-        model = Decoder(spec, max_model_len, source, device, scales)
-    if saved is not None:
-        saved.finish()
+    with saved or nullcontext():
+        with device.loading():
+            model = Decoder(spec, max_model_len, source, device, scales)
+        if not isinstance(weights, DummyWeights):
+            ignored = ignored_tensors(spec)
+            weights.check_all_used(lambda tensor: tensor.endswith(ignored))
     _check_activations(config, device)
-    if not isinstance(weights, DummyWeights):
-        ignored = ignored_tensors(spec)
-        weights.check_all_used(lambda tensor: tensor.endswith(ignored))
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
     _probe(device, max(config.max_num_batched_tokens, config.max_num_seqs))
     return LoadedModel(
@@ -208,12 +211,19 @@ def _weights(
     return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization)
 
 
-def _saved(config: ExecutorConfig, folder: Path, rounding: Rounding | None, device: Device) -> QuantizedFolder | None:
+def _saved(
+    config: ExecutorConfig, folder: Path, content: dict[str, Any], rounding: Rounding | None, device: Device
+) -> QuantizedFolder | None:
     """Return the folder that the rounded weights are saved to, if one is given."""
     if config.save_quantized is None or rounding is None:
         return None
     if not folder.is_dir():
         raise LoaderError(f"--save-quantized {config.save_quantized}: --model {config.model} must be a folder")
+    if wants_fp8_kv_cache(folder, content):
+        raise LoaderError(
+            f"--save-quantized {config.save_quantized}: --model {config.model} specifies keys and values in fp8, whose "
+            "scales are not saved"
+        )
     return QuantizedFolder(config.save_quantized, folder, rounding, device.dtype)
 
 

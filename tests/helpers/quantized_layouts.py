@@ -124,7 +124,8 @@ def mxfp4(weight: Tensor) -> Packed:
     numbers = E2M1[codes] * scaled.sign() * exponents.exp2()
     codes = codes + 8 * (scaled < 0)
     blocks = (codes[:, :, 0::2] | codes[:, :, 1::2] << 4).to(torch.uint8)
-    return {"weight_blocks": blocks, "weight_scales": (exponents[:, :, 0] + 127).to(torch.uint8)}, numbers.flatten(1)
+    scales = (exponents[:, :, 0] + 127).to(torch.uint8)
+    return {"weight_packed": blocks.flatten(1), "weight_scale": scales}, numbers.flatten(1)
 
 
 def _compressed(form: str, weights: dict[str, Any], **group: Any) -> dict[str, Any]:
@@ -134,6 +135,7 @@ def _compressed(form: str, weights: dict[str, Any], **group: Any) -> dict[str, A
 
 _W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
 _W8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+_MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": GROUP, "symmetric": True}
 _TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False}
 
@@ -158,6 +160,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, lambda weight: fp8(weight, None)),
     "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [48, 64]}, lambda weight: fp8(weight, (48, 64))),
-    "mxfp4": ({"quant_method": "mxfp4"}, mxfp4),
+    "mxfp4": (_compressed("mxfp4-pack-quantized", _MXFP4), mxfp4),
 }
 """The `quantization_config` of each layout, and how it packs a linear."""

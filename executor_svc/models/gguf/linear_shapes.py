@@ -11,12 +11,12 @@ def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name and shape [rows, columns] of each weight with two dimensions."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-    layer = {"self_attn.o_proj": (hidden, q), "mlp.down_proj": (hidden, inner)}
     if spec.fused_tensors:
-        layer |= {"self_attn.qkv_proj": (q + 2 * kv, hidden), "mlp.gate_up_proj": (2 * inner, hidden)}
+        into, mlp = {"qkv_proj": q + 2 * kv}, {"gate_up_proj": 2 * inner}
     else:
-        layer |= {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden)}
-        layer |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+        into, mlp = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": inner, "up_proj": inner}
+    layer = {f"self_attn.{name}": (rows, hidden) for name, rows in into.items()} | {"self_attn.o_proj": (hidden, q)}
+    layer |= {f"mlp.{name}": (rows, hidden) for name, rows in mlp.items()} | {"mlp.down_proj": (hidden, inner)}
     yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab_size, hidden)

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.quantized.rows import LazyRows, in_order, row_ranges, sorted_columns, unpack_words
-from executor_svc.models.quantized.tensors import SCALE_TYPES, CheckpointTensors, check_columns, check_group, checked
+from executor_svc.models.quantized.tensors import (
+    SCALE_TYPES,
+    CheckpointTensors,
+    check_columns,
+    check_group,
+    check_scales,
+    checked,
+)
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of 8 consecutive numbers each 4 bits of a word hold, the lowest first (AutoAWQ 0.2.9, awq/modules/linear)."""
@@ -155,6 +162,7 @@ def _reader(
     def read(rows: int) -> Iterator[QuantBlock]:
         words = tensors.raw(f"{prefix}.qweight", elements=shape[0] * shape[1])
         scales, table = tensors.raw(f"{prefix}.scales"), zeros()
+        check_scales(f"{prefix}.scales", scales)
         for part in row_ranges(shape[0], rows):
             yield QuantBlock(
                 codes(words, part),

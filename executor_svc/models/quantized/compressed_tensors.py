@@ -5,7 +5,6 @@ https://github.com/vllm-project/compressed-tensors: quantization/quant_args.py, 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +12,7 @@ from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.quantized.fp8 import block_of
 from executor_svc.models.quantized.group_numbers import Grouping
+from executor_svc.models.quantized.name_pattern import NamePattern
 from executor_svc.models.quantized.options import bits_of, group_of, log_fp8_activations, pattern_of, text_of, texts_of
 from executor_svc.models.quantized.row_major import Integers, open_fp8, open_integers, open_mxfp4
 from executor_svc.models.quantized.tensors import CheckpointTensors
@@ -31,7 +31,7 @@ class _Target:
     """A name, a pattern of names or a class of modules."""
 
     text: str
-    pattern: re.Pattern[str] | None
+    pattern: NamePattern | None
 
     def rank(self, module: str) -> int | None:
         """Return how closely this matches a module, 0 the closest; None: not at all."""
@@ -64,7 +64,7 @@ class CompressedTensors:
             return open_integers(tensors, prefix, shape, scheme)
         if isinstance(scheme, Grouping):
             return open_fp8(tensors, prefix, shape, scheme, "weight_scale")
-        return open_mxfp4(tensors, prefix, shape, "weight_packed", "weight_scale")
+        return open_mxfp4(tensors, prefix, shape)
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a linear, None if it is dense; names precede patterns, patterns precede classes."""

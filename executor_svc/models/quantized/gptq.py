@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.quantized.column_major import GptqKind, open_gptq
+from executor_svc.models.quantized.name_pattern import NamePattern
 from executor_svc.models.quantized.options import bits_of, group_of, pattern_of, text_of
 from executor_svc.models.quantized.tensors import CheckpointTensors, skip_zero_bias
 
@@ -17,7 +17,7 @@ class Gptq:
     """Implements `method.Quantization`: a linear that has no dense weight is in few bits."""
 
     kind: GptqKind
-    overrides: tuple[tuple[re.Pattern[str], GptqKind], ...] = ()
+    overrides: tuple[tuple[NamePattern, GptqKind], ...] = ()
     """GPTQModel's options of single linears, by patterns of names; the first that matches applies."""
 
     def open(self, tensors: CheckpointTensors, prefix: str, shape: tuple[int, int]) -> QuantRows | None:
@@ -46,7 +46,7 @@ def parse(fields: Fields) -> Gptq:
     return Gptq(kind, _overrides(fields.section("dynamic"), kind))
 
 
-def _overrides(dynamic: Fields, kind: GptqKind) -> tuple[tuple[re.Pattern[str], GptqKind], ...]:
+def _overrides(dynamic: Fields, kind: GptqKind) -> tuple[tuple[NamePattern, GptqKind], ...]:
     """Return the options of single linears; those whose pattern begins with "-:" are dense and need none."""
     found = []
     for name in dynamic.sections():

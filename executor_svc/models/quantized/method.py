@@ -12,7 +12,7 @@ from executor_svc.models.base import ModelConfigError
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.folder import LoaderError, read_json
 from executor_svc.models.kv_scales import quantizes_kv_alone
-from executor_svc.models.quantized import awq, compressed_tensors, fp8, gptq, mxfp4
+from executor_svc.models.quantized import awq, compressed_tensors, fp8, gptq
 from executor_svc.models.quantized.tensors import CheckpointTensors
 
 _log = logging.getLogger(__name__)
@@ -39,8 +39,12 @@ _METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "gptq": gptq.parse,
     "awq": awq.parse,
     "fp8": fp8.parse,
-    "mxfp4": mxfp4.parse,
 }
+
+_INSTEAD = (
+    "Use the dense checkpoint, with --quantization if it shall take less memory, or one that was quantized with GPTQ, "
+    "AWQ or llm-compressor"
+)
 
 
 def read_quantization(folder: Path, content: dict[str, Any]) -> Quantization | None:
@@ -65,6 +69,9 @@ def read_quantization(folder: Path, content: dict[str, Any]) -> Quantization | N
 
 def _section(folder: Path, content: dict[str, Any]) -> tuple[Fields, object] | None:
     """Return the options of the quantization and the name of its method, None if there are none."""
+    mlx = content.get("quantization")
+    if isinstance(mlx, dict) and "bits" in mlx:
+        raise Fields(content).error("quantization", f"is that of MLX: not supported. {_INSTEAD}")
     for name in _SECTIONS:
         section = Fields(content).section(name)
         if content.get(name):
@@ -80,8 +87,7 @@ def _refusal(fields: Fields, named: object) -> str:
     """Return the message about a method that is not supported."""
     if named is None and (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
         named = "bitsandbytes"
+    if named == "mxfp4":
+        return f"is 'mxfp4': it is known for the experts of gpt-oss alone. {_INSTEAD}"
     problem = "is missing" if named is None else f"is {named!r}: not supported"
-    return (
-        f"{problem}; supported: {', '.join(_METHODS)}. Use the dense checkpoint, with --quantization if it shall take "
-        "less memory, or one that was quantized with GPTQ, AWQ or llm-compressor"
-    )
+    return f"{problem}; supported: {', '.join(_METHODS)}. {_INSTEAD}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Literal
 
 from executor_svc.models.config_fields import Fields
+from executor_svc.models.quantized.name_pattern import NamePattern, PatternError
 
 _log = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ def text_of(fields: Fields, name: str, default: str, supported: tuple[str, ...])
     return value.lower()
 
 
-def pattern_of(fields: Fields, name: str, text: str) -> re.Pattern[str]:
-    """Return a pattern that a field holds; raises ModelConfigError if it is none."""
+def pattern_of(fields: Fields, name: str, text: str) -> NamePattern:
+    """Return a pattern that a field holds; raises ModelConfigError if it is none, or too long."""
     try:
-        return re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise fields.error(name, f"has {text!r}, which is not a pattern: {error}") from error
+        return NamePattern(text)
+    except PatternError as error:
+        raise fields.error(name, f"has {error}") from error
 
 
 def log_fp8_activations() -> None:

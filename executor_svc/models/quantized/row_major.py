@@ -1,4 +1,4 @@
-"""Readers of weights that lie in rows [N, ...], as compressed-tensors, fp8 and MXFP4 checkpoints store them."""
+"""Readers of weights that lie in rows [N, ...], as compressed-tensors and fp8 checkpoints store them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from executor_svc.models.quantized.group_numbers import (
     signed_zero_points,
 )
 from executor_svc.models.quantized.rows import LazyRows, in_order, sorted_columns, unpack_bytes, unpack_words
-from executor_svc.models.quantized.tensors import SCALE_TYPES, CheckpointTensors, check_columns, check_group, checked
+from executor_svc.models.quantized.tensors import (
+    SCALE_TYPES,
+    CheckpointTensors,
+    check_columns,
+    check_group,
+    check_scales,
+    checked,
+)
 
 _SCALES = list(SCALE_TYPES)
 _MX_GROUP = 32
@@ -51,7 +58,7 @@ def open_integers(tensors: CheckpointTensors, prefix: str, shape: tuple[int, int
         _check_stored_shape(tensors, prefix, shape)
     else:
         checked(tensors, name, [shape], [torch.int8])
-    scale_dtype, scales = group_numbers(tensors, f"{prefix}.weight_scale", shape, kind.grouping, _SCALES)
+    scale_dtype, scales = _scales(tensors, f"{prefix}.weight_scale", shape, kind.grouping)
     zeros = None if kind.symmetric else _zero_points(tensors, prefix, shape, kind, zero)
     order = None
     if tensors.find(f"{prefix}.weight_g_idx") is not None:
@@ -104,34 +111,46 @@ def open_fp8(
     name = f"{prefix}.weight"
     group = grouping.columns(name, shape)
     checked(tensors, name, [shape], [torch.float8_e4m3fn])
-    scale_dtype, scales = group_numbers(tensors, f"{prefix}.{scale_name}", shape, grouping, _SCALES)
+    scale_dtype, scales = _scales(tensors, f"{prefix}.{scale_name}", shape, grouping)
     kind = QuantFormat(name="fp8", bits=8, group=group, values="e4m3", scale=SCALE_TYPES[scale_dtype])
     return LazyRows(shape, kind, _reader(tensors, name, shape, _bytes, scales, None))
 
 
-def open_mxfp4(
-    tensors: CheckpointTensors, prefix: str, shape: tuple[int, int], codes_name: str, scales_name: str
-) -> QuantRows:
+def open_mxfp4(tensors: CheckpointTensors, prefix: str, shape: tuple[int, int]) -> QuantRows:
     """Return the weight of a linear in MXFP4 (OCP Microscaling Formats 1.0): e2m1 in groups of 32, scales e8m0.
 
-    Codes [N, K / 2] or [N, K / 32, 16], the lower bits first; scales [N, K / 32]. Raises LoaderError.
+    weight_packed [N, K / 2], the lower bits first; weight_scale [N, K / 32]. Raises LoaderError.
     """
-    (rows, columns), codes, scales = shape, f"{prefix}.{codes_name}", f"{prefix}.{scales_name}"
+    (rows, columns), codes, scales = shape, f"{prefix}.weight_packed", f"{prefix}.weight_scale"
     check_columns(codes, columns, _MX_GROUP)
     check_group(codes, _MX_GROUP, columns)
-    shapes = [(rows, columns // 2), (rows, columns // _MX_GROUP, _MX_GROUP // 2)]
-    checked(tensors, codes, shapes, [torch.uint8])
+    checked(tensors, codes, [(rows, columns // 2)], [torch.uint8])
     checked(tensors, scales, [(rows, columns // _MX_GROUP)], [torch.uint8, torch.float8_e8m0fnu])
 
     def read_scales(count: int) -> Iterator[Tensor]:
         for block in tensors.raw_blocks(scales, count):
+            check_scales(scales, block.view(torch.uint8))
             yield block.view(torch.uint8)
 
     def unpack(stored: Tensor) -> Tensor:
-        return unpack_bytes(stored.flatten(1), 4)
+        return unpack_bytes(stored, 4)
 
     kind = QuantFormat(name="MXFP4", bits=4, group=_MX_GROUP, values="e2m1", scale="e8m0")
     return LazyRows(shape, kind, _reader(tensors, codes, shape, unpack, read_scales, None))
+
+
+def _scales(
+    tensors: CheckpointTensors, name: str, shape: tuple[int, int], grouping: Grouping
+) -> tuple[torch.dtype, RowBlocks]:
+    """As `group_numbers`, of finite floats: reading them raises LoaderError for others."""
+    dtype, stored = group_numbers(tensors, name, shape, grouping, _SCALES)
+
+    def read(rows: int) -> Iterator[Tensor]:
+        for block in stored(rows):
+            check_scales(name, block)
+            yield block
+
+    return dtype, read
 
 
 def _bytes(stored: Tensor) -> Tensor:

@@ -59,8 +59,7 @@ def sorted_columns(tensors: CheckpointTensors, name: str, columns: int, group: i
     """
     stored = checked(tensors, name, [(columns,)], [torch.int32])
     groups = tensors.raw(name).long()
-    if bool((groups == -1).all()) or group == columns:
-        # One group has all columns: their order does not matter.
+    if bool((groups == -1).all()):
         return None
     inside = bool(((groups >= 0) & (groups < columns // group)).all())
     if not inside or not bool((groups.bincount(minlength=columns // group) == group).all()):

@@ -6,13 +6,15 @@ place in the file is given to each tensor when it is opened, so that threads can
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,11 +30,16 @@ _LENGTH_BYTES = 8
 _BLOCK_BYTES = 1 << 22
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
 _COPIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*")
+_MARK = ".cadenza-is-saving"
+"""A file of a folder that is not complete: it was made here, and may be removed. Its writer holds a lock of it."""
 _NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
 
 class QuantizedFolder:
-    """Implements `round_to_nearest.RoundedListener`: saves what it sees to a new folder."""
+    """Implements `round_to_nearest.RoundedListener`: saves what it sees to a new folder.
+
+    Until the end of a `with` block without an error it is FOLDER.partial, which an error removes.
+    """
 
     def __init__(self, target: str, source: Path, rounding: Rounding, dtype: torch.dtype) -> None:
         """source: the folder of the dense checkpoint. Raises LoaderError if the target is there already."""
@@ -45,11 +52,50 @@ class QuantizedFolder:
         if self._target.exists():
             raise LoaderError(f"--save-quantized {target}: it is there already; give a new folder")
         try:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
+            self._mark = self._make_partial()
             self._file = _TensorFile(self._partial / "model.safetensors")
         except OSError as error:
             raise LoaderError(f"--save-quantized {target}: cannot be written: {error}") from error
+
+    def _make_partial(self) -> int:
+        """Make the folder anew and return its mark, open and locked; raises LoaderError for a folder of others."""
+        mark = self._partial / _MARK
+        if self._partial.exists():
+            if not mark.is_file():
+                raise LoaderError(
+                    f"{self._partial} is there, and --save-quantized did not make it; remove or rename it"
+                )
+            left = self._locked(os.open(mark, os.O_RDWR))
+            shutil.rmtree(self._partial)
+            os.close(left)
+        self._partial.mkdir(parents=True)
+        return self._locked(os.open(mark, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
+
+    def _locked(self, mark: int) -> int:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(mark)
+            raise LoaderError(f"--save-quantized {self._target}: another process is writing it") from None
+        return mark
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Complete the folder, or remove it after an error; raises LoaderError."""
+        complete = False
+        try:
+            if error is None:
+                self._finish()
+                complete = True
+        finally:
+            self._file.close()
+            if not complete:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            os.close(self._mark)
 
     def dense(self, name: str, stored: StoredWeight) -> StoredWeight:
         """As in `RoundedListener`."""
@@ -65,7 +111,7 @@ class QuantizedFolder:
         self._file.place(f"{prefix}.weight_shape", (2,), torch.int64).write(torch.tensor(rows.shape))
         return _SavedRows(rows, packed, scale)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Write the header, config.json and the tokenizer's files, and give the folder its name; raises LoaderError."""
         try:
             self._file.finish()
@@ -77,9 +123,22 @@ class QuantizedFolder:
             for path in {path for pattern in _COPIED for path in self._source.glob(pattern)}:
                 if path.name not in _NOT_COPIED and path.is_file():
                     shutil.copyfile(path, self._partial / path.name)
+            _sync(*self._partial.iterdir(), self._partial)
             self._partial.rename(self._target)
+            (self._target / _MARK).unlink(missing_ok=True)
+            _sync(self._target.parent)
         except OSError as error:
             raise LoaderError(f"--save-quantized {self._target}: cannot be written: {error}") from error
+
+
+def _sync(*paths: Path) -> None:
+    """Write files, and the names in folders, to the disk: a machine that loses power keeps them."""
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
 
 
 class _TensorFile:
@@ -95,31 +154,42 @@ class _TensorFile:
         """Return the place of a tensor."""
         begin, self._end = self._end, self._end + math.prod(shape) * dtype.itemsize
         self._entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, self._end]}
-        return _Place(self._file, _LENGTH_BYTES + _HEADER_BYTES + begin)
+        return _Place(self._path, self._file, _LENGTH_BYTES + _HEADER_BYTES + begin)
+
+    def close(self) -> None:
+        os.close(self._file)
 
     def finish(self) -> None:
+        """Write the header; raises OSError."""
         header = json.dumps(self._entries).encode()
         if len(header) > _HEADER_BYTES:
             raise OSError(f"{self._path}: too many tensors for its header")
-        os.pwrite(self._file, _HEADER_BYTES.to_bytes(_LENGTH_BYTES, "little") + header.ljust(_HEADER_BYTES), 0)
-        os.close(self._file)
+        whole = _HEADER_BYTES.to_bytes(_LENGTH_BYTES, "little") + header.ljust(_HEADER_BYTES)
+        _write(self._file, memoryview(whole), 0)
+
+
+def _write(file: int, left: memoryview, offset: int) -> None:
+    """Write bytes at an offset of a file; raises OSError."""
+    while left:
+        count = os.pwrite(file, left, offset)
+        offset, left = offset + count, left[count:]
 
 
 class _Place:
     """Writes the blocks of a tensor, one after the other."""
 
-    def __init__(self, file: int, offset: int) -> None:
+    def __init__(self, path: Path, file: int, offset: int) -> None:
+        self._path = path
         self._file = file
         self._offset = offset
 
     def write(self, block: Tensor) -> None:
         left = block.contiguous().reshape(-1).view(torch.uint8).numpy().data
         try:
-            while left:
-                count = os.pwrite(self._file, left, self._offset)
-                self._offset, left = self._offset + count, left[count:]
+            _write(self._file, left, self._offset)
+            self._offset += len(left)
         except OSError as error:
-            raise LoaderError(f"--save-quantized: a weight cannot be written: {error}") from error
+            raise LoaderError(f"--save-quantized: {self._path} cannot be written: {error}") from error
 
 
 class _SavedWeight:

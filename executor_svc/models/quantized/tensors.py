@@ -18,6 +18,8 @@ SCALE_TYPES: dict[torch.dtype, ScaleType] = {
     torch.float32: "float32",
 }
 
+_E8M0_NAN = 255
+
 
 class CheckpointTensors(Protocol):
     """Tensors by name, as their files store them; each is read once."""
@@ -58,6 +60,13 @@ def checked(
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise LoaderError(f"{stored.path}: tensor {name} is {stored.stored_as}, config.json needs {wanted}")
     return stored
+
+
+def check_scales(name: str, scales: Tensor) -> None:
+    """Raise LoaderError, by the tensor's name, for scales that are not finite; those in uint8 are e8m0."""
+    finite = scales != _E8M0_NAN if scales.dtype == torch.uint8 else scales.isfinite()
+    if not bool(finite.all()):
+        raise LoaderError(f"tensor {name} has scales that are NaN or infinite")
 
 
 def skip_zero_bias(tensors: CheckpointTensors, prefix: str) -> None:

@@ -248,7 +248,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1},
         "metadata llama.rope.scaling.yarn_log_multiplier other than 0 is not supported",
     ),
-    "width": ({"llama.feed_forward_length": 2**20}, "tensor blk.0.ffn_down.weight has shape [64, 64], the metadata"),
+    "width": ({"llama.feed_forward_length": 2**20}, "tensor blk.0.ffn_gate.weight has shape [64, 64], the metadata"),
     "eos": ({"tokenizer.ggml.eos_token_id": "1"}, "metadata tokenizer.ggml.eos_token_id must be"),
 }
 

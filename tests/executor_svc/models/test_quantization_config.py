@@ -74,6 +74,10 @@ REFUSED: list[tuple[Any, str]] = [
         for name in ("bitsandbytes", "torchao", "hqq", "eetq", "quanto", "aqlm", "higgs", "modelopt", "auto-round")
     ),
     (KV_ALONE | {"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_method is 'modelopt': not supported"),
+    ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4': it is known for the experts of gpt-oss alone"),
+    ({"quant_method": "quark"}, "quant_method is 'quark': not supported"),
+    ({"quant_method": "exl2"}, "quant_method is 'exl2': not supported"),
+    (W4 | {"ignore": ["re:" + "a" * 1001]}, "ignore has a pattern of 1001 characters"),
     ({"quant_method": "bitsandbytes"}, "Use the dense checkpoint, with --quantization"),
     ([4], "quantization_config must be an object"),
     ({"quant_method": "gptq", "group_size": 128}, "quantization_config.bits must be a positive integer, not None"),
@@ -111,6 +115,38 @@ def test_refused_by_name(config: Any, message: str) -> None:
         read(config)
     assert str(error.value).startswith(f"model folder {HERE}: config.json: ")
     assert message in str(error.value)
+
+
+def test_the_format_of_mlx_is_refused_by_name() -> None:
+    with pytest.raises(LoaderError, match=r"config[.]json: quantization is that of MLX: not supported"):
+        read_quantization(HERE, {"quantization": {"group_size": 64, "bits": 4}})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_that_are_not_finite_are_errors(name: str, tmp_path: Path) -> None:
+    tensors = load_file(HERE / f"{name}.safetensors")
+    (key,) = [key for key in tensors if key.endswith(("scale", "scales"))]
+    bad = [255] if tensors[key].dtype == torch.uint8 else [float("nan"), float("inf")]
+    for value in bad:
+        broken = tensors[key].clone()
+        broken.view(-1)[-1] = value
+        save_file(tensors | {key: broken}, tmp_path / "model.safetensors")
+        with pytest.raises(LoaderError, match=f"tensor {key} has scales that are NaN or infinite"):
+            load(tmp_path, config_of(name))
+
+
+def test_groups_of_columns_out_of_range_are_errors_with_one_group_too(tmp_path: Path) -> None:
+    shutil.copy(HERE / "gptq_4.safetensors", tmp_path / "model.safetensors")
+    tensors = load_file(HERE / "gptq_4.safetensors")
+    one = {key: tensors[key][:1].clone() for key in ("linear.scales", "linear.qzeros")}
+    for group, fits in ((0, True), (-1, True), (1, False), (7, False)):
+        save_file(tensors | one | {"linear.g_idx": torch.full((64,), group).int()}, tmp_path / "model.safetensors")
+        config = config_of("gptq_4") | {"group_size": -1}
+        if fits:
+            assert load(tmp_path, config).shape == SHAPE
+        else:
+            with pytest.raises(LoaderError, match=r"tensor linear[.]g_idx does not give 64 columns to each group"):
+                load(tmp_path, config)
 
 
 def test_quantized_keys_and_values_alone_leave_linears_dense() -> None:

@@ -1,0 +1,37 @@
+"""Patterns of linears' names in config.json that take years to match."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.folder import LoaderError
+from executor_svc.models.quantized.method import read_quantization
+from tests.helpers.quantized_layouts import LAYOUTS
+
+W4 = LAYOUTS["w4a16"][0]
+GROUP_0 = W4["config_groups"]["group_0"]
+HANGS = r"(([\w.]|[\w.])+)+\1[A-Z]"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        W4 | {"ignore": [f"re:{HANGS}"]},
+        W4 | {"config_groups": {"group_0": GROUP_0 | {"targets": [f"re:{HANGS}"]}}},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {f"+:{HANGS}": {}}},
+    ],
+    ids=["ignore", "targets", "dynamic"],
+)
+def test_a_pattern_that_would_match_for_years_is_an_error(config: Any, tmp_path: Path) -> None:
+    save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
+    quantization = read_quantization(tmp_path, {"quantization_config": config})
+    weights = SafetensorsWeights(tmp_path, torch.float32, torch.device("cpu"), quantization)
+    for _ in range(2):  # its time is spent, for later names, too
+        with pytest.raises(LoaderError, match=r"the pattern '.*' takes more than 1 s to match"):
+            weights.open_linear("model.layers.10.self_attn.q_proj", (32, 64))

@@ -26,6 +26,9 @@ _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 1 << 26
 """Those of models with 260000 tokens have 16 MB."""
 _MAX_KEY_BYTES = 65_535
+_MAX_PAIRS = _MAX_TENSORS = 1 << 16
+_MAX_ITEMS = 1 << 23
+"""Of all arrays of the metadata. Python's objects take many times the bytes of a file; models have a tenth of these."""
 _MAX_NAME_BYTES = 127
 _MAX_DIMENSIONS = 4
 _MIN_PAIR_BYTES = 8 + 4 + 1
@@ -177,6 +180,7 @@ class _Header:
         self._position = 0
         self._limit = min(self._size, _MAX_HEADER_BYTES)
         self._what = "its header"
+        self._num_items = 0
 
     def read(self) -> tuple[GgufMetadata, dict[str, GgufTensor]]:
         num_tensors, num_pairs = self._counts()
@@ -197,12 +201,14 @@ class _Header:
             what = "is in big-endian byte order" if version and version & 0xFFFF == 0 else f"has version {version}"
             raise self._error(f"the file {what}; supported: little-endian files of versions 2 and 3")
         num_tensors, num_pairs = self._integer("Q"), self._integer("Q")
-        for count, least, what in (
-            (num_pairs, _MIN_PAIR_BYTES, "pairs of metadata"),
-            (num_tensors, _MIN_TENSOR_BYTES, "tensors"),
+        for count, least, most, what in (
+            (num_pairs, _MIN_PAIR_BYTES, _MAX_PAIRS, "pairs of metadata"),
+            (num_tensors, _MIN_TENSOR_BYTES, _MAX_TENSORS, "tensors"),
         ):
             if count * least > self._limit - self._position:
                 raise self._error(f"the header states {count} {what}: more than fit in it")
+            if count > most:
+                raise self._error(f"the header states {count} {what}; at most {most} are supported")
         return num_tensors, num_pairs
 
     def _pairs(self, count: int) -> Iterator[tuple[str, MetadataValue]]:
@@ -232,6 +238,9 @@ class _Header:
             raise self._error(f"{self._what} is an array of the type {kind}, which is not supported")
         item = 8 if kind == _STRING else struct.calcsize(f"<{_SCALARS[kind]}")
         self._fits(count * item)
+        self._num_items += count
+        if self._num_items > _MAX_ITEMS:
+            raise self._error(f"with {self._what} the metadata has over {_MAX_ITEMS} items in arrays")
         if kind == _STRING:
             return [self._string() for _ in range(count)]
         numbers = array(_SCALARS[kind], self._take(count * item))

@@ -16,6 +16,7 @@ from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.block_types import BLOCK_TYPES, DENSE_TYPES
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
+from executor_svc.models.quantized.tensors import check_scales
 from executor_svc.models.safetensors_file import StoredTensor
 
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -134,7 +135,11 @@ class GgufRows:
         for block in stored.blocks(rows):
             content.update(block)
             ordered = block if self._head_rows is None else halves(block, self._head_rows)
-            yield kind.unpack(ordered.unflatten(1, (-1, size)))
+            unpacked = kind.unpack(ordered.unflatten(1, (-1, size)))
+            for numbers in (unpacked.scales, unpacked.super_scales, unpacked.minimums, unpacked.super_minimums):
+                if numbers is not None and numbers.is_floating_point():
+                    check_scales(tensor.name, numbers)
+            yield unpacked
         self._on_read(content.digest())
 
 

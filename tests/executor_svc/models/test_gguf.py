@@ -23,7 +23,7 @@ from executor_svc.models.folder import LoaderError, check_files, tokenizer_of
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from executor_svc.models.gguf.config_content import config_content, special_token_ids
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
-from executor_svc.models.gguf.weights import GgufWeights, read_vector
+from executor_svc.models.gguf.weights import GgufRows, GgufWeights, read_vector
 from executor_svc.models.registry import ARCHITECTURES
 from executor_svc.models.safetensors_file import StoredTensor
 from executor_svc.simulated.model import simulated_model
@@ -62,6 +62,22 @@ def test_blocks_are_what_ggml_wrote(name: str) -> None:
     block = BLOCK_TYPES[name].unpack(stored)
     assert block.codes.shape == (3, 512)
     np.testing.assert_array_equal(dequantize(block, BLOCK_TYPES[name].format).numpy(), by_gguf(tensor.path, name))
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite_are_errors(name: str, value: float, tmp_path: Path) -> None:
+    """Every float16 of a block: scales, minimums, super scales."""
+    path = tmp_path / "types.gguf"
+    content = bytearray((DATA / "types.gguf").read_bytes())
+    tensor = read_gguf(DATA / "types.gguf").tensors[name]
+    places = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(name, (0,))
+    for place in places:
+        broken, at = bytearray(content), tensor.offset + tensor.num_bytes - tensor.type.block_bytes + place
+        broken[at : at + 2] = np.float16(value).tobytes()
+        path.write_bytes(broken)
+        with pytest.raises(LoaderError, match=f"tensor {name} has scales that are NaN or infinite"):
+            whole(GgufRows(read_gguf(path).tensors[name], (3, 512), None, lambda digest: None))
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)

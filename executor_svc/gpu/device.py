@@ -17,7 +17,6 @@ from executor_svc.device.interface import DeviceError, Numerics, NumericsError, 
 from executor_svc.device.kernels import Embedding, Linear, WeightRows
 from executor_svc.device.kv_cache import KVCache, block_bytes
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
-from executor_svc.gpu.few_bits import FewBitsLinear, PackedEmbedding, PackedLinear, has_kernels, packed_table
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Quantization, Workspace, make_linear
@@ -37,7 +36,7 @@ _HOPPER = 90, 132
 class RecordedLinear:
     """A linear layer whose calls can be recorded; implements `device.kernels.Linear`."""
 
-    def __init__(self, linear: GpuLinear | FewBitsLinear | PackedLinear, kernels: GpuKernels) -> None:
+    def __init__(self, linear: GpuLinear, kernels: GpuKernels) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._linear = linear
         self._kernels = kernels
@@ -126,30 +125,21 @@ class GpuDevice:
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
     ) -> Linear:
         """Raise DeviceError, naming the option, if it cannot quantize this layer."""
-        if isinstance(weight, StoredLinear) and has_kernels(weight):
-            return RecordedLinear(FewBitsLinear(weight, bias, self._workspace, self.few_bits), self._kernels)
         weight = weight if isinstance(weight, Tensor) else self._whole(weight)
         linear = make_linear(weight, bias, "none" if name == "lm_head" else self._quantization, self._workspace)
         return RecordedLinear(linear, self._kernels)
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
-        packed = packed_table(weight, self._workspace, self.few_bits)
-        if packed is not None:
-            return PackedEmbedding(packed, self.dtype, self._kernels)
         return TableEmbedding(self._whole(weight), self._kernels)
 
     def prepare_tied(
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
     ) -> tuple[Embedding, Linear]:
-        packed = packed_table(weight, self._workspace, self.few_bits)
-        if packed is not None:
-            linear = RecordedLinear(PackedLinear(packed, bias, self._workspace), self._kernels)
-            return PackedEmbedding(packed, self.dtype, self._kernels), linear
         table = weight if isinstance(weight, Tensor) else self._whole(weight)
         return TableEmbedding(table, self._kernels), self.prepare_linear(name, table, bias)
 
     def _whole(self, weight: WeightRows | StoredLinear) -> Tensor:
-        """Return a weight as a dense tensor."""
+        """Return a weight as a dense tensor: there are no kernels for few bits."""
         if isinstance(weight, StoredLinear):
             for part in weight.parts:
                 if isinstance(part, QuantRows):

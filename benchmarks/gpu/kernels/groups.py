@@ -9,7 +9,6 @@ from benchmarks.gpu.kernels import (
     beside_flashinfer,
     ceilings,
     elementwise,
-    few_bits,
     linears,
     steps,
 )
@@ -22,7 +21,6 @@ ORDER: tuple[Group, ...] = (
     *steps.GROUPS.values(),
     elementwise.GROUP,
     linears.GROUP,
-    few_bits.GROUP,
     attention.BLOCKS,
     attention_tiles.TUNE_PREFILL,
     attention_tiles.TUNE_DECODE,

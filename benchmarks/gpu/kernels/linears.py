@@ -12,7 +12,7 @@ from benchmarks.gpu.common.cases import Bench, Case, Group, Metrics
 if TYPE_CHECKING:
     from executor_svc.gpu.linear import Quantization
 
-LAYERS = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
+_LAYERS = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
 _TINY_LAYERS = {"qkv": (64, 96)}
 _LARGEST_ERROR = {"int8": 0.02, "fp8": 0.05, "fp8_w8a8": 0.08}
 """Relative error of a row beside bf16 weights, by L2 norm."""
@@ -20,7 +20,7 @@ _LARGEST_ERROR = {"int8": 0.02, "fp8": 0.05, "fp8_w8a8": 0.08}
 
 def cases(tiny: bool) -> Sequence[Case]:
     """Every quantization, by rows and layer."""
-    layers, counts = (_TINY_LAYERS, (3,)) if tiny else (LAYERS, (1, 16, 64, 256))
+    layers, counts = (_TINY_LAYERS, (3,)) if tiny else (_LAYERS, (1, 16, 64, 256))
     kinds: tuple[Quantization, ...] = ("int8", "fp8") if tiny else ("int8", "fp8", "fp8_w8a8")
     return [_case(kind, layer, *layers[layer], rows) for rows in counts for kind in kinds for layer in layers]
 

@@ -14,8 +14,6 @@ from executor_svc.errors import StartError
 from executor_svc.gpu.kernels import activation, norm, rows
 from executor_svc.gpu.kernels.attention.config import HEAD_SIZES
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
-from executor_svc.gpu.kernels.few_bits import embedding
-from executor_svc.gpu.kernels.few_bits.packed import PackedWeight
 from executor_svc.gpu.kernels.rope import rope_write_kv
 from executor_svc.gpu.kernels.sampling import logits
 
@@ -97,11 +95,6 @@ class GpuKernels:
     def embed(self, table: Tensor, token_ids: Tensor, scale: float) -> Tensor:
         y = self._new("embedded", (token_ids.shape[0], table.shape[1]), table.dtype)
         return self._run(y, lambda n: rows.embed(table, token_ids[:n], scale, y[:n]))
-
-    def embed_packed(self, table: PackedWeight, dtype: torch.dtype, token_ids: Tensor, scale: float) -> Tensor:
-        """As `embed`, of a table in few bits, in the model's dtype."""
-        y = self._new("embedded", (token_ids.shape[0], table.shape[1]), dtype)
-        return self._run(y, lambda n: embedding.embed(table, token_ids[:n], scale, y[:n]))
 
     def take_rows(self, table: Tensor, ids: Tensor) -> Tensor:
         y = self._new("taken", (ids.shape[0], table.shape[1]), table.dtype)

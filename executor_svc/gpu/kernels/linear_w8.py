@@ -1,7 +1,8 @@
 """Weight-only linear layers: 8-bit weights with a scale per output channel, multiplied with 16-bit rows (W8A16).
 
 bfloat16 and float16 represent int8 and fp8 e4m3 exactly, so tiles of the weight are converted unscaled, and the scale
-is applied to the fp32 sum.
+is applied to the fp32 sum. With few rows the time is that of reading the weight once: tiles are narrow, and if they are
+too few to occupy the GPU, the inner dimension is split, and a second launch sums the parts in order.
 
 Tiles and splits depend on the number of rows, and with them the order of a sum: a row's bits depend on its batch, so
 this is for `--numerics fast` only.
@@ -9,14 +10,27 @@ this is for `--numerics fast` only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from executor_svc.gpu.kernels import splits
-from executor_svc.gpu.kernels.splits import Configuration, Tile
 from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Tiles of rows of x and of the weight, by the number of rows."""
+
+    rows: int
+    features: int
+    inner: int
+    num_warps: int
+    num_stages: int
+    may_split: bool
+
 
 # At most 82 KiB of shared memory, so that a multiprocessor has two blocks or more: one converts while another waits.
 _TILES = (
@@ -31,15 +45,44 @@ TILE_ROWS = tuple(tile.rows for tile in _TILES)
 _GROUP = 8
 """Tiles of rows that run concurrently, so that they read a tile of the weight from memory only once."""
 
+_SUM_COLUMNS = 512
+"""Columns of a program of the second launch."""
+_SUM_WARPS, _SUM_STAGES = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The launch of a product."""
+
+    tile: Tile
+    splits: int
+    split_size: int
+    """Inner dimension of each split; a multiple of the tile's."""
+
 
 def configuration(rows: int, out_features: int, in_features: int, num_sms: int) -> Configuration:
-    """Return the launch of a product of `rows` rows, as `splits.configuration`."""
-    return splits.configuration(_TILES, rows, out_features, in_features, num_sms)
+    """Return the launch of a product of `rows` rows on a GPU with num_sms multiprocessors."""
+    tile = next((tile for tile in _TILES if rows <= tile.rows), _TILES[-1])
+    splits = 1
+    if tile.may_split:
+        # Splits pay while their traffic (8 bytes per sum) is at most a quarter of the weight's bytes.
+        most = min(in_features // (32 * tile.rows), in_features // (4 * tile.inner))
+        num_tiles = -(-out_features // tile.features)
+        while num_tiles * splits * 4 < num_sms * 5 and splits * 2 <= most:
+            splits *= 2
+    steps = -(-in_features // tile.inner)
+    split_size = -(-steps // splits) * tile.inner
+    return Configuration(tile, -(-in_features // split_size), split_size)
 
 
 def workspace_size(out_features: int, in_features: int, num_sms: int) -> int:
     """Return the float32 numbers that `linear_w8` needs as workspace for any number of rows."""
-    return splits.workspace_size(_TILES, out_features, in_features, num_sms)
+    sizes = [
+        found.splits * found.tile.rows * out_features
+        for found in (configuration(tile.rows, out_features, in_features, num_sms) for tile in _TILES)
+        if found.splits > 1
+    ]
+    return max(sizes, default=0)
 
 
 @triton.jit
@@ -113,6 +156,21 @@ def _linear_w8(
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _sum_splits(parts, scale, bias, out, rows, out_features, splits, COLUMNS: tl.constexpr):
+    """Sum some columns of a row of parts [splits, rows, out_features], beginning with the first split."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < out_features
+    at = parts + row * out_features + column
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for _ in range(splits):
+        total += tl.load(at, mask=inside, other=0.0)
+        at += rows.to(tl.int64) * out_features
+    total = total * tl.load(scale + column, mask=inside, other=0.0) + tl.load(bias + column, mask=inside, other=0.0)
+    tl.store(out + row * out_features + column, total.to(out.dtype.element_ty), mask=inside)
+
+
 def linear_w8(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor, workspace: Tensor | None, num_sms: int
 ) -> None:
@@ -161,8 +219,19 @@ def linear_w8(
         enable_fp_fusion=True,
     )
     if partial:
-        assert workspace is not None
-        splits.sum_splits(workspace, scale, bias, out, chosen.splits)
+        _sum_splits[(rows, -(-out_features // _SUM_COLUMNS))](
+            workspace,
+            scale,
+            bias,
+            out,
+            rows,
+            out_features,
+            chosen.splits,
+            COLUMNS=_SUM_COLUMNS,
+            num_warps=_SUM_WARPS,
+            num_stages=_SUM_STAGES,
+            enable_fp_fusion=True,
+        )
 
 
 def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor) -> None:
@@ -183,7 +252,7 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor) 
 
 
 def variants() -> list[Variant]:
-    """Return every tile for each dtype of rows, weight and result, whole and split."""
+    """Return every tile for each dtype of rows, weight and result, whole and split, and the sums of splits."""
     found = []
     for rows in ("bf16", "fp16"):
         for weight in ("i8", "fp8e4nv"):
@@ -191,8 +260,9 @@ def variants() -> list[Variant]:
                 found += [_variant(tile, rows, weight, out) for out in (rows, "fp32")]
                 if tile.may_split:
                     found.append(_variant(tile, rows, weight, "fp32", partial=True))
+        found.append(_sum_variant(rows))
     odd = [_variant(tile, "bf16", "i8", "bf16", aligned=False) for tile in _TILES]
-    return [*found, *odd]
+    return [*found, _sum_variant("fp32"), *odd]
 
 
 def _variant(tile: Tile, rows: str, weight: str, out: str, *, partial: bool = False, aligned: bool = True) -> Variant:
@@ -222,4 +292,23 @@ def _variant(tile: Tile, rows: str, weight: str, out: str, *, partial: bool = Fa
         no_spills=True,
         wgmma=tile.rows >= 64,
         quick=(rows, weight, out, aligned) == ("bf16", "i8", "bf16", True) and tile.rows in (16, 128) and not partial,
+    )
+
+
+def _sum_variant(out: str) -> Variant:
+    return Variant(
+        name=f"linear_w8 sum of parts to {out}",
+        kernel=_sum_splits,
+        signature={
+            **dict.fromkeys(("parts", "scale", "bias"), "*fp32"),
+            "out": f"*{out}",
+            **dict.fromkeys(("rows", "out_features", "splits"), "i32"),
+            "COLUMNS": "constexpr",
+        },
+        constants={"COLUMNS": _SUM_COLUMNS},
+        divisible=("parts", "scale", "bias", "out", "out_features"),
+        num_warps=_SUM_WARPS,
+        num_stages=_SUM_STAGES,
+        no_spills=True,
+        quick=out == "bf16",
     )

@@ -20,27 +20,26 @@ import triton.language as tl
 from torch import Tensor
 
 from executor_svc.device.stored_linear import QuantFormat
-from executor_svc.gpu.kernels.few_bits.layout import FewBitsLayout, FewBitsWeight, plane_arguments
+from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsLayout, FewBitsWeight, plane_arguments
 from executor_svc.gpu.kernels.few_bits.numbers import weight_of_step
 from executor_svc.gpu.kernels.variant import Variant
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tiles of rows of x and of the weight, by the number of rows."""
+    """Tiles of rows of x, each with a tile of 64 rows of the weight, by the number of rows."""
 
     rows: int
-    features: int
     num_warps: int
     num_stages: int
     may_split: bool
 
 
 _TILES = (
-    Tile(rows=16, features=64, num_warps=4, num_stages=4, may_split=True),
-    Tile(rows=32, features=64, num_warps=4, num_stages=4, may_split=True),
-    Tile(rows=64, features=64, num_warps=4, num_stages=3, may_split=False),
-    Tile(rows=128, features=128, num_warps=8, num_stages=3, may_split=False),
+    Tile(rows=16, num_warps=4, num_stages=4, may_split=True),
+    Tile(rows=32, num_warps=4, num_stages=4, may_split=True),
+    Tile(rows=64, num_warps=8, num_stages=3, may_split=False),
+    Tile(rows=128, num_warps=8, num_stages=3, may_split=False),
 )
 TILE_ROWS = tuple(tile.rows for tile in _TILES)
 """Maximum rows of each kernel, ascending; the last kernel also serves more rows."""
@@ -62,7 +61,7 @@ def tile_of(rows: int) -> Tile:
 def num_splits(tile: Tile, rows: int, out_features: int, in_features: int, num_sms: int) -> int:
     """Return the programs of a tile: its segments, or 1. The result has the same bits either way."""
     segments = -(-in_features // SEGMENT)
-    tiles = -(-rows // tile.rows) * -(-out_features // tile.features)
+    tiles = -(-rows // tile.rows) * -(-out_features // TILE)
     return segments if tile.may_split and tiles < _PROGRAMS_PER_SM * num_sms else 1
 
 
@@ -86,28 +85,27 @@ def _linear_few_bits(
     rows, out_features, in_features, out_stride, steps, span, super_span,
     BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
     SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, SEGMENT_STEPS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, SEGMENT_STEPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the product; with PARTIAL, one segment's part, and out is [segments, M, N]."""
     row_tiles = tl.cdiv(rows, ROWS)
     # A group of row tiles covers all feature tiles before the next group.
     program = tl.program_id(0)
-    in_group = GROUP * tl.cdiv(out_features, FEATURES)
+    in_group = GROUP * tl.cdiv(out_features, TILE)
     first_row_tile = program // in_group * GROUP
     group = tl.minimum(row_tiles - first_row_tile, GROUP)
     row = (first_row_tile + program % in_group % group) * ROWS + tl.arange(0, ROWS)
-    feature = program % in_group // group * FEATURES + tl.arange(0, FEATURES)
+    tile = (program % in_group // group).to(tl.int64)
+    lane = tl.arange(0, TILE)
     row_inside = row < rows
     rows_at = row.to(tl.int64) * in_features
-    tile = tl.minimum(feature // TILE, (out_features - 1) // TILE).to(tl.int64)
-    lane = feature % TILE
 
     segments = tl.cdiv(steps, SEGMENT_STEPS)
     first_segment = tl.program_id(1) if PARTIAL else 0
     last_segment = tl.program_id(1) + 1 if PARTIAL else segments
-    total = tl.zeros((FEATURES, ROWS), tl.float32)
+    total = tl.zeros((TILE, ROWS), tl.float32)
     for segment in range(first_segment, last_segment):
-        part = tl.zeros((FEATURES, ROWS), tl.float32)
+        part = tl.zeros((TILE, ROWS), tl.float32)
         for step in range(segment * SEGMENT_STEPS, tl.minimum((segment + 1) * SEGMENT_STEPS, steps)):
             first, second = weight_of_step(
                 codes, high, numbers, zeros, above, tile, lane, step, steps, span, super_span,
@@ -118,6 +116,7 @@ def _linear_few_bits(
             part = _add_half(part, second, x, rows_at, row_inside, column + HALF, in_features)
         total += part
 
+    feature = tile * TILE + lane
     inside = (feature < out_features)[:, None] & row_inside[None, :]
     if PARTIAL:
         out_at = out + (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * out_features + feature[:, None]
@@ -167,7 +166,7 @@ def linear_few_bits(
     needed = splits * rows * weight.rows
     if splits > 1 and (workspace is None or workspace.dtype != torch.float32 or workspace.numel() < needed):
         raise ValueError(f"workspace: must be {needed} float32")
-    programs = -(-rows // tile.rows) * -(-weight.rows // tile.features)
+    programs = -(-rows // tile.rows) * -(-weight.rows // TILE)
     _linear_few_bits[(programs, splits)](
         x,
         *weight.planes,
@@ -202,15 +201,13 @@ def linear_few_bits(
 
 
 def _constants(layout: FewBitsLayout, tile: Tile, *, partial: bool) -> dict[str, Any]:
-    sizes = {"ROWS": tile.rows, "FEATURES": tile.features, "GROUP": _GROUP}
-    return layout.constants() | sizes | {"PARTIAL": partial, "SEGMENT_STEPS": SEGMENT // (2 * layout.half)}
+    sizes = {"ROWS": tile.rows, "SEGMENT_STEPS": SEGMENT // (2 * layout.half), "GROUP": _GROUP}
+    return layout.constants() | sizes | {"PARTIAL": partial}
 
 
 def _check(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor) -> None:
     if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] != weight.columns:
-        raise ValueError(
-            f"x: must be [M, {weight.columns}] bfloat16 or float16, is {list(x.shape)} {x.dtype}"
-        )
+        raise ValueError(f"x: must be [M, {weight.columns}] bfloat16 or float16, is {list(x.shape)} {x.dtype}")
     if not x.is_contiguous():
         raise ValueError("x: must be contiguous")
     if bias.dtype != torch.float32 or bias.shape != (weight.rows,) or not bias.is_contiguous():
@@ -238,6 +235,7 @@ _RARE = (
     QuantFormat("fp8_rows", 8, _COLUMNS, values="e4m3", scale="float32"),
     QuantFormat("mxfp4", 4, 32, values="e2m1", scale="e8m0"),
 )
+
 
 def variants() -> list[Variant]:
     """Return common formats with every tile, rare ones with the least and the largest, and the sums of segments."""

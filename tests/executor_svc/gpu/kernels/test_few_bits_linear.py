@@ -14,8 +14,23 @@ from executor_svc.device.dequantize import dequantize
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat
 from executor_svc.gpu.kernels.few_bits.embedding import embed_few_bits
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight, is_supported
-from executor_svc.gpu.kernels.few_bits.linear import SEGMENT, TILE_ROWS, linear_few_bits, num_splits, tile_of, workspace_size
-from tests.executor_svc.cpu.kernels.quantized.formats import FORMATS, INT8_ROWS, Q4_0, Q4_K, Q6_K, format_of, random_block
+from executor_svc.gpu.kernels.few_bits.linear import (
+    SEGMENT,
+    TILE_ROWS,
+    linear_few_bits,
+    num_splits,
+    tile_of,
+    workspace_size,
+)
+from tests.executor_svc.cpu.kernels.quantized.formats import (
+    FORMATS,
+    INT8_ROWS,
+    Q4_0,
+    Q4_K,
+    Q6_K,
+    format_of,
+    random_block,
+)
 from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import part_of
 
 SMS = 132

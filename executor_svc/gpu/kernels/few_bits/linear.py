@@ -272,7 +272,6 @@ def _variant(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         fp_fusion=False,
-        no_spills=True,
         wgmma=True,
         quick=kind.name == "Q4_K" and rows == out and tile.rows in (16, 128),
     )

@@ -119,9 +119,6 @@ def chained_sums(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Itera
 
     create_dot = interpreter.InterpreterBuilder.create_dot
 
-    class Chained(np.ndarray):
-        """A left operand, [M, K]."""
-
     def matmul(a: Any, b: Any, **_: Any) -> Any:
         total = np.zeros((a.shape[0], b.shape[1]), np.float32)
         for index in range(a.shape[1]):
@@ -151,14 +148,13 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch(name: str, device: torch.d
     assert torch.equal(product(x[:9], weight, sms=1), expected[:9])
 
 
-@pytest.mark.parametrize("columns", [576, 4096])
-@pytest.mark.parametrize("name", [*FORMATS])
-def test_memory_is_that_of_the_format(name: str, columns: int) -> None:
-    kind = format_of(name, columns)
-    if columns % (kind.super_group or kind.group):
-        pytest.skip("no such weight")
-    weight = FewBitsWeight(kind, 256, columns, torch.device("cpu"))
-    assert weight.num_bytes <= 1.05 * kind.num_bytes((256, columns))
+@pytest.mark.parametrize("name", FORMATS)
+def test_memory_is_that_of_the_format(name: str) -> None:
+    for columns in (4096, 576):
+        kind = format_of(name, columns)
+        if columns % (kind.super_group or kind.group) == 0:
+            weight = FewBitsWeight(kind, 256, columns, torch.device("cpu"))
+            assert weight.num_bytes <= 1.05 * kind.num_bytes((256, columns)), columns
 
 
 def test_what_no_kernel_has() -> None:

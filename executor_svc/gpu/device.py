@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import psutil
@@ -20,8 +21,11 @@ from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Quantization, Workspace, make_linear
+from executor_svc.gpu.stored_linear import FewBitsEmbedding, GpuStoredLinear, has_kernel
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions, TorchFunctions
+
+_log = logging.getLogger(__name__)
 
 _SHARE = 0.9
 """Default share of the device's memory, without --gpu-memory-utilization."""
@@ -36,7 +40,7 @@ _HOPPER = 90, 132
 class RecordedLinear:
     """A linear layer whose calls can be recorded; implements `device.kernels.Linear`."""
 
-    def __init__(self, linear: GpuLinear, kernels: GpuKernels) -> None:
+    def __init__(self, linear: GpuLinear | GpuStoredLinear, kernels: GpuKernels) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._linear = linear
         self._kernels = kernels
@@ -125,24 +129,43 @@ class GpuDevice:
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
     ) -> Linear:
         """Raise DeviceError, naming the option, if it cannot quantize this layer."""
-        weight = weight if isinstance(weight, Tensor) else self._whole(weight)
+        if isinstance(weight, StoredLinear) and self._in_few_bits(weight):
+            return RecordedLinear(self._stored(name, weight, bias), self._kernels)
+        weight = weight if isinstance(weight, Tensor) else self._whole(name, weight)
         linear = make_linear(weight, bias, "none" if name == "lm_head" else self._quantization, self._workspace)
         return RecordedLinear(linear, self._kernels)
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
-        return TableEmbedding(self._whole(weight), self._kernels)
+        if isinstance(weight, StoredLinear) and FewBitsEmbedding.is_possible(weight):
+            return FewBitsEmbedding(self._stored(name, weight, None), self._kernels)
+        return TableEmbedding(self._whole(name, weight), self._kernels)
 
     def prepare_tied(
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
     ) -> tuple[Embedding, Linear]:
-        table = weight if isinstance(weight, Tensor) else self._whole(weight)
+        if isinstance(weight, StoredLinear) and FewBitsEmbedding.is_possible(weight):
+            linear = self._stored(name, weight, bias)
+            return FewBitsEmbedding(linear, self._kernels), RecordedLinear(linear, self._kernels)
+        table = weight if isinstance(weight, Tensor) else self._whole(name, weight)
         return TableEmbedding(table, self._kernels), self.prepare_linear(name, table, bias)
 
-    def _whole(self, weight: WeightRows | StoredLinear) -> Tensor:
-        """Return a weight as a dense tensor: there are no kernels for few bits."""
+    def _in_few_bits(self, weight: StoredLinear) -> bool:
+        return any(has_kernel(part, weight.dtype) for part in weight.parts)
+
+    def _stored(self, name: str, weight: StoredLinear, bias: Tensor | None) -> GpuStoredLinear:
+        if self._quantization != "none":
+            raise DeviceError(
+                f"--quantization {self._quantization}: {name} of the checkpoint is in few bits already; use "
+                "--quantization none"
+            )
+        return GpuStoredLinear(name, weight, bias, self._workspace, self.few_bits)
+
+    def _whole(self, name: str, weight: WeightRows | StoredLinear) -> Tensor:
+        """Return a weight as a dense tensor."""
         if isinstance(weight, StoredLinear):
             for part in weight.parts:
                 if isinstance(part, QuantRows):
+                    _log.warning("%s: no kernel for %s, kept in %s", name, part.format.name, weight.dtype)
                     self.few_bits.add_dense(part)
             return DenseRows(weight, self.torch_device).whole()
         return weight.whole()

@@ -51,7 +51,7 @@ class PlainLinear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """Map [rows, in_features] to [rows, out_features], into `out` if given; out_dtype: that of x, or float32."""
-        dtype = _result_dtype(x, out, out_dtype)
+        dtype = result_dtype(x, out, out_dtype)
         if dtype == x.dtype:
             if out is None:
                 return functional.linear(x, self._weight, self._bias)
@@ -61,7 +61,7 @@ class PlainLinear:
         return self._to_float(x, out)
 
     def _to_float(self, x: Tensor, out: Tensor | None) -> Tensor:
-        out = _new_out(x, self.out_features, torch.float32) if out is None else out
+        out = new_out(x, self.out_features, torch.float32) if out is None else out
         if x.device.type == "cuda":
             torch.mm(x, self._weight.t(), out_dtype=torch.float32, out=out)
         else:
@@ -84,15 +84,15 @@ class W8Linear:
         self._padding = -self.in_features % _ALIGNMENT
         self._weight = functional.pad(narrow.view(torch.int8), (0, self._padding)).view(narrow.dtype).contiguous()
         self._bias = torch.zeros_like(self._scale) if bias is None else bias.float().contiguous()
-        self._num_sms = _multiprocessors(weight.device)
+        self._num_sms = multiprocessors(weight.device)
         self._workspace = workspace
         workspace.reserve(workspace_size(self.out_features, self._weight.shape[1], self._num_sms))
 
     def __call__(self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """Map [rows, in_features] to [rows, out_features], into `out` if given; out_dtype: that of x, or float32."""
         if out is None:
-            out = _new_out(x, self.out_features, out_dtype or x.dtype)
-        _result_dtype(x, out, out_dtype)
+            out = new_out(x, self.out_features, out_dtype or x.dtype)
+        result_dtype(x, out, out_dtype)
         padded = functional.pad(x, (0, self._padding)) if self._padding else x
         linear_w8(padded, self._weight, self._scale, self._bias, out, self._workspace.memory, self._num_sms)
         return out
@@ -124,15 +124,15 @@ class Fp8Linear:
 
         On GPUs other than Hopper, a float32 result is first rounded to the dtype of x.
         """
-        dtype = _result_dtype(x, out, out_dtype)
+        dtype = result_dtype(x, out, out_dtype)
         if out is None:
-            out = _new_out(x, self.out_features, dtype)
+            out = new_out(x, self.out_features, dtype)
         if dtype == x.dtype:
             return self._multiply(x, self._bias, out)
         if self._to_float:
             self._multiply(x, None, out)
             return out if self._bias is None else out.add_(self._bias)
-        return out.copy_(self._multiply(x, self._bias, _new_out(x, self.out_features, x.dtype)))
+        return out.copy_(self._multiply(x, self._bias, new_out(x, self.out_features, x.dtype)))
 
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         narrow = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -184,17 +184,19 @@ def check_quantization(quantization: Quantization, dtype: torch.dtype, device: t
             )
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; of the one that the interpreter simulates, on the CPU."""
     if device.type != "cuda":
         return _HOPPER_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _new_out(x: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
+def new_out(x: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for the result of rows x."""
     return torch.empty(x.shape[0], out_features, dtype=dtype, device=x.device)
 
 
-def _result_dtype(x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+def result_dtype(x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of the result; raises ValueError if `out` has another or it is neither x's nor float32."""
     dtype = out_dtype or (x.dtype if out is None else out.dtype)
     if out is not None and out.dtype != dtype:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from executor_svc.gpu.kernels.attention.split import LEAST_KEYS
+from executor_svc.gpu.kernels.few_bits import linear as few_bits
 from executor_svc.gpu.kernels.linear_w8 import TILE_ROWS
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import AdmittedSequence, Limits, ScheduledTokens, StepPlan
@@ -52,9 +53,14 @@ def run_steps(executor: Executor) -> None:
 def _largest(limits: Limits) -> Iterator[StepPlan]:
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     # Shorter prompts first: linears have other kernels for few rows.
-    for length in (*(rows for rows in TILE_ROWS if rows < longest), longest):
+    tile_rows = sorted({*TILE_ROWS, *few_bits.TILE_ROWS})
+    for length in (*(rows for rows in tile_rows if rows < longest), longest):
         yield _prompts(np.array([length]), _EVERYTHING, limits.block_size)
     num_seqs = limits.max_num_seqs
+    # The linear to the logits has a row for each sequence.
+    for rows in tile_rows:
+        if rows < num_seqs:
+            yield _prompts(np.ones(rows, np.int64), SequenceSampling(), limits.block_size)
     total = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
     counts = np.diff(np.arange(num_seqs + 1) * total // num_seqs)
     for sampling in (_DRAWN, _NUCLEUS, _CANDIDATES):

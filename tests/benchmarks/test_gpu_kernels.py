@@ -311,7 +311,14 @@ def child(*arguments: str, packages: tuple[Path, ...] = ()) -> list[dict[str, An
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "metric"), [("prefill", "tflop_per_s"), ("tune-decode", "us"), ("linears", "speedup"), ("ceilings", "ms")]
+    ("group", "metric"),
+    [
+        ("prefill", "tflop_per_s"),
+        ("tune-decode", "us"),
+        ("linears", "speedup"),
+        ("few-bits", "speedup"),
+        ("ceilings", "ms"),
+    ],
 )
 def test_kernels_run_in_a_separate_process(group: str, metric: str) -> None:
     lines = child(group)

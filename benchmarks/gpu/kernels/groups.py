@@ -9,6 +9,7 @@ from benchmarks.gpu.kernels import (
     beside_flashinfer,
     ceilings,
     elementwise,
+    few_bits,
     linears,
     steps,
 )
@@ -21,6 +22,7 @@ ORDER: tuple[Group, ...] = (
     *steps.GROUPS.values(),
     elementwise.GROUP,
     linears.GROUP,
+    few_bits.GROUP,
     attention.BLOCKS,
     attention_tiles.TUNE_PREFILL,
     attention_tiles.TUNE_DECODE,

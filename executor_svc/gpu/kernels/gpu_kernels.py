@@ -14,6 +14,8 @@ from executor_svc.errors import StartError
 from executor_svc.gpu.kernels import activation, norm, rows
 from executor_svc.gpu.kernels.attention.config import HEAD_SIZES
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
+from executor_svc.gpu.kernels.few_bits.embedding import embed_few_bits
+from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
 from executor_svc.gpu.kernels.rope import rope_write_kv
 from executor_svc.gpu.kernels.sampling import logits
 
@@ -95,6 +97,11 @@ class GpuKernels:
     def embed(self, table: Tensor, token_ids: Tensor, scale: float) -> Tensor:
         y = self._new("embedded", (token_ids.shape[0], table.shape[1]), table.dtype)
         return self._run(y, lambda n: rows.embed(table, token_ids[:n], scale, y[:n]))
+
+    def embed_few_bits(self, table: FewBitsWeight, token_ids: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """Return rows of a table in few bits times scale, [T, hidden] in this dtype, for token_ids [T] int64."""
+        y = self._new("embedded", (token_ids.shape[0], table.columns), dtype)
+        return self._run(y, lambda n: embed_few_bits(table, token_ids[:n], scale, y[:n]))
 
     def take_rows(self, table: Tensor, ids: Tensor) -> Tensor:
         y = self._new("taken", (ids.shape[0], table.shape[1]), table.dtype)

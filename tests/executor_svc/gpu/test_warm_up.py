@@ -26,6 +26,7 @@ from executor_svc.startup.build import run_trial
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.quantized_layouts import LAYOUTS, quantize_checkpoint
 
 # What the cache holds at first is anything, and the interpreter multiplies it by numpy.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")]
@@ -165,7 +166,7 @@ def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches are seen under Triton's interpreter")
-@pytest.mark.parametrize("quantization", ["int8", "fp8_w8a8"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8_w8a8", "gptq"])
 def test_launches_are_as_kernels_were_compiled_ahead_of_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: Launches, quantization: str
 ) -> None:
@@ -173,7 +174,11 @@ def test_launches_are_as_kernels_were_compiled_ahead_of_time(
     sizes = {"hidden_size": 1024, "intermediate_size": 32, "head_dim": 64, "num_hidden_layers": 1}
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, **sizes)
     options: dict[str, Any] = {"dtype": "bfloat16", "num_cpu_blocks": 2, "max_num_batched_tokens": 18}
-    executor = started(folder, monkeypatch, quantization=quantization, **options)
+    if quantization in LAYOUTS:
+        quantize_checkpoint(folder, quantization, tmp_path / "few bits", tmp_path / "dense")
+        executor = started(tmp_path / "few bits", monkeypatch, **options)
+    else:
+        executor = started(folder, monkeypatch, quantization=quantization, **options)
     drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
     run(executor, [{"admitted": (sequence(0, [5, 6], [0], sampling=drawn),), "scheduled": scheduled((0, 2, True))}])
     # How many warps hangs on sizes too.

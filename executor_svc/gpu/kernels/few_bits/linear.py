@@ -1,0 +1,296 @@
+"""Linear layers with weights in few bits and 16-bit rows: weights are unpacked in registers, tile by tile.
+
+The weight's numbers are those of `device.dequantize`, rounded to the dtype of x, and sums are float32: the product is
+that of the same weight kept dense in this dtype.
+
+A row's bits come from that row alone. Sums run over segments of 1024 columns: within a segment in one chain from its
+first column on, then the segments' sums are added in order. Where tiles are too few to fill the GPU, a program computes
+one segment, and a second launch adds them in the same order. Tiles of more rows widen the N of the same instruction
+(wgmma m64nNk16 on sm_90, mma m16n8k16 on sm_80), in which the weight is the left operand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from executor_svc.device.stored_linear import QuantFormat
+from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsLayout, FewBitsWeight, plane_arguments
+from executor_svc.gpu.kernels.few_bits.numbers import weight_of_step
+from executor_svc.gpu.kernels.variant import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Tiles of rows of x, each with a tile of 64 rows of the weight, by the number of rows."""
+
+    rows: int
+    num_warps: int
+    num_stages: int
+    may_split: bool
+
+
+_TILES = (
+    Tile(rows=16, num_warps=4, num_stages=4, may_split=True),
+    Tile(rows=32, num_warps=4, num_stages=4, may_split=True),
+    Tile(rows=64, num_warps=8, num_stages=3, may_split=False),
+    Tile(rows=128, num_warps=8, num_stages=3, may_split=False),
+)
+TILE_ROWS = tuple(tile.rows for tile in _TILES)
+"""Maximum rows of each kernel, ascending; the last kernel also serves more rows."""
+
+SEGMENT = 1024
+"""Columns of one chain of sums."""
+_GROUP = 8
+"""Tiles of rows that run concurrently, so that they read a tile of the weight from memory only once."""
+_PROGRAMS_PER_SM = 2
+"""With fewer tiles, segments are programs of their own."""
+_SUM_COLUMNS, _SUM_WARPS, _SUM_STAGES = 512, 4, 2
+
+
+def tile_of(rows: int) -> Tile:
+    """Return the tile for so many rows."""
+    return next((tile for tile in _TILES if rows <= tile.rows), _TILES[-1])
+
+
+def num_splits(tile: Tile, rows: int, out_features: int, in_features: int, num_sms: int) -> int:
+    """Return the programs of a tile: its segments, or 1. The result has the same bits either way."""
+    segments = -(-in_features // SEGMENT)
+    tiles = -(-rows // tile.rows) * -(-out_features // TILE)
+    return segments if tile.may_split and tiles < _PROGRAMS_PER_SM * num_sms else 1
+
+
+def workspace_size(out_features: int, in_features: int, num_sms: int) -> int:
+    """Return the float32 numbers that `linear_few_bits` needs as workspace for any number of rows."""
+    splits = [(tile.rows, num_splits(tile, tile.rows, out_features, in_features, num_sms)) for tile in _TILES]
+    return max((count * rows * out_features for rows, count in splits if count > 1), default=0)
+
+
+@triton.jit
+def _add_half(total, weight, x, rows_at, row_inside, column, in_features):
+    """Add the product of half a step, [F, HALF] @ [HALF, ROWS]."""
+    inside = row_inside[:, None] & (column < in_features)[None, :]
+    some = tl.load(x + rows_at[:, None] + column[None, :], mask=inside, other=0.0)
+    return tl.dot(weight.to(x.dtype.element_ty), tl.trans(some), total)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_few_bits(
+    x, codes, high, numbers, zeros, above, bias, out,
+    rows, out_features, in_features, out_stride, steps, span, super_span,
+    BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
+    SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
+    ROWS: tl.constexpr, SEGMENT_STEPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of the product; with PARTIAL, one segment's part, and out is [segments, M, N]."""
+    row_tiles = tl.cdiv(rows, ROWS)
+    # A group of row tiles covers all feature tiles before the next group.
+    program = tl.program_id(0)
+    in_group = GROUP * tl.cdiv(out_features, TILE)
+    first_row_tile = program // in_group * GROUP
+    group = tl.minimum(row_tiles - first_row_tile, GROUP)
+    row = (first_row_tile + program % in_group % group) * ROWS + tl.arange(0, ROWS)
+    tile = (program % in_group // group).to(tl.int64)
+    lane = tl.arange(0, TILE)
+    row_inside = row < rows
+    rows_at = row.to(tl.int64) * in_features
+
+    segments = tl.cdiv(steps, SEGMENT_STEPS)
+    first_segment = tl.program_id(1) if PARTIAL else 0
+    last_segment = tl.program_id(1) + 1 if PARTIAL else segments
+    total = tl.zeros((TILE, ROWS), tl.float32)
+    for segment in range(first_segment, last_segment):
+        part = tl.zeros((TILE, ROWS), tl.float32)
+        for step in range(segment * SEGMENT_STEPS, tl.minimum((segment + 1) * SEGMENT_STEPS, steps)):
+            first, second = weight_of_step(
+                codes, high, numbers, zeros, above, tile, lane, step, steps, span, super_span,
+                BITS, VALUES, ZERO, OFFSETS, PAIRED, SUPERS, GROUPS, HALF, TILE,
+            )  # fmt: skip
+            column = step * (2 * HALF) + tl.arange(0, HALF)
+            part = _add_half(part, first, x, rows_at, row_inside, column, in_features)
+            part = _add_half(part, second, x, rows_at, row_inside, column + HALF, in_features)
+        total += part
+
+    feature = tile * TILE + lane
+    inside = (feature < out_features)[:, None] & row_inside[None, :]
+    if PARTIAL:
+        out_at = out + (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * out_features + feature[:, None]
+    else:
+        out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
+        total += tl.load(bias + feature, mask=feature < out_features, other=0.0)[:, None]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sum_segments(parts, bias, out, rows, out_features, out_stride, segments, COLUMNS: tl.constexpr):
+    """Sum some columns of a row of parts [segments, rows, out_features], beginning with the first segment."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < out_features
+    at = parts + row * out_features + column
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for _ in range(segments):
+        total += tl.load(at, mask=inside, other=0.0)
+        at += rows.to(tl.int64) * out_features
+    total += tl.load(bias + column, mask=inside, other=0.0)
+    tl.store(out + row * out_stride + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def linear_few_bits(
+    x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, workspace: Tensor | None, num_sms: int
+) -> None:
+    """Write x @ weight.T + bias into out, summed in float32 and rounded once.
+
+    Args:
+        x: [M, in_features] bfloat16 or float16, contiguous.
+        weight: on the device of x.
+        bias: [out_features] float32; zeros without a bias.
+        out: [M, out_features] in the dtype of x or float32, columns adjacent, rows of any stride.
+        workspace: float32, `workspace_size` or more numbers, with any content; None if that is 0. Other work on the
+        same stream may share it.
+        num_sms: multiprocessors of the GPU.
+
+    Raises ValueError naming the argument.
+    """
+    _check(x, weight, bias, out)
+    rows, layout = x.shape[0], weight.layout
+    if not rows:
+        return
+    tile = tile_of(rows)
+    splits = num_splits(tile, rows, weight.rows, weight.columns, num_sms)
+    needed = splits * rows * weight.rows
+    if splits > 1 and (workspace is None or workspace.dtype != torch.float32 or workspace.numel() < needed):
+        raise ValueError(f"workspace: must be {needed} float32")
+    programs = -(-rows // tile.rows) * -(-weight.rows // TILE)
+    _linear_few_bits[(programs, splits)](
+        x,
+        *weight.planes,
+        bias,
+        workspace if splits > 1 else out,
+        rows,
+        weight.rows,
+        weight.columns,
+        out.stride(0),
+        layout.steps,
+        layout.span,
+        layout.super_span,
+        **_constants(layout, tile, partial=splits > 1),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+    )
+    if splits > 1:
+        _sum_segments[(rows, -(-weight.rows // _SUM_COLUMNS))](
+            workspace,
+            bias,
+            out,
+            rows,
+            weight.rows,
+            out.stride(0),
+            splits,
+            COLUMNS=_SUM_COLUMNS,
+            num_warps=_SUM_WARPS,
+            num_stages=_SUM_STAGES,
+            enable_fp_fusion=False,
+        )
+
+
+def _constants(layout: FewBitsLayout, tile: Tile, *, partial: bool) -> dict[str, Any]:
+    sizes = {"ROWS": tile.rows, "SEGMENT_STEPS": SEGMENT // (2 * layout.half), "GROUP": _GROUP}
+    return layout.constants() | sizes | {"PARTIAL": partial}
+
+
+def _check(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor) -> None:
+    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] != weight.columns:
+        raise ValueError(f"x: must be [M, {weight.columns}] bfloat16 or float16, is {list(x.shape)} {x.dtype}")
+    if not x.is_contiguous():
+        raise ValueError("x: must be contiguous")
+    if bias.dtype != torch.float32 or bias.shape != (weight.rows,) or not bias.is_contiguous():
+        raise ValueError(f"bias: must be [{weight.rows}] float32, is {list(bias.shape)} {bias.dtype}")
+    if out.shape != (x.shape[0], weight.rows) or out.dtype not in (x.dtype, torch.float32) or out.stride(1) != 1:
+        raise ValueError(f"out: must be [{x.shape[0]}, {weight.rows}] {x.dtype} or float32, with adjacent columns")
+
+
+_COLUMNS = 4096
+_COMMON = (
+    QuantFormat("Q4_K", 4, 32, super_group=256, offsets="minimum"),
+    QuantFormat("Q6_K", 6, 16, zero=32, super_group=256),
+    QuantFormat("Q4_0", 4, 32, zero=8),
+    QuantFormat("Q8_0", 8, 32, zero=128),
+    QuantFormat("gptq", 4, 128, offsets="zero_point"),
+    QuantFormat("fp8", 8, 128, values="e4m3", scale="float32"),
+    QuantFormat("w8a8", 8, _COLUMNS, zero=128, scale="bfloat16"),
+)
+_RARE = (
+    QuantFormat("Q4_1", 4, 32, offsets="minimum"),
+    QuantFormat("Q5_0", 5, 32, zero=16),
+    QuantFormat("Q5_1", 5, 32, offsets="minimum"),
+    QuantFormat("Q5_K", 5, 32, super_group=256, offsets="minimum"),
+    QuantFormat("w4a16", 4, 32, offsets="zero_point", scale="bfloat16"),
+    QuantFormat("fp8_rows", 8, _COLUMNS, values="e4m3", scale="float32"),
+    QuantFormat("mxfp4", 4, 32, values="e2m1", scale="e8m0"),
+)
+
+
+def variants() -> list[Variant]:
+    """Return common formats with every tile, rare ones with the least and the largest, and the sums of segments."""
+    found = [_variant(kind, tile, "bf16", "bf16") for kind in _COMMON for tile in _TILES]
+    found += [_variant(kind, tile, "bf16", "bf16") for kind in _RARE for tile in (_TILES[0], _TILES[-1])]
+    for kind in _COMMON:
+        found.append(_variant(kind, _TILES[0], "bf16", "fp32", partial=True))
+        found.append(_variant(kind, _TILES[0], "fp16", "fp16"))
+    # To logits; and with halves of 32 columns.
+    found += [_variant(_COMMON[1], tile, "bf16", "fp32") for tile in _TILES]
+    found += [_variant(kind, _TILES[0], "bf16", "bf16", columns=576) for kind in _COMMON[2:4]]
+    return [*found, *(_sum_variant(out) for out in ("bf16", "fp16", "fp32"))]
+
+
+def _variant(
+    kind: QuantFormat, tile: Tile, rows: str, out: str, *, partial: bool = False, columns: int = _COLUMNS
+) -> Variant:
+    layout = FewBitsLayout(kind, columns)
+    planes, known = plane_arguments(layout)
+    constants = _constants(layout, tile, partial=partial) | known
+    pointers = {"x": f"*{rows}", **planes, "bias": "*fp32", "out": f"*{out}"}
+    sizes = ("rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span")
+    what = "parts" if partial else f"to {out}"
+    return Variant(
+        name=f"linear_few_bits {rows} {kind.name} rows{tile.rows} {what}{'' if layout.half == 64 else ' narrow'}",
+        kernel=_linear_few_bits,
+        signature={
+            **pointers,
+            **{name: "i32" for name in sizes if name not in constants},
+            **dict.fromkeys(constants, "constexpr"),
+        },
+        constants=constants,
+        divisible=(*pointers, "out_features", "in_features", "out_stride"),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        fp_fusion=False,
+        wgmma=True,
+        quick=kind.name == "Q4_K" and rows == out and tile.rows in (16, 128),
+    )
+
+
+def _sum_variant(out: str) -> Variant:
+    return Variant(
+        name=f"linear_few_bits sum of segments to {out}",
+        kernel=_sum_segments,
+        signature={
+            **dict.fromkeys(("parts", "bias"), "*fp32"),
+            "out": f"*{out}",
+            **dict.fromkeys(("rows", "out_features", "out_stride", "segments"), "i32"),
+            "COLUMNS": "constexpr",
+        },
+        constants={"COLUMNS": _SUM_COLUMNS},
+        divisible=("parts", "bias", "out", "out_features", "out_stride"),
+        num_warps=_SUM_WARPS,
+        num_stages=_SUM_STAGES,
+        fp_fusion=False,
+        no_spills=True,
+    )

@@ -1,0 +1,171 @@
+"""From codes in few bits to numbers, in registers: each operation of `device.dequantize`, rounded to float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def values_of(code, zero, VALUES: tl.constexpr):
+    """Return the values of codes int32 as float32, exact; zero: of integers, float32."""
+    if VALUES == "integer":
+        # The bits of 2 ** 23 + code.
+        found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+    elif VALUES == "e4m3":
+        # As the bits of a float16 the number is 2 ** 8 times too small: the biases are 7 and 15.
+        narrow = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        found = narrow.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    else:  # e2m1: the biases are 1 and 15
+        narrow = ((code & 0x8) << 12) | ((code & 0x7) << 9)
+        found = narrow.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    return found
+
+
+@triton.jit
+def floats_of(stored):
+    """Return scales or minimums as float32; uint8: exponents with bias 127."""
+    if stored.dtype == tl.uint8:
+        bits = stored.to(tl.int32)
+        found = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
+    else:
+        found = stored.to(tl.float32)
+    return found
+
+
+@triton.jit
+def _load(at, row, COUNT: tl.constexpr):
+    """Return the numbers of rows [F] of a plane: [F], or [F, COUNT]."""
+    if COUNT == 1:
+        found = tl.load(at + row)
+    else:
+        found = tl.load(at + row[:, None] * COUNT + tl.arange(0, COUNT)[None, :])
+    return found
+
+
+@triton.jit
+def _pair(numbers, COUNT: tl.constexpr):
+    """Return the even and the odd columns of numbers [F, COUNT]: [F, COUNT / 2], or [F] each."""
+    if COUNT == 2:
+        even, odd = tl.split(numbers)
+    else:
+        even, odd = tl.split(tl.reshape(numbers, (numbers.shape[0], COUNT // 2, 2)))
+    return even, odd
+
+
+@triton.jit
+def _choose(first, second, SIZE: tl.constexpr, HALF: tl.constexpr):
+    """Return [F, HALF]: `first` in SIZE columns, then `second`."""
+    return tl.where(tl.arange(0, HALF)[None, :] < SIZE, first[:, None], second[:, None])
+
+
+@triton.jit
+def _spread(numbers, COUNT: tl.constexpr, HALF: tl.constexpr):
+    """Return [F, HALF], or [F, 1], of the numbers [F, COUNT] of a half's groups."""
+    if COUNT == 1:
+        wide = numbers[:, None]
+    elif COUNT == 2:
+        first, second = _pair(numbers, 2)
+        wide = _choose(first, second, HALF // 2, HALF)
+    else:
+        even, odd = _pair(numbers, 4)
+        first, third = _pair(even, 2)
+        second, fourth = _pair(odd, 2)
+        lower = _choose(first, second, HALF // 4, HALF)
+        upper = _choose(third, fourth, 3 * HALF // 4, HALF)
+        wide = tl.where(tl.arange(0, HALF)[None, :] < HALF // 2, lower, upper)
+    return wide
+
+
+@triton.jit
+def _spread_halves(numbers, GROUPS: tl.constexpr, HALF: tl.constexpr):
+    """Return the numbers [F, GROUPS] of a step as [F, HALF], or [F, 1], for each of its halves."""
+    if GROUPS == 1:
+        first = numbers[:, None]
+        second = first
+    else:
+        even, odd = _pair(numbers, GROUPS)
+        first, second = _spread(even, GROUPS // 2, HALF), _spread(odd, GROUPS // 2, HALF)
+    return first, second
+
+
+@triton.jit
+def _scaled(numbers, above, GROUPS: tl.constexpr):
+    """Return sub scales [F, GROUPS] times super scales [F]."""
+    if GROUPS == 1:
+        found = numbers * above
+    else:
+        found = numbers * above[:, None]
+    return found
+
+
+@triton.jit
+def _scales_and_offsets(
+    numbers, zeros, above, row, super_row,
+    OFFSETS: tl.constexpr, PAIRED: tl.constexpr, SUPERS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Return scales and offsets of a step, [F, GROUPS] float32; without offsets, the scales twice."""
+    if PAIRED:
+        stored, beside = _pair(_load(numbers, row, 2 * GROUPS), 2 * GROUPS)
+        scale, offset = floats_of(stored), floats_of(beside)
+    else:
+        scale = floats_of(_load(numbers, row, GROUPS))
+        offset = scale
+        if OFFSETS == "zero_point":
+            offset = _load(zeros, row, GROUPS).to(tl.float32)
+    if SUPERS and PAIRED:
+        super_scale, super_offset = _pair(_load(above, super_row, 2), 2)
+        scale = _scaled(scale, floats_of(super_scale), GROUPS)
+        offset = _scaled(offset, floats_of(super_offset), GROUPS)
+    elif SUPERS:
+        scale = _scaled(scale, _load(above, super_row, 1), GROUPS)
+    return scale, offset
+
+
+@triton.jit
+def _codes(codes, high, tile, lane, step, steps, BITS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr):
+    """Return the codes [F, HALF] int32 of both halves of a step."""
+    column = tl.arange(0, HALF)[None, :]
+    row = (tile * steps + step) * TILE + lane
+    if BITS == 8:
+        at = codes + ((tile * steps + step) * (2 * TILE) + lane)[:, None] * HALF + column
+        first, second = tl.load(at).to(tl.int32), tl.load(at + TILE * HALF).to(tl.int32)
+    else:
+        both = tl.load(codes + row[:, None] * HALF + column).to(tl.int32)
+        first, second = both & 0xF, both >> 4
+    if BITS == 5 or BITS == 6:
+        count: tl.constexpr = 2 * HALF * (BITS - 4) // 8
+        bits = tl.load(high + row[:, None] * count + column % count).to(tl.int32)
+        bits = bits >> (column // count * (BITS - 4))
+        mask: tl.constexpr = (1 << (BITS - 4)) - 1
+        first, second = first | (bits & mask) << 4, second | (bits >> 4 & mask) << 4
+    return first, second
+
+
+@triton.jit
+def weight_of_step(
+    codes, high, numbers, zeros, above, tile, lane, step, steps, span, super_span,
+    BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
+    SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers [F, HALF] float32 of both halves of a step.
+
+    Planes as in `layout`; tile, lane: [F], the places of the weight's rows in them.
+    """
+    first, second = _codes(codes, high, tile, lane, step, steps, BITS, HALF, TILE)
+    row = (tile * tl.cdiv(steps, span) + step // span) * TILE + lane
+    super_row = (tile * tl.cdiv(steps, super_span) + step // super_span) * TILE + lane
+    scale, offset = _scales_and_offsets(numbers, zeros, above, row, super_row, OFFSETS, PAIRED, SUPERS, GROUPS)
+    first_scale, second_scale = _spread_halves(scale, GROUPS, HALF)
+    if OFFSETS == "none":
+        first = values_of(first, ZERO * 1.0, VALUES) * first_scale
+        second = values_of(second, ZERO * 1.0, VALUES) * second_scale
+    else:
+        first_offset, second_offset = _spread_halves(offset, GROUPS, HALF)
+        if OFFSETS == "zero_point":
+            first = values_of(first, first_offset, VALUES) * first_scale
+            second = values_of(second, second_offset, VALUES) * second_scale
+        else:
+            first = values_of(first, 0.0, VALUES) * first_scale + first_offset
+            second = values_of(second, 0.0, VALUES) * second_scale + second_offset
+    return first, second

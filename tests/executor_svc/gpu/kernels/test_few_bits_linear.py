@@ -1,0 +1,191 @@
+"""Linears and embeddings with weights in few bits on a GPU: their numbers, sums, and the same bits in every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from executor_svc.device.dequantize import dequantize
+from executor_svc.device.stored_linear import QuantBlock, QuantFormat
+from executor_svc.gpu.kernels.few_bits.embedding import embed_few_bits
+from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight, is_supported
+from executor_svc.gpu.kernels.few_bits.linear import (
+    SEGMENT,
+    TILE_ROWS,
+    linear_few_bits,
+    num_splits,
+    tile_of,
+    workspace_size,
+)
+from tests.executor_svc.cpu.kernels.quantized.formats import (
+    FORMATS,
+    INT8_ROWS,
+    Q4_0,
+    Q4_K,
+    Q6_K,
+    format_of,
+    random_block,
+)
+from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import part_of
+
+SMS = 132
+BFLOAT16 = torch.bfloat16
+UNIT = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
+"""Largest relative error of rounding."""
+ODD = QuantFormat("groups of 96", 8, 96, zero=128, scale="float32")
+
+
+def packed(kind: QuantFormat, block: QuantBlock, device: torch.device, piece: int = 37) -> FewBitsWeight:
+    """Return a weight in a GPU's planes, written in pieces that end within tiles."""
+    weight = FewBitsWeight(kind, len(block), block.codes.shape[1], device)
+    for first in range(0, len(block), piece):
+        weight.write(first, part_of(block, first, first + piece))
+    return weight
+
+
+def made(name: str, rows: int, columns: int, device: torch.device) -> tuple[QuantFormat, QuantBlock, FewBitsWeight]:
+    kind = ODD if name == ODD.name else format_of(name, columns)
+    block = random_block(kind, rows, columns, seed=rows + columns)
+    return kind, block, packed(kind, block, device)
+
+
+def product(
+    x: Tensor, weight: FewBitsWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32, sms: int = SMS
+) -> Tensor:
+    """Return x @ weight.T + bias, written to columns in the middle of a wider tensor."""
+    size = workspace_size(weight.rows, weight.columns, sms)
+    workspace = torch.full((size,), float("nan"), device=x.device) if size else None
+    whole = torch.full((len(x) + 1, weight.rows + 9), 7.0, dtype=out_dtype, device=x.device)
+    out = whole[:-1, 8:-1]
+    added = torch.zeros(weight.rows, device=x.device) if bias is None else bias
+    linear_few_bits(x, weight, added, out, workspace, sms)
+    assert (whole[-1] == 7).all()
+    assert (whole[:, :8] == 7).all()
+    assert (whole[:, -1] == 7).all()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*FORMATS, ODD.name])
+def test_every_number_is_that_of_dequantize(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Rows of the table, and the product with a matrix of ones and zeros."""
+    columns = {"gptq 4": 384, "fp8 blocks": 384, ODD.name: 384, "gptq 8": 320}.get(name, 256 if "K" in name else 288)
+    kind, block, weight = made(name, 70, columns, device)
+    expected = dequantize(block, kind).to(dtype).to(device)
+
+    ids = torch.tensor([69, 0, -1, 63, 64], device=device)
+    rows = torch.empty(len(ids), columns, dtype=dtype, device=device)
+    embed_few_bits(weight, ids, 1.0, rows)
+    assert torch.equal(rows, torch.where(ids[:, None] >= 0, expected[ids], 0))
+    embed_few_bits(weight, ids, 0.3, rows)
+    assert torch.equal(rows, (torch.where(ids[:, None] >= 0, expected[ids], 0).float() * 0.3).to(dtype))
+
+    eye = torch.eye(columns, dtype=dtype, device=device)
+    assert torch.equal(product(eye, weight).t(), expected.float())
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_0", "gptq 4", "fp8 blocks", INT8_ROWS])
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (19, torch.float16), (70, torch.bfloat16)])
+def test_products(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Several segments, the last a part, and rows of the weight that fill no tile."""
+    columns = 1280
+    kind, block, weight = made(name, 130, columns, device)
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=generator).to(dtype).to(device)
+    bias = torch.randn(130, generator=generator).to(device)
+    numbers = dequantize(block, kind).double().to(device)
+    exact = x.double() @ numbers.t() + bias.double()
+    magnitudes = x.double().abs() @ numbers.abs().t() + bias.double().abs()
+    # Each number is rounded to dtype, each sum to float32.
+    bound = (UNIT[dtype] + (columns + 8) * 2**-24) * magnitudes
+    found = product(x, weight, bias)
+    assert ((found.double() - exact).abs() <= bound).all()
+    rounded = product(x, weight, bias, out_dtype=dtype)
+    assert torch.equal(rounded, found.to(dtype))
+
+
+@pytest.fixture
+def chained_sums(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
+    """Under the interpreter, products are chains of sums as on a GPU: numpy's order depends on the shape."""
+    if device.type == "cuda":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def matmul(a: Any, b: Any, **_: Any) -> Any:
+        total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+        for index in range(a.shape[1]):
+            total = total + a[:, index : index + 1].astype(np.float32) * b[index : index + 1].astype(np.float32)
+        return total
+
+    def dot(self: Any, *operands: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(interpreter.np, "matmul", matmul)
+            return create_dot(self, *operands)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    yield
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+def test_the_bits_of_a_row_do_not_depend_on_the_batch(name: str, device: torch.device, chained_sums: None) -> None:
+    """Alone, among others, in every tile, and with segments of its own programs or of one."""
+    columns = SEGMENT + 256
+    _, _, weight = made(name, 67, columns, device)
+    x = torch.randn(130, columns, generator=torch.Generator().manual_seed(5)).to(BFLOAT16).to(device)
+    expected = product(x, weight)
+    for rows in (1, 2, 16, 17, 33, 64, 70):
+        for first in {0, 130 - rows}:
+            assert torch.equal(product(x[first : first + rows], weight), expected[first : first + rows]), rows
+    assert num_splits(tile_of(9), 9, 67, columns, SMS) > num_splits(tile_of(9), 9, 67, columns, 1) == 1
+    assert torch.equal(product(x[:9], weight, sms=1), expected[:9])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_memory_is_that_of_the_format(name: str) -> None:
+    for columns in (4096, 576):
+        kind = format_of(name, columns)
+        if columns % (kind.super_group or kind.group) == 0:
+            weight = FewBitsWeight(kind, 256, columns, torch.device("cpu"))
+            assert weight.num_bytes <= 1.05 * kind.num_bytes((256, columns)), columns
+
+
+def test_what_no_kernel_has() -> None:
+    assert all(is_supported(format_of(name, 4096), 4096) for name in FORMATS)
+    assert not is_supported(QuantFormat("groups of 8", 4, 8), 4096)
+    assert not is_supported(Q6_K, 4096 + 128)
+    assert not is_supported(QuantFormat("sevens", 4, 32, values="e4m3"), 4096)
+    assert TILE_ROWS == (16, 32, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 32, dtype=BFLOAT16)}, r"x: must be \[M, 64\] bfloat16 or float16"),
+        ({"x": torch.zeros(2, 64)}, "x: must be"),
+        ({"x": torch.zeros(64, 2, dtype=BFLOAT16).t()}, "x: must be contiguous"),
+        ({"bias": torch.zeros(7)}, r"bias: must be \[8\] float32"),
+        ({"out": torch.zeros(2, 8, dtype=torch.float16)}, r"out: must be \[2, 8\] torch.bfloat16 or float32"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Tensor], message: str) -> None:
+    weight = packed(Q4_0, random_block(Q4_0, 8, 64, seed=1), torch.device("cpu"))
+    arguments = {"x": torch.zeros(2, 64, dtype=BFLOAT16), "bias": torch.zeros(8), "out": torch.zeros(2, 8)} | change
+    with pytest.raises(ValueError, match=message):
+        linear_few_bits(arguments["x"], weight, arguments["bias"], arguments["out"], None, SMS)
+
+
+def test_a_workspace_is_needed_where_segments_are_split(device: torch.device) -> None:
+    kind, block, weight = made("Q4_K", 64, 2048, device)
+    x, out = torch.zeros(1, 2048, dtype=BFLOAT16, device=device), torch.zeros(1, 64, device=device)
+    with pytest.raises(ValueError, match="workspace: must be 128 float32"):
+        linear_few_bits(x, weight, torch.zeros(64, device=device), out, None, SMS)
+    assert kind == Q4_K
+    assert len(block) == 64

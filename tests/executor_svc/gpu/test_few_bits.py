@@ -1,0 +1,112 @@
+"""Models in few bits on a GPU: tokens of the same numbers kept dense, their memory, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from executor_svc.device.dequantize import dequantize
+from executor_svc.device.few_bits import FewBits
+from executor_svc.device.interface import DeviceError
+from executor_svc.device.stored_linear import StoredLinear
+from executor_svc.gpu.linear import Workspace
+from executor_svc.gpu.stored_linear import GpuStoredLinear
+from tests.checkpoints import make_checkpoint
+from tests.executor_svc.cpu.kernels.quantized.formats import Q4_K, Q6_K, format_of, random_block
+from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
+from tests.executor_svc.driver import Model
+from tests.executor_svc.gpu.test_families import tokens_of
+from tests.helpers.gguf_files import dequantized, write_gguf
+from tests.helpers.quantized_layouts import quantize_checkpoint
+
+GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 128, "intermediate_size": 96, "head_dim": 64, "num_hidden_layers": 1,
+}  # fmt: skip
+
+
+def mixed(name: str) -> Type:
+    """Return another type for each part of a fused projection, one of them dense."""
+    parts = {"attn_q": Type.Q5_1, "attn_k": Type.Q8_0, "attn_v": Type.F16, "ffn_gate": Type.Q4_1, "ffn_up": Type.Q5_0}
+    return next((kind for part, kind in parts.items() if f".{part}." in name), Type.Q4_0)
+
+
+def forms(model: Model) -> set[str]:
+    return {form.rpartition(": ")[2] for form in model.device.few_bits.forms}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_of_a_gguf_file_are_those_of_its_numbers(tmp_path: Path, tied: bool) -> None:
+    folder = make_checkpoint(tmp_path / "made", "llama", tie_word_embeddings=tied, **SHAPE)
+    model = Model(write_gguf(folder, tmp_path / "mixed.gguf", mixed), **GPU)
+    assert forms(model) == {"weights alone"}
+    assert tokens_of(model) == tokens_of(Model(dequantized(folder, tmp_path / "dense", mixed), **GPU))
+
+
+@pytest.mark.parametrize("layout", ["gptq with desc_act", "fp8 in blocks"])
+def test_tokens_of_a_checkpoint_are_those_of_its_numbers(tmp_path: Path, layout: str) -> None:
+    folder = make_checkpoint(tmp_path / "made", "llama", **SHAPE)
+    quantize_checkpoint(folder, layout, tmp_path / "few bits", tmp_path / "dense")
+    model, dense = Model(tmp_path / "few bits", **GPU), Model(tmp_path / "dense", **GPU)
+    assert forms(model) == {"weights alone"}
+    assert model.loaded.geometry.weight_bytes < dense.loaded.geometry.weight_bytes
+    assert tokens_of(model) == tokens_of(dense)
+    with pytest.raises(DeviceError, match=r"--quantization int8: .* is in few bits already; use --quantization none"):
+        Model(tmp_path / "few bits", quantization="int8", **GPU)
+
+
+def test_in_float32_weights_are_dense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_checkpoint(tmp_path / "made", "llama", **SHAPE)
+    quantize_checkpoint(folder, "awq", tmp_path / "few bits", tmp_path / "dense")
+    with caplog.at_level(logging.WARNING):
+        model = Model(tmp_path / "few bits", device="cuda", dtype="float32")
+    assert forms(model) == {"dense"}
+    assert "attention.qkv: no kernel for AWQ, kept in torch.float32" in caplog.text
+
+
+def test_a_fused_linear_of_several_formats(device: torch.device) -> None:
+    """Equal formats that follow each other are one launch, one of another order of columns is not."""
+    columns = 256
+    kinds = [Q4_K, Q4_K, Q6_K, Q6_K, format_of("Q8_0", columns)]
+    blocks = [random_block(kind, 30 + index, columns, seed=index) for index, kind in enumerate(kinds)]
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(1))
+    orders = [None, None, None, order, None]
+    few = [BlockRows(*each) for each in zip(kinds, blocks, orders, strict=True)]
+    dense = torch.randn(20, columns).to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(5, columns, generator=generator).to(torch.bfloat16).to(device)
+    bias = torch.randn(30 + 31 + 32 + 33 + 34 + 20, generator=generator).to(torch.bfloat16).to(device)
+
+    weight = StoredLinear([*few, TensorRows(dense.to(device))], torch.bfloat16)
+    noted = FewBits()
+    linear = GpuStoredLinear("qkv", weight, bias, Workspace(device), noted)
+    assert [getattr(part, "weight", None) is not None for part in linear.parts] == [True, True, True, True, False]
+    found = linear(x, out_dtype=torch.float32)
+
+    numbers = [dequantize(block, kind).to(torch.bfloat16) for block, kind in zip(blocks, kinds, strict=True)]
+    numbers[3] = torch.empty_like(numbers[3]).index_copy_(1, order, numbers[3])
+    whole = torch.cat([*numbers, dense]).double().to(device)
+    expected = x.double() @ whole.t() + bias.double()
+    bound = (columns + 8) * 2**-24 * (x.double().abs() @ whole.abs().t() + bias.double().abs())
+    assert ((found.double() - expected).abs() <= bound).all()
+    assert torch.equal(linear(x), found.to(torch.bfloat16))
+    assert noted.saved_bytes > 0
+
+
+class TensorRows:
+    """Implements `WeightRows`: a tensor in memory."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.dtype = weight, weight.dtype
+        self.shape = (weight.shape[0], weight.shape[1])
+
+    def whole(self) -> torch.Tensor:
+        return self.weight
+
+    def blocks(self, num_bytes: int, multiple: int) -> Any:
+        raise NotImplementedError

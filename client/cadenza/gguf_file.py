@@ -1,7 +1,8 @@
 """Reads the header of a GGUF file: its metadata, and where its tensors lie. Needs no torch; no tensor is read.
 
 The format is ggml's (github.com/ggml-org/ggml/blob/master/docs/gguf.md). A header may be hostile: each count and length
-is held against the bytes that are left before anything is read for it, and each tensor lies within its file.
+is held against the bytes that are left and against a limit before anything is read for it, and each tensor lies within
+its file.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 1 << 26
 """Those of models with 260000 tokens have 16 MB."""
+_MAX_PAIRS = 1 << 14
+_MAX_TENSORS = 1 << 16
+_MAX_ITEMS = 1 << 21
+"""Of all arrays together: each becomes an object. Vocabularies of 260000 tokens have 1.3 million with their merges."""
 _MAX_KEY_BYTES = 65_535
-_MAX_PAIRS = _MAX_TENSORS = 1 << 16
-_MAX_ITEMS = 1 << 23
-"""Of all arrays of the metadata. Python's objects take many times the bytes of a file; models have a tenth of these."""
 _MAX_NAME_BYTES = 127
 _MAX_DIMENSIONS = 4
 _MIN_PAIR_BYTES = 8 + 4 + 1
@@ -107,6 +109,10 @@ class GgufTensor:
         return math.prod(self.shape) // self.type.block_columns * self.type.block_bytes
 
 
+Stamp = tuple[int, int, int, int]
+"""Device, inode, bytes and time of the last change of a file."""
+
+
 @dataclass(frozen=True, slots=True)
 class GgufFile:
     """The header of a model's file; of a model in several files, that of the first with the tensors of all."""
@@ -114,6 +120,18 @@ class GgufFile:
     paths: tuple[Path, ...]
     metadata: GgufMetadata
     tensors: dict[str, GgufTensor]
+    stamps: tuple[Stamp, ...]
+    """Of the files when their headers were read."""
+
+    def check_unchanged(self) -> None:
+        """Raise GgufError if a file was replaced or written to since its header was read."""
+        for path, stamp in zip(self.paths, self.stamps, strict=True):
+            try:
+                now = _stamp(path.stat())
+            except OSError as error:
+                raise GgufError(f"{path}: cannot be read: {error.strerror or error}") from error
+            if now != stamp:
+                raise GgufError(f"{path}: the file has changed while it was read; start again")
 
 
 def find_gguf(model: str | os.PathLike[str]) -> Path | None:
@@ -126,7 +144,7 @@ def find_gguf(model: str | os.PathLike[str]) -> Path | None:
         return path if path.suffix == ".gguf" else None
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    names = sorted(each.name for each in path.glob("*.gguf"))
+    names = sorted(each.name for each in path.glob("*.gguf") if each.is_file())
     first = [name for name in names if (split := _SPLIT_NAME.fullmatch(name)) is None or int(split["number"]) == 1]
     if len(first) > 1:
         raise GgufError(f"model folder {path}: it holds several GGUF files: {', '.join(first)}; give one of them")
@@ -138,18 +156,20 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises GgufError, which names the file and what is wrong in it.
     """
-    metadata, tensors = _read_one(path)
+    metadata, tensors, stamp = _read_one(path)
+    stamps = [stamp]
     split = _SPLIT_NAME.fullmatch(path.name)
     count = metadata.integer("split.count", 1, at_least=0)
     if count <= 1:
-        return GgufFile((path,), metadata, tensors)
+        return GgufFile((path,), metadata, tensors, (stamp,))
     if split is None or int(split["count"]) != count:
         raise GgufError(f"{path}: a part of {count}, but its name does not end in -00001-of-{count:05}.gguf")
     paths = [path.with_name(f"{split['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     if metadata.integer("split.no", at_least=0) != 0 or path != paths[0]:
         raise GgufError(f"{path}: a later part of a model of {count} files; give the first, {paths[0].name}")
     for number, part in enumerate(paths[1:], 1):
-        other, more = _read_one(part)
+        other, more, stamp = _read_one(part)
+        stamps.append(stamp)
         if (other.integer("split.no", at_least=0), other.integer("split.count", at_least=0)) != (number, count):
             raise GgufError(f"{part}: not part {number + 1} of {count} by its split.no and split.count")
         twice = next((name for name in more if name in tensors), None)
@@ -159,15 +179,19 @@ def read_gguf(path: Path) -> GgufFile:
     whole = metadata.integer("split.tensors.count", len(tensors))
     if whole != len(tensors):
         raise GgufError(f"{path}: its {count} files hold {len(tensors)} tensors, split.tensors.count says {whole}")
-    return GgufFile(tuple(paths), metadata, tensors)
+    return GgufFile(tuple(paths), metadata, tensors, tuple(stamps))
 
 
-def _read_one(path: Path) -> tuple[GgufMetadata, dict[str, GgufTensor]]:
+def _read_one(path: Path) -> tuple[GgufMetadata, dict[str, GgufTensor], Stamp]:
     try:
         with path.open("rb") as file:
-            return _Header(path, file).read()
+            return *_Header(path, file).read(), _stamp(os.fstat(file.fileno()))
     except OSError as error:
         raise GgufError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _Header:
@@ -179,8 +203,8 @@ class _Header:
         self._size = os.fstat(file.fileno()).st_size
         self._position = 0
         self._limit = min(self._size, _MAX_HEADER_BYTES)
+        self._items = 0
         self._what = "its header"
-        self._num_items = 0
 
     def read(self) -> tuple[GgufMetadata, dict[str, GgufTensor]]:
         num_tensors, num_pairs = self._counts()
@@ -238,9 +262,11 @@ class _Header:
             raise self._error(f"{self._what} is an array of the type {kind}, which is not supported")
         item = 8 if kind == _STRING else struct.calcsize(f"<{_SCALARS[kind]}")
         self._fits(count * item)
-        self._num_items += count
-        if self._num_items > _MAX_ITEMS:
-            raise self._error(f"with {self._what} the metadata has over {_MAX_ITEMS} items in arrays")
+        self._items += count
+        if self._items > _MAX_ITEMS:
+            raise self._error(
+                f"the arrays up to {self._what} have {self._items} items; at most {_MAX_ITEMS} are supported"
+            )
         if kind == _STRING:
             return [self._string() for _ in range(count)]
         numbers = array(_SCALARS[kind], self._take(count * item))

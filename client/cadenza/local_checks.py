@@ -35,11 +35,13 @@ def check_model(model: str | os.PathLike[str]) -> str:
         raise OptionError("option model: it is empty: give a folder, a GGUF file or a hub id")
     path = Path(model).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return str(path.resolve())
+        # Links stay: the hub's cache links a name that ends in .gguf to one that does not.
+        return str(path.absolute())
     if path.exists():
         raise OptionError(f"option model: {model!r} is neither a folder nor a GGUF file, whose name ends in .gguf")
     if path.suffix == ".gguf":
-        raise OptionError(f"option model: there is no file {model!r}")
+        hint = "" if model.startswith(("/", ".", "~")) else "; a file of the hub must be downloaded first"
+        raise OptionError(f"option model: there is no file {model!r}{hint}")
     if _is_path(model):
         raise OptionError(f"option model: there is no folder {model!r}{_nearest_folder(path)}")
     return model

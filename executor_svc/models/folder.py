@@ -150,7 +150,7 @@ def tokenizer_of(model: str, folder: Path) -> str:
     gguf = gguf_of(model)
     if gguf is not None:
         has_none = gguf.metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab")
-        return "" if has_none else str(gguf.paths[0].resolve())
+        return "" if has_none else str(gguf.paths[0].absolute())
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return ""
     return str(folder.resolve()) if Path(model).expanduser().is_dir() else model

@@ -14,7 +14,7 @@ from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import KVScales
-from executor_svc.models.base import CausalLM, ModelConfigError
+from executor_svc.models.base import CausalLM, ModelConfigError, WeightSource
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
 from executor_svc.models.decoder import Decoder, ignored_tensors
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder, token_ids_of, tokenizer_of
@@ -27,6 +27,7 @@ from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, own_architecture, unknown_architecture
+from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import ModelGeometry
 
 __all__ = ["LoadedModel", "LoaderError", "ModelGeometry", "load_model"]
@@ -124,7 +125,7 @@ def _load_own(
     source = weights if rounding is None else RoundedSource(weights, rounding, saved)
     with saved or nullcontext():
         with device.loading():
-            model = Decoder(spec, max_model_len, source, device, scales)
+            model = _decoder(spec, max_model_len, source, device, scales, folder)
         if not isinstance(weights, DummyWeights):
             ignored = ignored_tensors(spec)
             weights.check_all_used(lambda tensor: tensor.endswith(ignored))
@@ -135,12 +136,27 @@ def _load_own(
         model=model,
         geometry=geometry,
         eos_token_ids=tuple(token for token in eos if token < geometry.vocab_size),
-        bos_token_id=bos,
+        bos_token_id=bos if bos is not None and bos < geometry.vocab_size else None,
         tokenizer=tokenizer_of(config.model, folder),
         weights_digest=weights.digest(),
         spec_digest=spec.digest(max_model_len),
         shares_prefixes=spec.shares_prefixes(max_model_len),
     )
+
+
+def _decoder(
+    spec: DecoderSpec,
+    max_model_len: int,
+    source: WeightSource,
+    device: Device,
+    scales: Sequence[KVScales | None] | None,
+    folder: Path,
+) -> Decoder:
+    """Load the weights; raises LoaderError, also for positions whose rotary angles are too large."""
+    try:
+        return Decoder(spec, max_model_len, source, device, scales)
+    except ModelConfigError as error:
+        raise LoaderError(f"{'model folder ' if folder.is_dir() else ''}{folder}: {error}") from error
 
 
 def load_through_transformers(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from cadenza.gguf_file import read_gguf
 from cadenza.gguf_metadata import GgufMetadata
+from cadenza.gguf_tokens import type_of
 from scheduler_svc.requests.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _T = TypeVar("_T")
@@ -22,20 +23,18 @@ _PREFIX = "tokenizer.ggml"
 _NO_MODEL = ("none", "no_vocab")
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Types of tokens that are not like others; 1 is a normal one, 5 an unused one."""
+_ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
+"""Types of tokens that are found in any text before it is split."""
 _SPACE = "▁"
+_MAX_TOKEN_CHARS = 1024
+"""Of byte-level tokens. Those of the families have 256 at most."""
 _MAX_PIECE_CHARS = 256
 """Of sentencepiece's tokens: the pairs that may become one are as many as its characters. Gemma's have 31."""
+_MAX_PAIRS, _MAX_MERGES = 1 << 22, 1 << 20
+"""Of all sentencepiece's tokens: pairs that may become one, and pairs that do. Gemma has 2 million and 600,000."""
+_MAX_ADDED = 1 << 16
+"""Tokens of their own in any text. Gemma has 6400."""
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-_CONTROL_TEXTS = frozenset(
-    (
-        "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-        "</s>", "<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<|fim_prefix|>", "<fim-prefix>",
-        "<fim_prefix>", "<PRE>", "▁<PRE>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>",
-        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>",
-        "<PAD>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
-    )
-)  # fmt: skip
-"""Tokens that are control tokens whatever type a file states, as in llama.cpp."""
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -80,15 +79,18 @@ def load_gguf_tokenizer(path: Path) -> Any | None:
 
 def _read_vocabulary(metadata: GgufMetadata) -> _Vocabulary:
     key = f"{_PREFIX}.tokens"
+    at_most = _MAX_TOKEN_CHARS if metadata.text(f"{_PREFIX}.model") == "gpt2" else _MAX_PIECE_CHARS
     tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(metadata.texts(key))]
     if not tokens:
         raise metadata.error(key, "is empty")
     ids: dict[str, int] = {}
     for token_id, text in enumerate(tokens):
+        if len(text) > at_most:
+            raise metadata.error(key, f"has {len(text)} characters at {token_id}; at most {at_most} are supported")
         if ids.setdefault(text, token_id) != token_id:
             raise metadata.error(key, f"has {text[:100]!r} twice: {ids[text]} and {token_id}")
     types = _of_each(metadata, "token_type", metadata.integers(f"{_PREFIX}.token_type", [1] * len(tokens)), tokens)
-    types = [_CONTROL if text in _CONTROL_TEXTS else kind for text, kind in zip(tokens, types, strict=False)]
+    types = [type_of(text, kind) for text, kind in zip(tokens, types, strict=True)]
     return _Vocabulary(metadata, tokens, ids, types)
 
 
@@ -174,20 +176,25 @@ def _scored_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """
     metadata, tokens = vocabulary.metadata, vocabulary.tokens
     scores = _of_each(metadata, "scores", metadata.numbers(f"{_PREFIX}.scores"), tokens)
-    for token_id, (text, score) in enumerate(zip(tokens, scores, strict=True)):
-        if math.isnan(score):
-            raise metadata.error(f"{_PREFIX}.scores", f"has NaN for token {token_id}")
-        if len(text) > _MAX_PIECE_CHARS:
-            problem = f"has {len(text)} characters at {token_id}; at most {_MAX_PIECE_CHARS} are supported"
-            raise metadata.error(f"{_PREFIX}.tokens", problem)
-    parts = {text for text, kind in zip(tokens, vocabulary.types, strict=True) if kind != _BYTE}
+    nan = next((token_id for token_id, score in enumerate(scores) if math.isnan(score)), None)
+    if nan is not None:
+        raise metadata.error(f"{_PREFIX}.scores", f"has NaN for token {nan}")
+    num_pairs = sum(len(text) - 1 for text in tokens)
+    if num_pairs > _MAX_PAIRS:
+        problem = f"has tokens that may be made of {num_pairs} pairs; at most {_MAX_PAIRS} are supported"
+        raise metadata.error(f"{_PREFIX}.tokens", problem)
+    parts = {text: text for text, kind in zip(tokens, vocabulary.types, strict=True) if kind != _BYTE}
     merges: list[tuple[str, str]] = []
     for token_id in sorted(range(len(tokens)), key=lambda each: (-scores[each], each)):
         text = tokens[token_id]
         for cut in range(len(text) - 1, 0, -1):
-            left, right = text[:cut], text[cut:]
-            if left in parts and right in parts:
+            # The tokens themselves, so that merges share their texts.
+            left, right = parts.get(text[:cut]), parts.get(text[cut:])
+            if left is not None and right is not None:
                 merges.append((left, right))
+        if len(merges) > _MAX_MERGES:
+            problem = f"has tokens that are made of over {_MAX_MERGES} pairs of tokens"
+            raise metadata.error(f"{_PREFIX}.tokens", problem)
     return merges
 
 
@@ -211,9 +218,14 @@ def _finished(raw: Any, vocabulary: _Vocabulary, special: dict[str, int | None],
     if named:
         raw.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
     special["pad"] = vocabulary.special_id("padding")
-    texts = {f"{name}_token": tokens[token_id] for name, token_id in special.items() if token_id is not None}
+    texts = {f"{name}_token": token_id for name, token_id in special.items() if token_id is not None}
+    own = {name: tokens[token_id] for name, token_id in texts.items() if vocabulary.types[token_id] in _ADDED}
     # Without local_files_only, transformers looks up names of large vocabularies at the hub.
-    inner = PreTrainedTokenizerFast(tokenizer_object=raw, local_files_only=True, **texts)
+    inner = PreTrainedTokenizerFast(tokenizer_object=raw, local_files_only=True, **own)
+    for name, token_id in texts.items():
+        if name not in own:
+            # For templates. The constructor would cut each text at a normal token, as no file of its type wants it.
+            setattr(inner, name, tokens[token_id])
     if "tokenizer.chat_template" in metadata:
         inner.chat_template = metadata.text("tokenizer.chat_template")
     return inner
@@ -234,6 +246,9 @@ def _add_tokens(raw: Any, vocabulary: _Vocabulary) -> None:
             rstrip=is_phi3 and text not in _PHI3_KEEPS_SPACE,
         )
         for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        if kind in _ADDED
     ]
+    if len(added) > _MAX_ADDED:
+        problem = f"has {len(added)} control, unknown and user-defined tokens; at most {_MAX_ADDED} are supported"
+        raise vocabulary.metadata.error(f"{_PREFIX}.token_type", problem)
     raw.add_tokens(added)

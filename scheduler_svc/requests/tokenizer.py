@@ -256,7 +256,10 @@ def _check_count(num_tokens: int) -> None:
 def _special_ids(inner: Any) -> frozenset[int]:
     added = getattr(inner, "added_tokens_decoder", None) or {}
     special = {int(token_id) for token_id, token in added.items() if token.special}
-    return frozenset(special | {int(token_id) for token_id in inner.all_special_ids if token_id is not None})
+    named = {int(token_id) for token_id in inner.all_special_ids if token_id is not None}
+    if getattr(inner, "is_fast", False):
+        named &= added.keys()  # others are in no decoder's list: a GGUF file may name a normal token
+    return frozenset(special | named)
 
 
 def _anchor(fast: Any) -> int | None:

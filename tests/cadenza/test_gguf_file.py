@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import struct
@@ -96,6 +97,21 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "long value": (header([pair("k", 8, struct.pack("<Q", 1000))], []), "ends within the value of k, which has 1000"),
     "absurd value": (header([pair("k", 8, struct.pack("<Q", 2**62))], []), "the value of k has a string of 4611"),
     "long array": (header([pair("k", 9, struct.pack("<IQ", 6, 2**61))], []), "file ends within the value of k"),
+    "many items": (
+        header(
+            [pair("k", 9, struct.pack("<IQ", 0, 2**21) + bytes(2**21)), pair("n", 9, struct.pack("<IQB", 0, 1, 7))], []
+        ),
+        "the arrays up to the value of n have 2097153 items; at most 2097152",
+    ),
+    "many texts": (
+        header([pair("k", 9, struct.pack("<IQ", 8, 2**22) + bytes(2**25))], []),
+        "the value of k have 4194304 items",
+    ),
+    "more pairs": (
+        struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**14 + 1) + bytes(2**20),
+        "16385 pairs of metadata; at most 16384",
+    ),
+    "more tensors": (struct.pack("<4sIQQ", b"GGUF", 3, 2**16 + 1, 0) + bytes(2**22), "65537 tensors; at most 65536"),
     "nested array": (header([pair("k", 9, struct.pack("<IQ", 9, 1))], []), "array of the type 9, which is not"),
     "unknown type": (header([pair("k", 77, b"")], []), "the value of k has the unknown type 77"),
     "not UTF-8": (header([pair("k", 8, text("ab").replace(b"ab", b"\xff\xfe"))], []), "the value of k is not UTF-8"),
@@ -212,6 +228,11 @@ def test_file_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(GgufError, match=r"several GGUF files: a\.gguf, b\.gguf; give one of them"):
         find_gguf(tmp_path)
     assert find_gguf(second) == second
+    second.unlink()
+    os.mkfifo(second)  # a read of it would wait for a writer
+    (tmp_path / "c.gguf").mkdir()
+    assert find_gguf(tmp_path) == first
+    assert find_gguf(second) is None
     write(tmp_path / "config.json", b"{}")
     assert find_gguf(tmp_path) is None
     assert find_gguf(tmp_path / "config.json") is None

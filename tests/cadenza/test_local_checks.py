@@ -33,6 +33,11 @@ def test_model_folders(tmp_path):
         check_model(tmp_path / "file")
     with pytest.raises(OptionError, match=r"^option model: there is no file './nope\.gguf'$"):
         check_model("./nope.gguf")
+    for of_the_hub in ("owner/name/file.gguf", "owner/file.gguf"):
+        with pytest.raises(OptionError, match=r"file\.gguf'; a file of the hub must be downloaded first$"):
+            check_model(of_the_hub)
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "file")
+    assert check_model(tmp_path / "link.gguf") == str(tmp_path / "link.gguf"), "the hub's cache has such links"
     for empty in ("", " "):
         with pytest.raises(OptionError, match=r"^option model: it is empty"):
             check_model(empty)

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from cadenza.gguf_file import GgufFile
+from cadenza.gguf_tokens import END_KEYS, END_TEXTS
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.rope_content import VectorReader, rope_content, shortest
 
@@ -22,12 +23,10 @@ _ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
 }
 _TABLE = "token_embd.weight"
-_END_TEXTS = frozenset(
-    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
-)
-"""Tokens that end a generation whether or not the metadata names them: llama.cpp's list, for the families here."""
-_CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens."""
+_MAX_LAYERS = 10_000
+"""As many as a config.json may have."""
+_SENTENCEPIECE_BOS, _SENTENCEPIECE_EOS = 1, 2
+"""Ids of vocabularies of sentencepiece that do not name them."""
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose attention scale is of hidden_size / num_attention_heads; others: of the head size."""
 
@@ -71,16 +70,20 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
 
 
 def special_token_ids(file: GgufFile) -> tuple[list[int], int | None]:
-    """Return the end-of-text ids, ascending, and the beginning-of-text id; raises GgufError."""
+    """Return the end-of-text ids, ascending, and the beginning-of-text id; raises GgufError.
+
+    Tokens with the texts of ends are ends, whatever type the file states, as in llama.cpp.
+    """
     metadata, prefix = file.metadata, "tokenizer.ggml"
-    ends = [f"{prefix}.{name}_token_id" for name in ("eos", "eot", "eom")]
-    eos = {metadata.integer(key, at_least=0) for key in ends if key in metadata}
-    types = metadata.integers(f"{prefix}.token_type", [])
-    for token, text in enumerate(metadata.texts(f"{prefix}.tokens", [])):
-        if text in _END_TEXTS and token < len(types) and types[token] in (_CONTROL, _USER_DEFINED):
-            eos.add(token)
-    bos = f"{prefix}.bos_token_id"
-    return sorted(eos), metadata.integer(bos, at_least=0) if bos in metadata else None
+    eos = {metadata.integer(key, at_least=0) for key in END_KEYS if key in metadata}
+    texts, bos = metadata.texts(f"{prefix}.tokens", []), f"{prefix}.bos_token_id"
+    eos |= {token for token, text in enumerate(texts) if text in END_TEXTS}
+    is_sentencepiece = metadata.get(f"{prefix}.model") == "llama"
+    if is_sentencepiece and f"{prefix}.eos_token_id" not in metadata:
+        eos.add(_SENTENCEPIECE_EOS)
+    if bos in metadata:
+        return sorted(eos), metadata.integer(bos, at_least=0)
+    return sorted(eos), _SENTENCEPIECE_BOS if is_sentencepiece else None
 
 
 class _Reader:
@@ -153,7 +156,7 @@ def _gemma_content(read: _Reader, content: dict[str, Any], window: int | None) -
     if isinstance(pattern, list):
         result["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
     elif pattern is not None:
-        every, count = metadata.integer(key), content["num_hidden_layers"]
+        every, count = metadata.integer(key), min(content["num_hidden_layers"], _MAX_LAYERS)
         types = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(count)]
         result["layer_types"] = types
     return result

@@ -16,7 +16,6 @@ from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.block_types import BLOCK_TYPES, DENSE_TYPES
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
-from executor_svc.models.quantized.tensors import check_scales
 from executor_svc.models.safetensors_file import StoredTensor
 
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -51,7 +50,11 @@ class GgufWeights(Weights):
         return GgufRows(tensor, shape, self._names.head_rows(name), lambda digest: self._add(name, shape, digest))
 
     def check_all_used(self, ignored: Callable[[str], bool]) -> None:
-        """Raise LoaderError if the files hold tensors that the model has not read: they are of another model."""
+        """Raise LoaderError if the files hold tensors that the model has not read: they are of another model.
+
+        Raises GgufError if a file has changed since its header was read: tensors may be of both contents.
+        """
+        self._file.check_unchanged()
         used = {self._names.stored(name) for name in self._hashes}
         unused = sorted(name for name in self._file.tensors if name not in used and not ignored(name))
         unused = [name for name in unused if name not in _FACTORS]
@@ -124,7 +127,7 @@ class GgufRows:
         return self._tensor.num_bytes
 
     def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
-        """As in `QuantRows`."""
+        """As in `QuantRows`; raises LoaderError for scales that are not finite."""
         tensor = self._tensor
         kind, size = BLOCK_TYPES[tensor.type.name], tensor.type.block_bytes
         unit = multiple if self._head_rows is None else math.lcm(multiple, self._head_rows)
@@ -136,11 +139,15 @@ class GgufRows:
             content.update(block)
             ordered = block if self._head_rows is None else halves(block, self._head_rows)
             unpacked = kind.unpack(ordered.unflatten(1, (-1, size)))
-            for numbers in (unpacked.scales, unpacked.super_scales, unpacked.minimums, unpacked.super_minimums):
-                if numbers is not None and numbers.is_floating_point():
-                    check_scales(tensor.name, numbers)
+            if not _is_finite(unpacked):
+                raise LoaderError(f"{tensor.path}: tensor {tensor.name} has scales that are NaN or infinite")
             yield unpacked
         self._on_read(content.digest())
+
+
+def _is_finite(block: QuantBlock) -> bool:
+    numbers = (block.scales, block.super_scales, block.minimums, block.super_minimums)
+    return all(bool(each.isfinite().all()) for each in numbers if each is not None and each.is_floating_point())
 
 
 def read_vector(file: GgufFile, name: str) -> list[float] | None:

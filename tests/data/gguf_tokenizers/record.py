@@ -16,6 +16,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from tests.helpers.gguf_vocabularies import DATA, recorded, vocabulary, write_vocabulary
@@ -30,6 +31,16 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"bpe-{pre}": {"vocabulary": "byte_level", "metadata": {"pre": pre}} for pre in BYTE_LEVEL},
     "bpe-no-bos": {"texts": 20, "vocabulary": "byte_level", "metadata": {"pre": "llama-bpe", "add_bos_token": False}},
     "bpe-eos": {"texts": 20, "vocabulary": "byte_level", "metadata": {"pre": "qwen2", "add_eos_token": True}},
+    "bpe-normal-special": {
+        "vocabulary": "byte_level",
+        "metadata": {
+            "pre": "qwen2",
+            "padding_token_id": 0,
+            "eos_token_id": 65,
+            "bos_token_id": 34,
+            "unknown_token_id": 72,
+        },
+    },
     "bpe-without-pre": {"texts": 20, "vocabulary": "byte_level", "metadata": {}},
     "demo-gpt-2": {"vocabulary": "demo", "metadata": {"pre": "gpt-2", "add_bos_token": True}},
     "demo-llama-bpe": {"vocabulary": "demo", "metadata": {"pre": "llama-bpe"}},
@@ -43,6 +54,18 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "spm-phi-3": {"vocabulary": "sentencepiece", "metadata": {"general.name": "Phi-3 Mini"}, "normal": ["  \n"]},
 }
+
+KNOWN_TEXTS = (
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
+    "[e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> "
+    "<|file_sep|> <|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> "
+    "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> <|fim_middle|> "
+    "<fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|> <|channel|> <|message|> <|start|> "
+    "<|constrain|> <s> <unk> <bos> <pad> [INST] <|im_start|> <|user|> <|begin_of_text|> <start_of_turn> "
+    "<mask> [BOS] ordinary"
+).split()
+"""Texts by which llama.cpp knows tokens, and others like them."""
 
 ODD = [
     "",
@@ -183,22 +206,40 @@ def sentencepiece() -> dict[str, Any]:
     }
 
 
-def llama_ids(path: Path, contents: list[str]) -> list[list[int]]:
-    """Return llama_tokenize's ids of texts, with add_special and parse_special."""
-    import llama_cpp
-
+def llama_vocab(path: Path) -> Any:
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     if not model:
         raise SystemExit(f"llama.cpp does not load {path}")
-    vocab = llama_cpp.llama_model_get_vocab(model)
-    found = []
+    return llama_cpp.llama_model_get_vocab(model)
+
+
+def llama_ids(path: Path, contents: list[str]) -> list[list[int]]:
+    """Return llama_tokenize's ids of texts, with add_special and parse_special."""
+    vocab, found = llama_vocab(path), []
     for text in contents:
         data = text.encode()
         room = (ctypes.c_int32 * (len(data) + 8))()
         count = llama_cpp.llama_tokenize(vocab, data, len(data), room, len(room), True, True)
         found.append(list(room[:count]))
+    return found
+
+
+def known_texts() -> dict[str, list[bool]]:
+    """Return whether a normal token with such a text becomes a control token, and whether it ends a generation."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for text in KNOWN_TEXTS:
+            pairs = vocabulary("bpe-without-pre")
+            tokens = [f"[{each}]" if each in _SPECIAL else each for each in pairs["tokens"]] + [text]
+            types = [1] * len(tokens)
+            merges = [each for each in pairs["merges"] if set(each.split()) <= set(tokens)]
+            ends = {"bos_token_id": 0, "eos_token_id": 0}
+            pairs |= {"tokens": tokens, "token_type": types, "merges": merges, **ends}
+            vocab = llama_vocab(write_vocabulary(Path(folder) / "model.gguf", pairs))
+            last = len(tokens) - 1
+            found[text] = [llama_cpp.llama_vocab_is_control(vocab, last), llama_cpp.llama_vocab_is_eog(vocab, last)]
     return found
 
 
@@ -217,6 +258,7 @@ def main() -> None:
             path = write_vocabulary(Path(folder) / f"{name}.gguf", vocabulary(name))
             ids[name] = llama_ids(path, recorded("texts")[: CASES[name].get("texts")])
     write("ids", ids)
+    write("known_texts", known_texts())
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from cadenza.gguf_file import GgufFile, read_gguf
+from cadenza.gguf_file import GgufError, GgufFile, read_gguf
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.dequantize import dequantize
 from executor_svc.device.stored_linear import QuantRows
+from executor_svc.models.base import ModelConfigError
 from executor_svc.models.folder import LoaderError, check_files, tokenizer_of
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from executor_svc.models.gguf.config_content import config_content, special_token_ids
@@ -206,10 +207,69 @@ def test_ends_of_chats_are_found_by_their_texts(tmp_path: Path) -> None:
     texts = [f"<{token}>" for token in range(96)]
     texts[7], texts[8], texts[9] = "<|im_end|>", "<|eot_id|>", "<|end|>"
     types = [1] * 96
-    types[7], types[8] = 3, 4  # <|end|> stays an ordinary text
+    types[7], types[8] = 3, 4
     metadata = {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": 8}
     path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.Q8_0), tokens=True, metadata=metadata)
-    assert special_token_ids(read_gguf(path)) == ([7, 8], None)
+    assert special_token_ids(read_gguf(path)) == ([7, 8, 9], 1)
+    del metadata["tokenizer.ggml.eos_token_id"]
+    path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.Q8_0), tokens=True, metadata=metadata)
+    assert special_token_ids(read_gguf(path)) == ([2, 7, 8, 9], 1), "sentencepiece's own"
+
+
+def test_a_beginning_beyond_the_vocabulary_is_none(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE)
+    metadata = {"tokenizer.ggml.eos_token_id": 96, "tokenizer.ggml.bos_token_id": 2**31}
+    loaded = Model(write_gguf(folder, tmp_path / "model.gguf", all_of(Type.Q8_0), metadata=metadata)).loaded
+    assert (loaded.eos_token_ids, loaded.bos_token_id) == ((), None)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path, name: str, scale: float) -> None:
+    tensor = read_gguf(DATA / "types.gguf").tensors[name]
+    content = bytearray(tensor.path.read_bytes())
+    numbers = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+    path = tmp_path / "model.gguf"
+    for place in numbers.get(name, (0,)):
+        at = tensor.offset + tensor.num_bytes - tensor.type.block_bytes + place
+        path.write_bytes(content[:at] + np.float16(scale).tobytes() + content[at + 2 :])
+        read = [rows_of(each, name) for each in (path, tensor.path)]
+        with pytest.raises(LoaderError, match=f"tensor {name} has scales that are NaN or infinite"):
+            whole(read[0])
+        assert whole(read[1]).isfinite().all()
+
+
+def rows_of(path: Path, name: str) -> GgufRows:
+    tensor = read_gguf(path).tensors[name]
+    return GgufRows(tensor, (tensor.shape[0], tensor.shape[1]), None, lambda digest: None)
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    """As large as before: only its numbers are of two models."""
+    path, other = tmp_path / "model.gguf", tmp_path / "other"
+    path.write_bytes(MIXED.read_bytes())
+    file = read_gguf(path)
+    weights = GgufWeights(file, TensorNames("llama", HEAD_SIZE), torch.float32, CPU)
+    weights.check_all_used(lambda name: True)
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+    with pytest.raises(GgufError, match=re.escape(f"{path}: the file has changed while it was read")):
+        weights.check_all_used(lambda name: True)
+    path.unlink()
+    with pytest.raises(GgufError, match="cannot be read: No such file"):
+        weights.check_all_used(lambda name: True)
+
+
+def test_a_link_keeps_its_name(tmp_path: Path) -> None:
+    """The hub's cache links names that end in .gguf to contents that do not; parts are beside the link."""
+    blob, link = tmp_path / "blobs" / "0123", tmp_path / "snapshot" / "model.gguf"
+    for each in (blob, link):
+        each.parent.mkdir()
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE)
+    write_gguf(folder, tmp_path / "model.gguf", all_of(Type.Q8_0), tokens=True).rename(blob)
+    link.symlink_to(blob)
+    assert tokenizer_of(str(link), link) == Model(link).loaded.tokenizer == str(link)
+    assert tokenizer_of(str(link.parent), link.parent) == str(link)
 
 
 def content_of(tmp_path: Path, family: str = "llama", **metadata: Any) -> tuple[GgufFile, dict[str, Any]]:
@@ -240,6 +300,15 @@ def test_attention_scale_of_the_largest_gemmas(tmp_path: Path, family: str, laye
     _, content = content_of(tmp_path, family, **{f"{architecture}.block_count": layers})
     assert content["query_pre_attn_scalar"] == scalar
     assert content["head_dim"] == 12
+
+
+def test_as_many_windows_as_layers_may_be(tmp_path: Path) -> None:
+    """A count of 2**31 layers is refused by the family, and no list of them is made before."""
+    metadata = {"gemma2.attention.sliding_window_pattern": 2, "gemma2.block_count": 2**31}
+    _, content = content_of(tmp_path, "gemma2", **metadata)
+    assert len(content["layer_types"]) <= 10_000
+    with pytest.raises(ModelConfigError, match="num_hidden_layers must be at most 10000"):
+        ARCHITECTURES["Gemma2ForCausalLM"](content)
 
 
 def test_windows_by_layer(tmp_path: Path) -> None:
@@ -292,6 +361,11 @@ def test_tensors_that_are_refused(tmp_path: Path) -> None:
     renamed = tmp_path / "renamed.gguf"
     renamed.write_bytes(content.replace(b"blk.0.ffn_up", b"blk.0.ffn_xx"))
     refused("tensor blk.0.ffn_up.weight is missing", renamed)
+    steep = {"rope_freqs.weight": np.full(8, 1e-30, np.float32)}
+    refused(
+        "max_model_len 512 has rotary angles over",
+        write_gguf(folder, tmp_path / "steep.gguf", all_of(Type.F32), more_tensors=steep),
+    )
     for number, kind, stored in ((26, "I32", "attn_v.weight"), (26, "I32", "attn_norm.weight")):
         at = content.index(f"blk.0.{stored}".encode()) + len(f"blk.0.{stored}")
         dimensions = int.from_bytes(content[at : at + 4], "little")

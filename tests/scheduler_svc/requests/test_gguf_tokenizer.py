@@ -73,6 +73,19 @@ def test_a_token_that_looks_like_an_end_is_a_control_token(tmp_path: Path) -> No
     assert tokenizer.encode("<|im_end|>")[1:] == [pairs["tokens"].index("<|im_end|>")]
 
 
+def test_normal_tokens_that_are_named_stay_normal(tmp_path: Path) -> None:
+    """Converters have written 0, the token !, as that of the padding; no text is cut at it, nor is it left out."""
+    tokenizer = load(tmp_path, vocabulary("bpe-normal-special"))
+    ids = tokenizer.encode("a!bcC")
+    assert tokenizer.decode(ids) == "a!bcC"
+    assert not tokenizer.special_ids & set(ids)
+    template = {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    tokenizer = load(tmp_path, vocabulary("bpe-normal-special") | template)
+    assert tokenizer.encode_chat(CHAT, add_generation_prompt=False, continue_final_message=False) == tokenizer.encode(
+        "CHi"
+    )
+
+
 def test_words_without_a_token_have_their_bytes(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, vocabulary(SENTENCEPIECE))
     token_id = tokenizer.encode("ᚠ")[-1]
@@ -116,6 +129,22 @@ def test_a_file_without_a_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert load_tokenizer(str(tmp_path)) is None
 
 
+def _pieces(texts: list[str], kind: int) -> Pairs:
+    return {"tokens": texts, "token_type": [kind] * len(texts), "scores": [0.0] * len(texts), "bos_token_id": 0}
+
+
+def _controls(count: int) -> Pairs:
+    """Return a byte-level vocabulary of control tokens and of one merge."""
+    tokens = [*(f"{each:x}." for each in range(count)), "a", "b", "ab"]
+    ids: Pairs = {"bos_token_id": 0, "eos_token_id": 0}
+    return {"tokens": tokens, "token_type": [3] * count + [1] * 3, "merges": ["a b"], **ids}
+
+
+_DRAWN = "".join(random.Random(23).choices("abcdefghijklmnop", k=1000))
+_RUNS = sorted({_DRAWN[start : start + length] for start in range(900) for length in range(1, 60)})
+"""All parts of a text: each is made of pairs of tokens at each of its places."""
+
+
 def _changed(name: str, **changes: Any) -> Pairs:
     pairs = vocabulary(name) | {key: value for key, value in changes.items() if value is not None}
     return {key: value for key, value in pairs.items() if changes.get(key, value) is not None}
@@ -145,6 +174,14 @@ def _changed(name: str, **changes: Any) -> Pairs:
         (SENTENCEPIECE, {"scores": [float("nan")] * 5000}, "tokenizer.ggml.scores has NaN for token 0"),
         (SENTENCEPIECE, {"add_space_prefix": 1}, "tokenizer.ggml.add_space_prefix must be true or false"),
         (SENTENCEPIECE, {"tokens": ["x" * 257]}, "tokenizer.ggml.tokens has 257 characters at 0; at most 256"),
+        (
+            SENTENCEPIECE,
+            _pieces(["a" * 200 + str(each) * 11 for each in range(10_000, 27_000)], 1),
+            ".* may be made of",
+        ),
+        (SENTENCEPIECE, _pieces(_RUNS, 1), "tokenizer.ggml.tokens has tokens that are made of over 1048576 pairs"),
+        (BYTE_LEVEL, {"tokens": ["x" * 1025]}, "tokenizer.ggml.tokens has 1025 characters at 0; at most 1024"),
+        (BYTE_LEVEL, _controls(65_537), "tokenizer.ggml.token_type has 65537 control, unknown and user-defined tokens"),
     ],
 )
 def test_broken_metadata_is_named(name: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:

@@ -262,23 +262,3 @@ def test_values_are_checked(tmp_path: Path) -> None:
             call()
     assert metadata.numbers("numbers") == [1.0, 2.0]
     assert metadata.integer("absent", 7) == 7
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**16 + 1), "65537 pairs of metadata; at most 65536 are supported"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**16 + 1, 0), "65537 tensors; at most 65536 are supported"),
-        (
-            header([pair(key, 9, struct.pack("<IQ", 0, 2**22) + bytes(2**22)) for key in ("a", "b", "c")], []),
-            "with the value of c the metadata has over 8388608 items in arrays",
-        ),
-    ],
-    ids=["pairs", "tensors", "items"],
-)
-def test_counts_that_fit_in_a_file_but_hardly_in_memory(tmp_path: Path, content: bytes, message: str) -> None:
-    path = write(tmp_path / "model.gguf", content)
-    with path.open("r+b") as file:
-        file.truncate(2**26)
-    with pytest.raises(GgufError, match=message):
-        read_gguf(path)

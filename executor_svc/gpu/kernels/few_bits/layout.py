@@ -99,7 +99,8 @@ class FewBitsLayout:
         """Return dtype and shape of each plane of a weight with so many rows, by name."""
         kind, tiles, tables = self.kind, -(-rows // TILE), 2 if self.paired else 1
         dtype, spans, supers = _TYPES[kind.scale], self._spans(self.span), kind.super_group is not None
-        shapes = {"codes": (torch.uint8, (tiles, (2 if kind.bits == 8 else 1) * self.steps, TILE, self.half))}
+        shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        shapes["codes"] = torch.uint8, (tiles, (2 if kind.bits == 8 else 1) * self.steps, TILE, self.half)
         if self.high_bytes:
             shapes["high"] = torch.uint8, (tiles, self.steps, TILE, self.high_bytes)
         alone = torch.float32 if not self.paired and kind.scale != "e8m0" else dtype

@@ -273,7 +273,7 @@ def _variant(
         num_stages=tile.num_stages,
         fp_fusion=False,
         wgmma=True,
-        quick=kind.name == "Q4_K" and rows == out and tile.rows in (16, 128),
+        quick=kind.name == "Q4_K" and rows == out == "bf16" and tile.rows in (16, 128),
     )
 
 

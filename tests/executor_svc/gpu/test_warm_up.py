@@ -16,11 +16,12 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
 from executor_svc.gpu.kernels.compile.registry import entries
+from executor_svc.gpu.kernels.few_bits.linear import TILE_ROWS
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.step import GpuStepExecutor
-from executor_svc.gpu.warm_up import run_steps
+from executor_svc.gpu.warm_up import run_largest_steps, run_steps
 from executor_svc.plan.description import limits_of
-from executor_svc.plan.plan import StepResult, StepStatus
+from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepStatus
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.startup.build import run_trial
 from tests.checkpoints import make_checkpoint
@@ -140,6 +141,32 @@ def test_no_step_waits_for_a_compiler(
         ],
     )
     assert compiled == known
+
+
+class NotedPlans:
+    """An executor that only notes its plans."""
+
+    limits = Limits(40, 40, 200, 64, 131, 0, 8, 64, 0, 1)
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def launch(self, step: StepPlan, received_ns: int) -> NotedPlans:
+        self.plans.append(step)
+        return self
+
+    def result(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+def test_the_largest_steps_have_logits_for_every_tile_of_rows() -> None:
+    executor = NotedPlans()
+    run_largest_steps(executor)  # type: ignore[arg-type]
+    sampled = {int(plan.scheduled.samples.sum()) for plan in executor.plans}
+    rows = [*(rows for rows in TILE_ROWS if rows < 40), 40]
+    assert len(rows) == 3
+    assert sampled == {1, *rows}
 
 
 def test_kernels_of_long_decodes_are_compiled_without_graphs(

@@ -9,6 +9,9 @@ from executor_svc.device.stored_linear import QuantBlock, QuantFormat
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
+_NOT_A_NUMBER = 0x7F
+"""Both codes of NaN of e4m3, without the sign."""
+
 
 def dequantize(block: QuantBlock, kind: QuantFormat) -> Tensor:
     """Return the rows of a block as float32 [R, K]: each operation of the definition rounded to float32."""
@@ -38,6 +41,16 @@ def scales_of(block: QuantBlock, kind: QuantFormat) -> Tensor:
     if kind.scale == "e8m0" and kind.super_group is None:
         return block.scales.view(torch.float8_e8m0fnu).float()
     return _with_super(block.scales, block.super_scales, kind)
+
+
+def scales_marking_nan(block: QuantBlock, kind: QuantFormat) -> Tensor:
+    """Return scales as stored, NaN for groups with a code of NaN: kernels decode e4m3 without regard to it."""
+    if kind.values != "e4m3":
+        return block.scales
+    bad = (block.codes & _NOT_A_NUMBER) == _NOT_A_NUMBER
+    if not bool(bad.any()):
+        return block.scales
+    return block.scales.masked_fill(bad.unflatten(1, (-1, kind.group)).any(dim=2), float("nan"))
 
 
 def minimums_of(block: QuantBlock, kind: QuantFormat) -> Tensor | None:

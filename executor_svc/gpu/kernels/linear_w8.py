@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from executor_svc.gpu.kernels.splits import sum_splits
 from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
 
 
@@ -44,10 +45,6 @@ TILE_ROWS = tuple(tile.rows for tile in _TILES)
 
 _GROUP = 8
 """Tiles of rows that run concurrently, so that they read a tile of the weight from memory only once."""
-
-_SUM_COLUMNS = 512
-"""Columns of a program of the second launch."""
-_SUM_WARPS, _SUM_STAGES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +153,6 @@ def _linear_w8(
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
-def _sum_splits(parts, scale, bias, out, rows, out_features, splits, COLUMNS: tl.constexpr):
-    """Sum some columns of a row of parts [splits, rows, out_features], beginning with the first split."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < out_features
-    at = parts + row * out_features + column
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for _ in range(splits):
-        total += tl.load(at, mask=inside, other=0.0)
-        at += rows.to(tl.int64) * out_features
-    total = total * tl.load(scale + column, mask=inside, other=0.0) + tl.load(bias + column, mask=inside, other=0.0)
-    tl.store(out + row * out_features + column, total.to(out.dtype.element_ty), mask=inside)
-
-
 def linear_w8(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor, workspace: Tensor | None, num_sms: int
 ) -> None:
@@ -219,19 +201,8 @@ def linear_w8(
         enable_fp_fusion=True,
     )
     if partial:
-        _sum_splits[(rows, -(-out_features // _SUM_COLUMNS))](
-            workspace,
-            scale,
-            bias,
-            out,
-            rows,
-            out_features,
-            chosen.splits,
-            COLUMNS=_SUM_COLUMNS,
-            num_warps=_SUM_WARPS,
-            num_stages=_SUM_STAGES,
-            enable_fp_fusion=True,
-        )
+        assert workspace is not None
+        sum_splits(workspace, chosen.splits, scale, bias, out)
 
 
 def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor) -> None:
@@ -252,7 +223,7 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor) 
 
 
 def variants() -> list[Variant]:
-    """Return every tile for each dtype of rows, weight and result, whole and split, and the sums of splits."""
+    """Return every tile for each dtype of rows, weight and result, whole and split."""
     found = []
     for rows in ("bf16", "fp16"):
         for weight in ("i8", "fp8e4nv"):
@@ -260,9 +231,8 @@ def variants() -> list[Variant]:
                 found += [_variant(tile, rows, weight, out) for out in (rows, "fp32")]
                 if tile.may_split:
                     found.append(_variant(tile, rows, weight, "fp32", partial=True))
-        found.append(_sum_variant(rows))
     odd = [_variant(tile, "bf16", "i8", "bf16", aligned=False) for tile in _TILES]
-    return [*found, _sum_variant("fp32"), *odd]
+    return [*found, *odd]
 
 
 def _variant(tile: Tile, rows: str, weight: str, out: str, *, partial: bool = False, aligned: bool = True) -> Variant:
@@ -292,23 +262,4 @@ def _variant(tile: Tile, rows: str, weight: str, out: str, *, partial: bool = Fa
         no_spills=True,
         wgmma=tile.rows >= 64,
         quick=(rows, weight, out, aligned) == ("bf16", "i8", "bf16", True) and tile.rows in (16, 128) and not partial,
-    )
-
-
-def _sum_variant(out: str) -> Variant:
-    return Variant(
-        name=f"linear_w8 sum of parts to {out}",
-        kernel=_sum_splits,
-        signature={
-            **dict.fromkeys(("parts", "scale", "bias"), "*fp32"),
-            "out": f"*{out}",
-            **dict.fromkeys(("rows", "out_features", "splits"), "i32"),
-            "COLUMNS": "constexpr",
-        },
-        constants={"COLUMNS": _SUM_COLUMNS},
-        divisible=("parts", "scale", "bias", "out", "out_features"),
-        num_warps=_SUM_WARPS,
-        num_stages=_SUM_STAGES,
-        no_spills=True,
-        quick=out == "bf16",
     )

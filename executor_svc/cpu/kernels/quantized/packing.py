@@ -16,14 +16,13 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
 from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.quantized.layout import STEP, WORD_BYTES, WORD_PLANE_BYTES, PackedLayout, Plane
+from executor_svc.device.dequantize import scales_marking_nan
 from executor_svc.device.stored_linear import QuantBlock
 
 _LEAST_MAPPED_BYTES = 1 << 20
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _ARGUMENTS = 7
 _BYTES_OF_SCALES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_NOT_A_NUMBER = 0x7F
-"""Both codes of NaN of e4m3, without the sign."""
 
 
 def new_packed(rows: int, layout: PackedLayout) -> Tensor:
@@ -60,8 +59,8 @@ class QuantPanelWriter:
         for name, plane in layout.planes.items():
             numbers = getattr(block, name)
             assert numbers is not None, f"a block of {layout.kind.name} without {name}"
-            if name == "scales" and layout.kind.values == "e4m3":
-                numbers = _marked(numbers, block.codes, layout)
+            if name == "scales":
+                numbers = scales_marking_nan(block, layout.kind)
             self._write_plane(packed, plane, first, numbers)
 
     def _write_codes(self, packed: Tensor, panel: int, lane: int, codes: Tensor) -> None:
@@ -102,14 +101,6 @@ def _runs(first: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
         count = min(PANEL - lane, rows - start)
         yield panel, lane, start, count
         start += count
-
-
-def _marked(scales: Tensor, codes: Tensor, layout: PackedLayout) -> Tensor:
-    """Return scales, NaN for groups with a code of NaN: kernels decode e4m3 without regard to NaN."""
-    bad = (codes & _NOT_A_NUMBER) == _NOT_A_NUMBER
-    if not bool(bad.any()):
-        return scales
-    return scales.masked_fill(bad.unflatten(1, (-1, layout.kind.group)).any(dim=2), float("nan"))
 
 
 def _pack(

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from executor_svc.device.dequantize import scales_marking_nan
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat
 
 TILE = 64
@@ -184,7 +185,7 @@ class FewBitsWeight:
         if "zeros" in self._planes:
             found["zeros"] = self._tables("zeros", [offsets])
             offsets = None
-        found["numbers"] = self._tables("numbers", [block.scales, offsets])
+        found["numbers"] = self._tables("numbers", [scales_marking_nan(block, kind), offsets])
         if kind.super_group is not None:
             found["above"] = self._tables("above", [block.super_scales, block.super_minimums])
         return found

@@ -22,6 +22,7 @@ from torch import Tensor
 from executor_svc.device.stored_linear import QuantFormat
 from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsLayout, FewBitsWeight, plane_arguments
 from executor_svc.gpu.kernels.few_bits.numbers import weight_of_step
+from executor_svc.gpu.kernels.splits import sum_splits
 from executor_svc.gpu.kernels.variant import Variant
 
 
@@ -50,7 +51,6 @@ _GROUP = 8
 """Tiles of rows that run concurrently, so that they read a tile of the weight from memory only once."""
 _PROGRAMS_PER_SM = 2
 """With fewer tiles, segments are programs of their own."""
-_SUM_COLUMNS, _SUM_WARPS, _SUM_STAGES = 512, 4, 2
 
 
 def tile_of(rows: int) -> Tile:
@@ -126,21 +126,6 @@ def _linear_few_bits(
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _sum_segments(parts, bias, out, rows, out_features, out_stride, segments, COLUMNS: tl.constexpr):
-    """Sum some columns of a row of parts [segments, rows, out_features], beginning with the first segment."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < out_features
-    at = parts + row * out_features + column
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for _ in range(segments):
-        total += tl.load(at, mask=inside, other=0.0)
-        at += rows.to(tl.int64) * out_features
-    total += tl.load(bias + column, mask=inside, other=0.0)
-    tl.store(out + row * out_stride + column, total.to(out.dtype.element_ty), mask=inside)
-
-
 def linear_few_bits(
     x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, workspace: Tensor | None, num_sms: int
 ) -> None:
@@ -185,19 +170,8 @@ def linear_few_bits(
         enable_fp_fusion=False,
     )
     if splits > 1:
-        _sum_segments[(rows, -(-weight.rows // _SUM_COLUMNS))](
-            workspace,
-            bias,
-            out,
-            rows,
-            weight.rows,
-            out.stride(0),
-            splits,
-            COLUMNS=_SUM_COLUMNS,
-            num_warps=_SUM_WARPS,
-            num_stages=_SUM_STAGES,
-            enable_fp_fusion=False,
-        )
+        assert workspace is not None
+        sum_splits(workspace, splits, None, bias, out)
 
 
 def _constants(layout: FewBitsLayout, tile: Tile, *, partial: bool) -> dict[str, Any]:
@@ -238,7 +212,7 @@ _RARE = (
 
 
 def variants() -> list[Variant]:
-    """Return common formats with every tile, rare ones with the least and the largest, and the sums of segments."""
+    """Return common formats with every tile, rare ones with the least and the largest."""
     found = [_variant(kind, tile, "bf16", "bf16") for kind in _COMMON for tile in _TILES]
     found += [_variant(kind, tile, "bf16", "bf16") for kind in _RARE for tile in (_TILES[0], _TILES[-1])]
     for kind in _COMMON:
@@ -247,7 +221,7 @@ def variants() -> list[Variant]:
     # To logits; and with halves of 32 columns.
     found += [_variant(_COMMON[1], tile, "bf16", "fp32") for tile in _TILES]
     found += [_variant(kind, _TILES[0], "bf16", "bf16", columns=576) for kind in _COMMON[2:4]]
-    return [*found, *(_sum_variant(out) for out in ("bf16", "fp16", "fp32"))]
+    return found
 
 
 def _variant(
@@ -274,23 +248,4 @@ def _variant(
         fp_fusion=False,
         wgmma=True,
         quick=kind.name == "Q4_K" and (rows, out) == ("bf16", "bf16") and tile.rows == 16,
-    )
-
-
-def _sum_variant(out: str) -> Variant:
-    return Variant(
-        name=f"linear_few_bits sum of segments to {out}",
-        kernel=_sum_segments,
-        signature={
-            **dict.fromkeys(("parts", "bias"), "*fp32"),
-            "out": f"*{out}",
-            **dict.fromkeys(("rows", "out_features", "out_stride", "segments"), "i32"),
-            "COLUMNS": "constexpr",
-        },
-        constants={"COLUMNS": _SUM_COLUMNS},
-        divisible=("parts", "bias", "out", "out_features", "out_stride"),
-        num_warps=_SUM_WARPS,
-        num_stages=_SUM_STAGES,
-        fp_fusion=False,
-        no_spills=True,
     )

@@ -13,7 +13,8 @@ def values_of(code, zero, VALUES: tl.constexpr):
         # The bits of 2 ** 23 + code.
         found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
     elif VALUES == "e4m3":
-        # As the bits of a float16 the number is 2 ** 8 times too small: the biases are 7 and 15.
+        # As the bits of a float16 the number is 2 ** 8 times too small: the biases are 7 and 15. Codes of NaN
+        # have scales of NaN.
         narrow = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
         found = narrow.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:  # e2m1: the biases are 1 and 15

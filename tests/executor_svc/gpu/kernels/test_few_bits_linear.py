@@ -89,6 +89,17 @@ def test_every_number_is_that_of_dequantize(name: str, dtype: torch.dtype, devic
     assert torch.equal(product(eye, weight).t(), expected.float())
 
 
+def test_nan_of_e4m3_marks_its_group(device: torch.device) -> None:
+    kind = format_of("fp8 blocks", 384)
+    block = random_block(kind, 3, 384, 0)
+    block.codes[0, 3], block.codes[2, 383] = 0x7F, 0xFF
+    out = torch.empty(3, 384, device=device)
+    embed_few_bits(packed(kind, block, device), torch.arange(3, device=device), 1.0, out)
+    bad = torch.zeros(3, 384, dtype=torch.bool)
+    bad[0, :128] = bad[2, 256:] = True
+    assert torch.equal(out.cpu().isnan(), bad)
+
+
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_0", "gptq 4", "fp8 blocks", INT8_ROWS])
 @pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (19, torch.float16), (70, torch.bfloat16)])
 def test_products(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> None:

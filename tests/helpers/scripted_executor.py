@@ -49,6 +49,8 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
     """Say nothing: no heartbeats, no results."""
     going: asyncio.Event = field(default_factory=asyncio.Event)
     """While clear, no step runs."""
+    pause_after: int | None = None
+    """Clear `going` after this many plans in all."""
     holder: str = ""
     refuse: tuple[grpc.StatusCode, str] | None = None
     num_plans: int = 0
@@ -119,6 +121,8 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
                 if not self.silent:
                     async with writing:
                         await context.write(pb.ExecuteResponse(result=result))
+                if self.num_plans == self.pause_after:
+                    self.going.clear()
         except asyncio.CancelledError:
             if self.breaking is None:
                 raise

@@ -67,7 +67,7 @@ def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
     """Read a plan, with a pause after each slice of its admissions; raises InvalidPlan, as `plan_from_wire`."""
     # A step that only decodes has none of the parts.
     present = {field.name: value for field, value in message.ListFields()}
-    reserved: list[str] = [part for part in ("drafts", "transfers") if part in present]
+    reserved: list[str] = [part for part in ("transfers",) if part in present]
     parts: dict[str, Any] = {}
     for part, read in _PARTS.items():
         if part in present:
@@ -76,6 +76,7 @@ def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
         step_id=message.step_id,
         epoch=message.epoch,
         decode_ready=message.decode_ready,
+        max_drafts=message.max_drafts,
         debug_digest=message.debug_digest,
         announces_start=message.announces_start,
         # Each once and only some of them: a list of millions would be the error message.
@@ -184,6 +185,9 @@ def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> Work[p.Admit
         held=message.held,
         adapter_index=message.adapter_index,
         source=_source(message.source) if message.HasField("source") else None,
+        max_drafts=message.max_drafts,
+        max_len=message.max_len,
+        draft_scope=message.draft_scope,
     )
 
 
@@ -291,6 +295,8 @@ def _fill_without_logprobs(message: pb.StepResult, result: p.StepResult) -> None
     message.slots.extend(result.slots.tolist())
     message.num_tokens.extend(result.num_tokens.tolist())
     message.token_ids.extend(result.token_ids.tolist())
+    message.num_drafts.extend(result.num_drafts.tolist())
+    message.num_accepted.extend(result.num_accepted.tolist())
     message.error_slots.extend(result.error_slots.tolist())
     message.errors.extend([cast(pb.SlotError.ValueType, int(error)) for error in result.errors])
     message.candidates.extend([_slot_candidates(item) for item in result.candidates])
@@ -331,6 +337,8 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
         pb.EXECUTOR_FEATURE_BEAMS,
         pb.EXECUTOR_FEATURE_DEBUG_DIGEST,
     ]
+    if limits.max_drafts:
+        features.append(pb.EXECUTOR_FEATURE_DRAFTS)
     if limits.num_host_blocks:
         features.append(pb.EXECUTOR_FEATURE_SWAP)
     if description.shares_prefixes:
@@ -369,6 +377,8 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_logprobs=limits.max_logprobs,
             max_inflight_plans=limits.max_inflight_plans,
+            max_drafts=limits.max_drafts,
+            adaptive_drafts=limits.adaptive_drafts,
         ),
         features=sorted(features),
         fingerprint=_fingerprint(description.fingerprint),

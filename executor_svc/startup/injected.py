@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
-from executor_svc.batch.slots import Scheduled
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import Computed
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, StepPlan, StepResult
@@ -36,7 +36,7 @@ class InjectedStepExecutor(StepExecutor):
     def _compute(self, scheduled: Scheduled) -> Computed:
         if len(scheduled.slots):
             self._injection.before_compute()
-            self._spoiled.rows = self._injection.non_finite_rows(scheduled.slots[scheduled.samples].tolist())
+            self._spoiled.rows = self._injection.non_finite_rows(scheduled.logits_slots.tolist())
         return super()._compute(scheduled)
 
 

@@ -246,6 +246,8 @@ def _description(model: ModelDescription) -> execution_pb2.DescribeResponse:
             max_num_batched_tokens=model.max_num_batched_tokens,
             max_logprobs=model.max_logprobs,
             max_inflight_plans=model.max_inflight_plans,
+            max_drafts=model.max_drafts,
+            adaptive_drafts=model.adaptive_drafts,
         ),
         features=[feature for feature, has_it in features.items() if has_it],
         fingerprint=types_pb2.NumericsFingerprint.FromString(model.fingerprint),

@@ -33,10 +33,12 @@ def _make_room(lane: Lane, step: PlannedStep, num_drafts: int) -> None:
     """Append blocks for drafts, as far as blocks are free beyond the watermark.
 
     The step's own token is counted already. Each plan in flight may have given as many tokens more as it had drafts.
+    Forks have no drafts before the next plan: it copies and appends the block that they write to.
     """
     num_ahead = num_drafts + SPARE_TOKENS + sum(each.plan.max_drafts for each in lane.inflight)
-    while sequences := lane.decode_batch.without_room(num_ahead - 1):
-        if not lane.blocks.can_take(len(sequences), alone=False):
+    while found := lane.decode_batch.without_room(num_ahead - 1):
+        sequences = [sequence for sequence in found if sequence not in lane.pending_copy_on_write]
+        if not sequences or not lane.blocks.can_take(len(sequences), alone=False):
             return
         for sequence, block_id in zip(sequences, lane.blocks.take(len(sequences)), strict=True):
             lane.decode_batch.append_early(sequence, block_id)

@@ -337,7 +337,7 @@ class Slots:
         self.stopped[slots[self.ends(slots, token_ids, places)]] = True
 
     def ends(self, slots: IntArray, token_ids: IntArray, places: IntArray) -> BoolArray:
-        """Return [n]: whether a token at this place of its sequence is the last, a stop token or at max_len; [n] each."""
+        """Return [n]: whether a token at this place of its sequence ends it: a stop token, or at max_len; [n] each."""
         stop = self.sampling.are_stop_ids(slots, token_ids)
         if stop.any():
             stop &= places + 1 - self.num_prompt_tokens[slots] >= self.sampling["min_tokens"][slots]

@@ -10,7 +10,6 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.plan.plan import SlotCandidates, SlotError, SlotLogprobs, StepResult, StepStatus, StepTimings
 
-
 NOT_ACCEPTED = -1
 """In place of an error: the row stands behind a draft that was not accepted, and gives no token."""
 

@@ -16,9 +16,9 @@ from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.plan.plan import Limits
 from executor_svc.simulated.injection import InjectionError, read_injection
+from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
-from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.injected import InjectedStepExecutor
 from executor_svc.startup.speculation import check_speculation, make_draft_source
 from executor_svc.worker.device_errors import is_out_of_memory

@@ -35,9 +35,10 @@ class BeamOutput:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """New tokens, each with its sequence, those of a sequence in a row; finishes, with or without a token; prompt logprobs, in order."""
+    """New tokens, each with its sequence; finishes, with or without a token; prompt logprobs, in order."""
 
     sequences: list[Sequence] = field(default_factory=list)
+    """One for each new token; the tokens of a sequence follow each other."""
     token_ids: list[int] = field(default_factory=list)
     """One for each of `sequences`."""
     logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -216,6 +216,7 @@ def _description(model: ModelDescription) -> execution_pb2.DescribeResponse:
         execution_pb2.EXECUTOR_FEATURE_SWAP: model.can_swap,
         execution_pb2.EXECUTOR_FEATURE_SAMPLE_FORK: model.can_fork,
         execution_pb2.EXECUTOR_FEATURE_BEAMS: model.gives_candidates,
+        execution_pb2.EXECUTOR_FEATURE_DRAFTS: model.max_drafts > 0,
         execution_pb2.EXECUTOR_FEATURE_DEBUG_DIGEST: model.gives_debug_digest,
         execution_pb2.EXECUTOR_FEATURE_SHARED_PREFIXES: model.shares_prefixes,
     }

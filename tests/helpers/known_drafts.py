@@ -18,7 +18,7 @@ class KnownDrafts:
     def __init__(
         self, known: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int, *, acceptance: float
     ) -> None:
-        """known: prompts with their outputs; acceptance: the share of drafts that are right, where anything is known."""
+        """known: prompts with their outputs; acceptance: the share of drafts that are right."""
         self._next: dict[tuple[int, ...], int] = {}
         for prompt, output in known:
             tokens = [*prompt, *output]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 
 from scheduler_svc.core.memory.prefix_lookups import root_of
@@ -15,6 +16,12 @@ def max_drafts_of(group: SequenceGroup, executor: ExecutorSpec) -> int:
         return 0
     wanted = group.spec.max_drafts
     return executor.max_drafts if wanted is None else min(wanted, executor.max_drafts)
+
+
+def allow_drafts(sequences: Iterable[Sequence], executor: ExecutorSpec) -> None:
+    """Set the most drafts of sequences that an executor is about to run."""
+    for sequence in sequences:
+        sequence.max_drafts = max_drafts_of(sequence.group, executor)
 
 
 def draft_scope(sequence: Sequence) -> int:

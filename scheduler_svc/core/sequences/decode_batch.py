@@ -139,7 +139,7 @@ class DecodeBatch:
         return list(self._block_calendar.get(self.num_steps, ()))
 
     def without_room(self, num_tokens: int) -> list[Sequence]:
-        """The members with drafts whose blocks end within so many tokens of the next step's, before their last token."""
+        """The members with drafts whose blocks end within so many tokens after the next step's, their last excepted."""
         size, calendar = self._block_size, self._block_calendar
         steps = range(self.num_steps, self.num_steps + num_tokens + 1)
         return [

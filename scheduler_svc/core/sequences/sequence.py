@@ -300,7 +300,7 @@ class SequenceGroup:
         self.num_preemptions = 0
         self.was_admitted = False
         self.was_suspected = False
-        """Whether it was suspected of having killed an executor: from then on it has no drafts, which no trial tries."""
+        """Whether it was suspected of having killed an executor: it has no more drafts, since no trial has any."""
         self.queued = False
         """Whether it is in the waiting queue."""
         self.forked = spec.num_sequences == 1

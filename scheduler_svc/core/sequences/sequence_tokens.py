@@ -2,8 +2,8 @@
 
 A sequence has *confirmed* tokens, seen in a result, and *pending* ones, to be sampled by plans in flight. Steps
 compute its KV until all of its tokens but the newest are covered; prefill, decode and recompute all follow this rule.
-While it is in the decode batch, its counts follow from the batch's step counter. A step that may accept drafts counts as
-one pending token, the least that it gives.
+While it is in the decode batch, its counts follow from the batch's step counter. A step that may accept drafts counts
+as one pending token, the least that it gives.
 
 The prompt is one tuple for all sequences of a group; each has its own output only.
 """

@@ -181,7 +181,7 @@ def context_lens(
 ) -> dict[Sequence, int]:
     """The context length of each sequence before the oldest step in flight, or before one just applied.
 
-    A decoding sequence lacked the KV of its newest token then. `applied`: the number of tokens that sequences got since.
+    A decoding sequence lacked the KV of its newest token then. `applied`: the number of tokens got since.
     """
     found = {chunk.sequence: chunk.context_len for chunk in step.chunks}
     for slot in step.decode_slots:

@@ -185,8 +185,8 @@ class ExecutorConfig(ServiceSettings):
     speculative: Speculative = Field(
         "off",
         description="Speculative decoding, on the CPU: where drafts of the next tokens come from; ngram: earlier "
-        "places of the same text; suffix: these and other requests' texts, by frequency; auto: suffix, with as many drafts "
-        "as pay. Tokens are the same with each of them (docs/speculation.md).",
+        "places of the same text; suffix: these and other requests' texts, by frequency; auto: suffix, with as many "
+        "drafts as pay. Tokens are the same with each of them (docs/speculation.md).",
         json_schema_extra=about("Batching"),
     )
     num_speculative_tokens: int = Field(

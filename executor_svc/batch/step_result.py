@@ -163,6 +163,8 @@ def _logprobs(computed: Computed, slots: IntArray) -> tuple[SlotLogprobs, ...]:
     if logprobs is None:
         return ()
     (wanted,) = valid[logprobs.rows].nonzero()
+    if not len(wanted):
+        return ()
     rows = logprobs.rows[wanted]
     (begins,) = np.diff(slots[rows], prepend=-1).nonzero()
     return tuple(

@@ -122,6 +122,8 @@ class CpuDevice:
         torch.set_num_threads(self.num_threads)
         self._kernels = CpuKernels(self.num_threads, _isa(config.cpu_isa))
         self._linears: dict[tuple[int | bool | QuantFormat | None, ...], tuple[str, Linear]] = {}
+        self._probed: dict[tuple[int | bool | QuantFormat | None, ...], int] = {}
+        """The rows that a shape was probed with."""
         self._readers: WeightReaders | None = None
         self.few_bits = FewBits()
         self._quantized_activations = config.quantized_activations
@@ -279,10 +281,13 @@ class CpuDevice:
         return _Budget(max(0, int(for_kv // size)), useful)
 
     def probe_numerics(self, max_rows: int) -> None:
-        for name, linear in self._linears.values():
+        for key, (name, linear) in self._linears.items():
+            if self._probed.get(key, 0) >= max_rows:
+                continue
             found = probe_linear(linear, self.dtype, max_rows)
             if found is not None:
                 raise NumericsError(
                     f"linear {name} (in {linear.in_features}, out {linear.out_features}, {self.dtype}): {found}; "
                     "this CPU cannot guarantee exact numerics, use --numerics fast"
                 )
+            self._probed[key] = max_rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,13 @@ class RecordedModel:
         token_ids: Tensor,
         positions: Tensor,
         sampled: Tensor,
+        layers: Sequence[Tensor] | None = None,
     ) -> None:
-        """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64."""
+        """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64.
+
+        layers: the model's layers of the cache, such as those of a draft; None: those of the target.
+        """
+        layers = kv_cache.layers if layers is None else layers
         most, max_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.kv_cache = kv_cache  # kept alive: the programs hold its addresses
         self.token_ids, self.positions = token_ids, positions
@@ -35,7 +42,7 @@ class RecordedModel:
             kernels.new_attention_plan(shape, limits.max_model_len, most, max_seqs) for shape in model.attention_shapes
         ]
         with kernels.recording() as recording:
-            self.hidden = model.forward(self.token_ids, self.ropes, kv_cache.layers, self.plans)
+            self.hidden = model.forward(self.token_ids, self.ropes, layers, self.plans)
             recording.rows = "sampled"
             self.sampled_logits = model.logits(kernels.take_rows(self.hidden, self.sampled))
             self.best = kernels.argmax(self.sampled_logits)

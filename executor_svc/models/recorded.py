@@ -25,6 +25,7 @@ class RecordedModel:
         token_ids: Tensor,
         positions: Tensor,
         sampled: Tensor,
+        *,
         layers: Sequence[Tensor] | None = None,
     ) -> None:
         """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64.

@@ -87,7 +87,7 @@ def draft_logits(draft: LoadedDraft[Decoder], target: Model, batches: list[Forwa
     size = limits.max_num_batched_tokens
     ids, positions, sampled = (torch.zeros(count, dtype=torch.int64) for count in (size, size, limits.max_num_seqs))
     kernels = target.device.kernels
-    recorded = RecordedModel(draft.model, kernels, cache, limits, ids, positions, sampled, cache.draft_layers)
+    recorded = RecordedModel(draft.model, kernels, cache, limits, ids, positions, sampled, layers=cache.draft_layers)
     results = []
     for batch in batches:
         count = len(batch.token_ids)

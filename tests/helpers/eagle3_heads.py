@@ -152,7 +152,7 @@ class ReferenceHead:
         if self._shape.flag("norm_before_fc"):
             states = self._norm(states, "input_norm")
         if self._shape.flag("fc_norm"):
-            parts = states.split(self._shape.target_hidden_size, 1)
+            parts = states.chunk(len(self._shape.layer_ids), 1)
             states = torch.cat([self._norm(part, f"fc_norm.{index}") for index, part in enumerate(parts)], 1)
         return states @ self._tensors["fc.weight"].T
 

@@ -61,20 +61,20 @@ class HeadDriver:
         ]
         self._given = torch.zeros(MAX_SEQS, head.hidden_size, dtype=target.device.dtype, device=where)
         layers = self.cache.draft_layers
-        with torch.inference_mode(), kernels.recording() as recording:
+        with kernels.recording() as recording:
             self.hidden, self.states = model.forward_with_states(
                 self._ids, self._ropes, self.cache.layers, self._plans, head.state_layers
             )
             # combine may write into the states, which tests read
-            kept = kernels.new_rows("kept", *self.states.shape, self.states.dtype)
-            kernels.copy_columns(self.states, 0, kept, 0, kept.shape[1])
-            self.kept = kept
+            width = self.states.shape[1]
+            self.kept = kernels.new_rows("kept", MAX_TOKENS, width, self.states.dtype)
+            kernels.copy_columns(self.states, 0, self.kept, 0, width)
             self.result = head.forward(
                 self._next, head.combine(self.states), self._head_ropes, layers, self._head_plans
             )
             self._logits = head.logits(self.result)
             self._step = recording.program()
-        with torch.inference_mode(), kernels.recording() as recording:
+        with kernels.recording() as recording:
             recording.rows = "drafts"
             hidden = head.forward(self._draft_ids, self._given, self._draft_ropes, layers, self._draft_plans)
             self._draft_logits = head.logits(hidden)
@@ -96,7 +96,7 @@ class HeadDriver:
         for text, size in work:
             text.num_computed += size
         sizes = [size for _, size in work]
-        found = (rows[:count].cpu().clone().split(sizes) for rows in (self.kept, self.result, self._logits))
+        found = [torch.split(rows[:count].cpu().clone(), sizes) for rows in (self.kept, self.result, self._logits)]
         return list(zip(*found, strict=True))
 
     def draft(self, work: Sequence[tuple[Text, int, Tensor]]) -> list[tuple[Tensor, Tensor]]:

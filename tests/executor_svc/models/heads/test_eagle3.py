@@ -138,7 +138,9 @@ def test_rows_do_not_depend_on_batch_and_chunks(
     texts = [Text(each, blocks[3 * index : 3 * index + 3]) for index, each in enumerate(tokens)]
     parts: list[list[tuple[Tensor, ...]]] = [[] for _ in texts]
     while any(text.num_computed < length for text, length in zip(texts, lengths, strict=True)):
-        work, which, room = [], [], 96
+        work: list[tuple[Text, int]] = []
+        which: list[int] = []
+        room = 96
         for index in data.draw(st.permutations(range(len(texts)))):
             left = min(lengths[index] - texts[index].num_computed, room)
             size = data.draw(st.integers(0, left)) if left and which else min(left, data.draw(st.integers(1, 40)))
@@ -150,8 +152,8 @@ def test_rows_do_not_depend_on_batch_and_chunks(
             parts[index].append(found)
     joined = [tuple(torch.cat(each) for each in zip(*found, strict=True)) for found in parts]
     drafted = driver.draft([(text, 0, found[1][-1]) for text, found in zip(texts, joined, strict=True)])
-    for found, draft, expected in zip(joined, drafted, alone, strict=True):
-        for ours, theirs in zip((*found, *draft), expected, strict=True):
+    for rows, draft, expected in zip(joined, drafted, alone, strict=True):
+        for ours, theirs in zip((*rows, *draft), expected, strict=True):
             assert torch.equal(ours, theirs)
 
 
@@ -233,11 +235,12 @@ def test_hidden_states_of_the_target(family: str, tmp_path: Path) -> None:
         plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
     layers = tuple(range(decoder.num_layers + 1))
     hidden, states = decoder.forward_with_states(batch.token_ids, ropes, cache.layers, plans, layers)
-    for index, found in enumerate(states.split(decoder.hidden_size, 1)):
+    parts = states.chunk(len(layers), 1)
+    for index, found in enumerate(parts):
         if index < decoder.num_layers:
             torch.testing.assert_close(found, expected[index][0], rtol=1e-4, atol=1e-4)
     assert torch.equal(states[:, -decoder.hidden_size :], hidden)
     plain = decoder.forward(batch.token_ids, ropes, cache.layers, plans)
     assert torch.equal(plain, hidden)
     _, some = decoder.forward_with_states(batch.token_ids, ropes, cache.layers, plans, (1, decoder.num_layers))
-    assert torch.equal(some, torch.cat([states.split(decoder.hidden_size, 1)[index] for index in (1, -1)], 1))
+    assert torch.equal(some, torch.cat([parts[index] for index in (1, -1)], 1))

@@ -19,6 +19,9 @@ CPU_MEMORY_SHARE = 0.5
 CpuIsa = Literal["auto", "avx2", "avx-vnni", "avx512", "avx512-vnni", "avx512-bf16", "amx"]
 
 
+Speculative = Literal["off", "ngram", "suffix", "auto"]
+
+
 class ExecutorConfig(ServiceSettings):
     """Serve a model to a Cadenza scheduler.
 
@@ -177,6 +180,20 @@ class ExecutorConfig(ServiceSettings):
         validate_default=False,  # settled by `sized_for`
         description="Maximum tokens of a step, at least max_num_seqs; default on a GPU: 2,048; a default is never "
         "less than max_num_seqs.",
+        json_schema_extra=about("Batching", "tokens"),
+    )
+    speculative: Speculative = Field(
+        "off",
+        description="Speculative decoding, on the CPU: where drafts of the next tokens come from; ngram: earlier "
+        "places of the same text; suffix: these and other requests' texts, by frequency; auto: suffix, with as many drafts "
+        "as pay. Tokens are the same with each of them (docs/speculation.md).",
+        json_schema_extra=about("Batching"),
+    )
+    num_speculative_tokens: int = Field(
+        5,
+        ge=1,
+        le=64,
+        description="With --speculative: the most drafts of a sequence in one step.",
         json_schema_extra=about("Batching", "tokens"),
     )
     enforce_eager: bool = Field(

@@ -8,7 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.ragged import spans
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
+from executor_svc.plan.arrays import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,17 @@ def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
         query_start_loc=torch.from_numpy(starts.astype(np.int32)),
         seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
         block_tables=torch.from_numpy(slots.block_tables[rows, :width]),
-        logits_rows=torch.from_numpy(starts[1:][scheduled.samples] - 1),
+        logits_rows=torch.from_numpy(_logits_rows(scheduled, starts[1:])),
         rope_lens=torch.from_numpy(rope_lens),
         max_query_len=int(counts.max()),
         max_seq_len=max_seq_len,
     )
+
+
+def _logits_rows(scheduled: Scheduled, ends: IntArray) -> IntArray:
+    """Return [L] the last token of each slot that samples, and its drafts; ends: [S], of the slots' tokens."""
+    last: IntArray = ends[scheduled.samples] - 1
+    if scheduled.num_drafts is None:
+        return last
+    num_drafts = scheduled.num_drafts[scheduled.samples]
+    return spans(last - num_drafts, 1 + num_drafts)[1]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import AdmittedSequence, Limits
 
@@ -67,7 +68,4 @@ class MirrorSlots(Slots):
         slots, token_ids, positions = slots[received], reported.token_ids[received], positions[received]
         self.token_ids[slots, positions] = token_ids
         self.sampling.add_tokens(slots, token_ids)
-        stop = self.sampling.are_stop_ids(slots, token_ids)
-        if stop.any():
-            enough = positions + 1 - self.num_prompt_tokens[slots] >= self.sampling["min_tokens"][slots]
-            self.stopped[slots[stop & enough]] = True
+        self.stopped[slots[self.ends(slots, token_ids, positions)]] = True

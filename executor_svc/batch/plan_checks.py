@@ -9,8 +9,10 @@ from executor_svc.batch.sampling_checks import check_sampling
 from executor_svc.plan.plan import AdmittedSequence, BlockMoves, InvalidPlan, Limits, StepPlan
 
 
-def check_supported(plan: StepPlan) -> None:
+def check_supported(plan: StepPlan, limits: Limits) -> None:
     """Check that the plan uses only features of this executor."""
+    if plan.max_drafts > limits.max_drafts:
+        raise InvalidPlan(f"max_drafts {plan.max_drafts} is over the executor's {limits.max_drafts}")
     if plan.reserved:
         raise InvalidPlan(f"not supported by this executor: {', '.join(plan.reserved)}")
 
@@ -58,6 +60,10 @@ def check_admission(sequence: AdmittedSequence, limits: Limits) -> None:
         raise InvalidPlan(
             f"{where}: {num_blocks} blocks are too few for {sequence.num_computed_tokens} computed tokens"
         )
+    if not 0 <= sequence.max_drafts <= limits.max_drafts:
+        raise InvalidPlan(f"{where}: max_drafts {sequence.max_drafts} is not 0 to {limits.max_drafts}")
+    if sequence.max_len and not num_tokens < sequence.max_len <= limits.max_model_len:
+        raise InvalidPlan(f"{where}: max_len {sequence.max_len} is not {num_tokens + 1} to {limits.max_model_len}")
     if sequence.adapter_index:
         raise InvalidPlan(f"{where}: not supported by this executor: adapter_index")
     check_sampling(sequence.sampling, limits, where)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from executor_svc.batch.ragged import spans
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import FloatArray, IntArray
 from executor_svc.plan.plan import SlotLogprobs
 

@@ -8,43 +8,17 @@ been checked. Every contradiction raises InvalidPlan; the slots are then undefin
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from executor_svc.batch.column_checks import check_range, check_unique
 from executor_svc.batch.plan_checks import check_admission, check_block_moves, check_supported
+from executor_svc.batch.ragged import spans
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import AdmittedSequence, InvalidPlan, Limits, ScheduledTokens, SlotColumns, StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """The work of one step, slots ascending."""
-
-    slots: IntArray
-    """[S] slots that compute one token or more."""
-    num_tokens: IntArray
-    """[S]."""
-    samples: BoolArray
-    """[S]: whether the slot's last token has a logits row. There are L such rows, in slot order."""
-    idle_slots: IntArray
-    """Slots that the plan lists for sampling but that have stopped, and their forks: they report no token."""
-    sampling_slots: IntArray
-    """[R] slots that sample from a logits row, forks included."""
-    sources: IntArray | None
-    """[R] the logits row of each sampling slot; None: row i for slot i, as there are no forks and R is L."""
-    candidates: IntArray
-    """[C] indices into sampling_slots, ascending, of slots that report candidates and sample no token."""
-
-    def takes_token(self, valid: BoolArray) -> BoolArray:
-        """Return [R]: whether each of sampling_slots has a new token; valid: [R], whether it has not failed."""
-        if not len(self.candidates):
-            return valid
-        taken = valid.copy()
-        taken[self.candidates] = False
-        return taken
 
 
 class Slots:
@@ -61,6 +35,9 @@ class Slots:
         self.num_prompt_tokens = np.zeros(n, np.int64)
         self.num_computed_tokens = np.zeros(n, np.int64)
         self.num_blocks = np.zeros(n, np.int64)
+        self.max_drafts = np.zeros(n, np.int64)
+        # The number of tokens at which a slot with drafts stops.
+        self.max_len = np.zeros(n, np.int64)
         self.admitted = np.zeros(n, np.bool_)
         self.held = np.zeros(n, np.bool_)
         # The slot has sampled a stop token or has failed, and computes nothing more.
@@ -85,7 +62,7 @@ class Slots:
 
         Returns the plan with complete admissions: no sequence has a source.
         """
-        check_supported(plan)
+        check_supported(plan, self.limits)
         self._release(plan.released_slots)
         check_block_moves(plan, self.limits)
         if any(sequence.source is not None for sequence in plan.admitted):
@@ -152,6 +129,8 @@ class Slots:
         self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
         self.num_computed_tokens[slot] = sequence.num_computed_tokens
         self.num_blocks[slot] = num_blocks
+        self.max_drafts[slot] = sequence.max_drafts
+        self.max_len[slot] = sequence.max_len or self.limits.max_model_len
         self.admitted[slot] = True
         self.held[slot] = sequence.held
         self.stopped[slot] = False
@@ -312,30 +291,58 @@ class Slots:
                 f"{self.num_blocks[slots[i]]} blocks"
             )
 
+    def put_drafts(self, slots: IntArray, counts: IntArray, token_ids: IntArray) -> None:
+        """Write drafts behind the known tokens of n slots: a step computes them, and none is known before `commit`.
+
+        counts: [n]; token_ids: [counts.sum()], joined in the order of slots.
+        """
+        owner, places = spans(self.num_tokens[slots], counts)
+        self.token_ids[slots[owner], places] = token_ids
+
     def commit(self, scheduled: Scheduled, token_ids: IntArray, valid: BoolArray) -> None:
         """Record the results of a step: context lengths grow by the computed tokens, sampled tokens become known.
 
-        token_ids and valid: [R], for scheduled.sampling_slots; a slot that is not valid has failed and stops. A slot
-        that reports candidates gets no token, and waits for its next one in a plan. A fork of a stopped slot stops too.
+        token_ids and valid: [Q], for scheduled.rows. A slot that is not valid in its first row has failed and stops; a
+        row after a draft is valid if its token is accepted. A slot that reports candidates gets no token, and waits for
+        its next one in a plan. A fork of a stopped slot stops too.
         """
         self.num_computed_tokens[scheduled.slots] += scheduled.num_tokens
         self.stopped[scheduled.idle_slots] = True
-        slots = scheduled.sampling_slots
+        slots, rows = scheduled.sampling_slots, scheduled.rows
+        if scheduled.num_drafts is not None:
+            self.num_computed_tokens[scheduled.slots] -= scheduled.num_drafts
         if scheduled.sources is not None:
             # A fork shares all computed tokens of its source.
             self.num_computed_tokens[slots] = self.num_tokens[slots]
         taken = scheduled.takes_token(valid)
+        if rows.ahead is None:
+            self._commit_tokens(slots, token_ids, taken, ~valid)
+            return
+        for index in range(int(rows.ahead.max()) + 1):
+            these = np.flatnonzero(rows.ahead == index)
+            if index:
+                these = these[taken[these]]
+                self.num_computed_tokens[rows.slots[these]] += 1
+            self._commit_tokens(rows.slots[these], token_ids[these], taken[these], ~valid[these])
+
+    def _commit_tokens(self, slots: IntArray, token_ids: IntArray, taken: BoolArray, failed: BoolArray) -> None:
+        """Add one token [n] to each of n slots, no slot twice, where it is taken; slots that failed stop."""
         if not taken.all():
-            self.stopped[slots[~valid]] = True
+            self.stopped[slots[failed]] = True
             slots, token_ids = slots[taken], token_ids[taken]
         places = self.num_tokens[slots]
         self.token_ids[slots, places] = token_ids
         self.num_tokens[slots] = places + 1
         self.sampling.add_tokens(slots, token_ids)
+        self.stopped[slots[self.ends(slots, token_ids, places)]] = True
+
+    def ends(self, slots: IntArray, token_ids: IntArray, places: IntArray) -> BoolArray:
+        """Return [n]: whether a token at this place of its sequence ends it: a stop token, or at max_len; [n] each."""
         stop = self.sampling.are_stop_ids(slots, token_ids)
         if stop.any():
-            enough = places + 1 - self.num_prompt_tokens[slots] >= self.sampling["min_tokens"][slots]
-            self.stopped[slots[enough & stop]] = True
+            stop &= places + 1 - self.num_prompt_tokens[slots] >= self.sampling["min_tokens"][slots]
+        drafts = self.max_drafts[slots] > 0
+        return stop | (drafts & (places + 1 >= self.max_len[slots])) if drafts.any() else stop
 
     def digest(self) -> bytes:
         """Return SHA-256 over the admitted slots in order.

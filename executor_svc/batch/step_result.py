@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from executor_svc.batch.slots import Scheduled
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.plan.plan import SlotCandidates, SlotError, SlotLogprobs, StepResult, StepStatus, StepTimings
+
+NOT_ACCEPTED = -1
+"""In place of an error: the row stands behind a draft that was not accepted, and gives no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +52,18 @@ class RowCandidates:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The sampled tokens of R rows."""
+    """The sampled tokens of Q rows."""
 
     token_ids: IntArray
-    """[R]; undefined for rows with candidates."""
+    """[Q]; undefined for rows with candidates."""
     errors: IntArray
-    """[R] SlotError of rows that cannot be sampled, which have no valid token; 0 for the others."""
+    """[Q] SlotError of rows that cannot be sampled, or NOT_ACCEPTED: they have no valid token; 0 for the others."""
     logprobs: RowLogprobs | None
     candidates: RowCandidates | None = None
 
     @property
     def valid(self) -> BoolArray:
-        """[R]: whether the row has not failed."""
+        """[Q]: whether the row has not failed, and is accepted."""
         result: BoolArray = self.errors == 0
         return result
 
@@ -71,7 +74,7 @@ class Computed:
 
     sampled: SampledTokens
     positions: IntArray
-    """[R] positions of the sampled tokens in their sequences."""
+    """[Q] positions of the sampled tokens in their sequences."""
     prompt_logprobs: tuple[SlotLogprobs, ...] = ()
     device_ns: int = 0
     sample_ns: int = 0
@@ -95,25 +98,28 @@ def make_result(
 ) -> StepResult:
     """Return the result of a step that has run."""
     sampled = computed.sampled
-    rows = scheduled.sampling_slots
-    valid = sampled.valid
-    failed = ~valid
-    taken = scheduled.takes_token(valid)
-    slots, num_tokens = rows, taken.astype(np.int64)
+    rows = scheduled.rows
+    failed = sampled.errors > 0
+    taken = scheduled.takes_token(sampled.valid)
+    slots, counts = scheduled.sampling_slots, _counts(scheduled, taken)
     if len(scheduled.idle_slots):
-        slots = np.concatenate((rows, scheduled.idle_slots))
-        num_tokens = np.concatenate((num_tokens, np.zeros(len(scheduled.idle_slots), np.int64)))
+        slots = np.concatenate((slots, scheduled.idle_slots))
+        counts = np.pad(counts, ((0, 0), (0, len(scheduled.idle_slots))))
         order = np.argsort(slots)
-        slots, num_tokens = slots[order], num_tokens[order]
+        slots, counts = slots[order], counts[:, order]
+    num_tokens, num_drafts, num_accepted = counts
+    drafted = num_drafts.any()
     return StepResult(
         step_id=step_id,
         status=StepStatus.OK,
         slots=slots,
-        num_tokens=num_tokens[:0] if num_tokens.all() else num_tokens,
+        num_tokens=num_tokens[:0] if (num_tokens == 1).all() else num_tokens,
         token_ids=sampled.token_ids[taken],
-        error_slots=rows[failed],
+        num_drafts=num_drafts if drafted else num_drafts[:0],
+        num_accepted=num_accepted if drafted else num_accepted[:0],
+        error_slots=rows.slots[failed],
         errors=tuple(SlotError(error) for error in sampled.errors[failed]),
-        logprobs=_logprobs(computed, rows),
+        logprobs=_logprobs(computed, rows.slots),
         prompt_logprobs=computed.prompt_logprobs,
         candidates=_candidates(sampled, scheduled),
         timings=timings,
@@ -123,12 +129,25 @@ def make_result(
     )
 
 
+def _counts(scheduled: Scheduled, taken: BoolArray) -> IntArray:
+    """Return [3, R] the tokens, drafts and accepted drafts of each sampling slot; taken: [Q]."""
+    tokens = taken.astype(np.int64)
+    num_slots, drafted = len(scheduled.sampling_slots), scheduled.drafted
+    if drafted is None or drafted.ahead is None:
+        return np.stack((tokens, np.zeros((num_slots,), np.int64), np.zeros((num_slots,), np.int64)))
+    owner = (drafted.ahead == 0).cumsum() - 1
+    behind = drafted.ahead > 0
+    counts = [np.bincount(owner[rows], minlength=num_slots) for rows in (taken, behind, behind & taken)]
+    return np.stack(counts).astype(np.int64)
+
+
 def _candidates(sampled: SampledTokens, scheduled: Scheduled) -> tuple[SlotCandidates, ...]:
     """Return one entry for each slot that requested candidates and has not failed, in slot order."""
     found = sampled.candidates
     if found is None:
         return ()
-    slots, valid = scheduled.sampling_slots[scheduled.candidates], sampled.valid[scheduled.candidates]
+    rows = scheduled.rows
+    slots, valid = rows.slots[rows.candidates], sampled.valid[rows.candidates]
     return tuple(
         SlotCandidates(int(slots[i]), found.token_ids[i, : found.counts[i]], found.logprobs[i, : found.counts[i]])
         for i in np.flatnonzero(valid)
@@ -138,21 +157,23 @@ def _candidates(sampled: SampledTokens, scheduled: Scheduled) -> tuple[SlotCandi
 def _logprobs(computed: Computed, slots: IntArray) -> tuple[SlotLogprobs, ...]:
     """Return one entry for each slot that requested logprobs and has a token, in slot order.
 
-    slots: [R], the sampling slots.
+    slots: [Q], of the rows: those of a slot's tokens follow each other, and make one entry.
     """
     logprobs, valid = computed.sampled.logprobs, computed.sampled.valid
     if logprobs is None:
         return ()
+    (wanted,) = valid[logprobs.rows].nonzero()
+    rows = logprobs.rows[wanted]
+    (begins,) = np.diff(slots[rows], prepend=-1).nonzero()
     return tuple(
         SlotLogprobs(
-            slot=int(slots[row]),
-            start=int(computed.positions[row]),
-            chosen_logprobs=logprobs.chosen[i : i + 1],
-            chosen_ranks=logprobs.ranks[i : i + 1],
-            num_top=int(logprobs.num_top[i]),
-            top_token_ids=logprobs.top_ids[i, : logprobs.num_top[i]],
-            top_logprobs=logprobs.top[i, : logprobs.num_top[i]],
+            slot=int(slots[rows[first]]),
+            start=int(computed.positions[rows[first]]),
+            chosen_logprobs=logprobs.chosen[these],
+            chosen_ranks=logprobs.ranks[these],
+            num_top=int(logprobs.num_top[these[0]]),
+            top_token_ids=logprobs.top_ids[these, : logprobs.num_top[these[0]]].reshape(-1),
+            top_logprobs=logprobs.top[these, : logprobs.num_top[these[0]]].reshape(-1),
         )
-        for i, row in enumerate(logprobs.rows)
-        if valid[row]
+        for first, these in zip(begins, np.split(wanted, begins[1:]), strict=True)
     )

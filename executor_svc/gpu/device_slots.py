@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from executor_svc.batch.slots import Scheduled
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.gpu.kernels.slots.commit import IDLE, commit_step
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepBuffers, StepInputs, StepSizes

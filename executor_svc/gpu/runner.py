@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from executor_svc.batch.slots import Scheduled
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.gpu.device_slots import DeviceSlots

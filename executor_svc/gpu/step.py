@@ -18,7 +18,7 @@ from torch import Tensor
 
 from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
 from executor_svc.batch.prompt_rows import prompt_rows
-from executor_svc.batch.slots import Scheduled
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import Computed, RowCandidates, SampledTokens, make_result
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache

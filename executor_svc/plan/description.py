@@ -120,6 +120,8 @@ def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> 
         num_device_blocks=pools.num_device_blocks,
         num_host_blocks=pools.num_host_blocks,
         max_inflight_plans=config.max_inflight_plans,
+        max_drafts=0 if config.speculative == "off" else config.num_speculative_tokens,
+        adaptive_drafts=config.speculative == "auto",
     )
 
 

@@ -50,6 +50,10 @@ class Limits:
     num_device_blocks: int
     num_host_blocks: int
     max_inflight_plans: int
+    max_drafts: int = 0
+    """The most drafts of a slot in one step; 0: no speculative decoding."""
+    adaptive_drafts: bool = False
+    """Whether the scheduler chooses the number of drafts by what steps have cost and accepted."""
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -80,6 +84,12 @@ class AdmittedSequence:
     adapter_index: int = 0
     source: PrefixSource | None = None
     """The slot with the tokens and blocks before these; None: token_ids and block_ids are complete."""
+    max_drafts: int = 0
+    """The most drafts in one step."""
+    max_len: int = 0
+    """With drafts: the number of tokens at which the sequence stops; 0: max_model_len."""
+    draft_scope: int = 0
+    """Sequences with the same number may get drafts from each other's tokens; 0: from its own only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +133,7 @@ class StepPlan:
     resumed_slots: IntArray = field(default_factory=no_ints)
     given: SlotColumns = SlotColumns()
     decode_ready: bool = False
+    max_drafts: int = 0
     scheduled: ScheduledTokens = ScheduledTokens()
     forks: SlotColumns = SlotColumns()
     debug_digest: bool = False
@@ -182,6 +193,10 @@ class StepResult:
     """[n] slots that the plan scheduled for sampling."""
     num_tokens: IntArray = field(default_factory=no_ints)
     """[n] number of tokens that each slot sampled; empty: one each."""
+    num_drafts: IntArray = field(default_factory=no_ints)
+    """[n] number of drafts that each slot had; empty: none."""
+    num_accepted: IntArray = field(default_factory=no_ints)
+    """[n] number of drafts that each slot accepted; empty: none."""
     token_ids: IntArray = field(default_factory=no_ints)
     error_slots: IntArray = field(default_factory=no_ints)
     errors: tuple[SlotError, ...] = ()

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.sampling import Need
 from executor_svc.sampling.candidates import CandidateColumns
@@ -42,29 +43,24 @@ class SamplingColumns:
 
 
 def sampling_columns(slots: Slots, scheduled: Scheduled) -> SamplingColumns:
-    """Return the parameters of the slots that sample a token, in columns, slots ascending; before `commit`."""
-    rows, sources, sampling = scheduled.sampling_slots, scheduled.sources, slots.sampling
-    if len(scheduled.candidates):
-        sources = np.delete(_sources(scheduled), scheduled.candidates)
-        rows = np.delete(rows, scheduled.candidates)
+    """Return the parameters of the rows that sample a token, in columns, slots ascending; before `commit`."""
+    rows = scheduled.rows
+    if len(rows.candidates):
+        rows = rows.take(np.delete(np.arange(len(rows.slots)), rows.candidates))
     return SamplingColumns(
-        numbers=sampling.rows(rows, *SAMPLER_NEEDS),
-        position=slots.num_tokens[rows],
-        edits=logits_edits(slots, rows),
-        sources=sources,
+        numbers=slots.sampling.rows(rows.slots, *SAMPLER_NEEDS),
+        position=slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead),
+        edits=logits_edits(slots, rows.slots, rows.ahead),
+        sources=rows.sources,
     )
 
 
 def candidate_columns(slots: Slots, scheduled: Scheduled) -> CandidateColumns:
     """Return the parameters of the slots that requested candidates [C], slots ascending; before `commit`."""
-    rows = scheduled.sampling_slots[scheduled.candidates]
+    rows, which = scheduled.rows, scheduled.rows.candidates
+    chosen = rows.slots[which]
     return CandidateColumns(
-        sources=_sources(scheduled)[scheduled.candidates],
-        num_candidates=slots.sampling["num_candidates"][rows],
-        edits=logits_edits(slots, rows),
+        sources=which if rows.sources is None else rows.sources[which],
+        num_candidates=slots.sampling["num_candidates"][chosen],
+        edits=logits_edits(slots, chosen),
     )
-
-
-def _sources(scheduled: Scheduled) -> IntArray:
-    """Return the logits row [R] that each of sampling_slots reads."""
-    return np.arange(len(scheduled.sampling_slots)) if scheduled.sources is None else scheduled.sources

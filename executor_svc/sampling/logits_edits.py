@@ -6,29 +6,34 @@ from dataclasses import replace
 
 import numpy as np
 
-from executor_svc.batch.ragged import SlotLists
+from executor_svc.batch.ragged import SlotLists, spans
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.sampling import Need
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
 
 
-def logits_edits(slots: Slots, rows: IntArray) -> LogitsEdits | None:
+def logits_edits(slots: Slots, rows: IntArray, ahead: IntArray | None = None) -> LogitsEdits | None:
     """Return the edits of these slots [R] for their next token, before `commit`; None if there are none.
 
-    They depend only on each slot's parameters and token ids.
+    They depend only on each slot's parameters and token ids. ahead: [R], for a token after so many drafts of the slot,
+    which `Slots.put_drafts` has written; None: 0 each.
     """
     sampling = slots.sampling
     (candidates,) = sampling.processed[rows].nonzero()
     if not len(candidates):
         return None
     chosen = rows[candidates]
+    lengths = slots.num_tokens[chosen] + (0 if ahead is None else ahead[candidates])
     owner, ids, counts = sampling.read_counts(chosen)
+    if ahead is not None:
+        owner, ids, counts = _with_drafts(slots, chosen, ahead[candidates], (owner, ids, counts))
     biased, places = _listed(sampling.biases, chosen)
     penalised = chosen[owner]
     edits = LogitsEdits(
         rows=candidates,
         allowed=_listed(sampling.allowed_ids, chosen)[0],
-        forbidden=_joined(_bad_words(slots, chosen), _early_stops(slots, chosen)),
+        forbidden=_joined(_bad_words(slots, chosen, lengths), _early_stops(slots, chosen, lengths)),
         biased=biased,
         biases=sampling.biases.columns[1][places],
         counted=RowTokens(owner, ids),
@@ -38,6 +43,21 @@ def logits_edits(slots: Slots, rows: IntArray) -> LogitsEdits | None:
         presence_penalty=sampling["presence_penalty"][penalised],
     )
     return _without_idle_rows(edits)
+
+
+def _with_drafts(
+    slots: Slots, rows: IntArray, ahead: IntArray, counted: tuple[IntArray, IntArray, IntArray]
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return counted tokens (index into rows, id, occurrences) with the first ahead[i] drafts of each of rows [n]."""
+    drafted = np.where(slots.sampling.on(Need.COUNTS)[rows], ahead, 0)
+    owner, places = spans(slots.num_tokens[rows], drafted)
+    if not len(owner):
+        return counted
+    vocab = slots.limits.vocab_size
+    keys = np.concatenate((counted[0] * vocab + counted[1], owner * vocab + slots.token_ids[rows[owner], places]))
+    keys, where = np.unique(keys, return_inverse=True)
+    counts = np.bincount(where, np.concatenate((counted[2], np.ones(len(owner), np.int64))), len(keys))
+    return keys // vocab, keys % vocab, counts.astype(np.int64)
 
 
 def _without_idle_rows(edits: LogitsEdits) -> LogitsEdits | None:
@@ -67,16 +87,16 @@ def _joined(*parts: RowTokens) -> RowTokens:
     return RowTokens(np.concatenate([part.rows for part in parts]), np.concatenate([part.ids for part in parts]))
 
 
-def _early_stops(slots: Slots, rows: IntArray) -> RowTokens:
-    """Return the stop tokens of slots with fewer output tokens than min_tokens."""
-    num_output = slots.num_tokens[rows] - slots.num_prompt_tokens[rows]
+def _early_stops(slots: Slots, rows: IntArray, lengths: IntArray) -> RowTokens:
+    """Return the stop tokens of slots with fewer output tokens than min_tokens; lengths: [R] tokens so far."""
+    num_output = lengths - slots.num_prompt_tokens[rows]
     early = np.flatnonzero(num_output < slots.sampling["min_tokens"][rows])
     stops, _ = _listed(slots.sampling.stop_ids, rows[early])
     return RowTokens(early[stops.rows], stops.ids)
 
 
-def _bad_words(slots: Slots, rows: IntArray) -> RowTokens:
-    """Return the last token of every bad word whose other tokens end the output."""
+def _bad_words(slots: Slots, rows: IntArray, lengths: IntArray) -> RowTokens:
+    """Return the last token of every bad word whose other tokens end the output; lengths: [R] tokens so far."""
     words = slots.sampling.bad_words
     owner, places = words.locate(rows)
     if not len(owner):
@@ -84,7 +104,7 @@ def _bad_words(slots: Slots, rows: IntArray) -> RowTokens:
     token_ids, following = (column[places].astype(np.int64) for column in words.columns)
     # The position of each token of a word if the word's last token came next. All tokens but the last must be present.
     slot = rows[owner]
-    position = slots.num_tokens[slot] - following
+    position = lengths[owner] - following
     in_output = position >= slots.num_prompt_tokens[slot]
     is_last = following == 0
     fits = is_last | (in_output & (slots.token_ids[slot, np.maximum(position, 0)] == token_ids))

@@ -12,7 +12,6 @@ from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from executor_svc.plan import plan as p
 from executor_svc.plan.arrays import FloatArray, IntArray
-from executor_svc.plan.description import Description, Fingerprint
 from executor_svc.plan.plan import InvalidPlan
 from executor_svc.plan.sampling import SequenceSampling
 
@@ -67,7 +66,7 @@ def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
     """Read a plan, with a pause after each slice of its admissions; raises InvalidPlan, as `plan_from_wire`."""
     # A step that only decodes has none of the parts.
     present = {field.name: value for field, value in message.ListFields()}
-    reserved: list[str] = [part for part in ("drafts", "transfers") if part in present]
+    reserved: list[str] = ["transfers"] if "transfers" in present else []
     parts: dict[str, Any] = {}
     for part, read in _PARTS.items():
         if part in present:
@@ -76,6 +75,7 @@ def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
         step_id=message.step_id,
         epoch=message.epoch,
         decode_ready=message.decode_ready,
+        max_drafts=message.max_drafts,
         debug_digest=message.debug_digest,
         announces_start=message.announces_start,
         # Each once and only some of them: a list of millions would be the error message.
@@ -184,6 +184,9 @@ def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> Work[p.Admit
         held=message.held,
         adapter_index=message.adapter_index,
         source=_source(message.source) if message.HasField("source") else None,
+        max_drafts=message.max_drafts,
+        max_len=message.max_len,
+        draft_scope=message.draft_scope,
     )
 
 
@@ -291,6 +294,8 @@ def _fill_without_logprobs(message: pb.StepResult, result: p.StepResult) -> None
     message.slots.extend(result.slots.tolist())
     message.num_tokens.extend(result.num_tokens.tolist())
     message.token_ids.extend(result.token_ids.tolist())
+    message.num_drafts.extend(result.num_drafts.tolist())
+    message.num_accepted.extend(result.num_accepted.tolist())
     message.error_slots.extend(result.error_slots.tolist())
     message.errors.extend([cast(pb.SlotError.ValueType, int(error)) for error in result.errors])
     message.candidates.extend([_slot_candidates(item) for item in result.candidates])
@@ -317,76 +322,3 @@ def _fill_logprobs(message: pb.SlotLogprobs, item: p.SlotLogprobs) -> Work[None]
 
 def _slot_candidates(item: p.SlotCandidates) -> pb.SlotCandidates:
     return pb.SlotCandidates(slot=item.slot, token_ids=item.token_ids.tolist(), logprobs=item.logprobs.tolist())
-
-
-def description_to_wire(description: Description) -> pb.DescribeResponse:
-    """Return the wire form of the description."""
-    loaded, limits, geometry = description.loaded, description.limits, description.loaded.geometry
-    features = [
-        pb.EXECUTOR_FEATURE_LOGPROBS,
-        pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS,
-        pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS,
-        pb.EXECUTOR_FEATURE_BLOCK_COPY,
-        pb.EXECUTOR_FEATURE_SAMPLE_FORK,
-        pb.EXECUTOR_FEATURE_BEAMS,
-        pb.EXECUTOR_FEATURE_DEBUG_DIGEST,
-    ]
-    if limits.num_host_blocks:
-        features.append(pb.EXECUTOR_FEATURE_SWAP)
-    if description.shares_prefixes:
-        features.append(pb.EXECUTOR_FEATURE_SHARED_PREFIXES)
-    return pb.DescribeResponse(
-        protocol_version=description.protocol_version,
-        incarnation=description.incarnation,
-        model=pb.ModelGeometry(
-            name=geometry.name,
-            architecture=geometry.architecture,
-            vocab_size=geometry.vocab_size,
-            hidden_size=geometry.hidden_size,
-            num_layers=geometry.num_layers,
-            num_heads=geometry.num_heads,
-            num_kv_heads=geometry.num_kv_heads,
-            head_size=geometry.head_size,
-            max_model_len=geometry.max_model_len,
-            dtype=geometry.dtype,
-            num_parameters=geometry.num_parameters,
-            weight_bytes=geometry.weight_bytes,
-        ),
-        tokenizer=loaded.tokenizer,
-        eos_token_ids=loaded.eos_token_ids,
-        bos_token_id=loaded.bos_token_id,
-        kv=pb.KvGeometry(
-            block_size=limits.block_size,
-            num_device_blocks=limits.num_device_blocks,
-            num_host_blocks=limits.num_host_blocks,
-            bytes_per_block=description.bytes_per_block,
-            dtype=description.fingerprint.kv_dtype,
-            num_groups=1,
-        ),
-        limits=pb.ExecutorLimits(
-            num_slots=limits.num_slots,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_logprobs=limits.max_logprobs,
-            max_inflight_plans=limits.max_inflight_plans,
-        ),
-        features=sorted(features),
-        fingerprint=_fingerprint(description.fingerprint),
-        device=description.device,
-        version=description.version,
-    )
-
-
-def _fingerprint(fingerprint: Fingerprint) -> types_pb2.NumericsFingerprint:
-    exact = fingerprint.mode == "exact"
-    return types_pb2.NumericsFingerprint(
-        mode=types_pb2.NUMERICS_MODE_EXACT if exact else types_pb2.NUMERICS_MODE_FAST,
-        weights_digest=fingerprint.weights_digest,
-        dtype=fingerprint.dtype,
-        kv_dtype=fingerprint.kv_dtype,
-        kernels=fingerprint.kernels,
-        isa=fingerprint.isa,
-        num_threads=fingerprint.num_threads,
-        versions=fingerprint.versions,
-        digest=fingerprint.digest,
-    )

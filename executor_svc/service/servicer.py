@@ -27,7 +27,8 @@ from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
-from executor_svc.service.convert import description_to_wire, plan_in_slices, response_in_slices
+from executor_svc.service.convert import plan_in_slices, response_in_slices
+from executor_svc.service.description import description_to_wire
 from executor_svc.service.lease import Lease, Leases, Refusal
 from executor_svc.service.pieces import request_in_slices
 from executor_svc.service.step_traces import StepTraces

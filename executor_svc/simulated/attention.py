@@ -6,7 +6,8 @@ import numpy as np
 
 from executor_svc.batch.prompt_rows import PromptRows
 from executor_svc.batch.ragged import spans
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.simulated.hashing import U64, contributions, position_keys, token_hashes
 from executor_svc.simulated.memory import DigestPools

@@ -9,6 +9,7 @@ from executor_svc.errors import StartError
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.simulated.clock import sharpen_sleep
 from executor_svc.simulated.costs import read_costs
+from executor_svc.simulated.drafts import AcceptanceSource
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.simulated.injection import read_injection
 from executor_svc.simulated.memory import PoolSizes
@@ -29,7 +30,8 @@ def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Desc
     sizes = _pool_sizes(config, geometry.max_model_len)
     limits = limits_of(config, geometry, sizes)
     try:
-        executor = SimulatedStepExecutor(limits, costs, injection=injection, poison=poison)
+        drafts = None if config.speculative == "off" else AcceptanceSource(geometry.vocab_size, costs.draft_acceptance)
+        executor = SimulatedStepExecutor(limits, costs, injection=injection, poison=poison, drafts=drafts)
     except MemoryError as error:
         raise StartError(
             f"--num-gpu-blocks {sizes.num_device_blocks} and --num-cpu-blocks {sizes.num_host_blocks} need "

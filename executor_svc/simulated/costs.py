@@ -46,6 +46,9 @@ class StepCosts(BaseModel):
     moved_block_us: float = Field(default=0.0, ge=0, description="Per swapped or copied block.")
     kv_token_us: float = Field(default=0.0, ge=0, description="Per position whose KV a sequence reads in the step.")
     hidden_tokens: float = Field(default=0.0, ge=0, description="Tokens of each step that cost no token_us.")
+    draft_acceptance: float = Field(
+        default=0.7, ge=0, le=1, description="Probability that a draft is right, with --speculative; no cost."
+    )
 
     @property
     def instant(self) -> bool:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from executor_svc.batch.prompt_rows import by_slot, prompt_rows
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.ragged import spans
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.plan.arrays import BoolArray
 from executor_svc.plan.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
@@ -22,6 +24,9 @@ from executor_svc.simulated.memory import DigestPools
 from executor_svc.simulated.poison import Poison
 from executor_svc.simulated.ranking import Ranking
 from executor_svc.simulated.token_choice import best_candidates, choose, prompt_columns, row_logprobs
+from executor_svc.speculation.drafting import Drafting
+from executor_svc.speculation.drafts import DraftSource
+from executor_svc.speculation.verification import accept_drafts
 
 
 class SimulatedStepExecutor:
@@ -37,11 +42,16 @@ class SimulatedStepExecutor:
         wait: Callable[[int], None] = sleep_until,
         injection: Injection | None = None,
         poison: Poison | None = None,
+        drafts: DraftSource | None = None,
     ) -> None:
-        """wait: returns at a moment of the monotonic clock in ns; not called if all costs are 0."""
+        """wait: returns at a moment of the monotonic clock in ns; not called if all costs are 0.
+
+        drafts: makes drafts, as many as the plans allow; None: there are none.
+        """
         self.limits = limits
         self.slots = Slots(limits)
         self.pools = DigestPools(limits.num_device_blocks, limits.num_host_blocks, limits.block_size)
+        self._drafting = Drafting(self.slots, drafts)
         self._attention = Attention(self.slots, self.pools)
         self._costs = costs or StepCosts()
         self._wait = wait
@@ -53,6 +63,7 @@ class SimulatedStepExecutor:
     def clear(self) -> None:
         """Free all slots; KV stays."""
         self.slots.clear()
+        self._drafting.clear()
 
     def is_out_of_memory(self, exc: Exception) -> bool:
         """Return whether a step failed for lack of memory."""
@@ -76,7 +87,8 @@ class SimulatedStepExecutor:
         if self._injection is not None:
             self._injection.before_step()
         self.slots.apply(plan)
-        scheduled = self.slots.schedule(plan)
+        self._drafting.follow(plan)
+        scheduled = self._drafting.add(plan, self.slots.schedule(plan))
         if self._poison is not None:
             self._poison.before_compute(self.slots, scheduled)
         moving = time.monotonic_ns()
@@ -108,18 +120,22 @@ class SimulatedStepExecutor:
         hashes = self._logits(scheduled)
         forward_done = time.monotonic_ns()
         prompts = self._prompt_logprobs(scheduled)
-        sampled = self._choose(scheduled, hashes)
-        positions = self.slots.num_tokens[scheduled.sampling_slots]
+        sampled = accept_drafts(self.slots, scheduled, self._choose(scheduled, hashes))
+        rows = scheduled.rows
+        positions = self.slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead)
         return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
 
     def _logits(self, scheduled: Scheduled) -> U64:
-        """Return [R] the logits hash of each of scheduled.sampling_slots: its own, or its source's for a fork."""
-        rows = scheduled.slots[scheduled.samples]
-        if not len(rows):
+        """Return [Q] the logits hash of each of scheduled.rows: its own, or its source's for a fork."""
+        slots = scheduled.logits_slots
+        if not len(slots):
             return np.zeros(0, np.uint64)
         lengths = (self.slots.num_computed_tokens[scheduled.slots] + scheduled.num_tokens)[scheduled.samples]
-        hashes = logits_hashes(self._attention.contexts(rows, lengths))
-        return hashes if scheduled.sources is None else hashes[scheduled.sources]
+        if scheduled.num_drafts is not None:
+            num_drafts = scheduled.num_drafts[scheduled.samples]
+            lengths = spans(lengths - num_drafts, 1 + num_drafts)[1]
+        hashes, sources = logits_hashes(self._attention.contexts(slots, lengths)), scheduled.rows.sources
+        return hashes if sources is None else hashes[sources]
 
     def _prompt_logprobs(self, scheduled: Scheduled) -> tuple[SlotLogprobs, ...]:
         wanted = prompt_rows(self.slots, scheduled)
@@ -129,12 +145,12 @@ class SimulatedStepExecutor:
         return by_slot(wanted, prompt_columns(Ranking(hashes, self.limits.vocab_size), wanted))
 
     def _choose(self, scheduled: Scheduled, hashes: U64) -> SampledTokens:
-        """Choose a token, or candidates where requested, for each of scheduled.sampling_slots.
+        """Choose a token, or candidates where requested, for each of scheduled.rows.
 
-        hashes: [R], logits hashes.
+        hashes: [Q], logits hashes.
         """
-        rows, candidate_rows, sampling = scheduled.sampling_slots, scheduled.candidates, self.slots.sampling
-        logits, edits = Ranking(hashes, self.limits.vocab_size), logits_edits(self.slots, rows)
+        rows, candidate_rows, sampling = scheduled.rows.slots, scheduled.rows.candidates, self.slots.sampling
+        logits, edits = Ranking(hashes, self.limits.vocab_size), logits_edits(self.slots, rows, scheduled.rows.ahead)
         drawn = draw_hashes(
             hashes, sampling["seed"][rows], sampling["sample_index"][rows], sampling["temperature"][rows] > 0
         )
@@ -153,11 +169,11 @@ class SimulatedStepExecutor:
         return SampledTokens(tokens, errors, logprobs, candidates)
 
     def _non_finite(self, scheduled: Scheduled, injection: Injection) -> BoolArray:
-        """Return [R]: whether the logits row that a sampling slot reads is to be taken for not finite."""
-        slots = scheduled.slots[scheduled.samples]
+        """Return [Q]: whether the logits row that each row reads is to be taken for not finite."""
+        slots, sources = scheduled.logits_slots, scheduled.rows.sources
         rows = np.zeros(len(slots), np.bool_)
         rows[injection.non_finite_rows(slots.tolist())] = True
-        return rows if scheduled.sources is None else rows[scheduled.sources]
+        return rows if sources is None else rows[sources]
 
     def _work(self, scheduled: Scheduled, num_moved: int) -> StepWork:
         counts, context = scheduled.num_tokens, self.slots.num_computed_tokens[scheduled.slots]
@@ -166,7 +182,7 @@ class SimulatedStepExecutor:
             tokens=tokens,
             # The i-th token of a chunk attends to the context and to i tokens of the chunk.
             context_tokens=int(counts @ context) + (int(counts @ counts) + tokens) // 2,
-            samples=len(scheduled.sampling_slots),
+            samples=len(scheduled.rows.slots),
             moved_blocks=num_moved,
             kv_tokens=tokens + int(context.sum()),
         )

@@ -6,7 +6,8 @@ import os
 import signal
 from dataclasses import dataclass
 
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
 from executor_svc.simulated.injection import InjectionError
 
 

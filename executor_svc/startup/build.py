@@ -16,9 +16,11 @@ from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.plan.plan import Limits
 from executor_svc.simulated.injection import InjectionError, read_injection
+from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.injected import InjectedStepExecutor
+from executor_svc.startup.speculation import check_speculation, make_draft_source
 from executor_svc.worker.device_errors import is_out_of_memory
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.step import StepExecutor
@@ -35,22 +37,25 @@ def make_executor(
     *,
     enforce_eager: bool = False,
     inject: str | None = None,
+    drafts: DraftSource | None = None,
 ) -> Executor:
     """Return the executor of a model, for use by one thread.
 
-    enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError.
+    enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError. drafts: the
+    source of drafts, on the CPU only.
     """
     if inject is not None:
         if device.name != "cpu":
             raise InjectionError(f"--inject {inject}: only with --simulate, or with a model on the CPU")
         runner = (ModelRunner if loaded.recordable else EagerRunner)(loaded, device, pools, limits)
-        return InjectedStepExecutor(runner, pools, limits, read_injection(inject))
+        return InjectedStepExecutor(runner, pools, limits, read_injection(inject), drafts)
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
         return GpuStepExecutor(loaded, device, pools, limits, enforce_eager=enforce_eager)
     kind = ModelRunner if loaded.recordable else EagerRunner
-    return StepExecutor(kind(loaded, device, pools, limits), pools, limits, device.torch_device.type == "cuda")
+    on_gpu = device.torch_device.type == "cuda"
+    return StepExecutor(kind(loaded, device, pools, limits), pools, limits, on_gpu, drafts)
 
 
 def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> None:
@@ -81,6 +86,7 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
     """
     began = time.monotonic()
     device = make_device(config)
+    check_speculation(config, device.name)
     config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
     loaded = load_model(config, device)
@@ -105,7 +111,15 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
         limits.num_host_blocks, pools.bytes_per_block,
     )  # fmt: skip
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
-    executor = make_executor(loaded, device, pools, limits, enforce_eager=config.enforce_eager, inject=config.inject)
+    executor = make_executor(
+        loaded,
+        device,
+        pools,
+        limits,
+        enforce_eager=config.enforce_eager,
+        inject=config.inject,
+        drafts=make_draft_source(config, limits),
+    )
     if on_gpu:
         from executor_svc.gpu.warm_up import run_steps
 

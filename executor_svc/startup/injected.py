@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
-from executor_svc.batch.slots import Scheduled
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import Computed
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, StepPlan, StepResult
 from executor_svc.simulated.injection import Injection
+from executor_svc.speculation.drafts import DraftSource
 from executor_svc.worker.block_moves import BlockPools
 from executor_svc.worker.step import Runner, StepExecutor
 
@@ -23,10 +24,17 @@ class InjectedStepExecutor(StepExecutor):
     An injected error is read by its type and message, as PyTorch's own errors are.
     """
 
-    def __init__(self, runner: Runner, pools: BlockPools, limits: Limits, injection: Injection) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        pools: BlockPools,
+        limits: Limits,
+        injection: Injection,
+        drafts: DraftSource | None = None,
+    ) -> None:
         self._injection = injection
         self._spoiled = _SpoiledRunner(runner)
-        super().__init__(self._spoiled, pools, limits)
+        super().__init__(self._spoiled, pools, limits, drafts=drafts)
 
     def execute(self, plan: StepPlan, received_ns: int) -> StepResult:
         """As StepExecutor does."""
@@ -36,7 +44,7 @@ class InjectedStepExecutor(StepExecutor):
     def _compute(self, scheduled: Scheduled) -> Computed:
         if len(scheduled.slots):
             self._injection.before_compute()
-            self._spoiled.rows = self._injection.non_finite_rows(scheduled.slots[scheduled.samples].tolist())
+            self._spoiled.rows = self._injection.non_finite_rows(scheduled.logits_slots.tolist())
         return super()._compute(scheduled)
 
 

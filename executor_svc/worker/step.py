@@ -13,13 +13,17 @@ from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.prompt_logprobs import prompt_logprobs
 from executor_svc.sampling.sample_step import choose
+from executor_svc.speculation.drafting import Drafting
+from executor_svc.speculation.drafts import DraftSource
+from executor_svc.speculation.verification import accept_drafts
 from executor_svc.worker.block_moves import BlockPools, move_blocks
 from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
 from executor_svc.worker.profiling import Spans
@@ -47,16 +51,26 @@ class Runner(Protocol):
 class StepExecutor:
     """Executes plans on the slots, with a runner. Implements `worker.Executor`."""
 
-    def __init__(self, runner: Runner, pools: BlockPools, limits: Limits, on_gpu: bool = False) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        pools: BlockPools,
+        limits: Limits,
+        on_gpu: bool = False,
+        drafts: DraftSource | None = None,
+    ) -> None:
+        """drafts: makes drafts, as many as the plans allow; None: there are none."""
         self.limits = limits
         self._span = Spans(on_gpu)
         self.slots = Slots(limits)
+        self._drafting = Drafting(self.slots, drafts)
         self._runner = runner
         self._pools = pools
 
     def clear(self) -> None:
         """Free all slots; KV stays."""
         self.slots.clear()
+        self._drafting.clear()
 
     def is_out_of_memory(self, exc: Exception) -> bool:
         """Return whether a step failed for lack of memory."""
@@ -84,6 +98,9 @@ class StepExecutor:
         with self._span("plan"):
             self.slots.apply(plan)
             scheduled = self.slots.schedule(plan)
+        with self._span("draft"):
+            self._drafting.follow(plan)
+            scheduled = self._drafting.add(plan, scheduled)
         with self._span("move blocks"):
             moves_ns = move_blocks(self._pools, plan)
         computed = self._compute(scheduled)
@@ -112,9 +129,11 @@ class StepExecutor:
         prompts = self._prompt_logprobs(scheduled, hidden)
         if len(batch.logits_rows):
             with self._span("sample"):
-                positions = self.slots.num_tokens[scheduled.sampling_slots]
+                rows = scheduled.rows
+                positions = self.slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead)
                 sampled = choose(logits.contiguous(), best, self.slots, scheduled, self._runner.functions)
                 sampled = self._without_failed_prompts(scheduled, sampled)
+                sampled = accept_drafts(self.slots, scheduled, sampled)
         return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
 
     def _prompt_logprobs(self, scheduled: Scheduled, hidden: Tensor) -> tuple[SlotLogprobs, ...]:
@@ -137,6 +156,6 @@ class StepExecutor:
         """
         if not self.slots.prompt_failed.any():
             return sampled
-        failed = self.slots.prompt_failed[scheduled.sampling_slots] & sampled.valid
+        failed = self.slots.prompt_failed[scheduled.rows.slots] & sampled.valid
         errors = np.where(failed, int(SlotError.NON_FINITE_LOGITS), sampled.errors)
         return replace(sampled, errors=errors)

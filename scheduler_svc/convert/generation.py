@@ -89,6 +89,7 @@ def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) 
         cache_salt=message.cache_salt,
         enable_prefix_caching=message.enable_prefix_caching if message.HasField("enable_prefix_caching") else True,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
+        num_draft_tokens=message.speculation.num_draft_tokens if message.HasField("speculation") else None,
         traceparent=message.traceparent,
         later_fields=_later_request_fields(message),
         body=body,
@@ -296,7 +297,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 def _later_request_fields(message: pb.GenerateRequest) -> tuple[str, ...]:
     requested = {
         "adapter": bool(message.adapter),
-        "speculation": message.speculation.num_draft_tokens > 0,
         "extra_hash_keys": bool(message.extra_hash_keys),
     }
     return tuple(name for name, is_set in requested.items() if is_set)

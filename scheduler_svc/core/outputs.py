@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import Finish, PromptLogprobs, SampleDelta, TokenLogprobs
@@ -34,19 +35,20 @@ class BeamOutput:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """New tokens, one per listed sequence; finishes, with or without a token; prompt logprobs, in order."""
+    """New tokens, each with its sequence; finishes, with or without a token; prompt logprobs, in order."""
 
     sequences: list[Sequence] = field(default_factory=list)
+    """One for each new token; the tokens of a sequence follow each other."""
     token_ids: list[int] = field(default_factory=list)
     """One for each of `sequences`."""
-    logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Logprobs of the new tokens, for sequences whose request wants them."""
     finishes: dict[Sequence, Finish] = field(default_factory=dict)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
     hypotheses: list[BeamOutput] = field(default_factory=list)
     """Results of finished beam searches, all of a search at once."""
     num_by_tenant: Counter[str] = field(default_factory=Counter)
-    """Number of `sequences` by tenant, counted once for all; empty if the order does not share by tenant."""
+    """Number of tokens by tenant, counted once for all; empty if the order does not share by tenant."""
 
     def __bool__(self) -> bool:
         return bool(self.sequences or self.finishes or self.prompt_logprobs or self.hypotheses)
@@ -55,13 +57,12 @@ class StepOutputs:
         """The same outputs per sample: prompt logprobs first; a finish comes with the last token."""
         for sequence, prompt_logprobs in self.prompt_logprobs:
             yield SampleDelta(sequence.group.key, sequence.sample_index, prompt_logprobs=prompt_logprobs)
-        for sequence, token_id in zip(self.sequences, self.token_ids, strict=True):
-            logprobs = self.logprobs.get(sequence)
+        for sequence, tokens in groupby(zip(self.sequences, self.token_ids, strict=True), itemgetter(0)):
             yield SampleDelta(
                 key=sequence.group.key,
                 sample_index=sequence.sample_index,
-                token_ids=(token_id,),
-                logprobs=(logprobs,) if logprobs is not None else (),
+                token_ids=tuple(token_id for _, token_id in tokens),
+                logprobs=self.logprobs.get(sequence, ()),
                 finish=self.finishes.get(sequence),
             )
         with_tokens = set(self.sequences)

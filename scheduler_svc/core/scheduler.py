@@ -28,6 +28,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps import lane_changes
 from scheduler_svc.core.steps.beam_scheduling import finish_early, start_beam_search
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES, MAX_GROUP_TOKENS
+from scheduler_svc.core.steps.drafted_results import observe_drafts
 from scheduler_svc.core.steps.kept_kv import forget_kv
 from scheduler_svc.core.steps.look_ahead import look_ahead
 from scheduler_svc.core.steps.planning import plan_step
@@ -317,6 +318,7 @@ class Scheduler:
             clear_passed(self._requests, step)
         lane.on_result(result.step_id)
         lane.update_rates(step, result)
+        observe_drafts(lane, step, result)
         outputs = self.take_outputs()
         lane.counts.num_output_tokens += sum(len(output.token_ids) for output in outputs.hypotheses)
         lane.update_turnover(len(outputs.finishes) + len(outputs.hypotheses), now)

@@ -129,6 +129,8 @@ class RequestSpec:
     """Tenants with the same name here share blocks; empty: the tenant shares with no other."""
     expected_output_tokens: int | None = None
     """The client's estimate, used by orders that sort by length."""
+    max_drafts: int | None = None
+    """The most drafts of a sequence in one step; 0: no speculative decoding; None: as many as the executor allows."""
     known_outputs: tuple[tuple[int, ...], ...] = ()
     """The output of each sample that an earlier process has generated, not that of beams; empty: none."""
 
@@ -166,6 +168,10 @@ class ExecutorSpec:
     """Whether a token's KV depends only on the tokens before it, so that requests may share blocks."""
     numerics: bytes = b""
     """Requests with output move only between executors with the same value; empty: no tokens are promised."""
+    max_drafts: int = 0
+    """The most drafts of a sequence in one step; 0: no speculative decoding."""
+    adaptive_drafts: bool = False
+    """Whether the number of drafts follows from what steps have cost and accepted; otherwise as many as fit."""
     lacks: frozenset[str] = frozenset()
     """Names of features that it lacks: see `core.placement.candidates`."""
 
@@ -195,6 +201,12 @@ class AdmittedSequence:
     held: bool = False
     """Not included in decode_ready until the plan resumes it."""
     source: PrefixSource | None = None
+    max_drafts: int = 0
+    """The most drafts in one step."""
+    max_len: int = 0
+    """With drafts: the number of tokens at which the executor stops it."""
+    draft_scope: int = 0
+    """With drafts: sequences with the same number may get drafts from each other's tokens; 0: from its own only."""
 
 
 @dataclass(slots=True)
@@ -218,6 +230,8 @@ class StepPlan:
     given_slots: list[int] = field(default_factory=list)
     given_token_ids: list[int] = field(default_factory=list)
     decode_ready: bool = False
+    max_drafts: int = 0
+    """The most drafts of each slot that decode_ready schedules."""
     scheduled_slots: list[int] = field(default_factory=list)
     scheduled_num_tokens: list[int] = field(default_factory=list)
     scheduled_samples: list[bool] = field(default_factory=list)
@@ -314,11 +328,15 @@ class StepResult:
     num_tokens: Sequence[int] = ()
     """Number of tokens that each slot sampled; empty: one each."""
     token_ids: Sequence[int] = ()
+    num_drafts: Sequence[int] = ()
+    """Number of drafts that each slot had; empty: none."""
+    num_accepted: Sequence[int] = ()
+    """Number of them that each slot accepted; empty: none."""
     error_slots: Sequence[int] = ()
     errors: Sequence[SlotError] = ()
     """The reason for each entry of error_slots."""
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By slot, where the request wants logprobs."""
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """By slot, where the request wants logprobs: of each of its tokens."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """By slot, where the request wants them: of the prompt tokens that this step's chunk predicts."""
     candidates: dict[int, Candidates] = field(default_factory=dict)

@@ -45,10 +45,10 @@ def apply_outputs(
             touched[live] = None
             live.prompt_logprobs.extend(prompt_logprobs)
     with_more, live_of = outputs.logprobs.keys() | outputs.finishes.keys(), lives.get
+    extended: dict[Sequence, list[int]] = {}
     for sequence, token_id in zip(outputs.sequences, outputs.token_ids, strict=True):
         if with_more and sequence in with_more:
-            logprobs = outputs.logprobs.get(sequence)
-            extend(sequence, (token_id,), (logprobs,) if logprobs else (), outputs.finishes.get(sequence))
+            extended.setdefault(sequence, []).append(token_id)
             continue
         # As `extend`, for what nearly every token of a step is: a token and no more. A call takes longer than the rest.
         key, index = sequence.group.key, sequence.sample_index
@@ -64,6 +64,8 @@ def apply_outputs(
         elif sample.append(token_id) is not None:
             finished.add(live)
             stop_sample(key, index)
+    for sequence, token_ids in extended.items():
+        extend(sequence, tuple(token_ids), outputs.logprobs.get(sequence, ()), outputs.finishes.get(sequence))
     for sequence, finish in outputs.finishes.items():
         extend(sequence, (), (), finish)
     for beam in outputs.hypotheses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 
@@ -100,7 +100,7 @@ class StepRecorder:
         """The call that records a step whose result was applied, after its outputs are delivered; None: no watch."""
         if not self.watches:
             return None
-        contexts = context_lens(lane, step, applied=set(outputs.sequences))
+        contexts = context_lens(lane, step, applied=Counter(outputs.sequences))
         return partial(self.on_applied, step, contexts, result, now)
 
     def on_applied(

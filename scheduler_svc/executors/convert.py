@@ -68,6 +68,8 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         gives_candidates=pb.EXECUTOR_FEATURE_BEAMS in message.features,
         gives_debug_digest=pb.EXECUTOR_FEATURE_DEBUG_DIGEST in message.features,
         shares_prefixes=pb.EXECUTOR_FEATURE_SHARED_PREFIXES in message.features,
+        max_drafts=limits.max_drafts if pb.EXECUTOR_FEATURE_DRAFTS in message.features else 0,
+        adaptive_drafts=limits.adaptive_drafts,
     )
 
 
@@ -160,6 +162,8 @@ def _fill_without_admissions(message: pb.StepPlan, plan: StepPlan, epoch: int) -
         message.resumed_slots.extend(plan.resumed_slots)
     message.decode_ready, message.debug_digest = plan.decode_ready, plan.debug_digest
     message.announces_start = plan.announces_start
+    if plan.max_drafts:
+        message.max_drafts = plan.max_drafts
     if plan.swapped_out:
         message.swap_out.append(_moves(plan.swapped_out))
     if plan.copied:
@@ -203,6 +207,9 @@ def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, 
     _fill_sampling(message.sampling, sampling, sequence.sample_index)
     if sequence.held:
         message.held = True
+    if sequence.max_drafts:
+        message.max_drafts, message.max_len = sequence.max_drafts, sequence.max_len
+        message.draft_scope = sequence.draft_scope
 
 
 def sequence_sampling(sampling: Sampling, sample_index: int) -> types_pb2.SequenceSampling:

@@ -56,7 +56,7 @@ def _checked_status(message: pb.StepResult) -> StepStatus:
 def _filled(
     message: pb.StepResult,
     status: StepStatus,
-    logprobs: dict[int, TokenLogprobs],
+    logprobs: dict[int, tuple[TokenLogprobs, ...]],
     prompt_logprobs: dict[int, PromptLogprobs],
 ) -> StepResult:
     timings = message.timings
@@ -67,6 +67,8 @@ def _filled(
         slots=message.slots[:],
         num_tokens=message.num_tokens[:],
         token_ids=message.token_ids[:],
+        num_drafts=message.num_drafts[:],
+        num_accepted=message.num_accepted[:],
         error_slots=message.error_slots[:],
         errors=[_slot_error(error) for error in message.errors],
         logprobs=logprobs,
@@ -81,30 +83,37 @@ def _filled(
     )
 
 
-def _logprobs(message: pb.StepResult) -> Work[dict[int, TokenLogprobs]]:
+def _logprobs(message: pb.StepResult) -> Work[dict[int, tuple[TokenLogprobs, ...]]]:
     by_slot = {}
+    counts = dict(zip(message.slots, message.num_tokens or [1] * len(message.slots), strict=False))
     num_items = 0
     for entry in message.logprobs:
-        by_slot[entry.slot] = _token_logprobs(entry)
-        num_items += _ENTRY_ITEMS + entry.columns.num_top
+        by_slot[entry.slot] = _token_logprobs(entry, counts.get(entry.slot, 1))
+        num_items += len(entry.columns.chosen_logprobs) * (_ENTRY_ITEMS + entry.columns.num_top)
         if num_items > SLICE_ITEMS:
             num_items = 0
             yield
     return by_slot
 
 
-def _token_logprobs(entry: pb.SlotLogprobs) -> TokenLogprobs:
+def _token_logprobs(entry: pb.SlotLogprobs, num_tokens: int) -> tuple[TokenLogprobs, ...]:
     """Return logprobs in compact arrays, as `_prompt_columns`: Python numbers would take eight times the memory."""
-    columns = entry.columns
-    if len(columns.chosen_logprobs) != 1 or len(columns.chosen_ranks) != 1:
-        raise ProtocolError(f"slot {entry.slot}: logprobs of {len(columns.chosen_logprobs)} tokens for one")
-    if not columns.num_top == len(columns.top_token_ids) == len(columns.top_logprobs):
-        raise ProtocolError(f"slot {entry.slot}: {len(columns.top_token_ids)} top tokens for {columns.num_top}")
-    return TokenLogprobs(
-        logprob=columns.chosen_logprobs[0],
-        rank=columns.chosen_ranks[0],
-        top_token_ids=array("I", columns.top_token_ids),
-        top_logprobs=array("f", columns.top_logprobs),
+    columns, width = entry.columns, entry.columns.num_top
+    logprobs, ranks = columns.chosen_logprobs, columns.chosen_ranks
+    if not len(logprobs) == len(ranks) == num_tokens:
+        raise ProtocolError(f"slot {entry.slot}: logprobs of {len(logprobs)} tokens for {num_tokens}")
+    if not num_tokens * width == len(columns.top_token_ids) == len(columns.top_logprobs):
+        raise ProtocolError(
+            f"slot {entry.slot}: {len(columns.top_token_ids)} top tokens for {num_tokens} tokens with {width} each"
+        )
+    return tuple(
+        TokenLogprobs(
+            logprob=logprobs[index],
+            rank=ranks[index],
+            top_token_ids=array("I", columns.top_token_ids[index * width : (index + 1) * width]),
+            top_logprobs=array("f", columns.top_logprobs[index * width : (index + 1) * width]),
+        )
+        for index in range(num_tokens)
     )
 
 

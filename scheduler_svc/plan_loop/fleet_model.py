@@ -95,6 +95,8 @@ def executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorS
         num_host_blocks=model.num_host_blocks if model.can_swap else 0,
         shares_prefixes=model.shares_prefixes,
         numerics=promised_numerics(model, allows_other_numerics=config.allow_fingerprint_change),
+        max_drafts=model.max_drafts,
+        adaptive_drafts=model.adaptive_drafts,
         lacks=lacking_features(model),
     )
 

@@ -55,6 +55,10 @@ class ModelDescription:
     gives_candidates: bool = True
     """Whether it returns candidate tokens and accepts given tokens, for beam search."""
     gives_debug_digest: bool = True
+    max_drafts: int = 0
+    """The most drafts of a sequence in one step; 0: no speculative decoding."""
+    adaptive_drafts: bool = False
+    """Whether the core chooses their number by what steps have cost and accepted."""
 
 
 @dataclass(frozen=True, slots=True)

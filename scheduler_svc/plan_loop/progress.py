@@ -73,7 +73,7 @@ class ProgressWatch:
             return
         step = lane.inflight[0]
         self._running = _Running(
-            step.plan.step_id, self._clock.monotonic(), step.total_tokens, _num_context_tokens(lane, step)
+            step.plan.step_id, self._clock.monotonic(), step.most_tokens, _num_context_tokens(lane, step)
         )
         if self._timer is None:
             self._set_timer(MIN_ALLOWED_S)

@@ -38,6 +38,8 @@ def executor_message(spec: ExecutorSpec) -> pb.RecordedExecutor:
         shares_prefixes=spec.shares_prefixes,
         numerics=spec.numerics,
         lacks=sorted(spec.lacks),
+        max_drafts=spec.max_drafts,
+        adaptive_drafts=spec.adaptive_drafts,
     )
 
 
@@ -55,6 +57,8 @@ def executor_spec(message: pb.RecordedExecutor) -> ExecutorSpec:
         shares_prefixes=message.shares_prefixes,
         numerics=message.numerics,
         lacks=frozenset(message.lacks),
+        max_drafts=message.max_drafts,
+        adaptive_drafts=message.adaptive_drafts,
     )
 
 
@@ -74,6 +78,7 @@ def request_message(spec: RequestSpec) -> pb.RecordedRequest:
         uses_prefix_cache=spec.uses_prefix_cache,
         priority=spec.priority,
         expected_output_tokens=spec.expected_output_tokens,
+        max_drafts=spec.max_drafts,
         known_outputs=[types_pb2.TokenIds(ids=output) for output in spec.known_outputs],
     )
 
@@ -94,6 +99,7 @@ def request_spec(message: pb.RecordedRequest) -> RequestSpec:
         uses_prefix_cache=message.uses_prefix_cache,
         priority=message.priority,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
+        max_drafts=message.max_drafts if message.HasField("max_drafts") else None,
         known_outputs=tuple(tuple(output.ids) for output in message.known_outputs),
     )
 
@@ -126,6 +132,8 @@ def result_message(result: StepResult, epoch: int, incarnation: int) -> executio
         slots=result.slots,
         num_tokens=result.num_tokens,
         token_ids=result.token_ids,
+        num_drafts=result.num_drafts,
+        num_accepted=result.num_accepted,
         error_slots=result.error_slots,
         errors=[execution_pb2.SlotError.ValueType(error) for error in result.errors],
         logprobs=[_token_logprobs(slot, logprobs) for slot, logprobs in result.logprobs.items()],
@@ -142,15 +150,15 @@ def result_message(result: StepResult, epoch: int, incarnation: int) -> executio
     )
 
 
-def _token_logprobs(slot: int, logprobs: TokenLogprobs) -> execution_pb2.SlotLogprobs:
+def _token_logprobs(slot: int, logprobs: tuple[TokenLogprobs, ...]) -> execution_pb2.SlotLogprobs:
     return execution_pb2.SlotLogprobs(
         slot=slot,
         columns=types_pb2.LogprobColumns(
-            chosen_logprobs=[logprobs.logprob],
-            chosen_ranks=[logprobs.rank],
-            num_top=len(logprobs.top_token_ids),
-            top_token_ids=logprobs.top_token_ids,
-            top_logprobs=logprobs.top_logprobs,
+            chosen_logprobs=[each.logprob for each in logprobs],
+            chosen_ranks=[each.rank for each in logprobs],
+            num_top=len(logprobs[0].top_token_ids),
+            top_token_ids=[token_id for each in logprobs for token_id in each.top_token_ids],
+            top_logprobs=[logprob for each in logprobs for logprob in each.top_logprobs],
         ),
     )
 

@@ -216,6 +216,7 @@ def _description(model: ModelDescription) -> execution_pb2.DescribeResponse:
         execution_pb2.EXECUTOR_FEATURE_SWAP: model.can_swap,
         execution_pb2.EXECUTOR_FEATURE_SAMPLE_FORK: model.can_fork,
         execution_pb2.EXECUTOR_FEATURE_BEAMS: model.gives_candidates,
+        execution_pb2.EXECUTOR_FEATURE_DRAFTS: model.max_drafts > 0,
         execution_pb2.EXECUTOR_FEATURE_DEBUG_DIGEST: model.gives_debug_digest,
         execution_pb2.EXECUTOR_FEATURE_SHARED_PREFIXES: model.shares_prefixes,
     }
@@ -246,6 +247,8 @@ def _description(model: ModelDescription) -> execution_pb2.DescribeResponse:
             max_num_batched_tokens=model.max_num_batched_tokens,
             max_logprobs=model.max_logprobs,
             max_inflight_plans=model.max_inflight_plans,
+            max_drafts=model.max_drafts,
+            adaptive_drafts=model.adaptive_drafts,
         ),
         features=[feature for feature, has_it in features.items() if has_it],
         fingerprint=types_pb2.NumericsFingerprint.FromString(model.fingerprint),

@@ -26,6 +26,8 @@ from scheduler_svc.requests.tokenizer import MAX_PROMPT_TOKENS, ChatTemplateErro
 
 MAX_GRACE_S = 3600
 """Longest time in seconds for which a request can be kept without a stream."""
+MAX_DRAFTS = 64
+"""The most draft tokens that a request may ask for in one step."""
 _CONTEXT_TOKENS = 6
 """Number of prompt tokens that a text stream starts from, so that a word's leading space is as in the prompt's text."""
 _NO_TOKENIZER = (
@@ -67,6 +69,8 @@ class RequestBuilder:
             raise RequestRejectedError("timeout_s", f"must be over 0 seconds, not {fields.timeout_s}")
         if fields.expected_output_tokens == 0:
             raise RequestRejectedError("expected_output_tokens", "must be 1 or more")
+        if (fields.num_draft_tokens or 0) > MAX_DRAFTS:
+            raise RequestRejectedError("speculation.num_draft_tokens", f"must be at most {MAX_DRAFTS}")
         _check_grace(fields.resume_grace_s)
         check_sampling(fields.sampling, self._model, has_tokenizer=self.tokenizer is not None)
         check_counts(fields.sampling, self._model)
@@ -144,6 +148,7 @@ class RequestBuilder:
             tenant=fields.tenant,
             shared_prefixes=fields.shared_prefixes,
             expected_output_tokens=fields.expected_output_tokens,
+            max_drafts=fields.num_draft_tokens,
         )
         limits = [] if fields.timeout_s is None else [fields.timeout_s]
         if time_left_s is not None:

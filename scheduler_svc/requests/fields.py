@@ -59,6 +59,7 @@ class RequestFields:
     cache_salt: bytes = b""
     enable_prefix_caching: bool = True
     expected_output_tokens: int | None = None
+    num_draft_tokens: int | None = None
     later_fields: tuple[str, ...] = ()
     """Fields that are set but not supported yet."""
     body: bytes = b""

@@ -39,6 +39,7 @@ def draw_request(
         priority=rng.randint(-1, 1),
         tenant=rng.choice(TENANTS),
         expected_output_tokens=rng.choice([None, rng.randint(1, 30)]),
+        max_drafts=rng.choice([None, None, 1, 0]),
     )
 
 

@@ -115,4 +115,5 @@ def draw_spec(rng: Random, axes: tuple[str, ...]) -> ExecutorSpec:
         max_model_len=rng.choice([24, 40, 60]),
         watermark=rng.choice([0.0, 0.1]),
         num_host_blocks=rng.choice([0, 3, 12, 40]) if "swap" in axes else 0,
+        max_drafts=rng.choice([0, 0, 2, 5]) if "drafts" in axes else 0,
     )

@@ -25,6 +25,7 @@ from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.helpers.core_model import Chat, Outcome, Rig, Setting
 from tests.helpers.core_sampling import core_sampling
+from tests.helpers.known_drafts import KnownDrafts
 from tests.helpers.random_loads import draw_setting
 from tests.helpers.services import cadenza_services
 
@@ -113,6 +114,7 @@ ALONE = Setting(num_blocks=100, max_num_batched_tokens=512, depth=1, arrivals="a
 
 
 HITS = frozenset({"hits"})
+DRAFTS = frozenset({"drafts"})
 SWAPS = frozenset({"swap one", "swap samples", "swap beams"})
 RECOMPUTES = frozenset({"recompute one", "recompute samples", "recompute beams"})
 
@@ -175,11 +177,36 @@ SETTINGS: dict[str, Setting] = {
     "aborts": Setting(
         **SMALL, **ROOM, arrivals="scattered", aborts=True, options={"preemption": "swap"}, happens=SWAPS
     ),
+    "drafts": Setting(max_num_seqs=100, max_drafts=5, happens=HITS | DRAFTS),
+    "drafts, one plan in flight": Setting(max_num_seqs=60, depth=1, max_drafts=3, options=NO_CACHE, happens=DRAFTS),
+    "drafts, four plans, now and then": Setting(
+        max_num_seqs=60, depth=4, arrivals="scattered", max_drafts=4, happens=HITS | DRAFTS
+    ),
+    "drafts, small chunks": Setting(
+        block_size=8, max_num_seqs=40, max_num_batched_tokens=41, depth=3, max_drafts=7, happens=DRAFTS
+    ),
+    "drafts, few rows of logits": Setting(max_num_seqs=7, max_num_batched_tokens=11, max_drafts=4, happens=DRAFTS),
+    "drafts, recompute": Setting(**SMALL, max_num_seqs=50, max_drafts=4, happens=RECOMPUTES | DRAFTS),
+    "drafts, swap": Setting(
+        **SMALL, **ROOM, max_num_seqs=50, depth=4, max_drafts=4, options={"preemption": "swap"},
+        happens=SWAPS | DRAFTS,
+    ),
+    "drafts, broken sessions": Setting(
+        **SMALL, **ROOM, depth=3, loses_every=35, max_num_seqs=50, max_drafts=3, options={"preemption": "swap"},
+        happens=DRAFTS,
+    ),
+    "drafts, kept sessions": Setting(
+        **SMALL, **ROOM, cuts_every=7, max_num_seqs=50, max_drafts=4, options={"preemption": "swap"},
+        happens=DRAFTS | {"kept sessions"},
+    ),
+    "drafts, aborts": Setting(
+        **SMALL, arrivals="scattered", aborts=True, max_num_seqs=50, max_drafts=4, happens=DRAFTS
+    ),
 }  # fmt: skip
 
 IN_BFLOAT16 = (
     "all at once", "small chunks, few at once", "long prompts in pieces, blocks of 64", "recompute", "swap",
-    "cached in the host pool",
+    "cached in the host pool", "drafts", "drafts, swap",
 )  # fmt: skip
 """One of each kind of chunk and of block moves: the scheduler knows nothing of the dtype."""
 
@@ -197,9 +224,27 @@ class Golden:
     dtype: str
 
 
-def run(model: Model, setting: Setting) -> tuple[Outcome, Counter[str]]:
-    rig = Rig(model, setting)
+def run(model: Model, setting: Setting, expected: Outcome | None = None) -> tuple[Outcome, Counter[str]]:
+    """expected: what drafts are made from; they are wrong now and then."""
+    drafts = None
+    if setting.max_drafts and expected is not None:
+        drafts = KnownDrafts(known_texts(expected), VOCAB_SIZE, acceptance=0.8)
+    rig = Rig(model, setting, drafts)
     return rig.run(load()), +rig.happened
+
+
+def known_texts(outcome: Outcome) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Prompts with an output of theirs."""
+    known = []
+    for first in load():
+        chat = first
+        while True:
+            answers = [outcome[chat.spec.request_id, index].token_ids for index in range(chat.spec.num_samples)]
+            known += [(chat.spec.prompt_token_ids, answer) for answer in answers]
+            if not chat.says:
+                break
+            chat = chat.turn(answers[0])
+    return known
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -215,7 +260,7 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def check(golden: Golden, setting: Setting) -> None:
-    found, happened = run(golden.model, setting)
+    found, happened = run(golden.model, setting, golden.expected)
     for key, alone in golden.expected.items():
         assert found[key] == alone, key
     assert setting.happens <= happened.keys()

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza.v1.types_pb2 import NumericsFingerprint
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
 from executor_svc.simulated.poison import Poison
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec, StepPlan, StepResult, StepStatus

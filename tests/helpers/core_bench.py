@@ -85,6 +85,7 @@ class Bench:
         tenant: str = "",
         expected: int | None = None,
         salt: bytes = b"",
+        max_drafts: int | None = None,
         uses_prefix_cache: bool = True,
         **sampling: object,
     ) -> RequestSpec:
@@ -100,6 +101,7 @@ class Bench:
             num_samples=n,
             beams=beams,
             cache_salt=salt,
+            max_drafts=max_drafts,
             uses_prefix_cache=uses_prefix_cache,
             priority=priority,
             tenant=tenant,
@@ -193,8 +195,11 @@ class Bench:
         """Whether the oldest plan in flight computes a position of `poisons`."""
         step = self.lane.inflight[0]
         num_tokens = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
+        most = step.plan.max_drafts
         return any(
-            context_len <= self.poisons[sequence.group.spec.request_id] < context_len + num_tokens.get(sequence, 1)
+            context_len
+            <= self.poisons[sequence.group.spec.request_id]
+            < context_len + num_tokens.get(sequence, 1 + min(most, sequence.max_drafts))
             for sequence, context_len in context_lens(self.lane, step).items()
             if sequence.group.spec.request_id in self.poisons
         )

@@ -9,12 +9,15 @@ from cadenza.v1 import execution_pb2
 from executor_svc.plan.plan import Limits
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.simulated.costs import StepCosts
+from executor_svc.simulated.drafts import AcceptanceSource
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from scheduler_svc.core.types import ExecutorSpec, StepPlan, StepResult
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result
 
 COSTS = StepCosts(step_us=100, token_us=10, context_token_us=0.01, sample_us=2, moved_block_us=20)
+ACCEPTANCE = 0.7
+"""The share of drafts that are right, of an executor that has drafts."""
 _EPOCH = 1
 _GARBAGE = 0x5EED
 
@@ -38,8 +41,10 @@ class CoreExecutor:
             num_device_blocks=spec.num_blocks,
             num_host_blocks=spec.num_host_blocks,
             max_inflight_plans=4,
+            max_drafts=spec.max_drafts,
         )
-        self.inner = SimulatedStepExecutor(limits, costs, wait=lambda moment_ns: None)
+        drafts = AcceptanceSource(vocab_size, ACCEPTANCE) if spec.max_drafts else None
+        self.inner = SimulatedStepExecutor(limits, costs, wait=lambda moment_ns: None, drafts=drafts)
 
     @property
     def slots(self) -> list[int]:

@@ -42,6 +42,7 @@ def executors(draw: st.DrawFn) -> ExecutorSpec:
         max_model_len=MAX_MODEL_LEN,
         watermark=draw(st.sampled_from([0.0, 0.1])),
         num_host_blocks=draw(st.sampled_from([30, 0, 6, 30])),
+        max_drafts=draw(st.sampled_from([0, 3, 1, 0, 6])),
     )
 
 
@@ -90,6 +91,7 @@ def requests(draw: st.DrawFn, request_id: str, prompt: tuple[int, ...]) -> Reque
         priority=draw(st.integers(-1, 1)),
         tenant=draw(st.sampled_from(["", "", "a"])),
         expected_output_tokens=draw(st.none() | st.integers(1, 30)),
+        max_drafts=draw(st.sampled_from([None, None, 2, 0])),
         **draw(_sequences(kind)),
     )
 

@@ -18,6 +18,7 @@ from executor_svc.cpu.runner import ModelRunner
 from executor_svc.plan.description import limits_of
 from executor_svc.plan.plan import Limits
 from executor_svc.service.convert import plan_from_wire, result_to_wire
+from executor_svc.speculation.drafts import DraftSource
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.outputs import StepOutputs
@@ -109,10 +110,12 @@ class Setting:
     """The session with the executor breaks after so many steps, and its memory is gone; 0: never."""
     cuts_every: int = 0
     """The session breaks after so many steps, and the executor keeps its memory; 0: never."""
+    max_drafts: int = 0
+    """The most drafts of a sequence in one step."""
     aborts: bool = False
     """Others come that are aborted."""
     happens: frozenset[str] = frozenset()
-    """Of: hits, host hits; recompute or swap, and whom: one, samples, beams."""
+    """Of: hits, host hits, drafts; recompute or swap, and whom: one, samples, beams."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the scheduler service, those that rule the core."""
 
@@ -120,7 +123,7 @@ class Setting:
 class Rig:
     """One lane of the core, its executor, and the plans in flight between them."""
 
-    def __init__(self, model: Model, setting: Setting) -> None:
+    def __init__(self, model: Model, setting: Setting, drafts: DraftSource | None = None) -> None:
         sizes: dict[str, Any] = {
             "block_size": setting.block_size,
             "num_gpu_blocks": setting.num_blocks,
@@ -134,8 +137,9 @@ class Rig:
         """How often what a setting may ask for did happen."""
         self.outcome: Outcome = {}
         self.pools = model.device.new_kv_cache(geometry, config)
-        limits = limits_of(config, geometry, self.pools)
-        self.executor = StepExecutor(ModelRunner(model.loaded, model.device, self.pools, limits), self.pools, limits)
+        limits = replace(limits_of(config, geometry, self.pools), max_drafts=setting.max_drafts)
+        runner = ModelRunner(model.loaded, model.device, self.pools, limits)
+        self.executor = StepExecutor(runner, self.pools, limits, drafts=drafts)
         self.core = Scheduler(policies_from_options(SchedulerConfig(**setting.options)))
         self.core.add_executor(0, _spec(limits))
         self._plans: deque[StepPlan] = deque()
@@ -160,6 +164,7 @@ class Rig:
         assert blocks.num_used_host == 0
         assert not self.executor.slots.admitted.any()
         self.happened["hits"] += blocks.prefix_counts.num_hits
+        self.happened["drafts"] += sum(self.core.lanes[0].counts.drafts.accepted)
         return self.outcome
 
     def _arrivals(self, chats: list[Chat]) -> Iterator[list[Chat]]:
@@ -287,6 +292,7 @@ def _spec(limits: Limits) -> ExecutorSpec:
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
         num_host_blocks=limits.num_host_blocks,
+        max_drafts=limits.max_drafts,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import RowCandidates, RowLogprobs, SampledTokens
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.plan.arrays import IntArray

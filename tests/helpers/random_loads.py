@@ -41,6 +41,7 @@ def draw_setting(rng: random.Random) -> Setting:
         cuts_every=rng.choice([0, 0, 11, 40]),
         aborts=rng.random() < 0.4,
         options=options,
+        max_drafts=rng.choice([0, 2, 5]),
     )
 
 

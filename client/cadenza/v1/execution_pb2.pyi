@@ -43,7 +43,7 @@ class _ExecutorFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Execu
     EXECUTOR_FEATURE_BEAMS: _ExecutorFeature.ValueType  # 7
     """Candidates for beams, and tokens given by the scheduler."""
     EXECUTOR_FEATURE_DRAFTS: _ExecutorFeature.ValueType  # 8
-    """Draft tokens."""
+    """Speculative decoding: max_drafts in plans."""
     EXECUTOR_FEATURE_GRAMMAR: _ExecutorFeature.ValueType  # 9
     """Grammars."""
     EXECUTOR_FEATURE_ADAPTERS: _ExecutorFeature.ValueType  # 10
@@ -77,7 +77,7 @@ EXECUTOR_FEATURE_SAMPLE_FORK: ExecutorFeature.ValueType  # 6
 EXECUTOR_FEATURE_BEAMS: ExecutorFeature.ValueType  # 7
 """Candidates for beams, and tokens given by the scheduler."""
 EXECUTOR_FEATURE_DRAFTS: ExecutorFeature.ValueType  # 8
-"""Draft tokens."""
+"""Speculative decoding: max_drafts in plans."""
 EXECUTOR_FEATURE_GRAMMAR: ExecutorFeature.ValueType  # 9
 """Grammars."""
 EXECUTOR_FEATURE_ADAPTERS: ExecutorFeature.ValueType  # 10
@@ -91,30 +91,6 @@ EXECUTOR_FEATURE_DEBUG_DIGEST: ExecutorFeature.ValueType  # 13
 EXECUTOR_FEATURE_SHARED_PREFIXES: ExecutorFeature.ValueType  # 14
 """A token's KV depends only on the tokens before it: sequences with a common prefix may share blocks."""
 Global___ExecutorFeature: _TypeAlias = ExecutorFeature  # noqa: Y015
-
-class _DraftSource:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _DraftSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftSource.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    DRAFT_SOURCE_UNSPECIFIED: _DraftSource.ValueType  # 0
-    """No drafts."""
-    DRAFT_SOURCE_PLAN: _DraftSource.ValueType  # 1
-    """The scheduler, in this plan."""
-    DRAFT_SOURCE_EXECUTOR: _DraftSource.ValueType  # 2
-    """The executor's own draft model or lookup."""
-
-class DraftSource(_DraftSource, metaclass=_DraftSourceEnumTypeWrapper):
-    """DraftSource is the origin of draft tokens."""
-
-DRAFT_SOURCE_UNSPECIFIED: DraftSource.ValueType  # 0
-"""No drafts."""
-DRAFT_SOURCE_PLAN: DraftSource.ValueType  # 1
-"""The scheduler, in this plan."""
-DRAFT_SOURCE_EXECUTOR: DraftSource.ValueType  # 2
-"""The executor's own draft model or lookup."""
-Global___DraftSource: _TypeAlias = DraftSource  # noqa: Y015
 
 class _KvTransferDirection:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -424,6 +400,8 @@ class ExecutorLimits(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_INFLIGHT_PLANS_FIELD_NUMBER: _builtins.int
+    MAX_DRAFTS_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_DRAFTS_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     """Batch slots, ids 0 to this minus 1: max_num_seqs plus spare ones that pipelining needs."""
     max_num_seqs: _builtins.int
@@ -434,6 +412,12 @@ class ExecutorLimits(_message.Message):
     """Maximum top logprobs per token; the vocabulary size if unlimited."""
     max_inflight_plans: _builtins.int
     """Maximum plans queued at once."""
+    max_drafts: _builtins.int
+    """Maximum draft tokens of a slot in one step; 0: no speculative decoding."""
+    adaptive_drafts: _builtins.bool
+    """Whether the scheduler chooses the number of drafts by what steps have cost and accepted; otherwise each step has as
+    many as fit.
+    """
     def __init__(
         self,
         *,
@@ -442,10 +426,12 @@ class ExecutorLimits(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         max_logprobs: _builtins.int = ...,
         max_inflight_plans: _builtins.int = ...,
+        max_drafts: _builtins.int = ...,
+        adaptive_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_inflight_plans", b"max_inflight_plans", "max_logprobs", b"max_logprobs", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_slots", b"num_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "max_drafts", b"max_drafts", "max_inflight_plans", b"max_inflight_plans", "max_logprobs", b"max_logprobs", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_slots", b"num_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -706,6 +692,10 @@ class StepPlan(_message.Message):
 
     A slot is *ready* when it is admitted, not held, has not sampled one of its stop ids, and lacks the KV of exactly one
     of its known tokens. A slot named in forks is not ready in that plan.
+
+    Drafts are guesses of a slot's next tokens, which the executor makes and checks in the same step: it computes them
+    behind the slot's last token, samples after each, and accepts drafts up to the first that is not the token sampled
+    there. A slot's tokens are the same as without drafts. KV of drafts that are not accepted has no meaning.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -724,7 +714,7 @@ class StepPlan(_message.Message):
     DECODE_READY_FIELD_NUMBER: _builtins.int
     SCHEDULED_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
-    DRAFTS_FIELD_NUMBER: _builtins.int
+    MAX_DRAFTS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
     DEBUG_DIGEST_FIELD_NUMBER: _builtins.int
     ANNOUNCES_START_FIELD_NUMBER: _builtins.int
@@ -734,6 +724,11 @@ class StepPlan(_message.Message):
     """The session's epoch."""
     decode_ready: _builtins.bool
     """Every ready slot that is not listed in scheduled or as a fork computes one token and samples."""
+    max_drafts: _builtins.int
+    """The most drafts of each slot that computes its one token under decode_ready, forks' sources excepted. A slot has
+    fewer if its own max_drafts is less, if its block table or its length ends, if the step reaches max_num_seqs rows of
+    logits or max_num_batched_tokens, or if the source of drafts has no more.
+    """
     debug_digest: _builtins.bool
     """Request a digest of the slots in the result."""
     announces_start: _builtins.bool
@@ -785,10 +780,6 @@ class StepPlan(_message.Message):
         """Slots that sample from another slot's logits row."""
 
     @_builtins.property
-    def drafts(self) -> Global___DraftTokens:
-        """Draft tokens to be verified. Reserved: later wave."""
-
-    @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvTransfer]:
         """KV exports and imports. Reserved: later wave."""
 
@@ -809,14 +800,14 @@ class StepPlan(_message.Message):
         decode_ready: _builtins.bool = ...,
         scheduled: Global___ScheduledTokens | None = ...,
         forks: Global___SampleForks | None = ...,
-        drafts: Global___DraftTokens | None = ...,
+        max_drafts: _builtins.int = ...,
         transfers: _abc.Iterable[Global___KvTransfer] | None = ...,
         debug_digest: _builtins.bool = ...,
         announces_start: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "forks", b"forks", "given", b"given", "scheduled", b"scheduled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forks", b"forks", "given", b"given", "scheduled", b"scheduled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "announces_start", b"announces_start", "appends", b"appends", "copies", b"copies", "debug_digest", b"debug_digest", "decode_ready", b"decode_ready", "drafts", b"drafts", "epoch", b"epoch", "forks", b"forks", "given", b"given", "held_slots", b"held_slots", "released_slots", b"released_slots", "resumed_slots", b"resumed_slots", "scheduled", b"scheduled", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "announces_start", b"announces_start", "appends", b"appends", "copies", b"copies", "debug_digest", b"debug_digest", "decode_ready", b"decode_ready", "epoch", b"epoch", "forks", b"forks", "given", b"given", "held_slots", b"held_slots", "max_drafts", b"max_drafts", "released_slots", b"released_slots", "resumed_slots", b"resumed_slots", "scheduled", b"scheduled", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -839,6 +830,9 @@ class AdmittedSequence(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    MAX_DRAFTS_FIELD_NUMBER: _builtins.int
+    MAX_LEN_FIELD_NUMBER: _builtins.int
+    DRAFT_SCOPE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """A free slot."""
     num_prompt_tokens: _builtins.int
@@ -849,6 +843,14 @@ class AdmittedSequence(_message.Message):
     """LoRA adapter; 0: none. Reserved: later wave."""
     held: _builtins.bool
     """Held from the start: excluded from decode_ready until resumed."""
+    max_drafts: _builtins.int
+    """The most drafts of the sequence in one step; 0: none, ever."""
+    max_len: _builtins.int
+    """With drafts, the number of tokens, prompt included, at which it stops: with several tokens in a step it may be
+    there before the scheduler knows. 0: max_model_len.
+    """
+    draft_scope: _builtins.int
+    """Sequences with the same number may get drafts from each other's tokens; 0: from its own tokens only."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All token ids so far, prompt and output, one or more; with a source, those after the source's."""
@@ -889,10 +891,13 @@ class AdmittedSequence(_message.Message):
         grammar: _types_pb2.GrammarSpec | None = ...,
         embeddings: _abc.Iterable[Global___EmbeddingSpan] | None = ...,
         source: Global___PrefixSource | None = ...,
+        max_drafts: _builtins.int = ...,
+        max_len: _builtins.int = ...,
+        draft_scope: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "block_tables", b"block_tables", "embeddings", b"embeddings", "grammar", b"grammar", "held", b"held", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "block_tables", b"block_tables", "draft_scope", b"draft_scope", "embeddings", b"embeddings", "grammar", b"grammar", "held", b"held", "max_drafts", b"max_drafts", "max_len", b"max_len", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1137,46 +1142,6 @@ class SampleForks(_message.Message):
 Global___SampleForks: _TypeAlias = SampleForks  # noqa: Y015
 
 @_typing.final
-class DraftTokens(_message.Message):
-    """DraftTokens are proposals to be verified. Reserved: later wave."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SOURCE_FIELD_NUMBER: _builtins.int
-    SLOTS_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    source: Global___DraftSource.ValueType
-    """Origin of the drafts."""
-    @_builtins.property
-    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slots; [n]."""
-
-    @_builtins.property
-    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Drafted tokens per slot; [n]."""
-
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Drafted ids, joined in slot order; empty unless the source is the plan."""
-
-    def __init__(
-        self,
-        *,
-        source: Global___DraftSource.ValueType = ...,
-        slots: _abc.Iterable[_builtins.int] | None = ...,
-        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "slots", b"slots", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DraftTokens: _TypeAlias = DraftTokens  # noqa: Y015
-
-@_typing.final
 class EmbeddingSpan(_message.Message):
     """EmbeddingSpan is a run of positions that embeddings fill. Reserved: later wave."""
 
@@ -1271,6 +1236,7 @@ class StepResult(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     DEBUG_DIGEST_FIELD_NUMBER: _builtins.int
     FINISHED_TRANSFERS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The plan's step_id."""
     epoch: _builtins.int
@@ -1291,7 +1257,9 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that each slot sampled; [n], or empty: one each. 0 for a slot that failed, stopped or returned candidates."""
+        """Tokens that each slot sampled; [n], or empty: one each. 0 for a slot that failed, stopped or returned candidates, and
+        for one that drafts brought to the end of its block table. More than one only with drafts.
+        """
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1307,7 +1275,7 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLogprobs]:
-        """Logprobs of the sampled tokens, for slots with num_logprobs."""
+        """Logprobs of the sampled tokens, for slots with num_logprobs: of all tokens that the slot sampled, in one entry."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLogprobs]:
@@ -1319,7 +1287,7 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def num_accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Accepted draft tokens, for slots with drafts; [num drafts]. Reserved: later wave."""
+        """Drafts that each slot accepted; [n], or empty: none."""
 
     @_builtins.property
     def timings(self) -> Global___StepTimings:
@@ -1328,6 +1296,10 @@ class StepResult(_message.Message):
     @_builtins.property
     def finished_transfers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Finished transfers. Reserved: later wave."""
+
+    @_builtins.property
+    def num_drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Drafts that each slot had; [n], or empty: none."""
 
     def __init__(
         self,
@@ -1349,10 +1321,11 @@ class StepResult(_message.Message):
         timings: Global___StepTimings | None = ...,
         debug_digest: _builtins.bytes = ...,
         finished_transfers: _abc.Iterable[_builtins.int] | None = ...,
+        num_drafts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "debug_digest", b"debug_digest", "epoch", b"epoch", "error_message", b"error_message", "error_slots", b"error_slots", "errors", b"errors", "finished_transfers", b"finished_transfers", "incarnation", b"incarnation", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "status", b"status", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "debug_digest", b"debug_digest", "epoch", b"epoch", "error_message", b"error_message", "error_slots", b"error_slots", "errors", b"errors", "finished_transfers", b"finished_transfers", "incarnation", b"incarnation", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "status", b"status", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

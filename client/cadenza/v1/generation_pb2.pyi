@@ -167,7 +167,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def speculation(self) -> Global___SpeculationParams:
-        """Speculative decoding. Reserved: later wave."""
+        """Speculative decoding; absent: as the executor's options have it. It changes no token."""
 
     @_builtins.property
     def extra_hash_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -217,13 +217,13 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class SpeculationParams(_message.Message):
-    """SpeculationParams enables speculative decoding. Reserved: later wave."""
+    """SpeculationParams limits speculative decoding of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
-    """Drafted tokens per step, 0 or more."""
+    """The most draft tokens in one step, at most 64; 0: no speculative decoding. An executor's own limit, if smaller, holds."""
     def __init__(
         self,
         *,

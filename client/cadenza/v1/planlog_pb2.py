@@ -26,7 +26,7 @@ from cadenza.v1 import execution_pb2 as cadenza_dot_v1_dot_execution__pb2
 from cadenza.v1 import types_pb2 as cadenza_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63\x61\x64\x65nza/v1/planlog.proto\x12\ncadenza.v1\x1a\x1a\x63\x61\x64\x65nza/v1/execution.proto\x1a\x16\x63\x61\x64\x65nza/v1/types.proto\"\xe3\x06\n\rPlanLogRecord\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.cadenza.v1.PlanLogHeaderH\x00\x12\x33\n\x0c\x61\x64\x64_executor\x18\x02 \x01(\x0b\x32\x1b.cadenza.v1.AddExecutorCallH\x00\x12\x37\n\x0esession_opened\x18\x03 \x01(\x0b\x32\x1d.cadenza.v1.SessionOpenedCallH\x00\x12\x35\n\rexecutor_lost\x18\x04 \x01(\x0b\x32\x1c.cadenza.v1.ExecutorLostCallH\x00\x12\x31\n\x0b\x61\x64\x64_request\x18\x05 \x01(\x0b\x32\x1a.cadenza.v1.AddRequestCallH\x00\x12&\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x15.cadenza.v1.AbortCallH\x00\x12\x31\n\x0bstop_sample\x18\x07 \x01(\x0b\x32\x1a.cadenza.v1.StopSampleCallH\x00\x12&\n\x05\x64rain\x18\x08 \x01(\x0b\x32\x15.cadenza.v1.DrainCallH\x00\x12-\n\tplan_step\x18\t \x01(\x0b\x32\x18.cadenza.v1.PlanStepCallH\x00\x12\x33\n\x0c\x61pply_result\x18\n \x01(\x0b\x32\x1b.cadenza.v1.ApplyResultCallH\x00\x12;\n\x12\x65xecutor_described\x18\x0b \x01(\x0b\x32\x1d.cadenza.v1.ExecutorDescribedH\x00\x12-\n\x0bstep_failed\x18\x0c \x01(\x0b\x32\x16.cadenza.v1.StepFailedH\x00\x12:\n\x10give_up_executor\x18\r \x01(\x0b\x32\x1e.cadenza.v1.GiveUpExecutorCallH\x00\x12\x37\n\x0e\x64rain_executor\x18\x0e \x01(\x0b\x32\x1d.cadenza.v1.DrainExecutorCallH\x00\x12\x39\n\x0fremove_executor\x18\x10 \x01(\x0b\x32\x1e.cadenza.v1.RemoveExecutorCallH\x00\x12\x31\n\x0bset_weights\x18\x11 \x01(\x0b\x32\x1a.cadenza.v1.SetWeightsCallH\x00\x12\r\n\x05\x65rror\x18\x0f \x01(\tB\x08\n\x06record\"\xc4\x01\n\rPlanLogHeader\x12\r\n\x05magic\x18\x01 \x01(\t\x12\x16\n\x0e\x66ormat_version\x18\x02 \x01(\r\x12\x17\n\x0f\x63\x61\x64\x65nza_version\x18\x03 \x01(\t\x12\x17\n\x0fstarted_unix_ns\x18\x04 \x01(\x04\x12*\n\x07options\x18\x05 \x03(\x0b\x32\x19.cadenza.v1.PlanLogOption\x12.\n\x08\x65xecutor\x18\x06 \x01(\x0b\x32\x1c.cadenza.v1.DescribeResponse\";\n\rPlanLogOption\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_value\"R\n\x0f\x41\x64\x64\x45xecutorCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12*\n\x04spec\x18\x02 \x01(\x0b\x32\x1c.cadenza.v1.RecordedExecutor\"\x80\x02\n\x10RecordedExecutor\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x03 \x01(\r\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x11\n\twatermark\x18\x08 \x01(\x01\x12\x17\n\x0fshares_prefixes\x18\t \x01(\x08\x12\x10\n\x08numerics\x18\n \x01(\x0c\x12\r\n\x05lacks\x18\x0b \x03(\t\"\x98\x01\n\x11SessionOpenedCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x1e\n\x16last_completed_step_id\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x18\n\x10same_incarnation\x18\x05 \x01(\x08\x12\x10\n\x08keeps_kv\x18\x06 \x01(\x08\"Y\n\x10\x45xecutorLostCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x0b\n\x03now\x18\x02 \x01(\x01\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x16.cadenza.v1.SessionEnd\"U\n\nSessionEnd\x12\x15\n\rbegun_step_id\x18\x01 \x01(\x04\x12\x16\n\x0e\x66\x61iled_step_id\x18\x02 \x01(\x04\x12\x18\n\x10\x65xecutor_stopped\x18\x03 \x01(\x08\"6\n\x12GiveUpExecutorCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x0b\n\x03now\x18\x02 \x01(\x01\"G\n\x11\x44rainExecutorCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x0b\n\x03now\x18\x03 \x01(\x01\"6\n\x12RemoveExecutorCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x0b\n\x03now\x18\x02 \x01(\x01\"K\n\x0e\x41\x64\x64RequestCall\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.cadenza.v1.RecordedRequest\x12\x0b\n\x03now\x18\x02 \x01(\x01\"\xcc\x03\n\x0fRecordedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.cadenza.v1.SequenceSampling\x12\x17\n\nmax_tokens\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\reos_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x13\n\x0bnum_samples\x18\x07 \x01(\r\x12(\n\x05\x62\x65\x61ms\x18\x08 \x01(\x0b\x32\x19.cadenza.v1.RecordedBeams\x12\x12\n\ncache_salt\x18\t \x01(\x0c\x12\x19\n\x11uses_prefix_cache\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x12\x12#\n\x16\x65xpected_output_tokens\x18\x0c \x01(\x04H\x01\x88\x01\x01\x12+\n\rknown_outputs\x18\r \x03(\x0b\x32\x14.cadenza.v1.TokenIds\x12\x17\n\x0fshared_prefixes\x18\x0e \x01(\tB\r\n\x0b_max_tokensB\x19\n\x17_expected_output_tokens\"i\n\rRecordedBeams\x12\r\n\x05width\x18\x01 \x01(\r\x12\x16\n\x0elength_penalty\x18\x02 \x01(\x01\x12\x31\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x19.cadenza.v1.EarlyStopping\"z\n\x0eSetWeightsCall\x12\x38\n\x07weights\x18\x01 \x03(\x0b\x32\'.cadenza.v1.SetWeightsCall.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Y\n\tAbortCall\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\x06\x64\x65tail\x18\x03 \x01(\x0e\x32\x18.cadenza.v1.FinishDetail\"J\n\x0eStopSampleCall\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\"\x1d\n\tDrainCall\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"T\n\x0cPlanStepCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x0b\n\x03now\x18\x02 \x01(\x01\x12\"\n\x04plan\x18\x03 \x01(\x0b\x32\x14.cadenza.v1.StepPlan\"[\n\x0f\x41pplyResultCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x0b\n\x03now\x18\x02 \x01(\x01\x12&\n\x06result\x18\x03 \x01(\x0b\x32\x16.cadenza.v1.StepResult\"X\n\x11\x45xecutorDescribed\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12.\n\x08\x65xecutor\x18\x02 \x01(\x0b\x32\x1c.cadenza.v1.DescribeResponse\"I\n\nStepFailed\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12&\n\x06result\x18\x02 \x01(\x0b\x32\x16.cadenza.v1.StepResultB\x18P\x01Z\x14\x63\x61\x64\x65nza/v1;cadenzav1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63\x61\x64\x65nza/v1/planlog.proto\x12\ncadenza.v1\x1a\x1a\x63\x61\x64\x65nza/v1/execution.proto\x1a\x16\x63\x61\x64\x65nza/v1/types.proto\"\xe3\x06\n\rPlanLogRecord\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.cadenza.v1.PlanLogHeaderH\x00\x12\x33\n\x0c\x61\x64\x64_executor\x18\x02 \x01(\x0b\x32\x1b.cadenza.v1.AddExecutorCallH\x00\x12\x37\n\x0esession_opened\x18\x03 \x01(\x0b\x32\x1d.cadenza.v1.SessionOpenedCallH\x00\x12\x35\n\rexecutor_lost\x18\x04 \x01(\x0b\x32\x1c.cadenza.v1.ExecutorLostCallH\x00\x12\x31\n\x0b\x61\x64\x64_request\x18\x05 \x01(\x0b\x32\x1a.cadenza.v1.AddRequestCallH\x00\x12&\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x15.cadenza.v1.AbortCallH\x00\x12\x31\n\x0bstop_sample\x18\x07 \x01(\x0b\x32\x1a.cadenza.v1.StopSampleCallH\x00\x12&\n\x05\x64rain\x18\x08 \x01(\x0b\x32\x15.cadenza.v1.DrainCallH\x00\x12-\n\tplan_step\x18\t \x01(\x0b\x32\x18.cadenza.v1.PlanStepCallH\x00\x12\x33\n\x0c\x61pply_result\x18\n \x01(\x0b\x32\x1b.cadenza.v1.ApplyResultCallH\x00\x12;\n\x12\x65xecutor_described\x18\x0b \x01(\x0b\x32\x1d.cadenza.v1.ExecutorDescribedH\x00\x12-\n\x0bstep_failed\x18\x0c \x01(\x0b\x32\x16.cadenza.v1.StepFailedH\x00\x12:\n\x10give_up_executor\x18\r \x01(\x0b\x32\x1e.cadenza.v1.GiveUpExecutorCallH\x00\x12\x37\n\x0e\x64rain_executor\x18\x0e \x01(\x0b\x32\x1d.cadenza.v1.DrainExecutorCallH\x00\x12\x39\n\x0fremove_executor\x18\x10 \x01(\x0b\x32\x1e.cadenza.v1.RemoveExecutorCallH\x00\x12\x31\n\x0bset_weights\x18\x11 \x01(\x0b\x32\x1a.cadenza.v1.SetWeightsCallH\x00\x12\r\n\x05\x65rror\x18\x0f \x01(\tB\x08\n\x06record\"\xc4\x01\n\rPlanLogHeader\x12\r\n\x05magic\x18\x01 \x01(\t\x12\x16\n\x0e\x66ormat_version\x18\x02 \x01(\r\x12\x17\n\x0f\x63\x61\x64\x65nza_version\x18\x03 \x01(\t\x12\x17\n\x0fstarted_unix_ns\x18\x04 \x01(\x04\x12*\n\x07options\x18\x05 \x03(\x0b\x32\x19.cadenza.v1.PlanLogOption\x12.\n\x08\x65xecutor\x18\x06 \x01(\x0b\x32\x1c.cadenza.v1.DescribeResponse\";\n\rPlanLogOption\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_value\"R\n\x0f\x41\x64\x64\x45xecutorCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12*\n\x04spec\x18\x02 \x01(\x0b\x32\x1c.cadenza.v1.RecordedExecutor\"\xad\x02\n\x10RecordedExecutor\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x03 \x01(\r\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x11\n\twatermark\x18\x08 \x01(\x01\x12\x17\n\x0fshares_prefixes\x18\t \x01(\x08\x12\x10\n\x08numerics\x18\n \x01(\x0c\x12\r\n\x05lacks\x18\x0b \x03(\t\x12\x12\n\nmax_drafts\x18\x0c \x01(\r\x12\x17\n\x0f\x61\x64\x61ptive_drafts\x18\r \x01(\x08\"\x98\x01\n\x11SessionOpenedCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x1e\n\x16last_completed_step_id\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x18\n\x10same_incarnation\x18\x05 \x01(\x08\x12\x10\n\x08keeps_kv\x18\x06 \x01(\x08\"Y\n\x10\x45xecutorLostCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x0b\n\x03now\x18\x02 \x01(\x01\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x16.cadenza.v1.SessionEnd\"U\n\nSessionEnd\x12\x15\n\rbegun_step_id\x18\x01 \x01(\x04\x12\x16\n\x0e\x66\x61iled_step_id\x18\x02 \x01(\x04\x12\x18\n\x10\x65xecutor_stopped\x18\x03 \x01(\x08\"6\n\x12GiveUpExecutorCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x0b\n\x03now\x18\x02 \x01(\x01\"G\n\x11\x44rainExecutorCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x0b\n\x03now\x18\x03 \x01(\x01\"6\n\x12RemoveExecutorCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x0b\n\x03now\x18\x02 \x01(\x01\"K\n\x0e\x41\x64\x64RequestCall\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.cadenza.v1.RecordedRequest\x12\x0b\n\x03now\x18\x02 \x01(\x01\"\xf4\x03\n\x0fRecordedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.cadenza.v1.SequenceSampling\x12\x17\n\nmax_tokens\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\reos_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x13\n\x0bnum_samples\x18\x07 \x01(\r\x12(\n\x05\x62\x65\x61ms\x18\x08 \x01(\x0b\x32\x19.cadenza.v1.RecordedBeams\x12\x12\n\ncache_salt\x18\t \x01(\x0c\x12\x19\n\x11uses_prefix_cache\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x12\x12#\n\x16\x65xpected_output_tokens\x18\x0c \x01(\x04H\x01\x88\x01\x01\x12+\n\rknown_outputs\x18\r \x03(\x0b\x32\x14.cadenza.v1.TokenIds\x12\x17\n\x0fshared_prefixes\x18\x0e \x01(\t\x12\x17\n\nmax_drafts\x18\x0f \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\x19\n\x17_expected_output_tokensB\r\n\x0b_max_drafts\"i\n\rRecordedBeams\x12\r\n\x05width\x18\x01 \x01(\r\x12\x16\n\x0elength_penalty\x18\x02 \x01(\x01\x12\x31\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x19.cadenza.v1.EarlyStopping\"z\n\x0eSetWeightsCall\x12\x38\n\x07weights\x18\x01 \x03(\x0b\x32\'.cadenza.v1.SetWeightsCall.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Y\n\tAbortCall\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\x06\x64\x65tail\x18\x03 \x01(\x0e\x32\x18.cadenza.v1.FinishDetail\"J\n\x0eStopSampleCall\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\"\x1d\n\tDrainCall\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"T\n\x0cPlanStepCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x0b\n\x03now\x18\x02 \x01(\x01\x12\"\n\x04plan\x18\x03 \x01(\x0b\x32\x14.cadenza.v1.StepPlan\"[\n\x0f\x41pplyResultCall\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12\x0b\n\x03now\x18\x02 \x01(\x01\x12&\n\x06result\x18\x03 \x01(\x0b\x32\x16.cadenza.v1.StepResult\"X\n\x11\x45xecutorDescribed\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12.\n\x08\x65xecutor\x18\x02 \x01(\x0b\x32\x1c.cadenza.v1.DescribeResponse\"I\n\nStepFailed\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\r\x12&\n\x06result\x18\x02 \x01(\x0b\x32\x16.cadenza.v1.StepResultB\x18P\x01Z\x14\x63\x61\x64\x65nza/v1;cadenzav1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,41 +49,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADDEXECUTORCALL']._serialized_start=1222
   _globals['_ADDEXECUTORCALL']._serialized_end=1304
   _globals['_RECORDEDEXECUTOR']._serialized_start=1307
-  _globals['_RECORDEDEXECUTOR']._serialized_end=1563
-  _globals['_SESSIONOPENEDCALL']._serialized_start=1566
-  _globals['_SESSIONOPENEDCALL']._serialized_end=1718
-  _globals['_EXECUTORLOSTCALL']._serialized_start=1720
-  _globals['_EXECUTORLOSTCALL']._serialized_end=1809
-  _globals['_SESSIONEND']._serialized_start=1811
-  _globals['_SESSIONEND']._serialized_end=1896
-  _globals['_GIVEUPEXECUTORCALL']._serialized_start=1898
-  _globals['_GIVEUPEXECUTORCALL']._serialized_end=1952
-  _globals['_DRAINEXECUTORCALL']._serialized_start=1954
-  _globals['_DRAINEXECUTORCALL']._serialized_end=2025
-  _globals['_REMOVEEXECUTORCALL']._serialized_start=2027
-  _globals['_REMOVEEXECUTORCALL']._serialized_end=2081
-  _globals['_ADDREQUESTCALL']._serialized_start=2083
-  _globals['_ADDREQUESTCALL']._serialized_end=2158
-  _globals['_RECORDEDREQUEST']._serialized_start=2161
-  _globals['_RECORDEDREQUEST']._serialized_end=2621
-  _globals['_RECORDEDBEAMS']._serialized_start=2623
-  _globals['_RECORDEDBEAMS']._serialized_end=2728
-  _globals['_SETWEIGHTSCALL']._serialized_start=2730
-  _globals['_SETWEIGHTSCALL']._serialized_end=2852
-  _globals['_SETWEIGHTSCALL_WEIGHTSENTRY']._serialized_start=2806
-  _globals['_SETWEIGHTSCALL_WEIGHTSENTRY']._serialized_end=2852
-  _globals['_ABORTCALL']._serialized_start=2854
-  _globals['_ABORTCALL']._serialized_end=2943
-  _globals['_STOPSAMPLECALL']._serialized_start=2945
-  _globals['_STOPSAMPLECALL']._serialized_end=3019
-  _globals['_DRAINCALL']._serialized_start=3021
-  _globals['_DRAINCALL']._serialized_end=3050
-  _globals['_PLANSTEPCALL']._serialized_start=3052
-  _globals['_PLANSTEPCALL']._serialized_end=3136
-  _globals['_APPLYRESULTCALL']._serialized_start=3138
-  _globals['_APPLYRESULTCALL']._serialized_end=3229
-  _globals['_EXECUTORDESCRIBED']._serialized_start=3231
-  _globals['_EXECUTORDESCRIBED']._serialized_end=3319
-  _globals['_STEPFAILED']._serialized_start=3321
-  _globals['_STEPFAILED']._serialized_end=3394
+  _globals['_RECORDEDEXECUTOR']._serialized_end=1608
+  _globals['_SESSIONOPENEDCALL']._serialized_start=1611
+  _globals['_SESSIONOPENEDCALL']._serialized_end=1763
+  _globals['_EXECUTORLOSTCALL']._serialized_start=1765
+  _globals['_EXECUTORLOSTCALL']._serialized_end=1854
+  _globals['_SESSIONEND']._serialized_start=1856
+  _globals['_SESSIONEND']._serialized_end=1941
+  _globals['_GIVEUPEXECUTORCALL']._serialized_start=1943
+  _globals['_GIVEUPEXECUTORCALL']._serialized_end=1997
+  _globals['_DRAINEXECUTORCALL']._serialized_start=1999
+  _globals['_DRAINEXECUTORCALL']._serialized_end=2070
+  _globals['_REMOVEEXECUTORCALL']._serialized_start=2072
+  _globals['_REMOVEEXECUTORCALL']._serialized_end=2126
+  _globals['_ADDREQUESTCALL']._serialized_start=2128
+  _globals['_ADDREQUESTCALL']._serialized_end=2203
+  _globals['_RECORDEDREQUEST']._serialized_start=2206
+  _globals['_RECORDEDREQUEST']._serialized_end=2706
+  _globals['_RECORDEDBEAMS']._serialized_start=2708
+  _globals['_RECORDEDBEAMS']._serialized_end=2813
+  _globals['_SETWEIGHTSCALL']._serialized_start=2815
+  _globals['_SETWEIGHTSCALL']._serialized_end=2937
+  _globals['_SETWEIGHTSCALL_WEIGHTSENTRY']._serialized_start=2891
+  _globals['_SETWEIGHTSCALL_WEIGHTSENTRY']._serialized_end=2937
+  _globals['_ABORTCALL']._serialized_start=2939
+  _globals['_ABORTCALL']._serialized_end=3028
+  _globals['_STOPSAMPLECALL']._serialized_start=3030
+  _globals['_STOPSAMPLECALL']._serialized_end=3104
+  _globals['_DRAINCALL']._serialized_start=3106
+  _globals['_DRAINCALL']._serialized_end=3135
+  _globals['_PLANSTEPCALL']._serialized_start=3137
+  _globals['_PLANSTEPCALL']._serialized_end=3221
+  _globals['_APPLYRESULTCALL']._serialized_start=3223
+  _globals['_APPLYRESULTCALL']._serialized_end=3314
+  _globals['_EXECUTORDESCRIBED']._serialized_start=3316
+  _globals['_EXECUTORDESCRIBED']._serialized_end=3404
+  _globals['_STEPFAILED']._serialized_start=3406
+  _globals['_STEPFAILED']._serialized_end=3479
 # @@protoc_insertion_point(module_scope)

@@ -266,6 +266,8 @@ class RecordedExecutor(_message.Message):
     SHARES_PREFIXES_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     LACKS_FIELD_NUMBER: _builtins.int
+    MAX_DRAFTS_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_DRAFTS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per KV block."""
     num_blocks: _builtins.int
@@ -286,6 +288,10 @@ class RecordedExecutor(_message.Message):
     """Whether requests may share blocks."""
     numerics: _builtins.bytes
     """Requests with output move only between executors with the same value; empty: no tokens are promised."""
+    max_drafts: _builtins.int
+    """Maximum draft tokens of a sequence in one step; 0: no speculative decoding."""
+    adaptive_drafts: _builtins.bool
+    """Whether the number of drafts is chosen by what steps have cost and accepted."""
     @_builtins.property
     def lacks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of features that it lacks, ascending."""
@@ -304,10 +310,12 @@ class RecordedExecutor(_message.Message):
         shares_prefixes: _builtins.bool = ...,
         numerics: _builtins.bytes = ...,
         lacks: _abc.Iterable[_builtins.str] | None = ...,
+        max_drafts: _builtins.int = ...,
+        adaptive_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "lacks", b"lacks", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "block_size", b"block_size", "lacks", b"lacks", "max_drafts", b"max_drafts", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,6 +555,7 @@ class RecordedRequest(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     KNOWN_OUTPUTS_FIELD_NUMBER: _builtins.int
     SHARED_PREFIXES_FIELD_NUMBER: _builtins.int
+    MAX_DRAFTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     tenant: _builtins.str
@@ -565,6 +574,8 @@ class RecordedRequest(_message.Message):
     """The client's expected number of output tokens; absent: not given."""
     shared_prefixes: _builtins.str
     """Tenants with the same value share cached prefixes; empty: the tenant shares with no other."""
+    max_drafts: _builtins.int
+    """The most draft tokens in one step; absent: as many as the executor allows."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt; [num_prompt_tokens]."""
@@ -602,17 +613,22 @@ class RecordedRequest(_message.Message):
         expected_output_tokens: _builtins.int | None = ...,
         known_outputs: _abc.Iterable[_types_pb2.TokenIds] | None = ...,
         shared_prefixes: _builtins.str = ...,
+        max_drafts: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "beams", b"beams", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_drafts", b"_max_drafts", "_max_tokens", b"_max_tokens", "beams", b"beams", "expected_output_tokens", b"expected_output_tokens", "max_drafts", b"max_drafts", "max_tokens", b"max_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "beams", b"beams", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "expected_output_tokens", b"expected_output_tokens", "known_outputs", b"known_outputs", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "shared_prefixes", b"shared_prefixes", "tenant", b"tenant", "uses_prefix_cache", b"uses_prefix_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_drafts", b"_max_drafts", "_max_tokens", b"_max_tokens", "beams", b"beams", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "expected_output_tokens", b"expected_output_tokens", "known_outputs", b"known_outputs", "max_drafts", b"max_drafts", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "shared_prefixes", b"shared_prefixes", "tenant", b"tenant", "uses_prefix_cache", b"uses_prefix_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_drafts: _TypeAlias = _typing.Literal["max_drafts"]  # noqa: Y015
+    _WhichOneofArgType__max_drafts: _TypeAlias = _typing.Literal["_max_drafts", b"_max_drafts"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_output_tokens) -> _WhichOneofReturnType__expected_output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_drafts) -> _WhichOneofReturnType__max_drafts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
 

@@ -7,6 +7,8 @@ from collections.abc import Collection, KeysView
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.batching_state import BatchingState
+from scheduler_svc.core.lanes.draft_control import DraftControl
+from scheduler_svc.core.lanes.draft_limits import allow_drafts
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.lanes.slot_pool import SlotPool
@@ -45,6 +47,7 @@ class Lane:
         self._caching = prefix_caching and spec.shares_prefixes
         self.rates = MeasuredRates()
         self.turnover = Turnover()
+        self.draft_control = DraftControl(spec.max_drafts, adaptive=spec.adaptive_drafts)
         self.last_result_at = 0.0
         """When the last result was applied."""
         self.inflight: deque[PlannedStep] = deque()
@@ -191,6 +194,8 @@ class Lane:
         `start_running` and `start_decoding` do for each.
         """
         slots = self.slots.take_all(len(sequences))
+        if self.spec.max_drafts:
+            allow_drafts(sequences, self.spec)
         self.decode_batch.start_all(sequences, slots)
         for sequence, slot in zip(sequences, slots, strict=True):
             self.sequence_at[slot] = sequence
@@ -343,14 +348,12 @@ class Lane:
         """Number of groups with a sequence that runs, or whose last results are awaited."""
         several = self.running.shared_groups.keys()
         num_alone = len(self.running) - sum(self.running.shared_groups.values())
-        finishing = {sequence.group for sequence in self.finishing}
-        return num_alone + len(several | finishing)
+        return num_alone + len(several | {sequence.group for sequence in self.finishing})
 
     def update_rates(self, step: PlannedStep, result: StepResult) -> None:
         """Update the measured rates with a result's timings."""
-        plan = step.plan
-        num_swapped = 0 if plan.copied else len(plan.swapped_out) + len(plan.swapped_in)
-        self.rates.observe(step.total_tokens, num_swapped, result.device_ns, result.moves_ns)
+        num_swapped = 0 if step.plan.copied else len(step.plan.swapped_out) + len(step.plan.swapped_in)
+        self.rates.observe(step.total_tokens + sum(result.num_accepted), num_swapped, result.device_ns, result.moves_ns)
 
     def update_turnover(self, num_finished: int, now: float) -> None:
         """Update the measured time between finishes after a result with which so many samples finished."""

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core.memory.prefix_cache import PrefixCounts
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts of drafts by position: the first draft of a sequence in a step has position 0."""
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Add a step's counts, or another executor's; both of one length."""
+        missing = len(drafted) - len(self.drafted)
+        self.drafted += [0] * missing
+        self.accepted += [0] * missing
+        for index, (num_drafted, num_accepted) in enumerate(zip(drafted, accepted, strict=True)):
+            self.drafted[index] += num_drafted
+            self.accepted[index] += num_accepted
+
+    def copied(self) -> DraftCounts:
+        """The same counts, which do not change any more."""
+        return DraftCounts(self.drafted.copy(), self.accepted.copy())
 
 
 @dataclass(slots=True)
@@ -20,10 +42,11 @@ class LaneCounts:
     num_swap_preemptions: int = 0
     """Those that moved the KV to the host pool; the others discarded it."""
     prefixes: PrefixCounts = field(default_factory=PrefixCounts)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def copied(self) -> LaneCounts:
         """The same counts, which do not change any more."""
-        return replace(self, prefixes=replace(self.prefixes))
+        return replace(self, prefixes=replace(self.prefixes), drafts=self.drafts.copied())
 
     def add(self, other: LaneCounts) -> None:
         """Add another executor's counts, except its last step: step ids are counted for each executor."""
@@ -34,3 +57,4 @@ class LaneCounts:
         self.prefixes.num_queried += other.prefixes.num_queried
         self.prefixes.num_hits += other.prefixes.num_hits
         self.prefixes.num_host_hits += other.prefixes.num_host_hits
+        self.drafts.add(other.drafts.drafted, other.drafts.accepted)

@@ -43,6 +43,8 @@ class PlannedStep:
     """Whether it computes suspected positions, and nothing else."""
     decode_slots: list[int] = field(default_factory=list)
     """Slots of the decode batch: each computes one token and samples."""
+    num_drafting: int = 0
+    """Number of these that may have drafts."""
     chunks: list[Chunk] = field(default_factory=list)
     prompt_logprobs: dict[int, tuple[Sequence, range]] = field(default_factory=dict)
     """By slot: the sequence with requested prompt logprobs, and the prompt tokens that this step gives them for."""
@@ -61,6 +63,16 @@ class PlannedStep:
         """Tokens computed in this step."""
         num_decoded = len(self.decode_slots)
         return num_decoded + sum(chunk.num_tokens for chunk in self.chunks) if self.chunks else num_decoded
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens computed in this step if every sequence has as many drafts as the plan allows."""
+        return self.total_tokens + self.plan.max_drafts * self.num_drafting
+
+    @property
+    def may_have_drafts(self) -> bool:
+        """Whether slots may have drafts in this step, and so several tokens."""
+        return self.plan.max_drafts > 0
 
     @property
     def has_first_tokens(self) -> bool:

@@ -1,8 +1,11 @@
-"""The decode batch of a lane: sequences that each compute one token in every step.
+"""The decode batch of a lane: sequences that each compute one token or more in every step.
 
 A step without changes increments one counter. A member's number of computed tokens follows from that counter and from
 its value when the member joined. The steps in which it needs a new block and in which its last token is planned are
 known in advance and kept in calendars. So planning costs time per change, not per member.
+
+With drafts a step may give a member several tokens. It is counted as one until the result is there, which then
+corrects the member's counts: they are a lower bound.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ class DecodeBatch:
         self.slots: list[int] = []
         """Slots of the members, ascending."""
         self._block_size = block_size
+        self.num_drafting = 0
+        """Number of members that may have drafts."""
         self._offset_sum = 0
         """Sum of the members' differences between num_steps and their computed tokens, which stay as they are."""
         self._block_calendar: _Calendar = defaultdict(dict)
@@ -40,6 +45,7 @@ class DecodeBatch:
             raise InvariantError(f"sequence {sequence.sequence_id} is not ready to decode")
         num_steps = self.num_steps
         insort(self.slots, held_slot(sequence))
+        self.num_drafting += sequence.max_drafts > 0
         sequence.attach_step_counter(self)
         self._offset_sum += num_steps - num_computed
         self._block_calendar[num_steps + len(sequence.block_ids) * self._block_size - num_computed][sequence] = None
@@ -53,8 +59,21 @@ class DecodeBatch:
         )
         _unschedule(self._last_token_calendar, num_steps + sequence.max_len - num_computed - 1, sequence)
         self._offset_sum -= num_steps - num_computed
+        self.num_drafting -= sequence.max_drafts > 0
         del self.slots[bisect_left(self.slots, held_slot(sequence))]
         sequence.detach_step_counter()
+
+    def correct(self, sequence: Sequence, num_more: int) -> None:
+        """Count tokens of a member beyond one a step, after a result; it stays below its maximum length."""
+        num_computed, num_steps = sequence.num_computed_tokens, self.num_steps
+        full_at = num_steps + len(sequence.block_ids) * self._block_size - num_computed
+        last_at = num_steps + sequence.max_len - num_computed - 1
+        _unschedule(self._block_calendar, full_at, sequence)
+        _unschedule(self._last_token_calendar, last_at, sequence)
+        self._block_calendar[full_at - num_more][sequence] = None
+        self._last_token_calendar[last_at - num_more][sequence] = None
+        self._offset_sum -= num_more
+        sequence.count_more(num_more)
 
     def start_all(self, sequences: list[Sequence], slots: list[int]) -> None:
         """Start waiting sequences in these slots; the step being planned computes all of their tokens.
@@ -68,6 +87,7 @@ class DecodeBatch:
             num_computed = sequence.start_decoding(slot, self)
             offset = num_steps - num_computed
             self._offset_sum += offset
+            self.num_drafting += sequence.max_drafts > 0
             self._block_calendar[offset + len(sequence.block_ids) * size][sequence] = None
             self._last_token_calendar[offset + sequence.max_len - 1][sequence] = None
 
@@ -81,6 +101,7 @@ class DecodeBatch:
         for sequence in sequences:
             offset = num_steps - sequence.num_computed_tokens
             self._offset_sum -= offset
+            self.num_drafting -= sequence.max_drafts > 0
             _unschedule(blocks, offset + len(sequence.block_ids) * size, sequence)
             _unschedule(last_tokens, offset + sequence.max_len - 1, sequence)
             slot = sequence.finish_decoding()
@@ -117,6 +138,17 @@ class DecodeBatch:
         """The members that need one more block for the next step."""
         return list(self._block_calendar.get(self.num_steps, ()))
 
+    def without_room(self, num_tokens: int) -> list[Sequence]:
+        """The members with drafts whose blocks end within so many tokens after the next step's, their last excepted."""
+        size, calendar = self._block_size, self._block_calendar
+        steps = range(self.num_steps, self.num_steps + num_tokens + 1)
+        return [
+            sequence
+            for step_number in steps
+            for sequence in calendar.get(step_number, ())
+            if sequence.max_drafts and len(sequence.block_ids) * size < sequence.max_len - 1
+        ]
+
     def append_blocks(self, sequences: list[Sequence], block_ids: list[int]) -> None:
         """Append one block to each of the `needing_blocks` members."""
         later = self._block_calendar[self.num_steps + self._block_size]
@@ -124,6 +156,13 @@ class DecodeBatch:
         for sequence, block_id in zip(sequences, block_ids, strict=True):
             sequence.block_ids.append(block_id)
             later[sequence] = None
+
+    def append_early(self, sequence: Sequence, block_id: int) -> None:
+        """Append a block to a member whose blocks are not full yet."""
+        full_at = self._needs_block_at(sequence)
+        _unschedule(self._block_calendar, full_at, sequence)
+        self._block_calendar[full_at + self._block_size][sequence] = None
+        sequence.block_ids.append(block_id)
 
     def advance(self) -> list[Sequence]:
         """Plan one token for every member; returns the members whose last token this is."""
@@ -142,6 +181,8 @@ class DecodeBatch:
         for calendar in (self._block_calendar, self._last_token_calendar):
             if sum(map(len, calendar.values())) != len(sequences):
                 raise InvariantError("a calendar holds a sequence that is not a member")
+        if self.num_drafting != sum(sequence.max_drafts > 0 for sequence in sequences):
+            raise InvariantError("the members with drafts are miscounted")
         if self.num_computed_tokens != sum(sequence.num_computed_tokens for sequence in sequences):
             raise InvariantError("the computed tokens of the decode batch are miscounted")
 

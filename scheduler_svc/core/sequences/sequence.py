@@ -43,6 +43,7 @@ class Sequence(SequenceTokens):
         "kv_source",
         "last_slot",
         "length_detail",
+        "max_drafts",
         "max_len",
         "num_cached_blocks",
         "num_hit_tokens",
@@ -79,6 +80,8 @@ class Sequence(SequenceTokens):
         """Whether the executor has its description under its slot."""
         self.kv_source: Sequence | None = None
         """The sequence that is still computing KV in blocks shared with this one; None if all shared KV is there."""
+        self.max_drafts = 0
+        """The most drafts in a step, as its description says."""
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
         """Blocks of its KV while it is swapped out."""
@@ -283,6 +286,7 @@ class SequenceGroup:
         "sequences",
         "spec",
         "was_admitted",
+        "was_suspected",
     )
 
     def __init__(self, spec: RequestSpec, arrival_number: int, arrival: float, max_model_len: int) -> None:
@@ -295,6 +299,8 @@ class SequenceGroup:
         self.sequences: list[Sequence] = []
         self.num_preemptions = 0
         self.was_admitted = False
+        self.was_suspected = False
+        """Whether it was suspected of having killed an executor: it has no more drafts, since no trial has any."""
         self.queued = False
         """Whether it is in the waiting queue."""
         self.forked = spec.num_sequences == 1

@@ -2,7 +2,8 @@
 
 A sequence has *confirmed* tokens, seen in a result, and *pending* ones, to be sampled by plans in flight. Steps
 compute its KV until all of its tokens but the newest are covered; prefill, decode and recompute all follow this rule.
-While it is in the decode batch, its counts follow from the batch's step counter.
+While it is in the decode batch, its counts follow from the batch's step counter. A step that may accept drafts counts
+as one pending token, the least that it gives.
 
 The prompt is one tuple for all sequences of a group; each has its own output only.
 """
@@ -119,6 +120,15 @@ class SequenceTokens:
         """Follow the decode batch's counter: one computed token per step."""
         self._step_offset = counter.num_steps - self._num_computed
         self._step_counter = counter
+
+    def count_more(self, num_tokens: int) -> None:
+        """Count tokens that drafts gave in addition to a step's one: known now, and computed where any KV is there."""
+        if self._step_counter is not None:
+            self._step_offset -= num_tokens
+            return
+        self._num_planned += num_tokens
+        if self._num_computed:
+            self._num_computed += num_tokens
 
     def detach_step_counter(self) -> None:
         """Stop following the counter and keep the counts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from scheduler_svc.core.lanes.draft_limits import draft_scope, max_drafts_of
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
 from scheduler_svc.core.memory.block_tables import have_same_blocks
@@ -107,7 +108,7 @@ def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequen
         sibling.fork(source)
         known = sibling.block_ids[:num_full] if num_computed % size else sibling.block_ids
         prefix = _prefix_source(lane, step, sibling)
-        _describe(step, sibling, known, min(num_full * size, num_computed - 1), prefix)
+        _describe(lane, step, sibling, known, min(num_full * size, num_computed - 1), prefix)
         slot = held_slot(sibling)
         step.plan.fork_source_slots.append(held_slot(source))
         step.plan.fork_slots.append(slot)
@@ -131,7 +132,7 @@ def _describe_once(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: 
         num_sent -= source.num_tokens + source.num_blocks
     if not budget.take_values(num_sent + sequence.group.spec.sampling.num_values):
         return False
-    _describe(step, sequence, sequence.block_ids, sequence.num_computed_tokens, source)
+    _describe(lane, step, sequence, sequence.block_ids, sequence.num_computed_tokens, source)
     return True
 
 
@@ -149,6 +150,7 @@ def _prefix_source(lane: Lane, step: PlannedStep, sequence: Sequence) -> PrefixS
 
 
 def _describe(
+    lane: Lane,
     step: PlannedStep,
     sequence: Sequence,
     block_ids: list[int],
@@ -156,6 +158,7 @@ def _describe(
     source: PrefixSource | None,
 ) -> None:
     sequence.described = True
+    sequence.max_drafts = max_drafts = max_drafts_of(sequence.group, lane.spec)
     step.described.append(sequence)
     step.plan.admitted.append(
         AdmittedSequence(
@@ -168,5 +171,8 @@ def _describe(
             sample_index=sequence.sample_index,
             held=_is_held(sequence),
             source=source,
+            max_drafts=max_drafts,
+            max_len=sequence.max_len if max_drafts else 0,
+            draft_scope=draft_scope(sequence) if max_drafts else 0,
         )
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from scheduler_svc.core.lanes.draft_limits import draft_scope
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
 from scheduler_svc.core.request_table import RequestTable
@@ -92,9 +93,11 @@ def _start(lane: Lane, step: PlannedStep, sequences: list[Sequence]) -> None:
         spec, num_prompt, num_hit = sequence.group.spec, sequence.num_prompt_tokens, sequence.num_hit_tokens
         block_ids = tuple(sequence.block_ids)
         num_tokens.append(num_prompt - num_hit)
-        plan.admitted.append(
-            AdmittedSequence(slot, spec.prompt_token_ids, num_prompt, num_hit, block_ids, spec.sampling, 0)
-        )
+        admitted = AdmittedSequence(slot, spec.prompt_token_ids, num_prompt, num_hit, block_ids, spec.sampling, 0)
+        if sequence.max_drafts:
+            admitted.max_drafts, admitted.max_len = sequence.max_drafts, sequence.max_len
+            admitted.draft_scope = draft_scope(sequence)
+        plan.admitted.append(admitted)
         written = block_ids[num_hit // size : -(-num_prompt // size)]
         step.chunks.append(Chunk(sequence, slot, num_prompt - num_hit, num_hit, True, written, num_hit % size))
     plan.scheduled_slots += slots

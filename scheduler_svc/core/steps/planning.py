@@ -9,6 +9,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 from scheduler_svc.core.steps.admission import admit
 from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import plan_beams, plan_chunk
+from scheduler_svc.core.steps.drafts import plan_drafts
 from scheduler_svc.core.steps.preemption import append_missing, move_away, preempt_for_admission, preempt_for_decodes
 from scheduler_svc.core.steps.shares import plan_prompts_by_rank, preempt_for_share
 from scheduler_svc.core.steps.suspects import clear_sequence, is_ready, next_trial
@@ -79,6 +80,7 @@ def _plan_all(requests: RequestTable, lane: Lane, step: PlannedStep, budget: Ste
             fully_planned += plan_chunk(lane, step, budget, sequence)
     if num_admissible and not memory_is_short:
         fully_planned += admit(requests, lane, step, budget, admissions)
+    plan_drafts(lane, step, budget)
     lane.suspects_catch_up = any(chunk.sequence.suspected is not None for chunk in step.chunks)
     return fully_planned
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Mapping
 from itertools import compress, filterfalse
+from types import MappingProxyType
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
@@ -13,6 +14,7 @@ from scheduler_svc.core.outputs import count_by_tenant
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.beam_scheduling import take_candidates
+from scheduler_svc.core.steps.drafted_results import check_drafts, count_drafted
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState, SlotError, StepResult, StepStatus
 
 _DETAILS = {
@@ -28,7 +30,7 @@ def check_result(lane: Lane, step: PlannedStep, result: StepResult) -> None:
     _check_errors(step, result)
     expected, slots = step.sampling_slots, list(result.slots)
     if slots != expected or result.num_tokens:
-        _check_samples(lane, expected, slots, result)
+        _check_samples(lane, step, slots, result)
     elif len(result.token_ids) != len(slots):
         raise InvariantError(f"step {result.step_id}: {len(result.token_ids)} tokens of {len(slots)} slots")
     if result.logprobs and not result.logprobs.keys() <= set(expected):
@@ -52,9 +54,9 @@ def _check_errors(step: PlannedStep, result: StepResult) -> None:
         )
 
 
-def _check_samples(lane: Lane, expected: list[int], slots: list[int], result: StepResult) -> None:
-    """Check a result in which some scheduled slots sampled no token: only finished sequences may lack one."""
-    counts = result.num_tokens
+def _check_samples(lane: Lane, step: PlannedStep, slots: list[int], result: StepResult) -> None:
+    """Check a result in which slots sampled several tokens, or none: only finished sequences may lack one."""
+    counts, expected = result.num_tokens, step.sampling_slots
     if not counts and slots == list(filterfalse(lane.discarding_slots.__contains__, expected)):
         # Only the slots of finished sequences gave nothing.
         if len(result.token_ids) != len(slots):
@@ -64,8 +66,9 @@ def _check_samples(lane: Lane, expected: list[int], slots: list[int], result: St
     if len(reported) != len(slots) or not reported <= sampling:
         raise InvariantError(f"step {result.step_id}: tokens of slots {slots}, not of {expected}")
     num_sampled = sum(counts) if counts else len(slots)
-    if len(counts) not in (0, len(slots)) or num_sampled != len(result.token_ids) or max(counts, default=0) > 1:
+    if len(counts) not in (0, len(slots)) or num_sampled != len(result.token_ids):
         raise InvariantError(f"step {result.step_id}: token counts do not add up")
+    check_drafts(lane, step, result)
     with_token = set(compress(slots, counts)) if counts else reported
     for slot in sampling - with_token - set(result.error_slots) - result.candidates.keys():
         if _sequence_at(lane, slot).state is not SequenceState.FINISHED:
@@ -100,6 +103,7 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     """
     _take_prompt_logprobs(requests, step, result)
     slots, token_ids = _sampled(lane, result)
+    # With drafts a slot has several tokens, and is listed with each.
     deque(map(list.append, map(lane.tokens_at.__getitem__, slots), token_ids), maxlen=0)
     sequences: list[Sequence] = list(map(lane.sequence_at.__getitem__, slots))  # type: ignore[arg-type]
     outputs = requests.outputs
@@ -112,6 +116,8 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
         requests.policies.order.on_tokens(num_by_tenant)
         outputs.num_by_tenant.update(num_by_tenant)
     _finish_stopped(requests, lane, sequences, token_ids)
+    if step.may_have_drafts:
+        count_drafted(requests, lane, Counter(sequences))
     for sequence in [sequence for sequence in lane.finishing if sequence.num_tokens >= sequence.max_len]:
         requests.finish(sequence, Finish(sequence.length_detail))
     for slot, error in zip(result.error_slots, result.errors, strict=True):
@@ -139,7 +145,7 @@ def _sampled(lane: Lane, result: StepResult) -> tuple[list[int], list[int]]:
     """Slots with a token, and the tokens. Tokens of finished sequences are dropped."""
     slots, token_ids = list(result.slots), list(result.token_ids)
     if result.num_tokens:
-        slots = [slot for slot, count in zip(slots, result.num_tokens, strict=True) if count]
+        slots = [slot for slot, count in zip(slots, result.num_tokens, strict=True) for _ in range(count)]
     if lane.discarding_slots and not lane.discarding_slots.isdisjoint(slots):
         pairs = [pair for pair in zip(slots, token_ids, strict=True) if pair[0] not in lane.discarding_slots]
         slots, token_ids = [slot for slot, _ in pairs], [token_id for _, token_id in pairs]
@@ -161,19 +167,26 @@ def _finish_stopped(requests: RequestTable, lane: Lane, sequences: list[Sequence
         return
     # Found before the first of them finishes: stop ids that no other sequence has leave `stop_ids` with it.
     stopped = [index for index, token_id in enumerate(token_ids) if token_id in stop_ids]
-    checked = [(sequences[index], sequences[index].check_stop(token_ids[index])) for index in stopped]
+    # Of several tokens of a sequence only the last can stop it: an executor ends its tokens there.
+    checked = [
+        (sequences[index], sequences[index].check_stop(token_ids[index]))
+        for index in stopped
+        if index + 1 == len(sequences) or sequences[index + 1] is not sequences[index]
+    ]
     requests.finish_all(lane, {sequence: finish for sequence, finish in checked if finish is not None})
 
 
-def context_lens(lane: Lane, step: PlannedStep, *, applied: Collection[Sequence] = ()) -> dict[Sequence, int]:
+def context_lens(
+    lane: Lane, step: PlannedStep, *, applied: Mapping[Sequence, int] = MappingProxyType({})
+) -> dict[Sequence, int]:
     """The context length of each sequence before the oldest step in flight, or before one just applied.
 
-    A decoding sequence lacked the KV of its newest token then. `applied`: sequences that got a token since.
+    A decoding sequence lacked the KV of its newest token then. `applied`: the number of tokens got since.
     """
     found = {chunk.sequence: chunk.context_len for chunk in step.chunks}
     for slot in step.decode_slots:
         sequence = _sequence_at(lane, slot)
-        found[sequence] = sequence.num_tokens - 1 - (sequence in applied)
+        found[sequence] = sequence.num_tokens - 1 - applied.get(sequence, 0)
     return found
 
 

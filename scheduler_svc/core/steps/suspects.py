@@ -39,7 +39,8 @@ def begun_steps(lane: Lane, end: SessionEnd) -> BegunSteps:
         num_tokens = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
         for sequence, context_len in context_lens(lane, step).items():
             former = computed.get(sequence, range(context_len, context_len))
-            computed[sequence] = range(former.start, former.stop + num_tokens.get(sequence, 1))
+            num_drafted = min(step.plan.max_drafts, sequence.max_drafts)
+            computed[sequence] = range(former.start, former.stop + num_tokens.get(sequence, 1) + num_drafted)
     is_known = bool(steps) and max(end.begun_step_id, end.failed_step_id) >= steps[0].plan.step_id
     return BegunSteps(computed, bool(steps) and steps[0].is_trial, is_known)
 
@@ -68,6 +69,7 @@ def record_death(requests: RequestTable, begun: BegunSteps) -> None:
             requests.finish_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
             continue
         requests.num_suspected += group not in requests.suspects
+        group.was_suspected = True
         requests.suspects[group] = Suspicion(death, former.positions | positions, num_deaths)
         for sequence, suspected in positions.items():
             sequence.suspected = suspected

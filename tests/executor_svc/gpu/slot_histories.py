@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
-from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
 from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.kernels.slots.commit import IDLE
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes

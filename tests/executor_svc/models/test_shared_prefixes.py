@@ -12,7 +12,7 @@ import torch
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
-from executor_svc.service.convert import description_to_wire
+from executor_svc.service.description import description_to_wire
 from tests.checkpoints import edit_config, make_llama
 from tests.executor_svc.driver import Model, Tokens
 from tests.helpers.golden import random_prompts

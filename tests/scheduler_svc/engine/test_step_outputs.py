@@ -47,7 +47,7 @@ class Stage:
     def outputs(self, tokens=(), ends=(), hypotheses=(), logprob=None):
         """tokens: (sample, token id); ends: (sample, finish)."""
         sampled = [self.sequences[index] for index, _ in tokens]
-        entries = {sequence: TokenLogprobs(logprob, 1, (), ()) for sequence in sampled if logprob is not None}
+        entries = {sequence: (TokenLogprobs(logprob, 1, (), ()),) for sequence in sampled if logprob is not None}
         finishes = {self.sequences[index]: finish for index, finish in ends}
         beams = [BeamOutput(self.group, *fields) for fields in hypotheses]
         self.engine.on_outputs(

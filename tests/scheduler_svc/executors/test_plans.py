@@ -11,7 +11,8 @@ from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.plan import StepPlan as ExecutorPlan
-from executor_svc.service.convert import description_to_wire, plan_from_wire
+from executor_svc.service.convert import plan_from_wire
+from executor_svc.service.description import description_to_wire
 from executor_svc.simulated.build import build_simulated
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.types import AdmittedSequence, StepPlan

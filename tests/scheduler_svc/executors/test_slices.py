@@ -91,8 +91,8 @@ def test_the_logprobs_of_many_sequences_travel_in_slices() -> None:
     read = run_at_once(result_in_slices(response.result)).logprobs
     # One pause comes first: parsing the message was a slice.
     assert len(list(result_in_slices(response.result))) >= 3
-    assert [read[slot].rank for slot in range(num_sequences)] == list(range(1, num_sequences + 1))
-    assert list(read[7].top_token_ids) == list(range(7, 7 + num_top))
+    assert [read[slot][0].rank for slot in range(num_sequences)] == list(range(1, num_sequences + 1))
+    assert list(read[7][0].top_token_ids) == list(range(7, 7 + num_top))
     few = p.StepResult(5, p.StepStatus.OK, slots=slots[:9], token_ids=slots[:9], logprobs=entries[:9])
     assert not list(response_in_slices(few, 3, 4))
     assert not list(result_in_slices(run_at_once(response_in_slices(few, 3, 4)).result))

@@ -49,10 +49,11 @@ SAMPLING = core_sampling(
 REQUEST = RequestSpec(
     "r", (5, 6, 7), SAMPLING, max_tokens=11, eos_token_ids=frozenset({9, 3}), num_samples=3,
     beams=BeamSpec(4, 0.1, early_stopping=None), cache_salt=b"\xff\x00", uses_prefix_cache=False, priority=-3,
-    tenant="blue", shared_prefixes="team", expected_output_tokens=0, known_outputs=((5, 6), ()),
+    tenant="blue", shared_prefixes="team", expected_output_tokens=0, max_drafts=3, known_outputs=((5, 6), ()),
 )  # fmt: skip
 EXECUTOR = ExecutorSpec(
     8, 100, 10, 5, 50, 64, watermark=0.1, num_host_blocks=20, shares_prefixes=False, numerics=b"n",
+    max_drafts=4, adaptive_drafts=True,
     lacks=frozenset({"beams", "samples"}),
 )  # fmt: skip
 DESCRIPTION = execution_pb2.DescribeResponse(
@@ -68,9 +69,15 @@ DESCRIPTION = execution_pb2.DescribeResponse(
         block_size=8, num_device_blocks=100, num_host_blocks=20, bytes_per_block=2**40, num_groups=1
     ),
     limits=execution_pb2.ExecutorLimits(
-        num_slots=10, max_num_seqs=5, max_num_batched_tokens=50, max_logprobs=20, max_inflight_plans=4
+        num_slots=10,
+        max_num_seqs=5,
+        max_num_batched_tokens=50,
+        max_logprobs=20,
+        max_inflight_plans=4,
+        max_drafts=3,
+        adaptive_drafts=True,
     ),
-    features=[1, 2, 3, 4, 5, 6, 7, 13, 14],
+    features=[1, 2, 3, 4, 5, 6, 7, 8, 13, 14],
     fingerprint=types_pb2.NumericsFingerprint(mode=types_pb2.NUMERICS_MODE_EXACT, digest=b"d" * 32),
     device="cpu",
 )
@@ -126,11 +133,13 @@ def test_what_a_request_leaves_open_stays_open(early_stopping: bool | None) -> N
 
 def test_results_are_recorded_as_the_core_has_read_them() -> None:
     columns = types_pb2.LogprobColumns(
-        chosen_logprobs=[-0.1], chosen_ranks=[2], num_top=2, top_token_ids=[4, 5], top_logprobs=[-0.01, -0.1]
-    )
+        chosen_logprobs=[-0.1, -0.3], chosen_ranks=[2, 1], num_top=2, top_token_ids=[4, 5, 6, 7],
+        top_logprobs=[-0.01, -0.1, -0.3, -3.0],
+    )  # fmt: skip
     message = execution_pb2.StepResult(
         step_id=4, epoch=9, incarnation=2**63 + 5, status=execution_pb2.STEP_STATUS_OK, slots=[1, 2, 3, 5],
-        num_tokens=[1, 0, 1, 0], token_ids=[5, 8], error_slots=[2], errors=[execution_pb2.SLOT_ERROR_NON_FINITE_LOGITS],
+        num_tokens=[2, 0, 1, 0], token_ids=[5, 7, 8], num_drafts=[3, 0, 1, 0], num_accepted=[1, 0, 0, 0],
+        error_slots=[2], errors=[execution_pb2.SLOT_ERROR_NON_FINITE_LOGITS],
         logprobs=[execution_pb2.SlotLogprobs(slot=1, columns=columns)],
         prompt_logprobs=[execution_pb2.SlotLogprobs(slot=3, start=6, columns=columns)],
         candidates=[execution_pb2.SlotCandidates(slot=5, token_ids=[7, 1], logprobs=[-0.3, -0.7])],
@@ -139,7 +148,7 @@ def test_results_are_recorded_as_the_core_has_read_them() -> None:
     )  # fmt: skip
     assert {field.name for field, _ in message.ListFields()} == {
         field.name for field in message.DESCRIPTOR.fields
-    } - {"error_message", "num_accepted", "finished_transfers"}  # fmt: skip
+    } - {"error_message", "finished_transfers"}  # fmt: skip
     assert result_message(step_result(message), 9, 2**63 + 5) == message
     failed = execution_pb2.StepResult(
         step_id=4, status=execution_pb2.STEP_STATUS_OUT_OF_MEMORY, error_message="why", timings=message.timings

@@ -31,7 +31,7 @@ def decoding(num_requests: int = 2) -> Bench:
         ({"slots": [0, 1], "token_ids": [5]}, "1 tokens of 2 slots"),
         ({"slots": [0, 1], "num_tokens": [1, 1], "token_ids": [5]}, "do not add up"),
         ({"slots": [0, 1], "num_tokens": [1], "token_ids": [5]}, "do not add up"),
-        ({"slots": [0, 1], "num_tokens": [2, 0], "token_ids": [5, 6]}, "do not add up"),
+        ({"slots": [0, 1], "num_tokens": [2, 0], "token_ids": [5, 6]}, "where 0 were allowed"),
         ({"slots": [0], "token_ids": [5]}, "slot 1 sampled nothing"),
         ({"slots": [0], "token_ids": [5], "error_slots": [1], "errors": []}, "0 errors of slots"),
         ({"slots": [0], "token_ids": [5], "error_slots": [3], "errors": [SlotError.GRAMMAR]}, "errors of slots"),

@@ -1,0 +1,101 @@
+"""The work of one step: the tokens that slots compute, and the rows of logits from which they sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from executor_svc.batch.ragged import spans
+from executor_svc.plan.arrays import BoolArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The choices of a step, Q rows: one for each sampling slot, followed by one after each of the slot's drafts."""
+
+    slots: IntArray
+    """[Q] ascending; a slot occurs once, and once more for each of its drafts."""
+    ahead: IntArray | None
+    """[Q] number of the slot's drafts before each row; None: there are no drafts."""
+    sources: IntArray | None
+    """[Q] the logits row that each reads; None: row i for row i."""
+    candidates: IntArray
+    """[C] rows, ascending, of slots that report candidates and sample no token."""
+
+    def takes_token(self, valid: BoolArray) -> BoolArray:
+        """Return [Q]: whether each row gives a token, drafts accepted; valid: [Q], whether it has not failed."""
+        if not len(self.candidates):
+            return valid
+        taken = valid.copy()
+        taken[self.candidates] = False
+        return taken
+
+    def take(self, rows: IntArray) -> SampledRows:
+        """Return some of the rows [n], in this order, as rows without candidates."""
+        return SampledRows(
+            self.slots[rows],
+            None if self.ahead is None else self.ahead[rows],
+            rows if self.sources is None else self.sources[rows],
+            rows[:0],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """The work of one step, slots ascending."""
+
+    slots: IntArray
+    """[S] slots that compute one token or more."""
+    num_tokens: IntArray
+    """[S], drafts included."""
+    samples: BoolArray
+    """[S]: whether the slot's last token has a logits row, and each draft another one. There are L rows, in slot order.
+    """
+    idle_slots: IntArray
+    """Slots that the plan lists for sampling but that have stopped, and their forks: they report no token."""
+    sampling_slots: IntArray
+    """[R] slots that sample from a logits row, forks included."""
+    sources: IntArray | None
+    """[R] the logits row of each sampling slot; None: row i for slot i, as there are no forks and R is L. With drafts,
+    the first of a source's rows."""
+    candidates: IntArray
+    """[C] indices into sampling_slots, ascending, of slots that report candidates and sample no token."""
+    num_drafts: IntArray | None = None
+    """[S] number of drafts at the end of each slot's tokens; None: there are no drafts."""
+    drafted: SampledRows | None = None
+    """The rows with drafts."""
+
+    @property
+    def rows(self) -> SampledRows:
+        """The rows from which the step samples: without drafts one for each of sampling_slots."""
+        return self.drafted or SampledRows(self.sampling_slots, None, self.sources, self.candidates)
+
+    @property
+    def logits_slots(self) -> IntArray:
+        """[L] the slot of each row of logits."""
+        slots = self.slots[self.samples]
+        return slots if self.num_drafts is None else slots.repeat(1 + self.num_drafts[self.samples])
+
+    def takes_token(self, valid: BoolArray) -> BoolArray:
+        """As `SampledRows.takes_token`."""
+        return self.rows.takes_token(valid)
+
+    def with_drafts(self, num_drafts: IntArray) -> Scheduled:
+        """Return the step with drafts after the slots' tokens; num_drafts: [S], 0 for slots that do not sample."""
+        num_rows = 1 + num_drafts[self.samples]
+        starts = num_rows.cumsum() - num_rows
+        sources = starts if self.sources is None else starts[self.sources]
+        counts = np.ones(len(self.sampling_slots), np.int64)
+        # Forks and their sources have no drafts, so a slot with drafts reads its own rows.
+        counts[np.searchsorted(self.sampling_slots, self.slots)[num_drafts > 0]] += num_drafts[num_drafts > 0]
+        owner, read = spans(sources, counts)
+        rows = SampledRows(
+            slots=self.sampling_slots[owner],
+            ahead=read - sources[owner],
+            sources=None if self.sources is None else read,
+            candidates=(counts.cumsum() - counts)[self.candidates],
+        )
+        return replace(
+            self, num_tokens=self.num_tokens + num_drafts, num_drafts=num_drafts, sources=sources, drafted=rows
+        )

@@ -78,7 +78,9 @@ def test_fingerprint_is_the_targets_own(folder: Path, tmp_path: Path) -> None:
     assert fingerprint(target.loaded, target.device, cache) == alone
 
 
-def draft_logits(draft: LoadedDraft[Decoder], target: Model, batches: list[ForwardBatch]) -> list[torch.Tensor]:
+def draft_logits(
+    draft: LoadedDraft[Decoder], target: Model, batches: list[ForwardBatch], name: str = "draft "
+) -> list[torch.Tensor]:
     """Run a draft in the layers that it has beside a target's, recorded as a step is."""
     config = ExecutorConfig(**target.options)
     cache = target.device.new_kv_cache(target.loaded.geometry, config, draft=draft.layers)
@@ -87,7 +89,9 @@ def draft_logits(draft: LoadedDraft[Decoder], target: Model, batches: list[Forwa
     size = limits.max_num_batched_tokens
     ids, positions, sampled = (torch.zeros(count, dtype=torch.int64) for count in (size, size, limits.max_num_seqs))
     kernels = target.device.kernels
-    recorded = RecordedModel(draft.model, kernels, cache, limits, ids, positions, sampled, layers=cache.draft_layers)
+    recorded = RecordedModel(
+        draft.model, kernels, cache, limits, ids, positions, sampled, layers=cache.draft_layers, name=name
+    )
     results = []
     for batch in batches:
         count = len(batch.token_ids)
@@ -113,6 +117,21 @@ def test_runs_in_its_own_layers(folder: Path, target: Model) -> None:
     expected = Model(folder).whole(tokens)
     assert torch.equal(draft_logits(draft, target, [whole])[0], expected)
     assert torch.equal(torch.cat(draft_logits(draft, target, parts)), expected)
+
+
+def test_results_of_the_target_stay(tmp_path: Path, target: Model) -> None:
+    """Even beside a draft of the same sizes, whose results would have the same memory under the same name."""
+    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+    batch = flat_batch([(0, 40)], [[3, 1, 6]], 16, tokens)
+    draft = load(make_llama(tmp_path / "draft", vocab_size=VOCAB, seed=9), target)
+    runner = target.driver().runner
+    hidden = runner.forward(batch)
+    before, logits = hidden.clone(), runner.logits(hidden, torch.arange(40)).clone()
+    assert not torch.equal(draft_logits(draft, target, [batch])[0], logits)
+    assert torch.equal(hidden, before)
+    assert torch.equal(runner.logits(hidden, torch.arange(40)), logits)
+    draft_logits(draft, target, [batch], name="")
+    assert not torch.equal(hidden, before)
 
 
 def test_gguf(tmp_path: Path, target: Model) -> None:

@@ -28,7 +28,7 @@ from executor_svc.device.embedding import TableEmbedding
 from executor_svc.device.few_bits import FewBits, Form
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
 from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
-from executor_svc.device.kv_cache import KVCache, block_bytes
+from executor_svc.device.kv_cache import DraftLayers, KVCache, KVGroup
 from executor_svc.device.stored_linear import QuantFormat, QuantRows, StoredLinear
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions
@@ -122,6 +122,8 @@ class CpuDevice:
         torch.set_num_threads(self.num_threads)
         self._kernels = CpuKernels(self.num_threads, _isa(config.cpu_isa))
         self._linears: dict[tuple[int | bool | QuantFormat | None, ...], tuple[str, Linear]] = {}
+        self._probed: dict[tuple[int | bool | QuantFormat | None, ...], int] = {}
+        """The rows that a shape was probed with."""
         self._readers: WeightReaders | None = None
         self.few_bits = FewBits()
         self._quantized_activations = config.quantized_activations
@@ -229,18 +231,23 @@ class CpuDevice:
         limited = _cgroup_free_bytes()
         return available if limited is None else min(available, limited)
 
-    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
+    def new_kv_cache(
+        self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0, draft: DraftLayers | None = None
+    ) -> KVCache:
         """Size the pools: `num_gpu_blocks`, or as many blocks as fit into the options' share of the free memory.
 
         A pool is never larger than max_num_seqs sequences of max_model_len could use.
         """
         head_size = self._kernels.padded_head_size(geometry.head_size)
-        size = block_bytes(geometry.num_layers, geometry.num_kv_heads, config.block_size, head_size, self.dtype)
+        target = KVGroup(geometry.num_layers, geometry.num_kv_heads, head_size)
+        draft = draft or DraftLayers((), 0)
+        size = sum(group.block_bytes(config.block_size, self.dtype) for group in (target, *draft.groups))
         device_blocks = config.num_gpu_blocks
         host_bytes = config.num_cpu_blocks * size
         free = self.free_memory_bytes()
         if device_blocks is None:
-            budget = self._budget(geometry, config, size, free - host_bytes - step_bytes)
+            weight_bytes = geometry.weight_bytes + draft.weight_bytes
+            budget = self._budget(geometry, config, size, free - host_bytes - step_bytes, weight_bytes)
             if budget.fitting < 1:
                 raise DeviceError(
                     f"not one KV block of {size} bytes fits: {free} bytes of memory are free, and "
@@ -262,19 +269,25 @@ class CpuDevice:
             config.num_cpu_blocks,
             self.dtype,
             self.torch_device,
+            draft.groups,
         )
 
-    def _budget(self, geometry: ModelGeometry, config: ExecutorConfig, size: int, free: int) -> _Budget:
+    def _budget(
+        self, geometry: ModelGeometry, config: ExecutorConfig, size: int, free: int, weight_bytes: int
+    ) -> _Budget:
         """Return the blocks that fit. The share applies to the memory that was free before the weights were loaded."""
-        for_kv = (config.gpu_memory_utilization or _SHARE) * (free + geometry.weight_bytes) - geometry.weight_bytes
+        for_kv = (config.gpu_memory_utilization or _SHARE) * (free + weight_bytes) - weight_bytes
         useful = config.max_num_seqs * -(-geometry.max_model_len // config.block_size)
         return _Budget(max(0, int(for_kv // size)), useful)
 
     def probe_numerics(self, max_rows: int) -> None:
-        for name, linear in self._linears.values():
+        for key, (name, linear) in self._linears.items():
+            if self._probed.get(key, 0) >= max_rows:
+                continue
             found = probe_linear(linear, self.dtype, max_rows)
             if found is not None:
                 raise NumericsError(
                     f"linear {name} (in {linear.in_features}, out {linear.out_features}, {self.dtype}): {found}; "
                     "this CPU cannot guarantee exact numerics, use --numerics fast"
                 )
+            self._probed[key] = max_rows

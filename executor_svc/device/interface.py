@@ -12,7 +12,7 @@ from torch import Tensor
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.few_bits import FewBits
 from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
-from executor_svc.device.kv_cache import KVCache
+from executor_svc.device.kv_cache import DraftLayers, KVCache
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.errors import StartError
 from executor_svc.plan.description import ModelGeometry
@@ -99,10 +99,13 @@ class Device(Protocol):
         """Prepare a weight [vocabulary, hidden] as a table of embeddings and as a linear, held once; as above."""
         ...
 
-    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
+    def new_kv_cache(
+        self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0, draft: DraftLayers | None = None
+    ) -> KVCache:
         """Reserve the KV pools, sized by the options or by free memory; raises DeviceError if not one block fits.
 
-        step_bytes: memory that steps will need beside everything loaded now; it is left free.
+        step_bytes: memory that steps will need beside everything loaded now; it is left free. draft: of a draft model
+        or head, whose layers are in the same blocks.
         """
         ...
 

@@ -178,6 +178,14 @@ class Kernels(Protocol):
         """Return table[ids], [R, columns], for ids [R] int64."""
         ...
 
+    def new_rows(self, name: str, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return memory [num_rows, columns] for `copy_columns`; in a recording the same for the same name and size."""
+        ...
+
+    def copy_columns(self, source: Tensor, from_column: int, target: Tensor, to_column: int, columns: int) -> Tensor:
+        """Copy `columns` columns of source [T, any] to those of target [T, any] from to_column on; return target."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalize rows of x [T, hidden] by their root mean square, in fp32, and multiply by weight [hidden].
 

@@ -16,7 +16,7 @@ from executor_svc.device.embedding import TableEmbedding
 from executor_svc.device.few_bits import FewBits
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores, is_interpreted
 from executor_svc.device.kernels import Embedding, Linear, WeightRows
-from executor_svc.device.kv_cache import KVCache, block_bytes
+from executor_svc.device.kv_cache import DraftLayers, KVCache, KVGroup
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
@@ -177,14 +177,17 @@ class GpuDevice:
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept
 
-    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
+    def new_kv_cache(
+        self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0, draft: DraftLayers | None = None
+    ) -> KVCache:
         """Size the pools: `num_gpu_blocks`, or as many blocks as fit within --gpu-memory-utilization.
 
         Weights must be in memory already. A pool is never larger than max_num_seqs sequences of max_model_len could
         use.
         """
         head_size = self._kernels.padded_head_size(geometry.head_size)
-        size = block_bytes(geometry.num_layers, geometry.num_kv_heads, config.block_size, head_size, self.kv_dtype)
+        groups = (KVGroup(geometry.num_layers, geometry.num_kv_heads, head_size), *(draft.groups if draft else ()))
+        size = sum(group.block_bytes(config.block_size, self.kv_dtype) for group in groups)
         beside = step_bytes + staging_blocks(config.num_cpu_blocks, size) * size
         blocks = config.num_gpu_blocks
         if blocks is None:
@@ -215,6 +218,7 @@ class GpuDevice:
             config.num_cpu_blocks,
             self.kv_dtype,
             self.torch_device,
+            draft=groups[1:],
         )
 
     def _bytes_for_kv(self, config: ExecutorConfig, beside: int) -> int:

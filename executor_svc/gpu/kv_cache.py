@@ -10,14 +10,14 @@ host block. The host never waits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from executor_svc.device.kv_cache import KVCache
+from executor_svc.device.kv_cache import KVCache, KVGroup
 from executor_svc.gpu.kernels.copy_blocks import copy_blocks
 
 STAGING_BYTES = 256 << 20
@@ -136,56 +136,37 @@ class _Part:
     """Event: it may be overwritten."""
 
 
-class GpuKVCache(KVCache):
-    """Both pools of one model. Moves are enqueued on the stream of the steps' computation; no call waits.
+class _Moves:
+    """The moves of one group of layers, through a staging buffer of its own."""
 
-    On a CPU device (Triton's interpreter) the same code runs synchronously.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_size: int,
-        block_size: int,
-        num_device_blocks: int,
-        num_host_blocks: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        staging_bytes: int = STAGING_BYTES,
-        streams: Streams | None = None,
-    ) -> None:
-        """Reserve memory for the blocks of all layers, and for the staging buffer if there are host blocks."""
-        super().__init__(
-            num_layers, num_kv_heads, head_size, block_size, num_device_blocks, num_host_blocks, dtype, device
-        )
-        on_gpu = device.type == "cuda"
-        self.streams: Streams = streams or (CudaStreams(device) if on_gpu else NoStreams())
-        if on_gpu and num_host_blocks:
-            _pin(self, self._host)
+    def __init__(self, pool: Tensor, host: Tensor, staging_bytes: int, streams: Streams) -> None:
+        """pool: [layers, blocks, ...] on the device; host: [blocks, layers, ...]."""
+        self._device, self._host, self._streams = pool, host, streams
         self._parts = self._staging(staging_bytes)
         self._next_part = 0
 
     def _staging(self, staging_bytes: int) -> list[_Part]:
-        blocks = staging_blocks(self.num_host_blocks, self.bytes_per_block, staging_bytes)
+        host = self._host
+        num_blocks, block = len(host), host.shape[1:]
+        blocks = staging_blocks(num_blocks, block.numel() * host.element_size(), staging_bytes)
         if not blocks:
             return []
-        shape = (_NUM_PARTS, blocks // _NUM_PARTS, *self._host.shape[1:])
-        staging = torch.empty(shape, dtype=self.dtype, device=self._device.device)
-        new_event = self.streams.new_event
+        staging = torch.empty(_NUM_PARTS, blocks // _NUM_PARTS, *block, dtype=host.dtype, device=self._device.device)
+        new_event = self._streams.new_event
         return [_Part(part, part.transpose(0, 1), new_event(), new_event()) for part in staging.unbind(0)]
 
     def warm_up(self) -> None:
-        """Compile the kernels of block moves; the contents do not change."""
-        if self.num_device_blocks:
+        """As in `KVCache`."""
+        if self._device.shape[1]:
             first = torch.zeros(1, dtype=torch.int64)
             self._move(self._device, self._device, first, first, 1)
             for part in self._parts[:1]:
                 self._move(self._device, part.by_layer, first, None, 1)
                 self._move(part.by_layer, self._device, None, first, 1)
-                self.streams.record_compute(part.free)
+                self._streams.record_compute(part.free)
 
-    def _copy(self, sources: Tensor, destinations: Tensor) -> None:
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """As in `KVCache`, like the following methods, for checked ids."""
         # Plans have no block on both sides, so this is one launch. Otherwise read blocks before they are overwritten.
         late = torch.isin(sources, destinations)
         num_late = int(late.sum())
@@ -197,25 +178,25 @@ class GpuKVCache(KVCache):
         self._move(self._device, self._device, sources[~late], destinations[~late], len(sources) - num_late)
         self._move(kept, self._device, None, destinations[late], num_late)
 
-    def _swap_out(self, device_ids: Tensor, host_ids: Tensor) -> None:
+    def swap_out(self, device_ids: Tensor, host_ids: Tensor) -> None:
         for part, start, stop in self._in_parts(host_ids):
-            self.streams.compute_waits(part.free)
+            self._streams.compute_waits(part.free)
             self._move(self._device, part.by_layer, device_ids[start:stop], None, stop - start)
-            self.streams.record_compute(part.full)
-            self.streams.side_waits(part.full)
+            self._streams.record_compute(part.full)
+            self._streams.side_waits(part.full)
             for at, block, count in _runs(host_ids[start:stop]):
                 self._transfer(self._host[block : block + count], part.blocks[at : at + count])
-            self.streams.record_side(part.free)
+            self._streams.record_side(part.free)
 
-    def _swap_in(self, host_ids: Tensor, device_ids: Tensor) -> None:
+    def swap_in(self, host_ids: Tensor, device_ids: Tensor) -> None:
         for part, start, stop in self._in_parts(host_ids):
-            self.streams.side_waits(part.free)
+            self._streams.side_waits(part.free)
             for at, block, count in _runs(host_ids[start:stop]):
                 self._transfer(part.blocks[at : at + count], self._host[block : block + count])
-            self.streams.record_side(part.full)
-            self.streams.compute_waits(part.full)
+            self._streams.record_side(part.full)
+            self._streams.compute_waits(part.full)
             self._move(part.by_layer, self._device, None, device_ids[start:stop], stop - start)
-            self.streams.record_compute(part.free)
+            self._streams.record_compute(part.free)
 
     def _in_parts(self, ids: Tensor) -> Iterator[tuple[_Part, int, int]]:
         """Split pairs into ranges, each with the least recently used part of the staging buffer."""
@@ -233,7 +214,7 @@ class GpuKVCache(KVCache):
         """Enqueue `copy_blocks`, for ids on the host."""
         if num_pairs:
             read, written = self._on_device(source_ids), self._on_device(target_ids)
-            self.streams.compute(lambda: copy_blocks(source, target, read, written, num_pairs))
+            self._streams.compute(lambda: copy_blocks(source, target, read, written, num_pairs))
 
     def _on_device(self, ids: Tensor | None) -> Tensor | None:
         # PyTorch's cache of pinned memory keeps this until the copy is done.
@@ -243,7 +224,62 @@ class GpuKVCache(KVCache):
 
     def _transfer(self, target: Tensor, source: Tensor) -> None:
         """Enqueue a copy of one contiguous piece between the staging buffer and pinned memory."""
-        self.streams.side(lambda: _copy_over(target, source))
+        self._streams.side(lambda: _copy_over(target, source))
+
+
+class GpuKVCache(KVCache):
+    """Both pools of one model, and of its draft if it has one.
+
+    Moves are enqueued on the stream of the steps' computation; no call waits. On a CPU device (Triton's interpreter)
+    the same code runs synchronously.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        staging_bytes: int = STAGING_BYTES,
+        streams: Streams | None = None,
+        draft: Sequence[KVGroup] = (),
+    ) -> None:
+        """Reserve memory for the blocks of all layers, and for the staging buffers if there are host blocks.
+
+        staging_bytes: of all groups; each has its share, so that their staging buffers hold the same number of blocks.
+        """
+        sizes = num_layers, num_kv_heads, head_size, block_size, num_device_blocks, num_host_blocks
+        super().__init__(*sizes, dtype, device, draft)
+        on_gpu = device.type == "cuda"
+        self.streams: Streams = streams or (CudaStreams(device) if on_gpu else NoStreams())
+        self._moves: list[_Moves] = []
+        for pools in self._pools:
+            if on_gpu and num_host_blocks:
+                _pin(self, pools.host)
+            group_bytes = pools.host.shape[1:].numel() * dtype.itemsize
+            share = staging_bytes * group_bytes // self.bytes_per_block
+            self._moves.append(_Moves(pools.device, pools.host, share, self.streams))
+
+    def warm_up(self) -> None:
+        """Compile the kernels of block moves; the contents do not change."""
+        for moves in self._moves:
+            moves.warm_up()
+
+    def _copy(self, sources: Tensor, destinations: Tensor) -> None:
+        for moves in self._moves:
+            moves.copy(sources, destinations)
+
+    def _swap_out(self, device_ids: Tensor, host_ids: Tensor) -> None:
+        for moves in self._moves:
+            moves.swap_out(device_ids, host_ids)
+
+    def _swap_in(self, host_ids: Tensor, device_ids: Tensor) -> None:
+        for moves in self._moves:
+            moves.swap_in(host_ids, device_ids)
 
 
 def _copy_over(target: Tensor, source: Tensor) -> None:

@@ -34,6 +34,7 @@ class Decoder:
         self._kernels = builder.kernels
         self.num_layers = spec.num_layers
         self.vocab_size = spec.vocab_size
+        self.hidden_size = spec.hidden_size
         shapes = [self._shape_of(layer) for layer in spec.layers]
         ropes = [layer.rope for layer in spec.layers]
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
@@ -46,7 +47,8 @@ class Decoder:
         ]
         reader = DecoderWeights(spec, weights, builder)
         # First, because its weight takes longest: on the CPU each weight is read by one thread.
-        self._embedding, self._head = reader.ends()
+        self.embedding, self.head = reader.ends()
+        """A draft head may share them."""
         scales = kv_scales or [None] * spec.num_layers
         self._layers = [reader.layer(i, *each) for i, each in enumerate(zip(shapes, scales, strict=True))]
         self._final_norm = reader.final_norm()
@@ -82,19 +84,46 @@ class Decoder:
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
         """Return hidden states [T, hidden] before the final norm; arguments as in `models.base.CausalLM`."""
+        return self.forward_with_states(token_ids, ropes, kv_layers, plans, ())[0]
+
+    def forward_with_states(
+        self,
+        token_ids: Tensor,
+        ropes: Sequence[Rope],
+        kv_layers: Sequence[Tensor],
+        plans: Sequence[AttentionPlan],
+        state_layers: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result of `forward` and the hidden states between layers, which an EAGLE-3 head reads.
+
+        state_layers: ascending, 0 to num_layers: the sum before each of these layers, attention and feed-forward of the
+        layers before it included, and for num_layers the result of `forward`. It is what vLLM's auxiliary hidden states
+        are. Their shape is [T, len(state_layers) * hidden], side by side. They change no bit of the other result.
+        """
         kernels, eps, scale = self._kernels, self._spec.rms_norm_eps, self._spec.residual_scale
-        residual = self._embedding(token_ids, self._embedding_scale)
+        residual = self.embedding(token_ids, self._embedding_scale)
+        hidden_size = self._spec.hidden_size
+        states = kernels.new_rows("states", len(token_ids), len(state_layers) * hidden_size, residual.dtype)
+
+        def keep(index: int) -> None:
+            if index in state_layers:
+                kernels.copy_columns(residual, 0, states, state_layers.index(index) * hidden_size, hidden_size)
+
         delta: Tensor | None = None
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
             if delta is None:
                 normed = kernels.rms_norm(residual, layer.before_attention, eps)
             else:
                 normed, residual = kernels.add_rms_norm(delta, residual, layer.before_attention, eps, scale)
+            keep(index)
             attended = layer.attention(normed, ropes[self._rotary_of[index]], kv_layer, plans[self._plan_of[index]])
             attended = self._normed_after(attended, layer.after_attention)
             normed, residual = kernels.add_rms_norm(attended, residual, layer.before_mlp, eps, scale)
             delta = self._normed_after(layer.mlp(normed), layer.after_mlp)
-        return residual if delta is None else kernels.add(delta, residual, scale)
+        if delta is not None:
+            residual = kernels.add(delta, residual, scale)
+        keep(self.num_layers)
+        return residual, states
 
     def _normed_after(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """Return an output x of attention or feed-forward, normalized if the model has a norm after it."""
@@ -103,7 +132,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, vocab_size] for hidden [R, hidden]: rounded to the model's dtype, as float32."""
         spec = self._spec
-        logits = self._head(self._kernels.rms_norm(hidden, self._final_norm, spec.rms_norm_eps), torch.float32)
+        logits = self.head(self._kernels.rms_norm(hidden, self._final_norm, spec.rms_norm_eps), torch.float32)
         return self._kernels.finish_logits(logits, hidden.dtype, spec.logits_divisor, spec.logits_softcap)
 
 

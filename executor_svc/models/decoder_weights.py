@@ -47,33 +47,35 @@ class DecoderWeights:
         return self._builder.prepare_embedding("embed_tokens", table), linear
 
     def final_norm(self) -> Tensor:
-        return self._norm("model.norm", self._spec.hidden_size)
+        return self.norm("model.norm", self._spec.hidden_size)
 
-    def layer(self, index: int, shape: AttentionShape, scales: KVScales | None) -> LayerWeights:
-        """Return a layer; scales: of its keys and values."""
+    def layer(
+        self, index: int, shape: AttentionShape, scales: KVScales | None, columns: int | None = None
+    ) -> LayerWeights:
+        """Return a layer; scales: of its keys and values; columns: of q, k and v, by default the hidden size."""
         prefix, hidden = f"model.layers.{index}", self._spec.hidden_size
         sandwiched = self._spec.norms_after
         before_mlp = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
         return LayerWeights(
-            before_attention=self._norm(f"{prefix}.input_layernorm", hidden),
-            attention=self._attention(f"{prefix}.self_attn", shape, scales),
-            after_attention=self._norm(f"{prefix}.post_attention_layernorm", hidden) if sandwiched else None,
-            before_mlp=self._norm(f"{prefix}.{before_mlp}", hidden),
+            before_attention=self.norm(f"{prefix}.input_layernorm", hidden),
+            attention=self._attention(f"{prefix}.self_attn", shape, scales, columns or hidden),
+            after_attention=self.norm(f"{prefix}.post_attention_layernorm", hidden) if sandwiched else None,
+            before_mlp=self.norm(f"{prefix}.{before_mlp}", hidden),
             mlp=self._mlp(f"{prefix}.mlp"),
-            after_mlp=self._norm(f"{prefix}.post_feedforward_layernorm", hidden) if sandwiched else None,
+            after_mlp=self.norm(f"{prefix}.post_feedforward_layernorm", hidden) if sandwiched else None,
         )
 
-    def _norm(self, name: str, size: int) -> Tensor:
+    def norm(self, name: str, size: int) -> Tensor:
         """Return a norm's weight, in fp32 if it has an offset: the kernels then multiply in fp32."""
         weight = self._weights.get(f"{name}.weight", (size,))
         offset = self._spec.norm_weight_offset
         return weight.float() + offset if offset else weight
 
-    def _attention(self, prefix: str, shape: AttentionShape, scales: KVScales | None) -> Attention:
+    def _attention(self, prefix: str, shape: AttentionShape, scales: KVScales | None, columns: int) -> Attention:
         spec, dtype = self._spec, self._builder.dtype
         q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        qkv = qkv_weight(self._linears(prefix, "qkv_proj", sizes, spec.hidden_size), dtype, shape)
+        qkv = qkv_weight(self._linears(prefix, "qkv_proj", sizes, columns), dtype, shape)
         qkv_bias = output_bias = norms = None
         if spec.qkv_bias:
             biases = [part.whole() for part in self._biases(prefix, "qkv_proj", sizes)]
@@ -83,7 +85,7 @@ class DecoderWeights:
         if spec.output_bias:
             output_bias = self._weights.get(f"{prefix}.o_proj.bias", (spec.hidden_size,))
         if spec.head_norms:
-            q_norm, k_norm = (self._norm(f"{prefix}.{name}", spec.head_size) for name in ("q_norm", "k_norm"))
+            q_norm, k_norm = (self.norm(f"{prefix}.{name}", spec.head_size) for name in ("q_norm", "k_norm"))
             norms = HeadNorms(q_norm, k_norm, spec.rms_norm_eps)
         return Attention(
             shape,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,20 @@ from typing import Any
 from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
-from executor_svc.device.kernels import KVScales
-from executor_svc.models.base import CausalLM, ModelConfigError, WeightSource
-from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
-from executor_svc.models.decoder import Decoder, ignored_tensors
-from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder, token_ids_of, tokenizer_of
-from executor_svc.models.gguf.config_content import config_content, special_token_ids
-from executor_svc.models.gguf.linear_shapes import linear_shapes
-from executor_svc.models.gguf.tensor_names import TensorNames
-from executor_svc.models.gguf.weights import GgufWeights, read_vector
-from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
-from executor_svc.models.quantized.method import read_quantization
-from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
-from executor_svc.models.quantized.saving import QuantizedFolder
-from executor_svc.models.registry import ARCHITECTURES, own_architecture, unknown_architecture
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.base import CausalLM, ModelConfigError
+from executor_svc.models.decoder_loading import (
+    Checkpoint,
+    check_memory,
+    folder_weights,
+    load_decoder,
+    open_checkpoint,
+    read_scales,
+)
+from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tokenizer_of
+from executor_svc.models.gguf.config_content import special_token_ids
+from executor_svc.models.kv_scales import wants_fp8_kv_cache
+from executor_svc.models.quantized.round_to_nearest import rounding_of
+from executor_svc.models.registry import unknown_architecture
 from executor_svc.plan.description import ModelGeometry
 
 __all__ = ["LoadedModel", "LoaderError", "ModelGeometry", "load_model"]
@@ -62,73 +60,18 @@ def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
     Raises LoaderError for a model that is missing, incomplete or not supported (the message names the problem), and
     NumericsError if exact numerics are requested and this machine cannot guarantee them.
     """
-    gguf = gguf_of(config.model)
-    if gguf is not None:
-        return _load_gguf(config, device, gguf)
-    folder = resolve_folder(config.model, with_weights=config.load_format != "dummy")
-    content = read_json(folder, "config.json", required=True)
-    named = content.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    own = own_architecture(names)
-    if own is not None:
-        return _load_own(config, device, folder, content, own)
-    return load_through_transformers(config, device, folder, content, names)
+    checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
+    if checkpoint.architecture is not None:
+        return _load_own(config, device, checkpoint, checkpoint.architecture)
+    return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
 
 
-def _load_gguf(config: ExecutorConfig, device: Device, file: GgufFile) -> LoadedModel:
-    """Load a model of a GGUF file; its metadata has what config.json has."""
-    path = file.paths[0]
-    try:
-        content = config_content(file, lambda name: read_vector(file, name))
-        return _load_own(config, device, path, content, content["architectures"][0], file)
-    except GgufError as error:
-        raise LoaderError(f"--model {config.model}: {error}") from None
-
-
-def _load_own(
-    config: ExecutorConfig,
-    device: Device,
-    folder: Path,
-    content: dict[str, Any],
-    architecture: str,
-    gguf: GgufFile | None = None,
-) -> LoadedModel:
-    """folder: with `gguf`, that file."""
-    try:
-        spec = ARCHITECTURES[architecture](content)
-    except ModelConfigError as error:
-        if gguf is not None:
-            problem = str(error).removeprefix("config.json: ")
-            raise LoaderError(f"{folder}: its metadata stands for this in config.json: {problem}") from error
-        raise LoaderError(f"model folder {folder}: {error}") from error
-    eos, bos = _special_tokens(folder, content) if gguf is None else special_token_ids(gguf)
+def _load_own(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, architecture: str) -> LoadedModel:
+    spec = checkpoint.read_spec()
+    eos, bos = _special_tokens(checkpoint.folder, checkpoint.content, checkpoint.gguf)
     max_model_len = _max_model_len(config, spec.context_limit)
-    _adopt_dtypes(device, folder, content)
-    weights: DummyWeights | SafetensorsWeights | GgufWeights
-    if gguf is not None and config.load_format != "dummy":
-        stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
-        weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
-        weights.check_linears(linear_shapes(spec))
-    else:
-        weights = _weights(config, device, folder, content)
-    rounding, linears, scales = rounding_of(config, device), spec.num_linear_elements, None
-    held = weights.least_bytes(linears) if rounding is None else rounded_bytes(rounding, linears)
-    tables = spec.num_rotary_elements(max_model_len) * device.dtype.itemsize
-    _check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device)
-    checked = weights if rounding is None else RoundedSource(weights, rounding)
-    for name, shape in linear_shapes(spec):
-        checked.open_linear(name.removesuffix(".weight"), shape)
-    if device.kv_dtype != device.dtype:
-        names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
-        scales = _read_scales(weights, folder, names, spec.num_kv_heads, device)
-    saved = _saved(config, folder, content, rounding, device)
-    source = weights if rounding is None else RoundedSource(weights, rounding, saved)
-    with saved or nullcontext():
-        with device.loading():
-            model = _decoder(spec, max_model_len, source, device, scales, folder)
-        if not isinstance(weights, DummyWeights):
-            ignored = ignored_tensors(spec)
-            weights.check_all_used(lambda tensor: tensor.endswith(ignored))
+    _adopt_dtypes(device, checkpoint.folder, checkpoint.content)
+    model, weights = load_decoder(config, device, checkpoint, spec, max_model_len)
     _check_activations(config, device)
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
     _probe(device, max(config.max_num_batched_tokens, config.max_num_seqs))
@@ -137,26 +80,11 @@ def _load_own(
         geometry=geometry,
         eos_token_ids=tuple(token for token in eos if token < geometry.vocab_size),
         bos_token_id=bos if bos is not None and bos < geometry.vocab_size else None,
-        tokenizer=tokenizer_of(config.model, folder),
+        tokenizer=tokenizer_of(config.model, checkpoint.folder),
         weights_digest=weights.digest(),
         spec_digest=spec.digest(max_model_len),
         shares_prefixes=spec.shares_prefixes(max_model_len),
     )
-
-
-def _decoder(
-    spec: DecoderSpec,
-    max_model_len: int,
-    source: WeightSource,
-    device: Device,
-    scales: Sequence[KVScales | None] | None,
-    folder: Path,
-) -> Decoder:
-    """Load the weights; raises LoaderError, also for positions whose rotary angles are too large."""
-    try:
-        return Decoder(spec, max_model_len, source, device, scales)
-    except ModelConfigError as error:
-        raise LoaderError(f"{'model folder ' if folder.is_dir() else ''}{folder}: {error}") from error
 
 
 def load_through_transformers(
@@ -194,14 +122,14 @@ def load_through_transformers(
     choice.check_length(chosen, max_model_len)
     _adopt_dtypes(device, folder, content)
     needed = build.count_parameters(chosen, folder) * device.dtype.itemsize
-    _check_memory(folder, needed, "weights", max_model_len, device)
+    check_memory(folder, needed, "weights", max_model_len, device)
     dummy_seed = config.seed if config.load_format == "dummy" else None
     built = build.build(chosen, folder, max_model_len, config.block_size, device, dummy_seed)
     model, digest = built.model, built.weights_digest
     if device.kv_dtype != device.dtype:
-        source = _weights(config, device, folder, content)
+        source = folder_weights(config, device, folder, content)
         num_kv_heads = model.attention_shapes[0].num_kv_heads
-        model.kv_scales = _read_scales(source, folder, built.attention_names, num_kv_heads, device)
+        model.kv_scales = read_scales(source, folder, built.attention_names, num_kv_heads, device)
         digest = hashlib.sha256(digest + source.digest()).digest()
     geometry = _geometry(config, architecture, model, built.hidden_size, max_model_len, device, built.num_parameters)
     return LoadedModel(
@@ -217,52 +145,15 @@ def load_through_transformers(
     )
 
 
-def _weights(
-    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any]
-) -> DummyWeights | SafetensorsWeights:
-    """Return the tensors of a folder, or random ones, which are dense; content: of config.json."""
-    if config.load_format == "dummy":
-        return DummyWeights(config.seed, device.dtype, device.torch_device)
-    quantization = read_quantization(folder, content)
-    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization)
-
-
-def _saved(
-    config: ExecutorConfig, folder: Path, content: dict[str, Any], rounding: Rounding | None, device: Device
-) -> QuantizedFolder | None:
-    """Return the folder that the rounded weights are saved to, if one is given."""
-    if config.save_quantized is None or rounding is None:
-        return None
-    if not folder.is_dir():
-        raise LoaderError(f"--save-quantized {config.save_quantized}: --model {config.model} must be a folder")
-    if wants_fp8_kv_cache(folder, content):
-        raise LoaderError(
-            f"--save-quantized {config.save_quantized}: --model {config.model} specifies keys and values in fp8, whose "
-            "scales are not saved"
-        )
-    return QuantizedFolder(config.save_quantized, folder, rounding, device.dtype)
-
-
-def _read_scales(
-    source: Weights, folder: Path, names: Sequence[str], num_kv_heads: int, device: Device
-) -> Sequence[KVScales | None]:
-    """Return the scales of each layer's keys and values, for a cache in fp8, and log whether there are any."""
-    scales = read_kv_scales(source, folder, names, num_kv_heads, device.torch_device)
-    scaled = sum(each is not None for each in scales)
-    if scaled and scaled == len(scales):
-        _log.info("keys and values are in fp8, with the scales of the checkpoint")
-    else:
-        _log.warning(
-            "keys and values are in fp8: %s of the model have scales of keys and values (k_scale, v_scale) in the "
-            "checkpoint; others are stored as they are, up to 448, which may cost accuracy (--kv-cache-dtype model "
-            "keeps them in the model's dtype)",
-            f"{scaled} of {len(scales)} layers" if scaled else "no layers",
-        )
-    return scales
-
-
-def _special_tokens(folder: Path, content: dict[str, Any]) -> tuple[list[int], int | None]:
+def _special_tokens(
+    folder: Path, content: dict[str, Any], gguf: GgufFile | None = None
+) -> tuple[list[int], int | None]:
     """Return the end-of-text ids, ascending, and the beginning-of-text id."""
+    if gguf is not None:
+        try:
+            return special_token_ids(gguf)
+        except GgufError as error:
+            raise LoaderError(f"--model {folder}: {error}") from None
     files = {
         "config.json": content,
         "generation_config.json": read_json(folder, "generation_config.json", required=False),
@@ -336,20 +227,6 @@ def _check_activations(config: ExecutorConfig, device: Device) -> None:
         raise LoaderError(
             f"--quantized-activations int8: the weights of --model {config.model} are in "
             f"{str(device.dtype).removeprefix('torch.')}; --quantization int8 or int4 quantizes them"
-        )
-
-
-def _check_memory(folder: Path, needed: int, what: str, max_model_len: int, device: Device) -> None:
-    """Raise LoaderError for a model larger than memory, before minutes of loading end in the out-of-memory killer.
-
-    needed: bytes.
-    """
-    free = device.free_memory_bytes()
-    if needed > free:
-        place = f"model folder {folder}" if folder.is_dir() else str(folder)
-        raise LoaderError(
-            f"{place}: {what} for --max-model-len {max_model_len} take {needed} bytes "
-            f"in {str(device.dtype).removeprefix('torch.')}, {free} bytes of memory are free"
         )
 
 

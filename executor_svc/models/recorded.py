@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,17 @@ class RecordedModel:
         token_ids: Tensor,
         positions: Tensor,
         sampled: Tensor,
+        *,
+        layers: Sequence[Tensor] | None = None,
+        name: str = "",
     ) -> None:
-        """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64."""
+        """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64.
+
+        layers: the model's layers of the cache, such as those of a draft; None: those of the target. name: of one that
+        runs beside another on the same kernels: recordings with the same names of rows overwrite each other's results.
+        """
+        self._rows, self._sampled, self._requested = (f"{name}{rows}" for rows in ("rows", "sampled", "requested"))
+        layers = kv_cache.layers if layers is None else layers
         most, max_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.kv_cache = kv_cache  # kept alive: the programs hold its addresses
         self.token_ids, self.positions = token_ids, positions
@@ -35,13 +46,14 @@ class RecordedModel:
             kernels.new_attention_plan(shape, limits.max_model_len, most, max_seqs) for shape in model.attention_shapes
         ]
         with kernels.recording() as recording:
-            self.hidden = model.forward(self.token_ids, self.ropes, kv_cache.layers, self.plans)
-            recording.rows = "sampled"
+            recording.rows = self._rows
+            self.hidden = model.forward(self.token_ids, self.ropes, layers, self.plans)
+            recording.rows = self._sampled
             self.sampled_logits = model.logits(kernels.take_rows(self.hidden, self.sampled))
             self.best = kernels.argmax(self.sampled_logits)
             self._forward = recording.program()
         with kernels.recording() as recording:
-            recording.rows = "requested"
+            recording.rows = self._requested
             self.requested_logits = model.logits(kernels.take_rows(self.hidden, self.requested))
             self._logits = recording.program()
 
@@ -51,8 +63,8 @@ class RecordedModel:
         0 skips a part.
         """
         tiles = {plan.name: plan.num_tiles for plan in self.plans}
-        self._forward.run(rows=num_tokens, sampled=num_sampled, **tiles)
+        self._forward.run(**{self._rows: num_tokens, self._sampled: num_sampled}, **tiles)
 
     def run_logits(self, num_requested: int) -> None:
         """Compute the logits of the first num_requested rows of `requested`."""
-        self._logits.run(requested=num_requested)
+        self._logits.run(**{self._requested: num_requested})

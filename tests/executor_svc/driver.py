@@ -73,7 +73,7 @@ class Tokens:
 
 def spoil(cache: KVCache) -> None:
     """Let all that lies on the device be NaN, in any dtype: whoever reads what was not written is found out."""
-    for layer in cache.layers:
+    for layer in (*cache.layers, *cache.draft_layers):
         layer.view(torch.uint8).fill_(0xFF)
 
 

@@ -132,6 +132,17 @@ class CpuKernels:
         self._launch(Launch(kernel, "rows", 1, 1, _addresses(part.packed, token_ids, y)), token_ids.shape[0])
         return y
 
+    def new_rows(self, name: str, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return self._new(name, (num_rows, columns), dtype)
+
+    def copy_columns(self, source: Tensor, from_column: int, target: Tensor, to_column: int, columns: int) -> Tensor:
+        kernel = rows.copy_columns(self._code, _dtype(source), columns, source.shape[1], target.shape[1])
+        read, written = _addresses(source, target)
+        size = source.element_size()
+        arguments = (read + from_column * size, written + to_column * size)
+        self._launch(Launch(kernel, "rows", 1, 1, arguments), source.shape[0])
+        return target
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = self._new("normed", tuple(x.shape), x.dtype)
         kernel = norm.rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps)

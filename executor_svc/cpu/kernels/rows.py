@@ -1,4 +1,4 @@
-"""Gathers rows by index: token embeddings, and the hidden states of logits rows."""
+"""Gathers rows by index, token embeddings and the hidden states of logits rows, and copies columns of rows."""
 
 from __future__ import annotations
 
@@ -24,3 +24,22 @@ def take_rows(code: Code, dtype: Dtype, width: int, scale: float = 1.0) -> str:
         each_piece(emit, width, piece)
 
     return code.kernel(f"take_rows_{dtype}_{width}_{scale}", 4, body)
+
+
+def copy_columns(code: Code, dtype: Dtype, columns: int, source_width: int, target_width: int) -> str:
+    """Add the kernel that copies some columns of rows to columns of other rows; returns its name.
+
+    Items: one for each row. Arguments: rows, and the addresses of the first number of source [rows, source_width] and
+    of target [rows, target_width] to be copied.
+    """
+    size = ITEM_BYTES[dtype]
+
+    def body(emit: Emitter, item: Int, _: Int, rows: Int, source: Int, target: Int) -> None:
+        read, written = source + item * (source_width * size), target + item * (target_width * size)
+
+        def piece(offset: Int, count: int) -> None:
+            emit.store(emit.load(read + offset * size, dtype, count), written + offset * size, dtype, count)
+
+        each_piece(emit, columns, piece)
+
+    return code.kernel(f"copy_columns_{dtype}_{columns}_{source_width}_{target_width}", 3, body)

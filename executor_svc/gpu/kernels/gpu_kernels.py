@@ -107,6 +107,14 @@ class GpuKernels:
         y = self._new("taken", (ids.shape[0], table.shape[1]), table.dtype)
         return self._run(y, lambda n: rows.take_rows(table, ids[:n], y[:n]))
 
+    def new_rows(self, name: str, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return self._new(name, (num_rows, columns), dtype)
+
+    def copy_columns(self, source: Tensor, from_column: int, target: Tensor, to_column: int, columns: int) -> Tensor:
+        read = source[:, from_column : from_column + columns]
+        written = target[:, to_column : to_column + columns]
+        return self._run(target, lambda n: rows.copy_columns(read[:n], written[:n]))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = self._new("normed", tuple(x.shape), x.dtype)
         return self._run(y, lambda n: norm.rms_norm(x[:n], weight, eps, y[:n]))

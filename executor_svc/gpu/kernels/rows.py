@@ -1,4 +1,4 @@
-"""Gathers rows by index: token embeddings, and the hidden states of logits rows."""
+"""Gathers rows by index, token embeddings and the hidden states of logits rows, and copies columns of rows."""
 
 from __future__ import annotations
 
@@ -53,6 +53,36 @@ def embed(table: Tensor, token_ids: Tensor, scale: float, out: Tensor) -> None:
 def take_rows(table: Tensor, ids: Tensor, out: Tensor) -> None:
     """Write table[ids] to out [R, columns], for ids [R] int64; the row of id -1 is zeros."""
     embed(table, ids, 1.0, out)
+
+
+@triton.jit
+def _copy_columns(
+    source, target, WIDTH: tl.constexpr, SOURCE_STRIDE: tl.constexpr, TARGET_STRIDE: tl.constexpr, CHUNK: tl.constexpr
+):
+    parts: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    program = tl.program_id(0)
+    row = (program // parts).to(tl.int64)
+    columns = program % parts * CHUNK + tl.arange(0, CHUNK)
+    mask = columns < WIDTH
+    tl.store(target + row * TARGET_STRIDE + columns, tl.load(source + row * SOURCE_STRIDE + columns, mask), mask)
+
+
+def copy_columns(source: Tensor, target: Tensor) -> None:
+    """Copy source to target, both [T, columns] of any stride between rows; they share no memory."""
+    check_rows("source", source)
+    check_rows("target", target, source.dtype)
+    if source.shape != target.shape:
+        raise ValueError(f"target must be {list(source.shape)}, is {list(target.shape)}")
+    constants = copying_constants(source.shape[1], source.stride(0), target.stride(0))
+    programs = source.shape[0] * chunks(source.shape[1], constants["CHUNK"])
+    if programs:
+        _copy_columns[programs,](source, target, **constants, **options(constants["CHUNK"]))
+
+
+def copying_constants(width: int, source_stride: int, target_stride: int) -> dict[str, Any]:
+    """Return the constants of the kernel for rows of this width, strides in numbers."""
+    strides = {"SOURCE_STRIDE": source_stride, "TARGET_STRIDE": target_stride}
+    return {"WIDTH": width, **strides, "CHUNK": chunk_size(width)}
 
 
 def picking_constants(width: int, stride: int, scaled: bool) -> dict[str, Any]:
@@ -133,4 +163,10 @@ def variants() -> list[Variant]:
                 constants = picking_constants(hidden, hidden, scaled)
                 quick = (hidden, dtype, scaled) == (4096, "bf16", False)
                 found.append(variant(name, _take_rows, arguments, constants, options(constants["CHUNK"]), quick))
+            for times in (1, 2, 3):  # in place of rows, beside an embedding, and into auxiliary hidden states
+                constants = copying_constants(hidden, hidden, times * hidden)
+                arguments = {"source": f"*{dtype}", "target": f"*{dtype}"}
+                name = f"copy_columns hidden{hidden} of {times} {dtype}"
+                quick = (hidden, dtype, times) == (4096, "bf16", 2)
+                found.append(variant(name, _copy_columns, arguments, constants, options(constants["CHUNK"]), quick))
     return found

@@ -13,12 +13,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor_svc.device.kv_cache import KVCache
+from executor_svc.device.kv_cache import KVCache, KVGroup
 from executor_svc.gpu.kv_cache import GpuKVCache, Streams
 from tests.executor_svc.driver import spoil
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 1, 16, 8
-BLOCK_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * BLOCK_SIZE * 2
+DRAFT = KVGroup(1, 2 * HEADS, HEAD_SIZE)
+"""Layers of a draft, which move with those of the target."""
+BLOCK_BYTES = (LAYERS * HEADS + DRAFT.num_layers * DRAFT.num_kv_heads) * 2 * HEAD_SIZE * BLOCK_SIZE * 2
 
 
 def new_cache(
@@ -28,18 +30,24 @@ def new_cache(
     part_blocks: int = 1,
     streams: Streams | None = None,
 ) -> GpuKVCache:
-    cache = GpuKVCache(
-        LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, 10, num_host_blocks, dtype, device, 4 * part_blocks * BLOCK_BYTES, streams
-    )
+    sizes = LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, 10, num_host_blocks
+    cache = GpuKVCache(*sizes, dtype, device, 4 * part_blocks * BLOCK_BYTES, streams, [DRAFT])
     generator = torch.Generator().manual_seed(0)
-    for layer in cache.layers:
+    for layer in layers_of(cache):
         layer.copy_(torch.randn(layer.shape, generator=generator).to(dtype))
     return cache
 
 
+def layers_of(cache: KVCache) -> tuple[Tensor, ...]:
+    return (*cache.layers, *cache.draft_layers)
+
+
 def values(cache: KVCache) -> Tensor:
-    """Bytes of the device pool, on the CPU: [layers, blocks, ...]."""
-    return torch.stack([layer.cpu().view(torch.uint8) for layer in cache.layers])
+    """Bytes of the device pool, on the CPU: [layers, blocks, ...]; a layer of the draft as two of the target."""
+    layers = [
+        part for layer in layers_of(cache) for part in layer.cpu().flatten(2).split(HEADS * BLOCK_SIZE * HEAD_SIZE, 2)
+    ]
+    return torch.stack([layer.contiguous().view(torch.uint8) for layer in layers])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
@@ -199,23 +207,26 @@ def test_any_order_that_events_allow(
     """Steps that write to their blocks, with the host ahead of both streams, against moves one after the other."""
     streams = LateStreams()
     cache = new_cache(device, streams=streams)
-    expected = KVCache(LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, 10, 6, torch.bfloat16, torch.device("cpu"))
-    for layer, same in zip(expected.layers, cache.layers, strict=True):
+    sizes = LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, 10, 6
+    expected = KVCache(*sizes, torch.bfloat16, torch.device("cpu"), [DRAFT])
+    for layer, same in zip(layers_of(expected), layers_of(cache), strict=True):
         layer.copy_(same)
-    for pools in (cache, expected):
-        pools._host.fill_(7)
+    for cached in (cache, expected):
+        for pools in cached._pools:
+            pools.host.fill_(7)
 
-    def compute(pools: KVCache, number: int) -> None:
-        for layer in pools.layers:
+    def compute(cached: KVCache, number: int) -> None:
+        for layer in layers_of(cached):
             layer[number::3].add_(1)
 
     for number, (out, copies, back) in enumerate(plans):
-        for pools in (cache, expected):
-            pools.swap_out(*out)
-            pools.copy(*copies)
-            pools.swap_in(*back)
+        for cached in (cache, expected):
+            cached.swap_out(*out)
+            cached.copy(*copies)
+            cached.swap_in(*back)
         streams.compute(partial(compute, cache, number))
         compute(expected, number)
     streams.run(lambda: int(order.random() < bias))
     assert torch.equal(values(cache), values(expected))
-    assert torch.equal(cache._host, expected._host)
+    for ours, theirs in zip(cache._pools, expected._pools, strict=True):
+        assert torch.equal(ours.host, theirs.host)

@@ -83,6 +83,17 @@ def test_rms_norm_with_a_wide_weight(seed: int, rows: int, width: int, dtype: to
         torch.testing.assert_close(found.double(), expected, rtol=half_ulp * 1.001, atol=1e-6)
 
 
+@given(seed=seeds, rows=st.integers(1, 40), width=widths, gaps=st.tuples(*[st.integers(0, 40)] * 4), dtype=dtypes)
+def test_copied_columns(seed: int, rows: int, width: int, gaps: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Bit by bit, and nothing beside them."""
+    source = randn(seed, rows, gaps[0] + width + gaps[1]).to(dtype)
+    target = randn(seed + 1, rows, gaps[2] + width + gaps[3]).to(dtype)
+    expected = target.clone()
+    expected[:, gaps[2] : gaps[2] + width] = source[:, gaps[0] : gaps[0] + width]
+    assert KERNELS.copy_columns(source, gaps[0], target, gaps[2], width) is target
+    assert torch.equal(target, expected)
+
+
 @given(
     seed=seeds,
     tokens=st.integers(1, 40),

@@ -50,6 +50,7 @@ OPERATIONS: dict[str, Callable[[CpuKernels, Tensor], Tensor]] = {
     "silu_mul": lambda k, x: k.silu_mul(x),
     "gelu_tanh_mul": lambda k, x: k.gelu_tanh_mul(x),
     "finish_logits": lambda k, x: k.finish_logits(x.float(), x.dtype, 1.7, 2.5),
+    "copy_columns": lambda k, x: k.copy_columns(x, 3, torch.zeros_like(x), 1, x.shape[1] - 4),
     "take_rows": lambda k, x: k.embed(x, torch.arange(x.shape[0]), 1.3),
 }
 

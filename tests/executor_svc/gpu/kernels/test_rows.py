@@ -52,6 +52,25 @@ def test_picked_rows(seed: int, count: int, width: int, gap: int, dtype: torch.d
     assert bool(out[count:].isnan().all()), "rows that are not there are not written"
 
 
+@settings(max_examples=25)
+@given(
+    seed=seeds,
+    count=st.integers(0, 12),
+    width=st.sampled_from([1, 3, 16, 33, 64, 576, 1023, 1025]),
+    gaps=st.tuples(st.sampled_from([0, 3, 16]), st.sampled_from([0, 3, 16])),
+    dtype=dtypes,
+)
+def test_copied_columns(
+    seed: int, count: int, width: int, gaps: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    source = randn(seed, count, width).to(dtype)
+    memory = torch.full((count + 1, gaps[1] + width + 5), 7, dtype=dtype, device=device)
+    expected = memory.cpu()
+    expected[:count, gaps[1] : gaps[1] + width] = source
+    rows.copy_columns(apart(source, gaps[0], device), memory[:count, gaps[1] : gaps[1] + width])
+    assert torch.equal(memory.cpu(), expected)
+
+
 @settings(max_examples=15)
 @given(seed=seeds, width=st.sampled_from([5, 64, 576, 1030]), dtype=dtypes, scale=st.sampled_from([1.0, 6.3, 0.25]))
 def test_embeddings(seed: int, width: int, dtype: torch.dtype, scale: float, device: torch.device) -> None:
@@ -141,6 +160,8 @@ SCRATCH = torch.zeros(8, dtype=torch.int32)
         (lambda: rows.take_rows(TABLE, IDS, OUT[:1]), "out must be"),
         (lambda: rows.take_rows(TABLE.double(), IDS, OUT.double()), "table must be"),
         (lambda: rows.take_rows(TABLE.t(), torch.zeros(32, dtype=torch.int64), torch.zeros(32, 4)), "table must be"),
+        (lambda: rows.copy_columns(TABLE, OUT), r"target must be \[4, 32\]"),
+        (lambda: rows.copy_columns(OUT, OUT.half()), "target must be a matrix of"),
         (lambda: logits.argmax(TABLE.half(), SCRATCH, IDS), "logits must be"),
         (lambda: logits.argmax(TABLE, SCRATCH, IDS), "out must be"),
         (lambda: logits.argmax(TABLE, SCRATCH[:7], torch.zeros(4, dtype=torch.int64)), "scratch must have 8"),

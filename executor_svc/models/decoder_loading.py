@@ -1,0 +1,214 @@
+"""Loads a decoder of an architecture with code in Cadenza: a target, or a draft model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cadenza.gguf_file import GgufError, GgufFile
+from executor_svc.config import ExecutorConfig
+from executor_svc.device.interface import Device
+from executor_svc.device.kernels import KVScales
+from executor_svc.models.base import ModelConfigError, WeightSource
+from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
+from executor_svc.models.decoder import Decoder, ignored_tensors
+from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
+from executor_svc.models.gguf.config_content import config_content
+from executor_svc.models.gguf.linear_shapes import linear_shapes
+from executor_svc.models.gguf.tensor_names import TensorNames
+from executor_svc.models.gguf.weights import GgufWeights, read_vector
+from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
+from executor_svc.models.quantized.method import read_quantization
+from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
+from executor_svc.models.quantized.saving import QuantizedFolder
+from executor_svc.models.registry import ARCHITECTURES, own_architecture
+from executor_svc.models.spec import DecoderSpec
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model folder or GGUF file whose config is read, and whose tensors are not."""
+
+    folder: Path
+    """With `gguf`, that file."""
+    content: dict[str, Any]
+    """Of config.json, or of metadata that stands for it."""
+    gguf: GgufFile | None
+
+    @property
+    def names(self) -> list[str]:
+        """The architectures that config.json names."""
+        named = self.content.get("architectures")
+        return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+    @property
+    def architecture(self) -> str | None:
+        """The first of the names with code in Cadenza."""
+        return own_architecture(self.names)
+
+    def read_spec(self) -> DecoderSpec:
+        """Return the structure of an architecture with code in Cadenza; raises LoaderError naming the field."""
+        assert self.architecture is not None
+        try:
+            return ARCHITECTURES[self.architecture](self.content)
+        except ModelConfigError as error:
+            if self.gguf is not None:
+                problem = str(error).removeprefix("config.json: ")
+                message = f"{self.folder}: its metadata stands for this in config.json: {problem}"
+                raise LoaderError(message) from error
+            raise LoaderError(f"model folder {self.folder}: {error}") from error
+
+
+def open_checkpoint(model: str, with_weights: bool) -> Checkpoint:
+    """Return the checkpoint of a folder, GGUF file or hub id; downloads the model of a hub id.
+
+    Raises LoaderError, which names the model as --model.
+    """
+    gguf = gguf_of(model)
+    if gguf is None:
+        folder = resolve_folder(model, with_weights=with_weights)
+        return Checkpoint(folder, read_json(folder, "config.json", required=True), None)
+    try:
+        return Checkpoint(gguf.paths[0], config_content(gguf, lambda name: read_vector(gguf, name)), gguf)
+    except GgufError as error:
+        raise LoaderError(f"--model {model}: {error}") from None
+
+
+def load_decoder(
+    config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec, max_model_len: int
+) -> tuple[Decoder, Weights]:
+    """Load the weights onto a device whose dtype is set; returns also where they came from.
+
+    config: its options about weights, and `model`, which messages name as --model.
+    """
+    folder = checkpoint.folder
+    try:
+        weights = _weights(config, device, checkpoint, spec)
+        source, saved = _source(config, device, checkpoint, spec, weights, max_model_len)
+        scales = None
+        if device.kv_dtype != device.dtype:
+            names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
+            scales = read_scales(weights, folder, names, spec.num_kv_heads, device)
+        with saved or nullcontext():
+            with device.loading():
+                model = _decoder(spec, max_model_len, source, device, scales, folder)
+            if not isinstance(weights, DummyWeights):
+                ignored = ignored_tensors(spec)
+                weights.check_all_used(lambda tensor: tensor.endswith(ignored))
+    except GgufError as error:
+        raise LoaderError(f"--model {config.model}: {error}") from None
+    return model, weights
+
+
+def _weights(
+    config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec
+) -> DummyWeights | SafetensorsWeights | GgufWeights:
+    gguf = checkpoint.gguf
+    if gguf is None or config.load_format == "dummy":
+        return folder_weights(config, device, checkpoint.folder, checkpoint.content)
+    stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
+    weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
+    weights.check_linears(linear_shapes(spec))
+    return weights
+
+
+def _source(
+    config: ExecutorConfig,
+    device: Device,
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    weights: DummyWeights | SafetensorsWeights | GgufWeights,
+    max_model_len: int,
+) -> tuple[WeightSource, QuantizedFolder | None]:
+    """Return the weights, rounded if an option says so, and the folder that they are saved to, if there is one.
+
+    Raises LoaderError, before any of them is read, if they do not fit into memory or are not there.
+    """
+    folder, rounding, linears = checkpoint.folder, rounding_of(config, device), spec.num_linear_elements
+    held = weights.least_bytes(linears) if rounding is None else rounded_bytes(rounding, linears)
+    tables = spec.num_rotary_elements(max_model_len) * device.dtype.itemsize
+    check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device)
+    checked = weights if rounding is None else RoundedSource(weights, rounding)
+    for name, shape in linear_shapes(spec):
+        checked.open_linear(name.removesuffix(".weight"), shape)
+    saved = _saved(config, folder, checkpoint.content, rounding, device)
+    return weights if rounding is None else RoundedSource(weights, rounding, saved), saved
+
+
+def _decoder(
+    spec: DecoderSpec,
+    max_model_len: int,
+    source: WeightSource,
+    device: Device,
+    scales: Sequence[KVScales | None] | None,
+    folder: Path,
+) -> Decoder:
+    """Load the weights; raises LoaderError, also for positions whose rotary angles are too large."""
+    try:
+        return Decoder(spec, max_model_len, source, device, scales)
+    except ModelConfigError as error:
+        raise LoaderError(f"{'model folder ' if folder.is_dir() else ''}{folder}: {error}") from error
+
+
+def folder_weights(
+    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any]
+) -> DummyWeights | SafetensorsWeights:
+    """Return the tensors of a folder, or random ones, which are dense; content: of config.json."""
+    if config.load_format == "dummy":
+        return DummyWeights(config.seed, device.dtype, device.torch_device)
+    quantization = read_quantization(folder, content)
+    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization)
+
+
+def _saved(
+    config: ExecutorConfig, folder: Path, content: dict[str, Any], rounding: Rounding | None, device: Device
+) -> QuantizedFolder | None:
+    """Return the folder that the rounded weights are saved to, if one is given."""
+    if config.save_quantized is None or rounding is None:
+        return None
+    if not folder.is_dir():
+        raise LoaderError(f"--save-quantized {config.save_quantized}: --model {config.model} must be a folder")
+    if wants_fp8_kv_cache(folder, content):
+        raise LoaderError(
+            f"--save-quantized {config.save_quantized}: --model {config.model} specifies keys and values in fp8, whose "
+            "scales are not saved"
+        )
+    return QuantizedFolder(config.save_quantized, folder, rounding, device.dtype)
+
+
+def read_scales(
+    source: Weights, folder: Path, names: Sequence[str], num_kv_heads: int, device: Device
+) -> Sequence[KVScales | None]:
+    """Return the scales of each layer's keys and values, for a cache in fp8, and log whether there are any."""
+    scales = read_kv_scales(source, folder, names, num_kv_heads, device.torch_device)
+    scaled = sum(each is not None for each in scales)
+    if scaled and scaled == len(scales):
+        _log.info("keys and values are in fp8, with the scales of the checkpoint")
+    else:
+        _log.warning(
+            "keys and values are in fp8: %s of the model have scales of keys and values (k_scale, v_scale) in the "
+            "checkpoint; others are stored as they are, up to 448, which may cost accuracy (--kv-cache-dtype model "
+            "keeps them in the model's dtype)",
+            f"{scaled} of {len(scales)} layers" if scaled else "no layers",
+        )
+    return scales
+
+
+def check_memory(folder: Path, needed: int, what: str, max_model_len: int, device: Device) -> None:
+    """Raise LoaderError for a model larger than memory, before minutes of loading end in the out-of-memory killer.
+
+    needed: bytes.
+    """
+    free = device.free_memory_bytes()
+    if needed > free:
+        place = f"model folder {folder}" if folder.is_dir() else str(folder)
+        raise LoaderError(
+            f"{place}: {what} for --max-model-len {max_model_len} take {needed} bytes "
+            f"in {str(device.dtype).removeprefix('torch.')}, {free} bytes of memory are free"
+        )

@@ -1,0 +1,51 @@
+"""EAGLE-3 heads and draft models on the GPU's kernels: the rows that the CPU computes, in layers of the same blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import make_llama
+from tests.executor_svc.driver import Model
+from tests.executor_svc.models.heads.head_driver import HeadDriver, Text, load_head, random_tokens
+from tests.helpers.eagle3_heads import HeadShape, make_head
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = {"max_model_len": 64, "max_num_batched_tokens": 96, "max_num_seqs": 8, "num_gpu_blocks": 12}
+
+
+def rows_of(model: Model, head: Path) -> list[Tensor]:
+    """A text in two chunks, another beside the second, then a draft for both; a block is moved between."""
+    driver = HeadDriver(model, load_head(head, model))
+    first, second = Text(random_tokens(1, 26), [4, 1]), Text(random_tokens(2, 8), [7])
+    found = [rows for _, *rows in driver.step([(first, 18)])]
+    driver.cache.copy(first.blocks, [9, 0])
+    first.blocks = [9, 0]
+    found += [rows for _, *rows in driver.step([(first, 6), (second, 6)])]
+    drafted = driver.draft([(first, 0, found[1][0][-1]), (second, 0, found[2][0][-1])])
+    return [rows for each in (*found, *drafted) for rows in each]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        HeadShape("old", layer_ids=(0, 1), own_embedding=False),
+        HeadShape(
+            layer_ids=(0, 1),
+            decoder={"model_type": "qwen3", "hidden_size": 48, "num_hidden_layers": 2},
+            flags={"norm_before_residual": True, "fc_norm": True, "norm_output": True},
+        ),
+    ],
+)
+def test_rows_are_those_of_the_cpu(shape: HeadShape, tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "target", num_hidden_layers=1)
+    head = make_head(tmp_path / "head", shape)
+    expected = rows_of(Model(folder, **OPTIONS), head)
+    found = rows_of(Model(folder, device="cuda", **OPTIONS), head)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert bool(theirs.isfinite().all())
+        torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=5e-3)

@@ -25,10 +25,8 @@ class NgramSource:
     way. Memory: see `NgramTable`.
     """
 
-    def __init__(
-        self, limits: Limits, *, min_match: int = 2, max_match: int = 4, max_indexed: int = 8192, always: int = 128
-    ) -> None:
-        """min_match, max_match: length of a match in tokens; always: new tokens that a step indexes for each slot.
+    def __init__(self, limits: Limits, *, min_match: int = 2, max_match: int = 4, max_indexed: int = 8192) -> None:
+        """min_match, max_match: length of a match in tokens. max_indexed: see above.
 
         Raises ValueError if the lengths are not in order.
         """
@@ -37,7 +35,7 @@ class NgramSource:
         self._min_match = min_match
         self._max_match = max_match
         self._max_indexed = max_indexed
-        self._always = max(always, limits.max_drafts + 1)
+        self._always = limits.max_drafts + 1
         self._max_tokens = limits.max_model_len + 1
         self._tables: list[NgramTable | None] = [None] * limits.num_slots
         self._admitted = np.zeros(limits.num_slots, np.bool_)
@@ -74,9 +72,11 @@ class NgramSource:
         waiting = np.maximum(num_tokens - 1 - indexed, 0)
         ends = indexed + tokens_to_index(waiting, self._always, self._max_indexed)
         width = slots.token_ids.shape[1]
-        flat = memoryview(slots.token_ids.reshape(-1))
+        flat = slots.token_ids.reshape(-1).data
         drafts: list[int] = []
-        ways = zip(known.tolist(), rows.tolist(), tables, ends.tolist(), num_tokens.tolist(), most.tolist(), strict=True)
+        ways = zip(
+            known.tolist(), rows.tolist(), tables, ends.tolist(), num_tokens.tolist(), most.tolist(), strict=True
+        )
         for i, slot, table, end, size, limit in ways:
             start = slot * width
             if end > table.num_indexed:

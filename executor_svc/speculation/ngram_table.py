@@ -34,8 +34,9 @@ class NgramTable:
         """The number of tokens that the table is made for."""
         self.num_indexed = 0
         """The number of tokens whose n-grams are in the table: those that end there or before."""
-        self._table = np.full((max_match - min_match + 1) * size, -1, np.int64)
-        self._view = memoryview(self._table)
+        # Entries: the top bits of the n-gram's hash, and the index of its last token + 1; 0: free.
+        self._table = np.zeros((max_match - min_match + 1) * size, np.int64)
+        self._view = self._table.data
         self._size = size
         self._index_bits = max_tokens.bit_length()
         self._mark_shift = 1 + self._index_bits
@@ -72,9 +73,9 @@ class NgramTable:
             base += self._size
             place = self._place(base, mixed)
             entry = self._view[place]
-            if entry < 0 or entry >> self._index_bits != mixed >> self._mark_shift:
+            if not entry or entry >> self._index_bits != mixed >> self._mark_shift:
                 break
-            found = entry & ((1 << self._index_bits) - 1)
+            found = (entry & ((1 << self._index_bits) - 1)) - 1
             if any(flat[start + found - i] != flat[start + last - i] for i in range(n)):
                 break
             length, index = n, found
@@ -87,7 +88,7 @@ class NgramTable:
         place = mixed >> self._place_shift
         entry = view[base + place]
         for _ in range(_MAX_PROBES - 1):
-            if entry < 0 or entry >> bits == mark:
+            if not entry or entry >> bits == mark:
                 break
             place = (place + 1) & mask
             entry = view[base + place]
@@ -99,7 +100,7 @@ class NgramTable:
             mixed = ((mixed ^ (flat[start + last - n + 1] + 1)) * _MULTIPLIER) & _MASK
             if n >= self._min_match:
                 base += self._size
-                self._view[self._place(base, mixed)] = mixed >> self._mark_shift << self._index_bits | last
+                self._view[self._place(base, mixed)] = mixed >> self._mark_shift << self._index_bits | last + 1
 
     def _add_many(self, token_ids: NDArray[np.int32], start: int, stop: int) -> None:
         first = max(start - self._max_match + 1, 0)
@@ -122,10 +123,10 @@ class NgramTable:
         """Put n-grams into a table; lasts: ascending, so that of equal places the most recent stays."""
         marks = (mixed >> np.uint64(self._mark_shift)).astype(np.int64)
         places = (mixed >> np.uint64(self._place_shift)).astype(np.int64)
-        entries = marks << self._index_bits | lasts
+        entries = marks << self._index_bits | lasts + 1
         for _ in range(_MAX_PROBES - 1):
             held = table[places]
-            mine = (held < 0) | (held >> self._index_bits == marks)
+            mine = (held == 0) | (held >> self._index_bits == marks)
             # Of several values for one place numpy keeps the last.
             table[places[mine]] = entries[mine]
             left = table[places] >> self._index_bits != marks

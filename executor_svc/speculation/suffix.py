@@ -1,7 +1,7 @@
 """Drafts by frequency: what mostly followed the last tokens, in the same text and in those of other sequences.
 
-SuffixDecoding (Oliaro et al., arXiv 2411.04975), with suffix automata in place of suffix trees: matches have no greatest
-length, and a token costs O(1), not O(depth).
+SuffixDecoding (Oliaro et al., arXiv 2411.04975), with suffix automata in place of suffix trees: matches have no
+greatest length, and a token costs O(1), not O(depth).
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class SuffixSource:
         factor and min_probability have the values of the paper's code. Raises ValueError for values out of range.
         """
         if min_match < 1 or factor <= 0 or not 0 <= min_probability <= 1:
-            raise ValueError(f"min_match {min_match}, factor {factor} or min_probability {min_probability} out of range")
+            raise ValueError(
+                f"min_match {min_match}, factor {factor} or min_probability {min_probability} out of range"
+            )
         self._max_bytes = max_bytes
         self._min_match = min_match
         self._factor = factor
@@ -170,9 +172,7 @@ class SuffixSource:
                 best, drafts = (score, length), tokens
         return drafts
 
-    def _continue(
-        self, automaton: SuffixAutomaton, state: int, length: int, most: int
-    ) -> tuple[float, int, list[int]]:
+    def _continue(self, automaton: SuffixAutomaton, state: int, length: int, most: int) -> tuple[float, int, list[int]]:
         """Return (sum of the drafts' probabilities, length of the match, drafts) for a match in an automaton."""
         tokens: list[int] = []
         score, probability = 0.0, 1.0

@@ -101,24 +101,21 @@ class SuffixAutomaton:
         The state of a sequence is that of the whole sequence, its longest substring.
         """
         length, link, first, target, ring = self.length, self.link, self._token, self._target, self._ring
-        state, new = last, NO_STATE
-        while True:
+        state, new, found = last, NO_STATE, ROOT
+        while state >= 0:
             if first[state] == token:
                 found = target[state]
-            elif ring[state] and (edge := self._find(state, token)):
+                break
+            if ring[state] and (edge := self._find(state, token)):
                 found = self._edge_target[edge]
+                break
+            if new < 0:
+                new = self._add_state(length[last] + 1)
+            if first[state] < 0:
+                first[state], target[state] = token, new
             else:
-                if new < 0:
-                    new = self._add_state(length[last] + 1)
-                if first[state] < 0:
-                    first[state], target[state] = token, new
-                else:
-                    self._add_edge(state, token, new)
-                state = link[state]
-                if state >= 0:
-                    continue
-                found = ROOT
-            break
+                self._add_edge(state, token, new)
+            state = link[state]
         if found != ROOT and length[found] != length[state] + 1:
             found = self._clone(found, state, token)
         if new < 0:

@@ -18,7 +18,7 @@ from executor_svc.speculation.shared_automata import SharedAutomata, SharedSeque
 from executor_svc.speculation.suffix_automaton import ROOT, SuffixAutomaton
 
 # While a text is not wholly indexed, so many of its last tokens are matched anew in each step.
-_MATCHED = 32
+_MATCHED = 16
 
 
 class _Sequence:

@@ -330,7 +330,7 @@ def test_long_prompts_are_indexed_over_several_steps():
         if now[0] < len(text):
             corpus = Corpus()
             corpus.append(corpus.new_text(), text[: now[0]])
-            _, _, expected = continued(corpus, corpus.longest_suffix(text[-32:]), 5, 2)
+            _, _, expected = continued(corpus, corpus.longest_suffix(text[-16:]), 5, 2)
             assert drafts == expected
         indexed = now
         driver.append(0, [rng.randrange(30)])

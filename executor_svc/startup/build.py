@@ -85,8 +85,8 @@ def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> No
         ) from error
 
 
-def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
-    """Load the model and build its executor.
+def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tuple[Executor, Description]:
+    """Load the model and build its executor. drafts: in place of the source of the options.
 
     Raises LoaderError or DeviceError with a message for the user.
     """
@@ -125,7 +125,7 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
         limits,
         enforce_eager=config.enforce_eager,
         inject=config.inject,
-        drafts=make_draft_source(config, limits, draft, device, pools),
+        drafts=drafts or make_draft_source(config, limits, draft, device, pools),
     )
     if on_gpu:
         from executor_svc.gpu.warm_up import run_steps

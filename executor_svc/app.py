@@ -26,6 +26,7 @@ from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
 from executor_svc.service.servicer import add_services
 from executor_svc.service.unreadable import limited_server
+from executor_svc.speculation.drafts import DraftSource
 from executor_svc.worker.watchdog import StepWatchdog
 from executor_svc.worker.worker import Executor, Worker
 
@@ -40,12 +41,15 @@ _STOP_STEP_S = 1.5
 EXIT_OPTIONS, EXIT_HUNG = 2, 4
 
 
-def build_executor(config: ExecutorConfig, described: Future[Description]) -> Executor:
+def build_executor(
+    config: ExecutorConfig, described: Future[Description], drafts: DraftSource | None = None
+) -> Executor:
     """Load the model and build its executor, or the simulated one. Runs on the device thread.
 
-    Sets the result of `described` to the description. Raises StartError with a message for the user.
+    Sets the result of `described` to the description. drafts: in place of the source of the options. Raises StartError
+    with a message for the user.
     """
-    executor, description = _build(config)
+    executor, description = _build(config, drafts)
     described.set_result(description)
     return executor
 
@@ -66,15 +70,15 @@ def _build_without_collections(config: ExecutorConfig, described: Future[Descrip
     return build_executor(config, described)
 
 
-def _build(config: ExecutorConfig) -> tuple[Executor, Description]:
+def _build(config: ExecutorConfig, drafts: DraftSource | None) -> tuple[Executor, Description]:
     # Imported here: the simulated executor needs no torch.
     if config.simulate is not None:
         from executor_svc.simulated.build import build_simulated
 
-        return build_simulated(config)
+        return build_simulated(config, drafts)
     from executor_svc.startup.build import build_model
 
-    return build_model(config)
+    return build_model(config, drafts)
 
 
 async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[int, bool]:

@@ -19,7 +19,7 @@ CPU_MEMORY_SHARE = 0.5
 CpuIsa = Literal["auto", "avx2", "avx-vnni", "avx512", "avx512-vnni", "avx512-bf16", "amx"]
 
 
-Speculative = Literal["off", "ngram", "suffix", "auto"]
+Speculative = Literal["off", "ngram", "suffix", "draft", "auto"]
 
 
 class ExecutorConfig(ServiceSettings):
@@ -185,16 +185,24 @@ class ExecutorConfig(ServiceSettings):
     speculative: Speculative = Field(
         "off",
         description="Speculative decoding, on the CPU: where drafts of the next tokens come from; ngram: earlier "
-        "places of the same text; suffix: these and other requests' texts, by frequency; auto: suffix, with as many "
-        "drafts as pay. Tokens are the same with each of them (docs/speculation.md).",
-        json_schema_extra=about("Batching"),
+        "places of the same text; suffix: these and other requests' texts, by frequency; draft: a smaller model; auto: "
+        "suffix, else the smaller model if there is one, with as many drafts as pay. Tokens are the same with each of "
+        "them (docs/speculation.md).",
+        json_schema_extra=about("Speculation"),
+    )
+    speculative_model: str | None = Field(
+        None,
+        min_length=1,
+        description="With --speculative draft or auto: folder, GGUF file or hub id of a smaller model with the same "
+        "vocabulary.",
+        json_schema_extra=about("Speculation"),
     )
     num_speculative_tokens: int = Field(
         5,
         ge=1,
         le=64,
         description="With --speculative: the most drafts of a sequence in one step.",
-        json_schema_extra=about("Batching", "tokens"),
+        json_schema_extra=about("Speculation", "tokens"),
     )
     enforce_eager: bool = Field(
         False,

@@ -60,7 +60,7 @@ def make_runner(
     torch.manual_seed(0)
     for layer in pools.layers:
         layer.normal_()
-    runner = ModelRunner(loaded, device, pools, limits_of(config, loaded.geometry, pools))
+    runner = ModelRunner(loaded.model, device, pools, limits_of(config, loaded.geometry, pools))
     return LoadedRunner(runner, device.num_threads, loaded.geometry.weight_bytes, device.few_bits.summary)
 
 

@@ -139,6 +139,18 @@ class LLMOptions(TypedDict, total=False):
     """executor: Maximum tokens of a step, at least max_num_seqs; default on a GPU: 2,048; a default is never less than
     max_num_seqs. [default: 512] scheduler: Token budget of one step; default: the executor's limit."""
 
+    speculative: Literal["off", "ngram", "suffix", "draft", "auto"] | None
+    """Speculative decoding, on the CPU: where drafts of the next tokens come from; ngram: earlier places of the same
+    text; suffix: these and other requests' texts, by frequency; draft: a smaller model; auto: suffix, else the smaller
+    model if there is one, with as many drafts as pay. Tokens are the same with each of them (docs/speculation.md).
+    [default: off]"""
+
+    speculative_model: str | None
+    """With --speculative draft or auto: folder, GGUF file or hub id of a smaller model with the same vocabulary."""
+
+    num_speculative_tokens: int | None
+    """With --speculative: the most drafts of a sequence in one step. [default: 5]"""
+
     enforce_eager: bool | None
     """Captures no CUDA graphs on a GPU and launches every kernel of every step: steps are slower, the start is faster,
     and profiles are easier to read. [default: off]"""

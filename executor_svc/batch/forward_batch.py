@@ -43,8 +43,17 @@ def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
     rows, counts = scheduled.slots, scheduled.num_tokens
     if not len(rows):
         return None
+    return flat_batch(slots, rows, slots.num_computed_tokens[rows], counts, _logits_rows(scheduled))
+
+
+def flat_batch(
+    slots: Slots, rows: IntArray, context: IntArray, counts: IntArray, logits_rows: IntArray
+) -> ForwardBatch:
+    """Return the flat tensors of the tokens context[s] to context[s] + counts[s] - 1 of the slots rows[s]; [S] each.
+
+    logits_rows: [L], into the T tokens. counts: 1 or more.
+    """
     block_size = slots.limits.block_size
-    context = slots.num_computed_tokens[rows]
     seq_lens = context + counts
     starts = np.zeros(len(rows) + 1, np.int64)
     counts.cumsum(out=starts[1:])
@@ -65,16 +74,16 @@ def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
         query_start_loc=torch.from_numpy(starts.astype(np.int32)),
         seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
         block_tables=torch.from_numpy(slots.block_tables[rows, :width]),
-        logits_rows=torch.from_numpy(_logits_rows(scheduled, starts[1:])),
+        logits_rows=torch.from_numpy(logits_rows),
         rope_lens=torch.from_numpy(rope_lens),
         max_query_len=int(counts.max()),
         max_seq_len=max_seq_len,
     )
 
 
-def _logits_rows(scheduled: Scheduled, ends: IntArray) -> IntArray:
-    """Return [L] the last token of each slot that samples, and its drafts; ends: [S], of the slots' tokens."""
-    last: IntArray = ends[scheduled.samples] - 1
+def _logits_rows(scheduled: Scheduled) -> IntArray:
+    """Return [L] the last token of each slot that samples, and its drafts."""
+    last: IntArray = scheduled.num_tokens.cumsum()[scheduled.samples] - 1
     if scheduled.num_drafts is None:
         return last
     num_drafts = scheduled.num_drafts[scheduled.samples]

@@ -8,7 +8,7 @@ from torch import Tensor
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.models.loading import LoadedModel
+from executor_svc.models.base import CausalLM
 from executor_svc.models.recorded import RecordedModel
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits
@@ -22,13 +22,19 @@ class ModelRunner:
     with them, are valid until the next `forward`; other logits are valid until the next `logits`.
     """
 
-    def __init__(self, loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits) -> None:
-        """Record the model for steps of max_num_batched_tokens tokens and logits of max_num_seqs rows."""
-        self._model = loaded.model
+    def __init__(
+        self, model: CausalLM, device: Device, kv_cache: KVCache, limits: Limits, *, is_draft: bool = False
+    ) -> None:
+        """Record the model for steps of max_num_batched_tokens tokens and logits of max_num_seqs rows.
+
+        is_draft: its layers of the cache are those of a draft, and it runs beside its target.
+        """
+        self._model = model
         self.functions = device.functions
         sizes = (limits.max_num_batched_tokens, limits.max_num_batched_tokens, limits.max_num_seqs)
         tensors = (torch.zeros(size, dtype=torch.int64) for size in sizes)
-        self._recorded = RecordedModel(loaded.model, device.kernels, kv_cache, limits, *tensors)
+        layers, name = (kv_cache.draft_layers, "draft ") if is_draft else (kv_cache.layers, "")
+        self._recorded = RecordedModel(model, device.kernels, kv_cache, limits, *tensors, layers=layers, name=name)
         self._max_logits = limits.max_num_seqs
         self._batch_rows = self._recorded.sampled[:0]
 

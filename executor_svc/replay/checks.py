@@ -41,6 +41,9 @@ def recorded_arguments(recorded: pb.DescribeResponse, given: Sequence[str]) -> l
     if not simulated and recorded.HasField("fingerprint"):
         options["numerics"] = _MODES.get(recorded.fingerprint.mode, "exact")
         options["num_threads"] = max(1, recorded.fingerprint.num_threads)
+    if recorded.limits.max_drafts:
+        # Whatever made the drafts: a replay takes them from the results.
+        options |= {"speculative": "ngram", "num_speculative_tokens": recorded.limits.max_drafts}
     return [f"{flag(name)}={value}" for name, value in options.items() if flag(name) not in names]
 
 

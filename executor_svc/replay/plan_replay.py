@@ -10,6 +10,7 @@ import logging
 import queue
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -22,6 +23,7 @@ from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.replay.checks import contradictions, first_difference, numerics_difference, recorded_arguments
+from executor_svc.replay.recorded_drafts import RecordedDrafts
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.service.description import description_to_wire
 from executor_svc.worker.worker import RejectedPlan, Session, Worker
@@ -42,7 +44,8 @@ class _Executor:
     def __init__(self, config: ExecutorConfig) -> None:
         """Build the executor as the service does; raises StartError."""
         described: Future[Description] = Future()
-        self._worker = Worker(lambda: build_executor(config, described))
+        self._drafts = RecordedDrafts()
+        self._worker = Worker(lambda: build_executor(config, described, self._drafts))
         self._worker.start()
         self._worker.ready.result()
         self.description = description_to_wire(described.result())
@@ -53,8 +56,9 @@ class _Executor:
         self._session, opened = self._worker.open_session(epoch, self._results.put)
         opened.result()
 
-    def run(self, message: pb.StepPlan) -> pb.StepResult:
-        """Run a plan; every failure becomes a result, as in the service."""
+    def run(self, message: pb.StepPlan, recorded: pb.StepResult | None) -> pb.StepResult:
+        """Run a plan; every failure becomes a result, as in the service. recorded: its result, if there is one."""
+        self._drafts.expect(recorded)
         plan: StepPlan | RejectedPlan
         try:
             plan = plan_from_wire(message)
@@ -86,8 +90,8 @@ class PlanReplay:
         self._executor: _Executor | None = None
         self._incarnation = 0
         self._exact = True
-        self._replayed: dict[int, pb.StepResult] = {}
-        """Results by step that have not been compared with recorded ones yet."""
+        self._waiting: deque[pb.StepPlan] = deque()
+        """Plans whose results come later in the log: a plan runs once its recorded result is known."""
         self.num_plans = 0
         self.num_results = 0
         self.num_tokens = 0
@@ -109,7 +113,9 @@ class PlanReplay:
             case "session_opened":
                 self._open(record.session_opened.epoch, record.session_opened.incarnation)
             case "plan_step" if record.plan_step.HasField("plan"):
-                self._run(record.plan_step.plan)
+                if self._executor is None:
+                    raise ReplayError(f"the plan of step {record.plan_step.plan.step_id} comes before any session")
+                self._waiting.append(record.plan_step.plan)
             case "apply_result":
                 return self._compare(record.apply_result.result)
             case "step_failed":
@@ -117,13 +123,14 @@ class PlanReplay:
         return ""
 
     def stop(self) -> None:
-        """Stop the current executor."""
+        """Run what has no result, and stop the current executor."""
+        self._run_waiting()
         if self._executor is not None:
             executor, self._executor = self._executor, None
             executor.stop()
 
     def _open(self, epoch: int, incarnation: int) -> None:
-        self._replayed.clear()
+        self._run_waiting()
         if self._executor is None or incarnation != self._incarnation:
             self.stop()
             self._executor = self._build()
@@ -167,16 +174,17 @@ class PlanReplay:
                 file=sys.stderr,
             )
 
-    def _run(self, plan: pb.StepPlan) -> None:
-        if self._executor is None:
-            raise ReplayError(f"the plan of step {plan.step_id} comes before any session")
-        self._replayed[plan.step_id] = self._executor.run(plan)
-        self.num_plans += 1
+    def _run_waiting(self) -> None:
+        """Run the plans of a session that has ended, to which no result came."""
+        while self._waiting and self._executor is not None:
+            self._executor.run(self._waiting.popleft(), None)
+            self.num_plans += 1
 
     def _compare(self, recorded: pb.StepResult) -> str:
-        replayed = self._replayed.pop(recorded.step_id, None)
-        if replayed is None:
+        if self._executor is None or not self._waiting or self._waiting[0].step_id != recorded.step_id:
             return f"step {recorded.step_id}: there is a result, but no plan of this session"
+        replayed = self._executor.run(self._waiting.popleft(), recorded)
+        self.num_plans += 1
         self.num_results += 1
         self.num_tokens += len(replayed.token_ids)
         difference = first_difference(recorded, replayed, exact=self._exact)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.scheduled import SampledRows, Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.sampling import Need
@@ -47,6 +47,11 @@ def sampling_columns(slots: Slots, scheduled: Scheduled) -> SamplingColumns:
     rows = scheduled.rows
     if len(rows.candidates):
         rows = rows.take(np.delete(np.arange(len(rows.slots)), rows.candidates))
+    return row_columns(slots, rows)
+
+
+def row_columns(slots: Slots, rows: SampledRows) -> SamplingColumns:
+    """Return the parameters of rows without candidates, in columns; before `commit`."""
     return SamplingColumns(
         numbers=slots.sampling.rows(rows.slots, *SAMPLER_NEEDS),
         position=slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead),

@@ -15,12 +15,18 @@ from executor_svc.simulated.injection import read_injection
 from executor_svc.simulated.memory import PoolSizes
 from executor_svc.simulated.model import fingerprint, simulated_model
 from executor_svc.simulated.poison import split_poison
+from executor_svc.speculation.drafts import DraftSource
 
 _log = logging.getLogger(__name__)
 
 
-def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Description]:
-    """Build the executor, on the thread that will run it; raises StartError with a message for the user."""
+def build_simulated(
+    config: ExecutorConfig, drafts: DraftSource | None = None
+) -> tuple[SimulatedStepExecutor, Description]:
+    """Build the executor, on the thread that will run it; raises StartError with a message for the user.
+
+    drafts: in place of the source of the options.
+    """
     config = config.sized_for("simulated")
     costs = read_costs(config.simulate or "instant")
     poison, others = split_poison(config.inject)
@@ -30,7 +36,8 @@ def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Desc
     sizes = _pool_sizes(config, geometry.max_model_len)
     limits = limits_of(config, geometry, sizes)
     try:
-        drafts = None if config.speculative == "off" else AcceptanceSource(geometry.vocab_size, costs.draft_acceptance)
+        if drafts is None and config.speculative != "off":
+            drafts = AcceptanceSource(geometry.vocab_size, costs.draft_acceptance)
         executor = SimulatedStepExecutor(limits, costs, injection=injection, poison=poison, drafts=drafts)
     except MemoryError as error:
         raise StartError(

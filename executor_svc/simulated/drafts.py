@@ -12,6 +12,7 @@ import numpy as np
 
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import StepPlan
 from executor_svc.simulated.hashing import draw_hashes, mix
 from executor_svc.simulated.ranking import Ranking
 from executor_svc.simulated.tokens import SimulatedContext
@@ -28,6 +29,9 @@ class AcceptanceSource:
         self._vocab_size = vocab_size
         self._threshold = round(acceptance * _RESOLUTION)
         self._contexts: dict[int, SimulatedContext] = {}
+
+    def follow(self, plan: StepPlan) -> None:
+        """As in `DraftSource`."""
 
     def admitted(self, slot: int, scope: int) -> None:
         """As in `DraftSource`."""

@@ -34,6 +34,7 @@ class Drafting:
             return
         if len(plan.released_slots):
             self._source.released(plan.released_slots)
+        self._source.follow(plan)
         for sequence in plan.admitted:
             if sequence.max_drafts:
                 self._source.admitted(sequence.slot, sequence.draft_scope)

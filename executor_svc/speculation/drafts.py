@@ -7,6 +7,7 @@ from typing import Protocol
 
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,10 @@ class DraftSource(Protocol):
 
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """Return drafts of the slots `rows` [n], ascending, at most most[i] of each."""
+        ...
+
+    def follow(self, plan: StepPlan) -> None:
+        """Note a plan that the slots have applied, after its releases and before its admissions are noted."""
         ...
 
     def admitted(self, slot: int, scope: int) -> None:

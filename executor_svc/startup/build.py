@@ -20,10 +20,10 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.injected import InjectedStepExecutor
-from executor_svc.startup.speculation import check_speculation, make_draft_source
+from executor_svc.startup.speculation import check_speculation, load_speculative_model, make_draft_source
 from executor_svc.worker.device_errors import is_out_of_memory
 from executor_svc.worker.eager_runner import EagerRunner
-from executor_svc.worker.step import StepExecutor
+from executor_svc.worker.step import Runner, StepExecutor
 from executor_svc.worker.worker import Executor
 
 _log = logging.getLogger(__name__)
@@ -47,15 +47,21 @@ def make_executor(
     if inject is not None:
         if device.name != "cpu":
             raise InjectionError(f"--inject {inject}: only with --simulate, or with a model on the CPU")
-        runner = (ModelRunner if loaded.recordable else EagerRunner)(loaded, device, pools, limits)
+        runner = make_runner(loaded, device, pools, limits)
         return InjectedStepExecutor(runner, pools, limits, read_injection(inject), drafts)
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
         return GpuStepExecutor(loaded, device, pools, limits, enforce_eager=enforce_eager)
-    kind = ModelRunner if loaded.recordable else EagerRunner
     on_gpu = device.torch_device.type == "cuda"
-    return StepExecutor(kind(loaded, device, pools, limits), pools, limits, on_gpu, drafts)
+    return StepExecutor(make_runner(loaded, device, pools, limits), pools, limits, on_gpu, drafts)
+
+
+def make_runner(loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits) -> Runner:
+    """Return what runs a model on the CPU, or one whose operations cannot be recorded."""
+    if loaded.recordable:
+        return ModelRunner(loaded.model, device, pools, limits)
+    return EagerRunner(loaded, device, pools, limits)
 
 
 def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> None:
@@ -79,8 +85,8 @@ def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> No
         ) from error
 
 
-def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
-    """Load the model and build its executor.
+def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tuple[Executor, Description]:
+    """Load the model and build its executor. drafts: in place of the source of the options.
 
     Raises LoaderError or DeviceError with a message for the user.
     """
@@ -102,7 +108,8 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
 
         step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config), device.torch_device)
         _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
-    pools = device.new_kv_cache(geometry, config, step_bytes)
+    draft = load_speculative_model(config, device, loaded)
+    pools = device.new_kv_cache(geometry, config, step_bytes, None if draft is None else draft.layers)
     prints = fingerprint(loaded, device, pools)
     limits = limits_of(config, geometry, pools)
     _log.info(
@@ -118,7 +125,7 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
         limits,
         enforce_eager=config.enforce_eager,
         inject=config.inject,
-        drafts=make_draft_source(config, limits),
+        drafts=drafts or make_draft_source(config, limits, draft, device, pools),
     )
     if on_gpu:
         from executor_svc.gpu.warm_up import run_steps

@@ -98,11 +98,12 @@ class StepExecutor:
         with self._span("plan"):
             self.slots.apply(plan)
             scheduled = self.slots.schedule(plan)
-        with self._span("draft"):
-            self._drafting.follow(plan)
-            scheduled = self._drafting.add(plan, scheduled)
         with self._span("move blocks"):
             moves_ns = move_blocks(self._pools, plan)
+        with self._span("draft"):
+            # Only now: a draft model writes to blocks.
+            self._drafting.follow(plan)
+            scheduled = self._drafting.add(plan, scheduled)
         computed = self._compute(scheduled)
         sampled = computed.sampled
         with self._span("commit"):

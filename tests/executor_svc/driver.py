@@ -85,7 +85,7 @@ class Driver:
         self.block_size = config.block_size
         self.cache: KVCache = device.new_kv_cache(loaded.geometry, config)
         self.forget()
-        self.runner = ModelRunner(loaded, device, self.cache, limits_of(config, loaded.geometry, self.cache))
+        self.runner = ModelRunner(loaded.model, device, self.cache, limits_of(config, loaded.geometry, self.cache))
         self._free = list(range(self.cache.num_device_blocks))
         self._free_host = list(range(self.cache.num_host_blocks))
         self._users: Counter[int] = Counter()

@@ -30,11 +30,15 @@ def prompt(number: int) -> list[int]:
     return [number, *range(100, 104 + number % 10)]
 
 
-async def test_one_of_64_fails_and_all_others_get_their_tokens(tmp_path: Path) -> None:
+DRAFTS = ("--max-num-seqs", "256", "--speculative", "suffix", "--num-speculative-tokens", "2")
+
+
+@pytest.mark.parametrize("options", [("--max-num-seqs", str(NUM_REQUESTS)), DRAFTS], ids=["no drafts", "drafts"])
+async def test_one_of_64_fails_and_all_others_get_their_tokens(tmp_path: Path, options: tuple[str, ...]) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps({"step_us": 3000}))
     up = Up(
-        Path("simulated"), tmp_path / "log", "--simulate", str(costs), "--max-num-seqs", str(NUM_REQUESTS),
+        Path("simulated"), tmp_path / "log", "--simulate", str(costs), *options,
         "--inject", f"die@{POISON}:{POSITION}",
     )  # fmt: skip
 

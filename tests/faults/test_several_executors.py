@@ -28,11 +28,14 @@ EXPECTED: list[dict[int, Seen]] = []
 
 @pytest.fixture
 async def executors(tmp_path: Path) -> AsyncIterator[list[RollingService]]:
-    """Two simulated executors of different sizes, whose steps take 5 ms."""
+    """Two simulated executors of different sizes, whose steps take 5 ms. One of them has drafts."""
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps({"step_us": 5000}))
     options = ("--simulate", str(costs), "--simulate-vocab-size", "500")
-    sizes = (("--num-gpu-blocks", "600", "--max-num-seqs", "16"), ("--num-gpu-blocks", "900", "--max-num-seqs", "24"))
+    sizes = (
+        ("--num-gpu-blocks", "600", "--max-num-seqs", "16"),
+        ("--num-gpu-blocks", "900", "--max-num-seqs", "60", "--speculative", "suffix"),
+    )
     async with AsyncExitStack() as stack:
         services = [rolling("executor_svc", *options, *size) for size in sizes]
         yield list(await asyncio.gather(*(stack.enter_async_context(service) for service in services)))

@@ -18,8 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
+from executor_svc.config import ExecutorConfig
+from executor_svc.models.heads.draft import load_draft
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
@@ -224,6 +227,11 @@ class Golden:
     dtype: str
 
 
+MODEL_DRAFTS = ("drafts", "drafts, one plan in flight", "drafts, recompute", "drafts, swap", "drafts, broken sessions",
+                "drafts, kept sessions")  # fmt: skip
+"""Settings with a draft model: what its layers of the blocks hold is moved, lost and kept."""
+
+
 def run(model: Model, setting: Setting, expected: Outcome | None = None) -> tuple[Outcome, Counter[str]]:
     """expected: what drafts are made from; they are wrong now and then."""
     drafts = None
@@ -285,6 +293,33 @@ def test_the_load_has_something_of_everything(golden: Golden) -> None:
 )
 def test_same_request_same_bits(golden: Golden, name: str) -> None:
     check(golden, SETTINGS[name])
+
+
+def blend(folder: Path, other: Path, share: float) -> None:
+    """Replace the weights in a folder by those of another one, mixed with a share of its own."""
+    path = folder / "model.safetensors"
+    own, others = load_file(path), load_file(other / "model.safetensors")
+    mixed = {name: torch.lerp(others[name].float(), own[name].float(), share).to(own[name].dtype) for name in own}
+    save_file(mixed, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("share", [0.06, 0.0])
+@pytest.mark.parametrize("name", MODEL_DRAFTS)
+def test_same_bits_with_a_draft_model(golden: Golden, name: str, share: float, tmp_path: Path) -> None:
+    """Of other weights, drafts are accepted and refused. With the target's own weights and noise all are accepted
+    but those behind a stop token, or what the model has read of its KV was wrong."""
+    folder = make_llama(tmp_path, seed=1, dtype=getattr(torch, golden.dtype))
+    blend(folder, golden.folder, share)
+    config = ExecutorConfig(**{**golden.model.options, "speculative": "draft", "speculative_model": str(folder)})
+    draft = load_draft(str(folder), config, golden.model.device, golden.model.loaded)
+    rig = Rig(golden.model, SETTINGS[name], draft_model=draft)
+    found = rig.run(load())
+    for key, alone in golden.expected.items():
+        assert found[key] == alone, key
+    counts = rig.core.lanes[0].counts.drafts
+    accepted = sum(counts.accepted) / sum(counts.drafted)
+    assert accepted < 1
+    assert accepted > (0.2 if share else 0.95), counts
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -15,10 +15,13 @@ from typing import Any, Literal
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
+from executor_svc.models.decoder import Decoder
+from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.plan.description import limits_of
 from executor_svc.plan.plan import Limits
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.speculation.drafts import DraftSource
+from executor_svc.worker.draft_model import DraftModelSource
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.outputs import StepOutputs
@@ -123,7 +126,14 @@ class Setting:
 class Rig:
     """One lane of the core, its executor, and the plans in flight between them."""
 
-    def __init__(self, model: Model, setting: Setting, drafts: DraftSource | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        setting: Setting,
+        drafts: DraftSource | None = None,
+        draft_model: LoadedDraft[Decoder] | None = None,
+    ) -> None:
+        """drafts: a source without a model; draft_model: a source with one."""
         sizes: dict[str, Any] = {
             "block_size": setting.block_size,
             "num_gpu_blocks": setting.num_blocks,
@@ -136,10 +146,21 @@ class Rig:
         self.happened: Counter[str] = Counter()
         """How often what a setting may ask for did happen."""
         self.outcome: Outcome = {}
-        self.pools = model.device.new_kv_cache(geometry, config)
+        self.pools = model.device.new_kv_cache(
+            geometry, config, draft=None if draft_model is None else draft_model.layers
+        )
         limits = replace(limits_of(config, geometry, self.pools), max_drafts=setting.max_drafts)
-        runner = ModelRunner(model.loaded, model.device, self.pools, limits)
-        self.executor = StepExecutor(runner, self.pools, limits, drafts=drafts)
+
+        def start() -> StepExecutor:
+            source = drafts
+            if draft_model is not None:
+                runner = ModelRunner(draft_model.model, model.device, self.pools, limits, is_draft=True)
+                source = DraftModelSource(runner, limits)
+            runner = ModelRunner(model.loaded.model, model.device, self.pools, limits)
+            return StepExecutor(runner, self.pools, limits, drafts=source)
+
+        self._start = start
+        self.executor = start()
         self.core = Scheduler(policies_from_options(SchedulerConfig(**setting.options)))
         self.core.add_executor(0, _spec(limits))
         self._plans: deque[StepPlan] = deque()
@@ -261,8 +282,8 @@ class Rig:
 
     def _lose_memory(self) -> None:
         """Whoever reads what was not computed since then fails."""
-        self.executor.clear()
-        for layer in (*self.pools.layers, *self.pools._host_layers):
+        self.executor = self._start()
+        for layer in (*self.pools.layers, *self.pools.draft_layers, *self.pools._host_layers):
             layer.fill_(float("nan"))
 
     def _take(self, outputs: StepOutputs) -> None:

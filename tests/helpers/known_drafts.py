@@ -9,6 +9,7 @@ import numpy as np
 
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import StepPlan
 from executor_svc.speculation.drafts import Drafts
 
 
@@ -28,6 +29,9 @@ class KnownDrafts:
         self._acceptance = acceptance
         self._rng = random.Random(0)
         self.num_proposed = 0
+
+    def follow(self, plan: StepPlan) -> None:
+        """As in `DraftSource`."""
 
     def admitted(self, slot: int, scope: int) -> None:
         """As in `DraftSource`."""

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from executor_svc.batch.forward_batch import build_batch
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, RowLogprobs, SampledTokens, make_result
-from executor_svc.plan.plan import InvalidPlan, Limits, SlotError, StepTimings
+from executor_svc.plan.plan import InvalidPlan, Limits, SlotError, StepPlan, StepTimings
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.speculation.drafting import Drafting
 from executor_svc.speculation.drafts import Drafts
@@ -37,6 +37,9 @@ class Fixed:
 
     def admitted(self, slot: int, scope: int) -> None:
         self.calls.append(("admitted", slot, scope))
+
+    def follow(self, step: StepPlan) -> None:
+        self.calls.append(("follow", step.step_id))
 
     def released(self, slots: np.ndarray) -> None:
         self.calls.append(("released", *slots.tolist()))
@@ -184,7 +187,7 @@ def test_the_source_hears_of_admissions_and_releases() -> None:
     slots.apply(step)
     drafting.follow(step)
     drafting.clear()
-    assert source.calls == [("admitted", 0, 5), ("released", 0), ("clear",)]
+    assert source.calls == [("follow", 1), ("admitted", 0, 5), ("released", 0), ("follow", 1), ("clear",)]
 
 
 def test_drafts_over_the_executors_limit_are_refused() -> None:

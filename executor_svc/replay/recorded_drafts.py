@@ -1,0 +1,48 @@
+"""Drafts of a replay: those that the recorded step accepted. So a step gives as many tokens as it did, whatever made
+the drafts then; those that were not accepted change nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cadenza.v1 import execution_pb2 as pb
+from executor_svc.batch.slots import Slots
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import StepPlan
+from executor_svc.speculation.drafts import Drafts
+
+
+class RecordedDrafts:
+    """Implements `DraftSource`."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, list[int]] = {}
+
+    def expect(self, result: pb.StepResult | None) -> None:
+        """Draft for the next step what this one of its results has; None: nothing."""
+        self._tokens, start = {}, 0
+        if result is None or not result.num_drafts:
+            return
+        for slot, count in zip(result.slots, result.num_tokens or [1] * len(result.slots), strict=True):
+            # The last token of a slot is sampled without a draft of it.
+            self._tokens[slot] = list(result.token_ids[start : start + count][:-1])
+            start += count
+
+    def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
+        """As in `DraftSource`."""
+        made = [self._tokens.get(slot, [])[:count] for slot, count in zip(rows.tolist(), most.tolist(), strict=True)]
+        counts = np.array([len(tokens) for tokens in made], np.int64)
+        return Drafts(counts, np.array([token for tokens in made for token in tokens], np.int64))
+
+    def follow(self, plan: StepPlan) -> None:
+        """As in `DraftSource`."""
+
+    def admitted(self, slot: int, scope: int) -> None:
+        """As in `DraftSource`."""
+
+    def released(self, slots: IntArray) -> None:
+        """As in `DraftSource`."""
+
+    def clear(self) -> None:
+        """As in `DraftSource`."""

@@ -7,6 +7,7 @@ import numpy as np
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import StepPlan
 from executor_svc.speculation.drafts import Drafts, DraftSource
 
 
@@ -35,6 +36,11 @@ class ChainedSource:
         _, places = spans(starts[without], others.counts)
         token_ids[places] = others.token_ids
         return Drafts(counts, token_ids)
+
+    def follow(self, plan: StepPlan) -> None:
+        """As in `DraftSource`."""
+        self._first.follow(plan)
+        self._second.follow(plan)
 
     def admitted(self, slot: int, scope: int) -> None:
         """As in `DraftSource`."""

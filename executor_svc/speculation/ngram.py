@@ -6,7 +6,7 @@ import numpy as np
 
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.plan import Limits, StepPlan
 from executor_svc.speculation.backlog import tokens_to_index
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.speculation.ngram_table import NgramTable
@@ -44,6 +44,9 @@ class NgramSource:
     def num_bytes(self) -> int:
         """The bytes of all tables."""
         return sum(table.num_bytes for table in self._tables if table is not None)
+
+    def follow(self, plan: StepPlan) -> None:
+        """As in `DraftSource`."""
 
     def admitted(self, slot: int, scope: int) -> None:
         """As in `DraftSource`; no sequence gets drafts from another's tokens."""

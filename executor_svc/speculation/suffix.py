@@ -11,7 +11,7 @@ import numpy as np
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.plan import Limits, StepPlan
 from executor_svc.speculation.backlog import tokens_to_index
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.speculation.shared_automata import SharedAutomata, SharedSequence
@@ -92,6 +92,9 @@ class SuffixSource:
     def num_own_bytes(self) -> int:
         """The bytes of the automata of the sequences."""
         return sum(sequence.own.num_bytes for sequence in self._sequences if sequence is not None)
+
+    def follow(self, plan: StepPlan) -> None:
+        """As in `DraftSource`."""
 
     def admitted(self, slot: int, scope: int) -> None:
         """As in `DraftSource`."""

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor_svc.plan.plan import StepPlan
 from executor_svc.speculation.backlog import tokens_to_index
 from executor_svc.speculation.chained import ChainedSource
 from executor_svc.speculation.drafts import Drafts
@@ -23,6 +24,9 @@ class Fixed:
         parts = [self._drafts[slot][:limit] for slot, limit in zip(rows.tolist(), most.tolist(), strict=True)]
         counts = np.array([len(part) for part in parts], np.int64)
         return Drafts(counts, np.array([token for part in parts for token in part], np.int64))
+
+    def follow(self, plan):
+        self.calls.append(("plan", plan.step_id))
 
     def admitted(self, slot, scope):
         self.calls.append(("admitted", slot, scope))
@@ -48,10 +52,11 @@ def test_the_second_source_drafts_where_the_first_has_none(first, second, most, 
 def test_both_sources_follow_the_slots():
     first, second = Fixed([]), Fixed([])
     chained = ChainedSource(first, second)
+    chained.follow(StepPlan(step_id=4, epoch=1))
     chained.admitted(3, 9)
     chained.released(np.array([3, 4]))
     chained.clear()
-    assert first.calls == second.calls == [("admitted", 3, 9), ("released", 3, 4), ("clear",)]
+    assert first.calls == second.calls == [("plan", 4), ("admitted", 3, 9), ("released", 3, 4), ("clear",)]
 
 
 def test_n_grams_after_suffixes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 
@@ -143,3 +144,25 @@ def ngram_drafts(text: Sequence[int], most: int, min_match: int, max_match: int,
                     longer.append(longer[end + i])
                 return longer[len(text) :]
     return []
+
+
+def random_text(rng: random.Random, size: int, vocab: int = 50_000) -> list[int]:
+    """Return random tokens."""
+    return [rng.randrange(vocab) for _ in range(size)]
+
+
+def produce(driver: Driver, slot: int, prompt: list[int], output: list[int], scope: int) -> None:
+    """Run a sequence from admission to release, ten tokens a step."""
+    driver.admit(slot, prompt, scope)
+    for start in range(0, len(output), 10):
+        driver.append(slot, output[start : start + 10])
+        driver.drafts([slot])
+    driver.release(slot)
+
+
+def drafts_after(driver: Driver, prompt: list[int], scope: int) -> list[int]:
+    """Return the drafts of the first outputs of a new sequence."""
+    driver.admit(0, prompt, scope)
+    (drafts,) = driver.drafts([0])
+    driver.release(0)
+    return drafts

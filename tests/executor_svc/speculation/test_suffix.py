@@ -1,16 +1,22 @@
-"""Drafts by frequency against occurrences counted in all texts; scopes; the bound in bytes."""
+"""Drafts by frequency against occurrences counted in all texts; scopes."""
 
 import random
-import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor_svc.speculation.shared_automata import SMALLEST_MAX_BYTES
 from executor_svc.speculation.suffix import SuffixSource
-from tests.executor_svc.speculation.draft_model import Corpus, Driver, continued, limits
+from tests.executor_svc.speculation.draft_model import (
+    Corpus,
+    Driver,
+    continued,
+    drafts_after,
+    limits,
+    produce,
+    random_text,
+)
 
 CONTEXT = 16
 NUM_SLOTS = 4
@@ -164,27 +170,6 @@ def test_scopes_do_not_see_each_other(steps):
         assert play(alone, driver_of()) == expected
 
 
-def random_text(rng, size, vocab=50_000):
-    return [rng.randrange(vocab) for _ in range(size)]
-
-
-def produce(driver, slot, prompt, output, scope):
-    """Run a sequence from admission to release, ten tokens a step."""
-    driver.admit(slot, prompt, scope)
-    for start in range(0, len(output), 10):
-        driver.append(slot, output[start : start + 10])
-        driver.drafts([slot])
-    driver.release(slot)
-
-
-def drafts_after(driver, prompt, scope):
-    """Return the drafts of the first outputs of a new sequence."""
-    driver.admit(0, prompt, scope)
-    (drafts,) = driver.drafts([0])
-    driver.release(0)
-    return drafts
-
-
 def test_outputs_are_drafts_for_others_of_their_scope_only():
     driver = driver_of()
     produce(driver, 1, [1, 2, 3, 4, 5], [11, 12, 13, 14, 15, 16], 7)
@@ -231,88 +216,6 @@ def test_short_matches_and_improbable_followers_are_not_drafted():
     # 10 follows 4 times of 23, and behind it each token once of 4 times.
     driver.admit(3, [1, 2, 3, 10, 90, 1, 2, 3, 10, 91, 1, 2, 3, 10, 92, *often, 1, 2, 3])
     assert driver.drafts([2, 3]) == [[], [10]]
-
-
-@pytest.mark.parametrize("num_scopes", [1, 3, 400])
-def test_the_bound_in_bytes_holds(num_scopes):
-    rng = random.Random(num_scopes)
-    driver = driver_of(max_bytes=SMALLEST_MAX_BYTES)
-    source = driver.source
-    largest = 0
-    for number in range(400):
-        scope = 1 + number % num_scopes
-        prompt, output = random_text(rng, 20), random_text(rng, 150)
-        driver.admit(0, prompt, scope)
-        for start in range(0, len(output), 30):
-            driver.append(0, output[start : start + 30])
-            driver.drafts([0])
-            largest = max(largest, source.num_shared_bytes)
-        driver.release(0)
-        # The newest output is kept.
-        assert drafts_after(driver, [*prompt, *output[:70]], scope) == output[70:75]
-    assert SMALLEST_MAX_BYTES / 3 < largest <= SMALLEST_MAX_BYTES
-
-
-@pytest.mark.parametrize("num_scopes", [1, 300])
-def test_shared_bytes_are_those_that_python_allocates(num_scopes):
-    rng = random.Random(1)
-    driver = driver_of(max_bytes=SMALLEST_MAX_BYTES)
-    largest = 0
-    driver.drafts([0])
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    for number in range(500):
-        produce(driver, 0, random_text(rng, 20), random_text(rng, 60), 1 + number % num_scopes)
-        held = tracemalloc.get_traced_memory()[0] - before
-        largest = max(largest, held)
-        if held > SMALLEST_MAX_BYTES // 4:
-            assert driver.source.num_shared_bytes == pytest.approx(held, rel=0.1)
-    tracemalloc.stop()
-    assert SMALLEST_MAX_BYTES / 3 < largest <= SMALLEST_MAX_BYTES
-
-
-def test_the_scope_used_least_recently_is_dropped():
-    rng = random.Random(8)
-    driver = driver_of(max_bytes=SMALLEST_MAX_BYTES)
-    texts = {scope: (random_text(rng, 20), random_text(rng, 200)) for scope in (1, 2)}
-    for scope, (prompt, output) in texts.items():
-        produce(driver, 0, prompt, output, scope)
-    for number in range(120):
-        produce(driver, 1, random_text(rng, 20), random_text(rng, 200), 100 + number)
-        # Scope 1 is in use.
-        assert drafts_after(driver, texts[1][0], 1) == texts[1][1][:5]
-    prompt, output = texts[2]
-    assert drafts_after(driver, prompt, 2) == []
-
-
-def test_the_oldest_sequences_of_a_scope_are_dropped():
-    rng = random.Random(9)
-    driver = driver_of(max_bytes=SMALLEST_MAX_BYTES)
-    texts = [(random_text(rng, 20), random_text(rng, 200)) for _ in range(120)]
-    for prompt, output in texts:
-        produce(driver, 0, prompt, output, 1)
-    known = [drafts_after(driver, prompt, 1) == output[:5] for prompt, output in texts]
-    assert known == sorted(known)
-    assert 20 < sum(known) < 110
-
-
-def test_a_sequence_goes_on_after_its_automaton_was_dropped():
-    rng = random.Random(10)
-    driver = driver_of(max_bytes=SMALLEST_MAX_BYTES)
-    phrase = random_text(rng, 40)
-    driver.admit(0, phrase[:10], 1)
-    driver.admit(1, random_text(rng, 5), 2)
-    for number in range(150):
-        # One scope fills the memory; the other one has had its turn before it, in each step.
-        driver.append(0, phrase[10 + number : 11 + number])
-        driver.append(1, random_text(rng, 3))
-        driver.drafts([0, 1])
-        produce(driver, 2, random_text(rng, 5), random_text(rng, 200), 3 + number % 7)
-    assert driver.source.num_shared_bytes <= SMALLEST_MAX_BYTES
-    driver.append(0, [1, 2, 3])
-    driver.append(1, [1, 2, 3])
-    driver.drafts([0, 1])
-    assert drafts_after(driver, [7, 1, 2], 1) == [3]
 
 
 def test_long_prompts_are_indexed_over_several_steps():

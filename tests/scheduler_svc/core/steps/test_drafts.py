@@ -100,9 +100,15 @@ def decoding(**changes: Any) -> Bench:
 
 @pytest.mark.parametrize(
     ("changes", "most"),
-    [({}, 4), ({"max_num_seqs": 8}, 1), ({"max_num_seqs": 5}, 0), ({"max_num_batched_tokens": 16, "max_num_seqs": 16}, 4),
-     ({"max_num_batched_tokens": 15, "max_num_seqs": 15}, 4), ({"max_num_batched_tokens": 14, "max_num_seqs": 14}, 3)],
-)  # fmt: skip
+    [
+        ({}, 4),
+        ({"max_num_seqs": 8}, 1),
+        ({"max_num_seqs": 5}, 0),
+        ({"max_num_batched_tokens": 16, "max_num_seqs": 16}, 4),
+        ({"max_num_batched_tokens": 15, "max_num_seqs": 15}, 4),
+        ({"max_num_batched_tokens": 14, "max_num_seqs": 14}, 3),
+    ],
+)
 def test_drafts_share_what_a_step_leaves_over(changes: dict[str, int], most: int) -> None:
     plan = decoding(**changes).plan()
     assert plan is not None

@@ -49,6 +49,8 @@ class ServerLoad:
     num_fragmented_slots: int
     num_cached_host_blocks: int
     num_prefix_host_hits: int
+    num_drafts: int  # of speculative decoding, checked since start
+    num_accepted_drafts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,9 @@ class ExecutorInfo:
     num_output_tokens: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_drafts: int = 0  # of speculative decoding, checked there
+    num_accepted_drafts: int = 0
+    max_drafts: int = 0  # of a sequence, in its newest step with a result in which sequences decoded
 
     @property
     def state(self) -> str:

@@ -75,6 +75,8 @@ def _record(record: StepRecord) -> pb.StepRecord:
         num_tokens=record.num_tokens,
         context_lens=record.context_lens,
         num_sampled=record.num_sampled,
+        num_drafts=record.num_drafts,
+        num_accepted_drafts=record.num_accepted_drafts,
         left=[pb.SequenceLeft(sequence_id=sequence_id, num_output_tokens=count) for sequence_id, count in record.left],
         preempted_ids=record.preempted_ids,
         swapped_out_ids=record.swapped_out_ids,

@@ -186,6 +186,8 @@ def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
         num_shared_block_refs=value.num_shared_block_refs,
         num_cached_host_blocks=value.num_cached_host_blocks,
         num_prefix_host_hits=value.num_prefix_host_hits,
+        num_drafts=value.num_drafts,
+        num_accepted_drafts=value.num_accepted_drafts,
     )
 
 
@@ -232,6 +234,9 @@ def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
         num_output_tokens=load.num_output_tokens,
         num_prefix_queries=load.num_prefix_queries,
         num_prefix_hits=load.num_prefix_hits,
+        num_drafts=load.num_drafts,
+        num_accepted_drafts=load.num_accepted_drafts,
+        max_drafts=state.max_drafts,
     )
 
 

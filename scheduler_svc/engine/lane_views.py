@@ -30,6 +30,8 @@ def current_load(core: Scheduler) -> Load:
         num_prefix_queries=counts.prefixes.num_queried,
         num_prefix_hits=counts.prefixes.num_hits,
         num_prefix_host_hits=counts.prefixes.num_host_hits,
+        num_drafts=counts.drafts.num_drafts,
+        num_accepted_drafts=counts.drafts.num_accepted,
     )
 
 
@@ -59,6 +61,8 @@ def lane_load(core: Scheduler, lane: Lane) -> Load:
         num_shared_block_refs=blocks.num_shared_refs,
         num_cached_host_blocks=blocks.host_pool.num_idle,
         num_prefix_host_hits=counts.prefixes.num_host_hits,
+        num_drafts=counts.drafts.num_drafts,
+        num_accepted_drafts=counts.drafts.num_accepted,
     )
 
 

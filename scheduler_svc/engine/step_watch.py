@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
+from collections.abc import Sequence as Ids
 from functools import partial
 
 from scheduler_svc.core.lanes.lane import Lane
@@ -130,8 +131,8 @@ class StepRecorder:
         load: Load,
         now: float,
     ) -> StepRecord:
-        counts = result.num_tokens or [1] * len(result.slots)
-        sampled: dict[int | None, int] = dict(zip(result.slots, counts, strict=True))
+        sampled = _by_slot(result.slots, result.num_tokens or [1] * len(result.slots))
+        drafts, accepted = _by_slot(result.slots, result.num_drafts), _by_slot(result.slots, result.num_accepted)
         chunks = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
         return StepRecord(
             step_id=step.plan.step_id,
@@ -147,6 +148,10 @@ class StepRecorder:
             num_tokens=[chunks.get(sequence, 1) for sequence in contexts],
             context_lens=list(contexts.values()),
             num_sampled=[sampled.get(sequence.last_slot, 0) for sequence in contexts],
+            num_drafts=[drafts.get(sequence.last_slot, 0) for sequence in contexts] if any(drafts.values()) else (),
+            num_accepted_drafts=(
+                [accepted.get(sequence.last_slot, 0) for sequence in contexts] if any(drafts.values()) else ()
+            ),
             left=self._left,
             preempted_ids=[sequence.sequence_id for sequence in step.preempted],
             swapped_out_ids=[sequence.sequence_id for sequence in step.swapped_out],
@@ -155,6 +160,11 @@ class StepRecorder:
             load=load,
             block_changes=_block_changes(step),
         )
+
+
+def _by_slot(slots: Ids[int], counts: Ids[int]) -> dict[int | None, int]:
+    """Counts by slot; none if there are no counts. A sequence that has never run has no slot, and so no count."""
+    return dict(zip(slots, counts, strict=True)) if counts else {}
 
 
 def _block_changes(step: PlannedStep) -> list[tuple[int, tuple[int, ...], bool]]:

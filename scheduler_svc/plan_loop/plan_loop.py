@@ -133,6 +133,7 @@ class PlanLoop:
             stalled_step_id=stall.step_id if stall is not None else 0,
             stalled_s=self._clock.monotonic() - stall.since if stall is not None else 0.0,
             load=load,
+            max_drafts=min(lane.counts.drafts.most, lane.spec.max_drafts) if lane is not None else 0,
         )
 
     def wake(self) -> None:

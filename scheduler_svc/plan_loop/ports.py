@@ -242,6 +242,8 @@ class Load:
     num_shared_block_refs: int = 0
     num_cached_host_blocks: int = 0
     num_prefix_host_hits: int = 0
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,9 @@ class StepRecord:
     num_tokens: Sequence[int] = ()
     context_lens: Sequence[int] = ()
     num_sampled: Sequence[int] = ()
+    num_drafts: Sequence[int] = ()
+    """[n] as num_accepted_drafts; empty: nobody had drafts."""
+    num_accepted_drafts: Sequence[int] = ()
     left: Sequence[tuple[int, int]] = ()
     """(sequence_id, num_output_tokens)."""
     preempted_ids: Sequence[int] = ()
@@ -292,6 +297,7 @@ class ExecutorState:
     stalled_s: float
     load: Load
     """Of this executor alone; `num_waiting` counts the requests that wait for it."""
+    max_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

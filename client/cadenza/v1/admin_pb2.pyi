@@ -95,6 +95,8 @@ class StepRecord(_message.Message):
     SWAPPED_OUT_IDS_FIELD_NUMBER: _builtins.int
     SWAPPED_IN_IDS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_NS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     executor_index: _builtins.int
@@ -119,7 +121,7 @@ class StepRecord(_message.Message):
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens computed for each; [n]."""
+        """Tokens computed for each, without drafts; [n]."""
 
     @_builtins.property
     def context_lens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -159,6 +161,14 @@ class StepRecord(_message.Message):
         first_token_ns of RequestStats.
         """
 
+    @_builtins.property
+    def num_drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Drafts of each that were checked, computed beside num_tokens; [n]; empty: nobody had drafts."""
+
+    @_builtins.property
+    def num_accepted_drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Drafts of each that were accepted; [n] as num_drafts. num_sampled counts their tokens too."""
+
     def __init__(
         self,
         *,
@@ -180,10 +190,12 @@ class StepRecord(_message.Message):
         swapped_out_ids: _abc.Iterable[_builtins.int] | None = ...,
         swapped_in_ids: _abc.Iterable[_builtins.int] | None = ...,
         first_token_ns: _abc.Iterable[_builtins.int] | None = ...,
+        num_drafts: _abc.Iterable[_builtins.int] | None = ...,
+        num_accepted_drafts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_ns", b"applied_ns", "block_changes", b"block_changes", "context_lens", b"context_lens", "executor_index", b"executor_index", "first_token_ns", b"first_token_ns", "joined", b"joined", "left", b"left", "load", b"load", "num_sampled", b"num_sampled", "num_tokens", b"num_tokens", "planned_ns", b"planned_ns", "preempted_ids", b"preempted_ids", "sequence_ids", b"sequence_ids", "status", b"status", "step_id", b"step_id", "swapped_in_ids", b"swapped_in_ids", "swapped_out_ids", b"swapped_out_ids", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_ns", b"applied_ns", "block_changes", b"block_changes", "context_lens", b"context_lens", "executor_index", b"executor_index", "first_token_ns", b"first_token_ns", "joined", b"joined", "left", b"left", "load", b"load", "num_accepted_drafts", b"num_accepted_drafts", "num_drafts", b"num_drafts", "num_sampled", b"num_sampled", "num_tokens", b"num_tokens", "planned_ns", b"planned_ns", "preempted_ids", b"preempted_ids", "sequence_ids", b"sequence_ids", "status", b"status", "step_id", b"step_id", "swapped_in_ids", b"swapped_in_ids", "swapped_out_ids", b"swapped_out_ids", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

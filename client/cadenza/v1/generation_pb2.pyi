@@ -931,6 +931,8 @@ class SchedulerLoad(_message.Message):
     NUM_SHARED_BLOCK_REFS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_HOST_HITS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     """Sequence groups in the waiting queue."""
     num_running: _builtins.int
@@ -977,6 +979,10 @@ class SchedulerLoad(_message.Message):
     """Free host blocks that are still cached."""
     num_prefix_host_hits: _builtins.int
     """Of num_prefix_hits, tokens found in the host pool."""
+    num_drafts: _builtins.int
+    """Drafts of speculative decoding that were checked since start."""
+    num_accepted_drafts: _builtins.int
+    """Of these, accepted."""
     def __init__(
         self,
         *,
@@ -1002,10 +1008,12 @@ class SchedulerLoad(_message.Message):
         num_shared_block_refs: _builtins.int = ...,
         num_cached_host_blocks: _builtins.int = ...,
         num_prefix_host_hits: _builtins.int = ...,
+        num_drafts: _builtins.int = ...,
+        num_accepted_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_device_blocks", b"num_cached_device_blocks", "num_cached_host_blocks", b"num_cached_host_blocks", "num_client_tasks", b"num_client_tasks", "num_device_blocks", b"num_device_blocks", "num_fragmented_slots", b"num_fragmented_slots", "num_host_blocks", b"num_host_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prefix_hits", b"num_prefix_hits", "num_prefix_host_hits", b"num_prefix_host_hits", "num_prefix_queries", b"num_prefix_queries", "num_reserved_slots", b"num_reserved_slots", "num_running", b"num_running", "num_shared_block_refs", b"num_shared_block_refs", "num_steps", b"num_steps", "num_stored_tokens", b"num_stored_tokens", "num_swapped", b"num_swapped", "num_unused_slots", b"num_unused_slots", "num_used_device_blocks", b"num_used_device_blocks", "num_used_host_blocks", b"num_used_host_blocks", "num_used_slots", b"num_used_slots", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_drafts", b"num_accepted_drafts", "num_cached_device_blocks", b"num_cached_device_blocks", "num_cached_host_blocks", b"num_cached_host_blocks", "num_client_tasks", b"num_client_tasks", "num_device_blocks", b"num_device_blocks", "num_drafts", b"num_drafts", "num_fragmented_slots", b"num_fragmented_slots", "num_host_blocks", b"num_host_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prefix_hits", b"num_prefix_hits", "num_prefix_host_hits", b"num_prefix_host_hits", "num_prefix_queries", b"num_prefix_queries", "num_reserved_slots", b"num_reserved_slots", "num_running", b"num_running", "num_shared_block_refs", b"num_shared_block_refs", "num_steps", b"num_steps", "num_stored_tokens", b"num_stored_tokens", "num_swapped", b"num_swapped", "num_unused_slots", b"num_unused_slots", "num_used_device_blocks", b"num_used_device_blocks", "num_used_host_blocks", b"num_used_host_blocks", "num_used_slots", b"num_used_slots", "num_waiting", b"num_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1042,6 +1050,9 @@ class ExecutorInfo(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_QUERIES_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_HITS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
+    MAX_DRAFTS_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     """Its address."""
     connected: _builtins.bool
@@ -1094,6 +1105,12 @@ class ExecutorInfo(_message.Message):
     """Prompt tokens looked up in its prefix cache since the service started."""
     num_prefix_hits: _builtins.int
     """Of these, found."""
+    num_drafts: _builtins.int
+    """Drafts of speculative decoding that it checked since the service started."""
+    num_accepted_drafts: _builtins.int
+    """Of these, accepted."""
+    max_drafts: _builtins.int
+    """The most drafts of a sequence in its newest step with a result in which sequences decoded; 0: none."""
     def __init__(
         self,
         *,
@@ -1122,10 +1139,13 @@ class ExecutorInfo(_message.Message):
         num_output_tokens: _builtins.int = ...,
         num_prefix_queries: _builtins.int = ...,
         num_prefix_hits: _builtins.int = ...,
+        num_drafts: _builtins.int = ...,
+        num_accepted_drafts: _builtins.int = ...,
+        max_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "draining", b"draining", "epoch", b"epoch", "incarnation", b"incarnation", "index", b"index", "last_step_id", b"last_step_id", "max_num_seqs", b"max_num_seqs", "num_cached_device_blocks", b"num_cached_device_blocks", "num_device_blocks", b"num_device_blocks", "num_inflight_plans", b"num_inflight_plans", "num_output_tokens", b"num_output_tokens", "num_prefix_hits", b"num_prefix_hits", "num_prefix_queries", b"num_prefix_queries", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_used_device_blocks", b"num_used_device_blocks", "num_waiting", b"num_waiting", "refusal", b"refusal", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "draining", b"draining", "epoch", b"epoch", "incarnation", b"incarnation", "index", b"index", "last_step_id", b"last_step_id", "max_drafts", b"max_drafts", "max_num_seqs", b"max_num_seqs", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_device_blocks", b"num_cached_device_blocks", "num_device_blocks", b"num_device_blocks", "num_drafts", b"num_drafts", "num_inflight_plans", b"num_inflight_plans", "num_output_tokens", b"num_output_tokens", "num_prefix_hits", b"num_prefix_hits", "num_prefix_queries", b"num_prefix_queries", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_used_device_blocks", b"num_used_device_blocks", "num_waiting", b"num_waiting", "refusal", b"refusal", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,8 @@ class DraftCounts:
 
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    most: int = 0
+    """The most drafts of a sequence in the newest step with a result and a decode batch: no count, and not added."""
 
     def add(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add a step's counts, or another executor's; both of one length."""
@@ -26,7 +28,17 @@ class DraftCounts:
 
     def copied(self) -> DraftCounts:
         """The same counts, which do not change any more."""
-        return DraftCounts(self.drafted.copy(), self.accepted.copy())
+        return DraftCounts(self.drafted.copy(), self.accepted.copy(), self.most)
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts at all positions."""
+        return sum(self.drafted)
+
+    @property
+    def num_accepted(self) -> int:
+        """Those of them that were accepted."""
+        return sum(self.accepted)
 
 
 @dataclass(slots=True)

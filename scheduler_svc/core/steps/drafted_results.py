@@ -65,6 +65,7 @@ def observe_drafts(lane: Lane, step: PlannedStep, result: StepResult) -> None:
     drafted_at = [sum(count > index for count in drafts) for index in range(most)]
     accepted_at = [sum(count > index for count in accepted) for index in range(most)]
     lane.counts.drafts.add(drafted_at, accepted_at)
+    lane.counts.drafts.most = most
     lane.draft_control.observe(
         DraftedStep(
             num_decodes=num_decodes,

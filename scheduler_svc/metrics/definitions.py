@@ -36,6 +36,16 @@ VLLM_DEFINITIONS = (
     *_vllm("counter", "tokens", "prompt_tokens_cached_total", "Those that came from the prefix cache."),
     *_vllm("counter", "tokens", "generation_tokens_total", "Output tokens."),
     *_vllm(
+        "counter", "sequences", "spec_decode_num_drafts_total",
+        "Speculative decoding: sequences that had drafts, one for each step.",
+    ),
+    *_vllm("counter", "tokens", "spec_decode_num_draft_tokens_total", "Drafts that were checked."),
+    *_vllm("counter", "tokens", "spec_decode_num_accepted_tokens_total", "Drafts that were accepted."),
+    *_vllm(
+        "counter", "tokens", "spec_decode_num_accepted_tokens_per_pos_total",
+        "Those by position: 0 is the first draft of a sequence in a step.", ("position",),
+    ),
+    *_vllm(
         "counter", "requests", "request_success_total",
         "Requests that ended; stop: EOS, stop token or stop string; length; abort: by the client or a deadline; error.",
         ("finished_reason",),
@@ -44,13 +54,16 @@ VLLM_DEFINITIONS = (
         "counter", "requests", "admission_rejections_total",
         "Requests refused because a limit was reached. max_num_queued_reqs is --max-queued-requests.", ("reason",),
     ),
-    *_vllm("histogram", "tokens", "iteration_tokens_total", "Tokens that a step computed. It is a histogram."),
+    *_vllm(
+        "histogram", "tokens", "iteration_tokens_total",
+        "Tokens that a step computed, drafts included. It is a histogram.",
+    ),
     *_vllm("histogram", "tokens", "request_prompt_tokens", "Prompt tokens of requests that ended."),
     *_vllm("histogram", "tokens", "request_generation_tokens", "Output tokens of requests that ended."),
     *_vllm("histogram", "seconds", "time_to_first_token_seconds", "From the arrival of a request to its first token."),
     *_vllm(
         "histogram", "seconds", "inter_token_latency_seconds time_per_output_token_seconds",
-        "Between two tokens of a sequence, one value for each token; without beams.",
+        "Between two tokens of a sequence, one value for each token; without beams. Tokens of one step share its time.",
     ),
     *_vllm(
         "histogram", "seconds", "request_time_per_output_token_seconds",
@@ -139,6 +152,31 @@ LANE_DEFINITIONS = (
     Definition(
         "cadenza_lane_prefix_hit_tokens_total", "counter", "tokens", "Tokens found, by tier.", ("executor", "tier")
     ),
+    Definition(
+        "cadenza_lane_max_drafts", "gauge", "drafts",
+        "The most drafts of a sequence in the newest step with a decode batch; 0: none.", _LANE,
+    ),
+    Definition(
+        "cadenza_lane_drafts_total", "counter", "drafts", "Drafts checked, by position; 0: the first in a step.",
+        ("executor", "position"),
+    ),
+    Definition(
+        "cadenza_lane_accepted_drafts_total", "counter", "drafts", "Those that were accepted.",
+        ("executor", "position"),
+    ),
+    Definition(
+        "cadenza_lane_decodes_total", "counter", "sequences",
+        "Sequences of the decode batch that got tokens, one for each step.", _LANE,
+    ),
+    Definition("cadenza_lane_decoded_tokens_total", "counter", "tokens", "Tokens that they got.", _LANE),
+    Definition(
+        "cadenza_lane_drafting_seconds_total", "counter", "seconds",
+        "Time of steps with drafts that can be compared with steps without: see below.", _LANE,
+    ),
+    Definition(
+        "cadenza_lane_without_drafts_seconds_total", "counter", "seconds",
+        "Time that steps without drafts take for the same tokens: see below.", _LANE,
+    ),
     Definition("cadenza_lane_step_seconds", "histogram", "seconds", "Time of a step on the executor.", _LANE),
     Definition(
         "cadenza_lane_host_gap_seconds", "histogram", "seconds",
@@ -146,9 +184,11 @@ LANE_DEFINITIONS = (
     ),
     Definition(
         "cadenza_lane_inter_token_latency_seconds", "histogram", "seconds",
-        "ITL: between two tokens of a sequence; without beams.", _LANE,
+        "ITL: between two tokens of a sequence; without beams. With drafts, tokens of one step share its time.", _LANE,
     ),
-    Definition("cadenza_lane_step_tokens", "histogram", "tokens", "Tokens that a step computed.", _LANE),
+    Definition(
+        "cadenza_lane_step_tokens", "histogram", "tokens", "Tokens that a step computed, drafts included.", _LANE
+    ),
     Definition("cadenza_lane_step_sequences", "histogram", "sequences", "Sequences in a step.", _LANE),
     Definition("cadenza_lane_plan_bytes", "histogram", "bytes", "Size of a plan on the wire.", _LANE),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from cadenza.metrics.common import add_listener, add_loop_lag
 from cadenza.metrics.families import Scrape
 from cadenza.metrics.histogram import Histogram, sum_of
+from scheduler_svc.core.lanes.lane_counts import DraftCounts
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.metrics import buckets
 from scheduler_svc.metrics.definitions import DEFINITIONS
@@ -96,6 +97,7 @@ def _add_vllm(result: Scrape, snapshot: Snapshot) -> None:
     for tenant in snapshot.tenant_loads:
         for limit, count in tenant.rejections.items():
             rejections[_VLLM_LIMITS.get(limit, limit)] += count
+    _add_vllm_drafts(add, [lane.counts.drafts for lane in snapshot.lanes])
     for reason, count in ends.items():
         add("request_success_total", count, reason)
     for limit, count in rejections.items():
@@ -107,6 +109,18 @@ def _add_vllm(result: Scrape, snapshot: Snapshot) -> None:
         caching = str(snapshot.service.prefix_caching)
         numbers = (model.block_size, load.num_device_blocks, load.num_host_blocks)
         result.add("vllm:cache_config_info", 1, _ENGINE, *map(str, numbers), caching)
+
+
+def _add_vllm_drafts(add: Callable[..., None], lanes: Iterable[DraftCounts]) -> None:
+    """What vLLM calls a draft is the drafts of one sequence in one step."""
+    drafts = DraftCounts()
+    for each in lanes:
+        drafts.add(each.drafted, each.accepted)
+    add("spec_decode_num_drafts_total", drafts.drafted[0] if drafts.drafted else 0)
+    add("spec_decode_num_draft_tokens_total", drafts.num_drafts)
+    add("spec_decode_num_accepted_tokens_total", drafts.num_accepted)
+    for position, count in enumerate(drafts.accepted):
+        add("spec_decode_num_accepted_tokens_per_pos_total", count, str(position))
 
 
 def _add_vllm_histograms(result: Scrape, snapshot: Snapshot, engine: tuple[str, str]) -> None:
@@ -187,6 +201,7 @@ def _add_state(result: Scrape, state: ExecutorState) -> None:
     result.add("cadenza_lane_serving", _is_serving(state), target)
     result.add("cadenza_lane_stalled_seconds", state.stalled_s, target)
     result.add("cadenza_lane_inflight_plans", state.num_inflight_plans, target)
+    result.add("cadenza_lane_max_drafts", state.max_drafts, target)
     counts = {"waiting": load.num_waiting, "running": load.num_running, "swapped": load.num_swapped}
     for name, count in counts.items():
         result.add("cadenza_lane_requests", count, target, name)
@@ -217,6 +232,15 @@ def _add_lane(result: Scrape, target: str, lane: LaneNumbers) -> None:
     add("prefix_queried_tokens", prefixes.num_queried)
     add("prefix_hit_tokens", prefixes.num_hits - prefixes.num_host_hits, "device")
     add("prefix_hit_tokens", prefixes.num_host_hits, "host")
+    for position, (num_drafted, num_accepted) in enumerate(
+        zip(counts.drafts.drafted, counts.drafts.accepted, strict=True)
+    ):
+        add("drafts", num_drafted, str(position))
+        add("accepted_drafts", num_accepted, str(position))
+    add("decodes", lane.num_decodes)
+    add("decoded_tokens", lane.num_decoded_tokens)
+    add("drafting_seconds", lane.draft_gain.seconds)
+    add("without_drafts_seconds", lane.draft_gain.seconds_without)
     result.add_histogram("cadenza_lane_step_seconds", lane.step_s, target)
     result.add_histogram("cadenza_lane_host_gap_seconds", lane.gap_s, target)
     result.add_histogram("cadenza_lane_inter_token_latency_seconds", lane.token_s, target)

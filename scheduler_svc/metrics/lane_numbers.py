@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import copy
 
 from cadenza.metrics.histogram import Histogram
@@ -11,6 +12,7 @@ from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import FinishDetail, SequenceState, StepResult
 from scheduler_svc.metrics import buckets
+from scheduler_svc.metrics.draft_gain import DraftGain
 
 _WITHOUT_TOKEN = frozenset(
     {
@@ -33,6 +35,11 @@ class LaneNumbers:
         self.num_prompt_tokens = 0
         """Prompt tokens computed, recomputed ones included."""
         self.num_sessions_ended = 0
+        self.num_decodes = 0
+        """Sequences of the decode batch that got tokens, one for each step."""
+        self.num_decoded_tokens = 0
+        """Tokens that they got: as many without drafts, up to one more than the drafts with them."""
+        self.draft_gain = DraftGain()
         self.step_s = Histogram(buckets.STEP_S)
         self.gap_s = Histogram(buckets.GAP_S)
         self.token_s = Histogram(buckets.TOKEN_S)
@@ -49,10 +56,12 @@ class LaneNumbers:
         """A step's result was applied.
 
         All sequences that decode got their last token with the last result, so a step adds one interval for all of
-        them. `stalled` has the time of the last token of the others, which computed something else in between.
+        them; the tokens that drafts gave one of them share it. `stalled` has the time of the last token of the others,
+        which computed something else in between.
         """
         interval_s, self.last_result_at = now - self.last_result_at, now
-        num_decoded, num_tokens = len(outputs.sequences), len(step.decode_slots)
+        num_drafts = sum(result.num_drafts)
+        num_decoded, num_tokens = len(outputs.sequences), len(step.decode_slots) + num_drafts
         for chunk in step.chunks:
             num_tokens += chunk.num_tokens
             left = chunk.sequence.num_prompt_tokens - chunk.context_len
@@ -61,16 +70,34 @@ class LaneNumbers:
             if chunk.samples and not chunk.sequence.is_beam:
                 num_decoded -= self._took_token(chunk.sequence, now, now - interval_s, stalled)
         if num_decoded > 0:
-            self.token_s.observe(interval_s, num_decoded)
+            self._observe_decoded(result, outputs, num_decoded, interval_s)
         if stalled:
             # Preempted while this step ran: their last token came now.
             stalled.update((sequence, now) for sequence in outputs.sequences if sequence in stalled)
         step_s = result.total_ns / 1e9
+        if step.decode_slots and not step.chunks:
+            seconds = (result.total_ns - result.moves_ns) / 1e9
+            self.draft_gain.observe(len(step.decode_slots), num_drafts, max(0, num_decoded), seconds)
         self.step_s.observe(step_s)
         if self.had_work:
             self.gap_s.observe(max(0.0, interval_s - step_s))
         self.step_tokens.observe(num_tokens)
         self.step_sequences.observe(len(step.decode_slots) + len(step.chunks))
+
+    def _observe_decoded(self, result: StepResult, outputs: StepOutputs, num_decoded: int, interval_s: float) -> None:
+        """Sequences of the decode batch got tokens: c tokens of one step count as c intervals of a c-th each."""
+        self.num_decoded_tokens += num_decoded
+        if not any(result.num_accepted):
+            self.num_decodes += num_decoded
+            self.token_s.observe(interval_s, num_decoded)
+            return
+        by_count = Counter(Counter(outputs.sequences).values())
+        # The rest got its one token outside the decode batch.
+        by_count[1] -= len(outputs.sequences) - num_decoded
+        for count, num_sequences in by_count.items():
+            if num_sequences > 0:
+                self.num_decodes += num_sequences
+                self.token_s.observe(interval_s / count, count * num_sequences)
 
     def _took_token(self, sequence: Sequence, now: float, before: float, stalled: dict[Sequence, float]) -> bool:
         """Whether a sequence outside the decode batch has a new token; one that failed or was aborted has none.
@@ -90,7 +117,7 @@ class LaneNumbers:
     def copied(self) -> LaneNumbers:
         """The same numbers, which do not change any more."""
         result = copy(self)
-        result.counts = self.counts.copied()
+        result.counts, result.draft_gain = self.counts.copied(), self.draft_gain.copied()
         result.step_s, result.gap_s, result.token_s = self.step_s.copy(), self.gap_s.copy(), self.token_s.copy()
         result.step_tokens, result.step_sequences = self.step_tokens.copy(), self.step_sequences.copy()
         return result
@@ -100,6 +127,9 @@ class LaneNumbers:
         self.counts.add(other.counts)
         self.num_prompt_tokens += other.num_prompt_tokens
         self.num_sessions_ended += other.num_sessions_ended
+        self.num_decodes += other.num_decodes
+        self.num_decoded_tokens += other.num_decoded_tokens
+        self.draft_gain.add(other.draft_gain)
         for mine, its in zip(self._histograms(), other._histograms(), strict=True):
             mine.add(its)
 

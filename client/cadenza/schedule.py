@@ -20,7 +20,12 @@ class Cell(IntEnum):
     IDLE = 2  # in the batch, but not computed in this step
     UNUSED = 3  # computed after its end, because the step was planned before the end was known; dropped
     DECODE = 4
-    PREFILL = 5  # prompt tokens, or recompute after preemption
+    SEVERAL = 5  # decode with accepted drafts: several tokens in one step
+    PREFILL = 6  # prompt tokens, or recompute after preemption
+
+
+_DECODED = (Cell.DECODE, Cell.SEVERAL)
+_COMPUTED = (*_DECODED, Cell.PREFILL)
 
 
 @dataclass(slots=True)
@@ -60,6 +65,9 @@ class ScheduleStats:
     num_blocks: int
     waste: float  # share of slots in held blocks without a token: internal fragmentation
     num_static_steps: int  # steps that static batches of the same sequences would have taken
+    num_drafts: int = 0  # of speculative decoding, that were checked
+    num_accepted_drafts: int = 0
+    tokens_per_step: float = 0.0  # that a decoding sequence got, unless it was dropped
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -122,6 +130,9 @@ def summarize(records: Sequence[admin_pb2.StepRecord], *, block_size: int, batch
         num_blocks=max((record.load.num_blocks for record in steps), default=0),
         waste=max(0.0, 1.0 - stored / held) if held else 0.0,
         num_static_steps=_static_steps(schedule, batch_size),
+        num_drafts=sum(map(sum, (record.num_drafts for record in steps))),
+        num_accepted_drafts=sum(map(sum, (record.num_accepted_drafts for record in steps))),
+        tokens_per_step=_tokens_per_step(schedule, steps),
     )
 
 
@@ -158,11 +169,24 @@ def _cell(row: Row, record: admin_pb2.StepRecord) -> Cell | None:
         if sequence_id == row.sequence_id and record.num_tokens[index]:
             if record.context_lens[index] < row.num_prompt_tokens or record.num_tokens[index] > 1:
                 return Cell.PREFILL
-            return Cell.DECODE if record.num_sampled[index] else Cell.UNUSED
+            num_sampled = record.num_sampled[index]
+            return Cell.SEVERAL if num_sampled > 1 else Cell.DECODE if num_sampled else Cell.UNUSED
     return None
+
+
+def _tokens_per_step(schedule: Schedule, steps: Sequence[admin_pb2.StepRecord]) -> float:
+    """Tokens of a sequence in a step in which it decoded, on average; 0: none did."""
+    cells = {row.sequence_id: row.cells for row in schedule.rows}
+    counts = [
+        num_sampled
+        for column, record in enumerate(steps)
+        for sequence_id, num_sampled in zip(record.sequence_ids, record.num_sampled, strict=True)
+        if cells[sequence_id][column] in _DECODED
+    ]
+    return sum(counts) / len(counts) if counts else 0.0
 
 
 def _static_steps(schedule: Schedule, batch_size: int) -> int:
     """Steps of static batches in the order of joining, each as long as its longest sequence's steps in this run."""
-    lengths = [sum(cell in (Cell.DECODE, Cell.PREFILL) for cell in row.cells) for row in schedule.rows]
+    lengths = [sum(cell in _COMPUTED for cell in row.cells) for row in schedule.rows]
     return sum(max(lengths[start : start + batch_size]) for start in range(0, len(lengths), batch_size))

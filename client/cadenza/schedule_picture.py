@@ -24,6 +24,7 @@ class _Look:
 _LOOKS = {
     Cell.PREFILL: _Look("█", "#", "bold cyan", "prefill"),
     Cell.DECODE: _Look("▪", "o", "green", "decode"),
+    Cell.SEVERAL: _Look("▮", "O", "bold green", "decode, several tokens"),
     Cell.UNUSED: _Look("×", "x", "red", "computed past its end"),
     Cell.IDLE: _Look("-", "-", "yellow", "not computed"),
     Cell.WAITING: _Look("·", ".", "bright_black", "waiting"),
@@ -98,7 +99,7 @@ def _legend(schedule: Schedule, width: int, ascii_only: bool) -> Text:
     seen = {cell for row in schedule.rows for cell in row.cells}
     entries: list[Text] = []
     for cell, look in _LOOKS.items():
-        if cell is Cell.ABSENT or (cell in (Cell.UNUSED, Cell.IDLE) and cell not in seen):
+        if cell is Cell.ABSENT or (cell in (Cell.SEVERAL, Cell.UNUSED, Cell.IDLE) and cell not in seen):
             continue
         glyph = look.ascii if ascii_only else look.glyph
         entries.append(Text.assemble((glyph, look.style), f" {look.meaning}"))

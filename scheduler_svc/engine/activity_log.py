@@ -80,10 +80,13 @@ def figures_line(before: Load, now: Load, num_prompt_tokens: int, passed_s: floa
     num_output = now.num_output_tokens - before.num_output_tokens
     queries = now.num_prefix_queries - before.num_prefix_queries
     hits = f" prefix hits {(now.num_prefix_hits - before.num_prefix_hits) / queries:.0%}" if queries else ""
+    drafts = now.num_drafts - before.num_drafts
+    accepted = now.num_accepted_drafts - before.num_accepted_drafts
     preempted = now.num_preemptions - before.num_preemptions
     return (
         f"running {now.num_running} waiting {now.num_waiting}{swapped} kv {used:.0%} "
         f"prompt {num_prompt_tokens / passed_s:.0f} tok/s output {num_output / passed_s:.0f} tok/s{hits}"
+        + (f" drafts accepted {accepted / drafts:.0%}" if drafts else "")
         + (f" preemptions {preempted}" if preempted else "")
     )
 

@@ -114,6 +114,10 @@ def summary_lines(answers: Sequence[Answer], stats: ScheduleStats, num_slots: in
         ("TTFT", _latency([a.ttft_s for a in answers])),
         ("TPOT", _latency([a.tpot_s for a in answers])),
     ]
+    if stats.num_drafts:
+        accepted = stats.num_accepted_drafts / stats.num_drafts
+        tokens = f"{stats.tokens_per_step:.2f} tokens of a sequence in a step"
+        lines.insert(3, ("drafts", f"{tokens}, {accepted:.0%} of {stats.num_drafts} drafts accepted"))
     if stats.num_preemptions:
         lines.insert(3, ("preemptions", str(stats.num_preemptions)))
     if stats.num_unused:

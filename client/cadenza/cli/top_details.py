@@ -8,6 +8,7 @@ from rich.text import Text
 
 from cadenza.cli.rows import Row, elide, named
 from cadenza.cli.text import number, printable, size
+from cadenza.cli.top_lanes import share, tokens_per_step
 from cadenza.cli.wrapping import wrap
 from cadenza.top.figures import TIMES, ExecutorFigures, Snapshot
 
@@ -84,6 +85,8 @@ class _Rows:
         failed = [f"{figures.num_failed_steps:,} failed"] if figures.num_failed_steps else []
         slots = "" if max_num_seqs is None else f" of {max_num_seqs:,}"
         tokens = (figures.prompt_tokens_per_s, figures.sampled_tokens_per_s)
+        parts = _drafts(figures)
+        drafts = [self.row("  drafts", parts, 58 - later)] if parts else []
         reason = [Row(self._indented(info.reason), 84 - later)] if info.reason else []
         return [
             self.row(f"executor {info.index}", [f"{target}, {head}"], 85 - later),
@@ -97,6 +100,7 @@ class _Rows:
             self.row(
                 "  batch", [f"{figures.mean_sequences:.1f}{slots}", f"{figures.max_sequences:,} at most"], 60 - later
             ),
+            *drafts,
             self.row("  tokens/s", [f"{number(tokens[0])} prompt", f"{number(tokens[1])} sampled"], 50 - later),
             self.row("  session", [f"incarnation {info.incarnation:016x}", f"epoch {info.epoch}"], 70 - later),
             self.row("  memory", [_resident(info.resident_bytes)], 40 - later),
@@ -112,6 +116,14 @@ def _times(figures: ExecutorFigures) -> list[str]:
     """A step's time, p50/p99, then those of its parts."""
     times = [(name, figures.times_s[name]) for name in TIMES if name in figures.times_s]
     return [f"{name} {1e3 * each.p50:,.2f}/{1e3 * each.p99:,.2f}" for name, each in times]
+
+
+def _drafts(figures: ExecutorFigures) -> list[str]:
+    """Nothing if there were no drafts."""
+    if figures.acceptance is None:
+        return []
+    tokens = [] if figures.tokens_per_step is None else [f"{tokens_per_step(figures.tokens_per_step)} tokens a step"]
+    return [*tokens, f"{share(figures.acceptance)} accepted", f"{figures.info.max_drafts} at most now"]
 
 
 def _resident(num_bytes: int) -> str:

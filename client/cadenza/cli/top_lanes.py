@@ -27,6 +27,7 @@ class _Column:
     widest: str
     keep: int  # the column with the smallest is left out first
     shown: Callable[[ExecutorFigures], str]
+    optional: bool = False  # left out if it has no value for any executor
 
 
 def share(value: float | None) -> str:
@@ -41,6 +42,11 @@ def duration(value_s: float | None) -> str:
     if value_s is None:
         return "-"
     return f"{number(1e3 * value_s)} ms" if value_s < 0.9995 else f"{number(value_s)} s"
+
+
+def tokens_per_step(value: float | None) -> str:
+    """Tokens of a sequence in a step, to two places."""
+    return "-" if value is None else f"{value:.2f}"
 
 
 def lane_rows(executors: Sequence[ExecutorFigures], width: int, num_lines: int, *, ascii_only: bool) -> list[Row]:
@@ -71,6 +77,8 @@ def _fitting(executors: Sequence[ExecutorFigures], width: int) -> list[list[str]
     room = width - _ADDRESS_CELLS
     for column in sorted(_COLUMNS, key=lambda each: -each.keep):
         cells = _cells(column, executors)
+        if column.optional and set(map(str.strip, cells[1:])) == {"-"}:
+            continue
         room -= len(cells[0]) + len(_GAP)
         if room < 0:
             break
@@ -107,4 +115,6 @@ _COLUMNS = (
     _Column("tokens/s", "100,000", 7, lambda each: number(each.output_tokens_per_s)),
     _Column("step", "12.3 ms", 4, _step_time),
     _Column("hits", "9.9%", 3, lambda each: share(each.prefix_hit_rate)),
+    _Column("tokens/step", "1.23", 2, lambda each: tokens_per_step(each.tokens_per_step), optional=True),
+    _Column("accepted", "100%", 1, lambda each: share(each.acceptance), optional=True),
 )

@@ -14,7 +14,7 @@ from rich.text import Text
 from cadenza.cli.rows import Row, elide, fit, named
 from cadenza.cli.text import number, printable
 from cadenza.cli.top_details import detail_rows
-from cadenza.cli.top_lanes import duration, lane_rows, share
+from cadenza.cli.top_lanes import duration, lane_rows, share, tokens_per_step
 from cadenza.cli.top_tenants import fault_parts, tenant_rows
 from cadenza.cli.wrapping import wrap
 from cadenza.top.figures import Lost, Percentiles, Snapshot
@@ -51,6 +51,7 @@ class _Figure:
     value: Callable[[Snapshot], float | None]  # over the window
     bar: Callable[[Snapshot], float | None]  # over the newest interval
     top: float | None = None  # the highest bar; None: the largest value
+    optional: bool = False  # not shown without a value
 
 
 class TopView:
@@ -102,7 +103,8 @@ class TopView:
             rows += self._about_rows(latest, width)
         if isinstance(latest, Lost) or page is Page.OVERVIEW:
             for group in _FIGURES:
-                rows += [Row([Text()], 1), *(self._figure_row(figure, width) for figure in group)]
+                figures = [self._figure_row(figure, width) for figure in group if self._has(figure)]
+                rows += [Row([Text()], 1), *figures] if figures else []
         if isinstance(latest, Snapshot) and page is Page.OVERVIEW:
             free = height - sum(len(row.lines) for row in rows if row.keep >= _TOTALS_KEEP)
             lanes = lane_rows(latest.executors, width, free, ascii_only=self._ascii_only)
@@ -150,6 +152,11 @@ class TopView:
         start = now - timedelta(seconds=uptime_s)
         shown = f"{start:%H:%M}" if start.date() == now.date() else f"{start:%Y-%m-%d %H:%M}"
         return f"{shown} ({timedelta(seconds=int(uptime_s))})"
+
+    def _has(self, figure: _Figure) -> bool:
+        """Whether to show it: an optional one is shown if an interval has a value."""
+        seen = [each for each in self._seen if isinstance(each, Snapshot)]
+        return not figure.optional or any(figure.value(each) is not None for each in seen)
 
     def _figure_row(self, figure: _Figure, width: int) -> Row:
         """The figure's value over the window, and a bar for each interval."""
@@ -199,7 +206,7 @@ def _hit_rate(snapshot: Snapshot) -> float | None:
     return snapshot.prefix_hit_rate
 
 
-_FIGURES = (
+_FIGURES: tuple[tuple[_Figure, ...], ...] = (
     (
         _Figure("running", 89, _count, _running, _running),
         _Figure("waiting", 88, _count, _waiting, _waiting),
@@ -217,5 +224,25 @@ _FIGURES = (
         _Figure("KV used", 84, share, _kv_use, _kv_use, top=1.0),
         _Figure("prefix hit rate", 75, share, _hit_rate, _hit_rate, top=1.0),
     ),
+    (
+        _Figure(
+            "tokens a step",
+            74,
+            tokens_per_step,
+            lambda s: s.tokens_per_step,
+            lambda s: s.interval_tokens_per_step,
+            optional=True,
+        ),
+        _Figure(
+            "drafts accepted",
+            73,
+            share,
+            lambda s: s.acceptance,
+            lambda s: s.interval_acceptance,
+            top=1.0,
+            optional=True,
+        ),
+    ),
 )
+
 """The groups of figures; a blank line comes before each if there is room."""

@@ -39,6 +39,8 @@ class ExecutorFigures:
     sampled_tokens_per_s: float  # beams sample none
     output_tokens_per_s: float
     prefix_hit_rate: float | None  # share of the prompt tokens looked up there that were cached; None: none was
+    tokens_per_step: float | None  # that a decoding sequence got; None: there were no drafts
+    acceptance: float | None  # share of the drafts that were accepted; None: there were none
     times_s: dict[str, Percentiles]  # by the names of TIMES; times that the executor does not report are missing
 
 
@@ -66,6 +68,10 @@ class Snapshot:
     interval_output_tokens_per_s: float
     interval_ttft_s: Percentiles | None
     ttft_s: Percentiles | None  # of the requests that got their first token in the window; None: there are none
+    tokens_per_step: float | None  # that a decoding sequence got; None: there were no drafts
+    interval_tokens_per_step: float | None
+    acceptance: float | None  # share of the drafts that were accepted; None: there were none
+    interval_acceptance: float | None
     num_preemptions: int
     num_swapped_out: int  # sequences
     num_swapped_in: int  # sequences

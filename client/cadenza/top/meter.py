@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.info import ExecutorInfo, ServerInfo
+from cadenza.info import ExecutorInfo, ServerInfo, ServerLoad
 from cadenza.schedule import ran
 from cadenza.top.ages import Ages
 from cadenza.top.figures import TIMES, ExecutorFigures, Percentiles, Snapshot, TenantFigures, percentiles
@@ -24,10 +24,16 @@ class _Step:
     num_sequences: int
     num_prompt_tokens: int
     num_sampled: int
+    num_decodes: int  # sequences that decoded and got tokens
+    num_decoded: int  # tokens that they got
     num_swapped_out: int
     num_swapped_in: int
     ttfts_s: tuple[float, ...]
     times_s: tuple[float, ...]  # in the order of TIMES
+
+
+_Drafts = ExecutorInfo | ServerLoad
+"""What has counts of drafts."""
 
 
 class Meter:
@@ -86,6 +92,10 @@ class Meter:
             interval_output_tokens_per_s=_rate(info.load.num_output_tokens - newest.load.num_output_tokens, newest_s),
             interval_ttft_s=_ttft(newest_steps),
             ttft_s=_ttft(steps),
+            tokens_per_step=_tokens_per_step(info.load, base.load, steps),
+            interval_tokens_per_step=_tokens_per_step(info.load, newest.load, newest_steps),
+            acceptance=_acceptance(info.load, base.load),
+            interval_acceptance=_acceptance(info.load, newest.load),
             num_preemptions=info.load.num_preemptions - base.load.num_preemptions,
             num_swapped_out=sum(step.num_swapped_out for step in steps),
             num_swapped_in=sum(step.num_swapped_in for step in steps),
@@ -107,14 +117,17 @@ class Meter:
 
     def _step(self, record: admin_pb2.StepRecord) -> _Step:
         timings, at_s = record.timings, record.applied_ns / 1e9
+        num_prompt_tokens, decoded = self._prompts.count(record)
         return _Step(
             at_s=at_s if at_s < self._begin_s else max(at_s, self._infos[-1].uptime_s),
             executor=record.executor_index,
             ran=bool(ran([record])),
             failed=record.status != execution_pb2.STEP_STATUS_OK,
             num_sequences=len(record.sequence_ids),
-            num_prompt_tokens=self._prompts.count(record),
+            num_prompt_tokens=num_prompt_tokens,
             num_sampled=sum(record.num_sampled),
+            num_decodes=len(decoded),
+            num_decoded=sum(decoded),
             num_swapped_out=len(record.swapped_out_ids),
             num_swapped_in=len(record.swapped_in_ids),
             ttfts_s=tuple(time_ns / 1e9 for time_ns in record.first_token_ns),
@@ -123,23 +136,29 @@ class Meter:
 
 
 class PromptCounter:
-    """Counts the prompt tokens among the tokens that steps compute."""
+    """Tells the prompt tokens that steps compute from output tokens."""
 
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}  # by sequence id
 
-    def count(self, record: admin_pb2.StepRecord) -> int:
-        """Prompt tokens of this step, including recomputed tokens.
+    def count(self, record: admin_pb2.StepRecord) -> tuple[int, list[int]]:
+        """Prompt tokens of this step, including recomputed tokens, and the tokens of each sequence that got some
+        without computing any.
 
         For a sequence that joined before the watch, a chunk of one token counts as output.
         """
         lengths = self._lengths
         lengths.update((join.sequence_id, join.num_prompt_tokens) for join in record.joined)
-        columns = zip(record.sequence_ids, record.num_tokens, record.context_lens, strict=True)
-        num_tokens = sum(num for sequence, num, context in columns if num > 1 or context < lengths.get(sequence, 0))
+        columns = zip(record.sequence_ids, record.num_tokens, record.context_lens, record.num_sampled, strict=True)
+        num_prompt_tokens, decoded = 0, []
+        for sequence, num_tokens, context_len, num_sampled in columns:
+            if num_tokens > 1 or context_len < lengths.get(sequence, 0):
+                num_prompt_tokens += num_tokens
+            elif num_tokens and num_sampled:
+                decoded.append(num_sampled)
         for leave in record.left:
             lengths.pop(leave.sequence_id, None)
-        return num_tokens
+        return num_prompt_tokens, decoded
 
 
 def _executor(info: ExecutorInfo, base: ExecutorInfo | None, steps: list[_Step], window_s: float) -> ExecutorFigures:
@@ -162,6 +181,8 @@ def _executor(info: ExecutorInfo, base: ExecutorInfo | None, steps: list[_Step],
         sampled_tokens_per_s=_rate(sum(step.num_sampled for step in done), window_s),
         output_tokens_per_s=_rate(tokens, window_s),
         prefix_hit_rate=hits / queries if queries else None,
+        tokens_per_step=_tokens_per_step(info, base, done),
+        acceptance=_acceptance(info, base),
         times_s=_times(done),
     )
 
@@ -175,6 +196,21 @@ def _tenants(info: ServerInfo, base: ServerInfo, window_s: float) -> list[Tenant
         rate = _rate(tenant.num_output_tokens - tokens, window_s)
         figures.append(TenantFigures(tenant, rate, tenant.num_rejected - rejected))
     return figures
+
+
+def _acceptance(now: _Drafts, before: _Drafts | None) -> float | None:
+    """Share of the drafts since `before` that were accepted; None: there were none."""
+    num_drafts = now.num_drafts - (before.num_drafts if before is not None else 0)
+    num_accepted = now.num_accepted_drafts - (before.num_accepted_drafts if before is not None else 0)
+    return num_accepted / num_drafts if num_drafts > 0 else None
+
+
+def _tokens_per_step(now: _Drafts, before: _Drafts | None, steps: list[_Step]) -> float | None:
+    """Tokens that a decoding sequence gets in a step, where there were drafts since `before`; None: there were none."""
+    num_decodes = sum(step.num_decodes for step in steps)
+    if _acceptance(now, before) is None or not num_decodes:
+        return None
+    return sum(step.num_decoded for step in steps) / num_decodes
 
 
 def _ttft(steps: list[_Step]) -> Percentiles | None:

@@ -107,6 +107,19 @@ class TimedExecutor:
         self.stream = TimedStream(self)
         return self.stream
 
+    def result_of(self, plan: StepPlan, lane: Lane) -> StepResult:
+        """The result of a plan; lane: the core's, in which the plan is in flight."""
+        step = next(step for step in lane.inflight if step.plan.step_id == plan.step_id)
+        beams = set(step.candidate_slots)
+        slots = [slot for slot in step.sampling_slots if slot not in beams]
+        return StepResult(
+            plan.step_id,
+            slots=slots,
+            token_ids=[9] * len(slots),
+            candidates=dict.fromkeys(beams, _CANDIDATES),
+            total_ns=round(self.step_s * 1e9),
+        )
+
     def go_on(self) -> None:
         """End the steps that hang."""
         self.hangs = False
@@ -133,15 +146,7 @@ class TimedStream:
         assert executor.lane is not None
         step = next(step for step in executor.lane.inflight if step.plan.step_id == plan.step_id)
         self.planned_at.append(step.planned_at)
-        beams = set(step.candidate_slots)
-        slots = [slot for slot in step.sampling_slots if slot not in beams]
-        result = StepResult(
-            plan.step_id,
-            slots=slots,
-            token_ids=[9] * len(slots),
-            candidates=dict.fromkeys(beams, _CANDIDATES),
-            total_ns=round(executor.step_s * 1e9),
-        )
+        result = executor.result_of(plan, executor.lane)
         self._free_at = max(now, self._free_at) + executor.step_s
         executor.clock.call_later(self._free_at - now, lambda: self._deliver(result))
 

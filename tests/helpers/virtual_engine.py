@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policies.policies import Policies
@@ -37,9 +37,10 @@ class World:
         model: ModelDescription,
         policies: Policies,
         registry: Registry | None = None,
+        make_executor: Callable[[FakeClock, ModelDescription, float], TimedExecutor] = TimedExecutor,
     ) -> None:
         self.clock = FakeClock()
-        self.executor = TimedExecutor(self.clock, model, step_s)
+        self.executor = make_executor(self.clock, model, step_s)
         self.core = Scheduler(policies)
         quotas = None if registry is None else Quotas(registry, self.clock, config.max_queued_requests)
         self.engine = Engine(config, self.core, self.clock, quotas=quotas)
@@ -73,9 +74,10 @@ async def started(
     model: ModelDescription = MODEL,
     policies: Policies | None = None,
     registry: Registry | None = None,
+    make_executor: Callable[[FakeClock, ModelDescription, float], TimedExecutor] = TimedExecutor,
 ) -> AsyncIterator[World]:
     """A World whose engine is connected; stopped at the end."""
-    world = World(config or SchedulerConfig(), step_s, model, policies or Policies(), registry)
+    world = World(config or SchedulerConfig(), step_s, model, policies or Policies(), registry, make_executor)
     starting = asyncio.create_task(world.engine.start())
     await world.clock.advance(0)
     await starting

@@ -136,7 +136,7 @@ class Meter:
 
 
 class PromptCounter:
-    """Tells the prompt tokens that steps compute from output tokens."""
+    """Separates the prompt tokens that steps compute from output tokens."""
 
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}  # by sequence id

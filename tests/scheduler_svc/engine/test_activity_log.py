@@ -45,9 +45,11 @@ async def test_the_figures_of_a_full_server() -> None:
     now = Load(
         num_running=12, num_waiting=3, num_swapped=2, num_device_blocks=100, num_used_device_blocks=41,
         num_output_tokens=2500, num_prefix_queries=2000, num_prefix_hits=1130, num_preemptions=5,
+        num_drafts=400, num_accepted_drafts=100,
     )  # fmt: skip
     assert figures_line(before, now, 8120, 10.0) == (
-        "running 12 waiting 3 swapped 2 kv 41% prompt 812 tok/s output 240 tok/s prefix hits 63% preemptions 4"
+        "running 12 waiting 3 swapped 2 kv 41% prompt 812 tok/s output 240 tok/s prefix hits 63% "
+        "drafts accepted 25% preemptions 4"
     )
 
 

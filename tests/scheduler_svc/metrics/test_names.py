@@ -43,8 +43,12 @@ VLLM = {
     "vllm:iteration_tokens_total": (),
     "vllm:num_requests_waiting_by_reason": ("reason",),
     "vllm:admission_rejections_total": ("reason",),
+    "vllm:spec_decode_num_drafts_total": (),
+    "vllm:spec_decode_num_draft_tokens_total": (),
+    "vllm:spec_decode_num_accepted_tokens_total": (),
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": ("position",),
 }
-"""vLLM 0.33, without those of speculative decoding, which is not here."""
+"""vLLM 0.33."""
 
 
 @pytest.mark.parametrize("names", [LLM_D, PRODUCTION_STACK, VLLM], ids=["llm-d", "production-stack", "vllm"])

@@ -65,6 +65,32 @@ def test_preempted_sequences_wait_and_are_computed_again():
     assert summarize(records, block_size=4, batch_size=2).num_preemptions == 1
 
 
+def with_drafts() -> list[pb.StepRecord]:
+    """The first sequence gets 3 tokens of a step, then 1; the second has no drafts."""
+    drafted = record(2, [(1, 1, 4, 3), (2, 1, 2, 1)])
+    drafted.num_drafts.extend([3, 0])
+    drafted.num_accepted_drafts.extend([2, 0])
+    refused = record(3, [(1, 1, 7, 1), (2, 1, 3, 1)], left=[(1, 5), (2, 3)])
+    refused.num_drafts.extend([3, 0])
+    refused.num_accepted_drafts.extend([0, 0])
+    return [record(1, [(1, 4, 0, 1), (2, 2, 0, 1)], joined=[(1, "a", 4), (2, "b", 2)]), drafted, refused]
+
+
+def test_steps_with_several_tokens():
+    schedule = build_schedule(with_drafts(), {})
+    assert [row.cells for row in schedule.rows] == [[P, Cell.SEVERAL, D], [P, D, D]]
+    stats = summarize(with_drafts(), block_size=4, batch_size=2)
+    assert (stats.num_drafts, stats.num_accepted_drafts, stats.tokens_per_step) == (6, 2, 6 / 4)
+    assert (stats.num_output_tokens, stats.num_static_steps, stats.num_unused) == (8, 3, 0)
+    picture = draw_schedule(schedule, width=100).plain
+    assert "█▮▪" in picture
+    assert "decode, several tokens" in picture
+    assert "#Oo" in draw_schedule(schedule, width=100, ascii_only=True).plain
+    assert "several" not in draw_schedule(build_schedule(three_sequences(), {}), width=100).plain
+    before = summarize(three_sequences(), block_size=4, batch_size=2)
+    assert (before.num_drafts, before.tokens_per_step) == (0, 1.0)
+
+
 def test_steps_that_failed_are_no_columns():
     records = [record(2, [(1, 1, 2, 1)]), record(1, [(1, 2, 0, 1)], joined=[(1, "a", 2)])]
     records.append(record(3, [(1, 1, 3, 0)], status=execution_pb2.STEP_STATUS_FAILED))

@@ -72,6 +72,27 @@ def busy_interval() -> Snapshot:
     return meter.snapshot(info(12.0, num_executors=2, **counts, **now))
 
 
+def drafting() -> Snapshot:
+    """Two executors over two seconds, the first of which drafts: 9 tokens of 4 sequences' steps, 5 of 8 drafts."""
+
+    def server(now_s: float, num_drafts: int, num_accepted: int) -> ServerInfo:
+        counts = {"num_drafts": num_drafts, "num_accepted_drafts": num_accepted}
+        plain = info(now_s, num_executors=2, **counts)
+        first, second = plain.executors
+        return replace(plain, executors=[replace(first, max_drafts=3, **counts), second])
+
+    meter = Meter(server(10.0, 100, 50), 0.0, model="models/a-model")
+    records = [
+        record(10.5, [(1, 6, 0, 1), (2, 1, 0, 0)], joined=[(1, 6), (2, 2)]),
+        record(11.0, [(1, 1, 6, 3), (2, 1, 1, 1)]),
+        record(11.1, [(1, 1, 9, 4), (2, 1, 2, 1)]),
+        record(11.2, [(2, 1, 3, 1), (1, 1, 13, 0)]),
+        record(11.3, [(7, 1, 9, 1)], executor=1),
+    ]
+    meter.add(records, 0)
+    return meter.snapshot(server(12.0, 108, 55))
+
+
 def alone() -> Snapshot:
     """The same server with its first executor alone."""
     return replace(busy_interval(), executors=busy_interval().executors[:1])

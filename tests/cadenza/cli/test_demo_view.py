@@ -66,6 +66,17 @@ def test_the_demo_draws_the_schedule_of_each_executor():
     assert "no steps were recorded" in none
 
 
+def test_the_summary_has_drafts_if_there_were_any():
+    step = admin_pb2.StepRecord(
+        step_id=1, status=execution_pb2.STEP_STATUS_OK, sequence_ids=[7, 8], num_tokens=[1, 1], context_lens=[9, 9],
+        num_sampled=[4, 1], num_drafts=[5, 3], num_accepted_drafts=[3, 0],
+    )  # fmt: skip
+    lines = dict(summary_lines([], summarize([step], block_size=16, batch_size=4), 4))
+    assert lines["drafts"] == "2.50 tokens of a sequence in a step, 38% of 8 drafts accepted"
+    step.ClearField("num_drafts")
+    assert "drafts" not in dict(summary_lines([], summarize([step], block_size=16, batch_size=4), 4))
+
+
 def test_summary_of_nothing():
     lines = dict(summary_lines([Answer(1, "p")], summarize([], block_size=16, batch_size=4), 4))
     assert lines["TTFT"] == "not measured"

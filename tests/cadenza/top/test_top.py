@@ -12,7 +12,7 @@ from cadenza.errors import UnavailableError
 from cadenza.top.figures import Lost, Percentiles, json_line, percentiles
 from cadenza.top.meter import Meter
 from cadenza.top.sparkline import sparkline
-from tests.helpers.top_figures import busy_interval, info, record
+from tests.helpers.top_figures import busy_interval, drafting, info, record
 
 
 def test_rates_are_of_the_window():
@@ -48,6 +48,21 @@ def test_time_to_first_token_is_of_the_window_and_of_the_interval():
     assert (snapshot.ttft_s.p50, snapshot.interval_ttft_s.p50) == (0.03, 0.05)
     assert (snapshot.prompt_tokens_per_s, snapshot.interval_prompt_tokens_per_s) == (3.0, 6.0)
     assert meter.snapshot(info(3.0)).interval_ttft_s is None, "no request got its first token"
+
+
+def test_tokens_a_step_are_of_sequences_that_decode():
+    """Neither prompts, nor a first token with a prompt's last one, nor what was dropped counts."""
+    snapshot = drafting()
+    first, second = snapshot.executors
+    assert (first.tokens_per_step, first.acceptance) == ((3 + 4 + 1 + 1) / 4, 5 / 8)
+    assert (second.tokens_per_step, second.acceptance) == (None, None), "it has no drafts"
+    assert snapshot.tokens_per_step == snapshot.interval_tokens_per_step == 10 / 5
+    assert snapshot.acceptance == snapshot.interval_acceptance == 5 / 8
+    assert snapshot.prompt_tokens_per_s == (6 + 1 + 1) / 2
+    assert busy_interval().tokens_per_step is busy_interval().acceptance is None
+    data = json.loads(json_line(snapshot, target="host:1", time_s=5.0))
+    assert (data["tokens_per_step"], data["executors"][0]["acceptance"]) == (2.0, 0.625)
+    assert (data["load"]["num_drafts"], data["executors"][0]["max_drafts"]) == (108, 3)
 
 
 def test_ages():

@@ -15,7 +15,7 @@ from cadenza.cli.top_view import Page
 from cadenza.info import ExecutorInfo, ServerLoad
 from cadenza.top.figures import Percentiles, Snapshot
 from cadenza.top.meter import Meter
-from tests.helpers.top_figures import LOST, SIZES, alone, busy_interval, info, record, screen, view_of
+from tests.helpers.top_figures import LOST, SIZES, alone, busy_interval, drafting, info, record, screen, view_of
 
 
 def large(*, num_executors: int = 1, num_dropped: int = 0) -> Snapshot:
@@ -62,6 +62,28 @@ def two_lanes() -> Snapshot:
         replace(second, info=refused, times_s={}),
     ]
     return replace(busy_interval(), executors=executors)
+
+
+def test_drafts_are_shown_where_there_are_any():
+    lines = screen(view_of(drafting()), (80, 24))
+    assert "tokens a step    2.00" in lines
+    assert "drafts accepted  62%" in lines
+    wide = screen(view_of(drafting()), (120, 24))
+    (heading,) = (line for line in wide if line.startswith("executor"))
+    assert heading.split()[-3:] == ["hits", "tokens/step", "accepted"]
+    rows = [line.split() for line in wide if line.startswith("host:")]
+    assert [row[-2:] for row in rows] == [["2.25", "62%"], ["-", "-"]]
+    details = screen(view_of(drafting()), (80, 40), page=Page.DETAILS)
+    assert [line for line in details if line.startswith("  drafts")] == [
+        "  drafts      2.25 tokens a step, 62% accepted, 3 at most now"
+    ]
+    for size, page in ((each, page) for each in ((120, 40), *SIZES) for page in Page):
+        text = " ".join(screen(view_of(two_lanes()), size, page=page))
+        assert "draft" not in text
+        assert "accepted" not in text
+        assert max(map(cell_len, screen(view_of(drafting()), size, page=page))) <= size[0]
+    view = view_of(drafting(), busy_interval())
+    assert "tokens a step    -" in [line[:18] for line in screen(view, (80, 24))], "there were some lately"
 
 
 def test_the_figures_of_each_executor_are_of_the_window():

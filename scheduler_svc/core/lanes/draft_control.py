@@ -22,9 +22,9 @@ _TRIALS = 8
 """Sequences' drafts that a probe sees at least, if it has steps enough."""
 _LEAST_PROBE, _MOST_PROBE = 3, 8
 """Steps of a probe."""
-_FIRST_INTERVAL, _LAST_INTERVAL = 32, 256
+_FIRST_INTERVAL, _LAST_INTERVAL = 16, 256
 """Results between two probes for news: doubled while they change nothing."""
-_LOSS_SHARE = 0.008
+_LOSS_SHARE = 0.01
 """Share of all time that probes may lose."""
 _LATE = 4
 """Results after which no more are expected of a probe: its plans were made with fewer drafts."""
@@ -100,7 +100,7 @@ class DraftControl:
     - *Probes* measure what the choice leaves unmeasured: a few steps of one draft more, of none, or of one less. A
       first measurement is made where an optimistic guess of its cost would pay. After that probes look for news, each
       half as often as the last while they change nothing. After each probe the next one waits until what this one
-      lost is at most 0.8 % of the time.
+      lost is at most 1 % of the time.
     - *Upwards* in steps of one, each of which is measured; downwards at once.
     - A source that finds drafts at times only (copying) costs next to nothing while it finds none: it stays on.
 
@@ -192,7 +192,9 @@ class DraftControl:
             value = values[now_chosen]
             margin = _MARGIN if best else 0.0
             if value is None or at_once or (values[best] or 0.0) > value * (1 + margin):
-                bucket.choice = best if at_once or best < now_chosen else now_chosen + 1
+                # Upwards by one where it would be the first time: it is measured, and so is its acceptance.
+                known = at_once or best < now_chosen or self._costs.has(bucket.index, best)
+                bucket.choice = best if known else now_chosen + 1
         return values
 
     def _values(self, index: int) -> list[float | None]:

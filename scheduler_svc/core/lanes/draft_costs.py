@@ -10,7 +10,7 @@ _LEAST = 4.0
 """Steps' weight that an old cell keeps: it stays the estimate, but a few new steps outweigh it."""
 _MEASURED = 1.9
 """Weight from which a cell counts as measured: two steps."""
-_OUTLIER = 2.0
+_OUTLIER = 1.5
 """A step that takes so many times the mean is an outlier."""
 _MOST_OUTLIERS = 3
 """Outliers in a row that are cut; after them, steps really take that long."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_WINDOW = 200.0
+_WINDOW = 400.0
 """Trials that a mean remembers. Its standard error is then at most 2.5 % of all trials."""
 _MOST_AT_ONCE = 25.0
 """Trials of one step that count as forgetting: a mean remembers at least eight steps, however many decode."""

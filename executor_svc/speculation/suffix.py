@@ -1,2 +1,212 @@
-class SuffixSource:  # replaced by the helper's
-    def __init__(self, limits): ...
+"""Drafts by frequency: what mostly followed the last tokens, in the same text and in those of other sequences.
+
+SuffixDecoding (Oliaro et al., arXiv 2411.04975), with suffix automata in place of suffix trees: matches have no
+greatest length, and a token costs O(1), not O(depth).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from executor_svc.batch.ragged import spans
+from executor_svc.batch.slots import Slots
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits, StepPlan
+from executor_svc.speculation.backlog import tokens_to_index
+from executor_svc.speculation.drafts import Drafts
+from executor_svc.speculation.shared_automata import SharedAutomata, SharedSequence
+from executor_svc.speculation.suffix_automaton import ROOT, SuffixAutomaton
+
+# While a text is not wholly indexed, so many of its last tokens are matched anew in each step.
+_MATCHED = 16
+
+
+class _Sequence:
+    """The automaton of a sequence's own text, and its place in the shared ones."""
+
+    __slots__ = ("own", "shared", "state")
+
+    def __init__(self, shared: SharedSequence | None) -> None:
+        self.own = SuffixAutomaton()
+        self.state = ROOT
+        self.shared = shared
+
+
+class SuffixSource:
+    """Implements `DraftSource`.
+
+    The longest suffix of a text that was there before is its match: in its own prompt and output, and in the outputs of
+    the sequences of its scope. The drafts are the most frequent token after the match, then the most frequent one after
+    that, and so on; at the end of a text they go on from its longest suffix with followers. They end where the product
+    of the tokens' shares of the occurrences falls under min_probability, and at factor tokens for each token of the
+    match (the paper's alpha): a short match is often chance. Of several automata's drafts those with the largest sum of
+    these products are taken, the expected number of accepted ones; of equal ones those of the longer match, then the
+    text's own.
+
+    Outputs enter the shared automaton as they grow: sequences that run at the same time, as the samples of one prompt,
+    profit from each other, no step pays for a whole output, and a sequence that is preempted has lost nothing. Scope 0
+    shares with nobody. `clear` drops the shared automata too: another scheduler may give its numbers to others.
+
+    Costs: O(1) amortized for a new token in each of the two automata, and O(1) for a draft, with 64 followers compared
+    at most. A step indexes a few tokens of every slot and max_indexed further ones in all; a longer prompt takes
+    several steps, in which its last tokens are matched in its first part. Memory: the shared automata are bounded by
+    max_bytes; see `SuffixAutomaton` for those of the sequences.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        max_bytes: int = 64 << 20,
+        min_match: int = 2,
+        factor: float = 1.0,
+        min_probability: float = 0.1,
+        max_indexed: int = 512,
+    ) -> None:
+        """max_bytes: of the shared automata; 0: nothing is shared. min_match: the shortest match with drafts.
+
+        factor and min_probability have the values of the paper's code. Raises ValueError for values out of range.
+        """
+        if min_match < 1 or factor <= 0 or not 0 <= min_probability <= 1:
+            raise ValueError(
+                f"min_match {min_match}, factor {factor} or min_probability {min_probability} out of range"
+            )
+        self._max_bytes = max_bytes
+        self._min_match = min_match
+        self._factor = factor
+        self._min_probability = min_probability
+        self._max_indexed = max_indexed
+        self._always = limits.max_drafts + 1
+        self._sequences: list[_Sequence | None] = [None] * limits.num_slots
+        self._num_indexed = np.zeros(limits.num_slots, np.int64)
+        # The number of tokens that the shared automaton has, the prompt's included; -1: it is not known yet.
+        self._num_shared = np.zeros(limits.num_slots, np.int64)
+        self._shared = SharedAutomata(max_bytes) if max_bytes else None
+
+    @property
+    def num_shared_bytes(self) -> int:
+        """The bytes of the shared automata."""
+        return 0 if self._shared is None else self._shared.num_bytes
+
+    @property
+    def num_own_bytes(self) -> int:
+        """The bytes of the automata of the sequences."""
+        return sum(sequence.own.num_bytes for sequence in self._sequences if sequence is not None)
+
+    def follow(self, plan: StepPlan) -> None:
+        """As in `DraftSource`."""
+
+    def admitted(self, slot: int, scope: int) -> None:
+        """As in `DraftSource`."""
+        shared = SharedSequence(self._shared, scope) if scope and self._shared is not None else None
+        self._sequences[slot] = _Sequence(shared)
+        self._num_indexed[slot] = 0
+        self._num_shared[slot] = -1
+
+    def released(self, slots: IntArray) -> None:
+        """As in `DraftSource`."""
+        for slot in slots.tolist():
+            self._sequences[slot] = None
+
+    def clear(self) -> None:
+        """As in `DraftSource`."""
+        self._sequences = [None] * len(self._sequences)
+        self._shared = SharedAutomata(self._max_bytes) if self._max_bytes else None
+
+    def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
+        """As in `DraftSource`; a slot whose admission was not reported gets no drafts."""
+        sequences = [(i, self._sequences[slot]) for i, slot in enumerate(rows.tolist())]
+        known = [(i, sequence) for i, sequence in sequences if sequence is not None]
+        counts, drafts = np.zeros(len(rows), np.int64), list[int]()
+        if not known:
+            return Drafts(counts, np.array(drafts, np.int64))
+        self._index(slots, rows[[i for i, _ in known]], [sequence for _, sequence in known])
+        if self._shared is not None:
+            self._shared.check()
+        behind = (self._num_indexed[rows] < slots.num_tokens[rows]).tolist()
+        limits = most.tolist()
+        for i, sequence in known:
+            if limits[i]:
+                found = self._drafts(sequence, self._last_tokens(slots, int(rows[i])) if behind[i] else None, limits[i])
+                counts[i] = len(found)
+                drafts += found
+        return Drafts(counts, np.array(drafts, np.int64))
+
+    def _index(self, slots: Slots, rows: IntArray, sequences: list[_Sequence]) -> None:
+        """Add the new tokens of these slots to the automata, own and shared."""
+        num_tokens, start = slots.num_tokens[rows], self._num_indexed[rows]
+        taken = tokens_to_index(num_tokens - start, self._always, self._max_indexed)
+        for sequence, tokens in zip(sequences, _texts(slots, rows, start, taken), strict=True):
+            state, own = sequence.state, sequence.own
+            for token in tokens:
+                state = own.extend(state, token)
+            sequence.state = state
+        self._num_indexed[rows] = start + taken
+        (sharing,) = np.array([sequence.shared is not None for sequence in sequences]).nonzero()
+        if not len(sharing):
+            return
+        rows = rows[sharing]
+        start = self._num_shared[rows]
+        start = np.where(start < 0, np.minimum(slots.num_prompt_tokens[rows], num_tokens[sharing]), start)
+        taken = tokens_to_index(num_tokens[sharing] - start, self._always, self._max_indexed)
+        texts = zip(sharing.tolist(), rows.tolist(), start.tolist(), _texts(slots, rows, start, taken), strict=True)
+        for i, slot, begin, tokens in texts:
+            shared = sequences[i].shared
+            if shared is not None:
+                shared.extend(slots.token_ids[slot], begin, tokens)
+        self._num_shared[rows] = start + taken
+
+    def _drafts(self, sequence: _Sequence, last_tokens: list[int] | None, most: int) -> list[int]:
+        """Return the drafts of a sequence; last_tokens: of a text that is not wholly indexed."""
+        own = sequence.own
+        if last_tokens is None:
+            # The text itself ends here only; its link is its longest suffix that was there before.
+            state = max(own.link[sequence.state], ROOT)
+            matches = [(own, state, own.length[state])]
+        else:
+            matches = [(own, *own.match(last_tokens))]
+        if sequence.shared is not None:
+            matches += sequence.shared.matches()
+        best: tuple[float, int] = (0.0, 0)
+        drafts: list[int] = []
+        for automaton, state, length in matches:
+            score, length, tokens = self._continue(automaton, state, length, most)
+            if (score, length) > best:
+                best, drafts = (score, length), tokens
+        return drafts
+
+    def _continue(self, automaton: SuffixAutomaton, state: int, length: int, most: int) -> tuple[float, int, list[int]]:
+        """Return (sum of the drafts' probabilities, length of the match, drafts) for a match in an automaton."""
+        tokens: list[int] = []
+        score, probability = 0.0, 1.0
+        while length >= self._min_match and len(tokens) < most:
+            token, following, share = automaton.best(state)
+            if token < 0:
+                # A sequence ends here.
+                state = automaton.link[state]
+                length = automaton.length[state]
+                continue
+            if not tokens:
+                match, most = length, min(most, int(length * self._factor))
+                if not most:
+                    break
+            probability *= share
+            if probability < self._min_probability:
+                break
+            score += probability
+            tokens.append(token)
+            state, length = following, length + 1
+        return score, match if tokens else 0, tokens
+
+    def _last_tokens(self, slots: Slots, slot: int) -> list[int]:
+        end = int(slots.num_tokens[slot])
+        tokens: list[int] = slots.token_ids[slot, max(end - _MATCHED, 0) : end].tolist()
+        return tokens
+
+
+def _texts(slots: Slots, rows: IntArray, start: IntArray, lengths: IntArray) -> list[list[int]]:
+    """Return the tokens [start, start + length) of n slots."""
+    owner, places = spans(start, lengths)
+    tokens = slots.token_ids[rows[owner], places].tolist()
+    ends = lengths.cumsum()
+    return [tokens[first:end] for first, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]

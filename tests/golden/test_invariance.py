@@ -339,6 +339,12 @@ SERVED: dict[str, dict[str, Any]] = {
         "num_gpu_blocks": 34, "block_size": 8,
         "scheduler": {"batching": "dynamic", "batch_size": 6, "batch_window_ms": 20, "order": "sjf"},
     },
+    "n-gram drafts": {"num_gpu_blocks": 600, "max_num_seqs": 100, "speculative": "ngram", "num_speculative_tokens": 3},
+    "few blocks, suffix drafts": {
+        "num_gpu_blocks": 34, "block_size": 8, "num_cpu_blocks": 200, "max_num_seqs": 60, "speculative": "suffix",
+        "scheduler": {"preemption": "swap"},
+    },
+    "drafts as they pay": {"num_gpu_blocks": 600, "max_num_seqs": 100, "speculative": "auto"},
 }  # fmt: skip
 
 

@@ -75,6 +75,6 @@ def observe_drafts(lane: Lane, step: PlannedStep, result: StepResult) -> None:
             accepted_at=accepted_at,
             drafted_at=drafted_at,
             num_other_tokens=step.total_tokens - num_decodes,
-            step_ns=result.device_ns + result.sample_ns,
+            step_ns=result.total_ns - result.moves_ns,
         )
     )

@@ -182,7 +182,7 @@ def test_paths_of_refusals():
         assert refused(resume_grace_s=grace) == "resume_grace_s"
     assert refused(output_mode=9) == "output_mode"
     assert refused(adapter="x") == "adapter"
-    assert refused(speculation=pb.SpeculationParams(num_draft_tokens=1)) == "speculation"
+    assert refused(speculation=pb.SpeculationParams(num_draft_tokens=65)) == "speculation.num_draft_tokens"
     assert refused(extra_hash_keys=[b"x"]) == "extra_hash_keys"
 
 

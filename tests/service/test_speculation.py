@@ -1,0 +1,102 @@
+"""Speculative decoding through both services, with a real model: the same tokens, in fewer steps; wrong options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza import AsyncClient, SamplingParams
+from cadenza.v1 import generation_pb2, types_pb2
+from tests.checkpoints import make_llama
+from tests.helpers.services import cadenza_services
+
+PROMPTS = [[5, 6, 7, 8, 9] * 6, [20, 21, 22], [30 + number for number in range(50)]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=60, n=2, logprobs=2, repetition_penalty=1.1, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=4, top_p=0.9, min_tokens=5, max_tokens=40),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def same_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the same seed and vocabulary: a draft model whose drafts are always right."""
+    return make_llama(tmp_path_factory.mktemp("draft"), tokenizer=True, vocab_size=300)
+
+
+async def outputs(model: Path, **options: Any) -> tuple[list[Any], int]:
+    """What the requests get, and the number of steps."""
+    async with (
+        cadenza_services(model, max_num_seqs=32, num_gpu_blocks=400, num_threads=1, **options) as running,
+        AsyncClient(running.target) as client,
+    ):
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        results = await client.generate(prompts, PARAMS)
+        samples = [
+            (sample.token_ids, sample.logprobs, sample.finish_detail) for each in results for sample in each.outputs
+        ]
+        return samples, (await running.load()).num_steps
+
+
+async def test_tokens_and_logprobs_are_those_without_in_fewer_steps(model: Path, same_tokenizer: Path) -> None:
+    expected, num_steps = await outputs(model)
+    drafted = {
+        "draft": {"speculative_model": str(same_tokenizer)},
+        "auto": {"speculative_model": str(same_tokenizer)},
+        "suffix": {},
+        "ngram": {},
+    }
+    for kind, options in drafted.items():
+        found, fewer = await outputs(model, speculative=kind, num_speculative_tokens=4, **options)
+        assert found == expected, kind
+        assert fewer < (0.5 * num_steps if kind == "draft" else num_steps + 5), kind
+
+
+async def test_a_request_without_drafts_in_the_batch_of_others(model: Path, same_tokenizer: Path) -> None:
+    """The number of steps is that of the request that has no drafts."""
+    options = {"speculative": "draft", "speculative_model": str(same_tokenizer), "num_speculative_tokens": 4}
+    async with cadenza_services(model, max_num_seqs=32, num_gpu_blocks=400, num_threads=1, **options) as running:
+        before = (await running.load()).num_steps
+        for most, num_steps in ((None, 15), (1, 25), (0, 41)):
+            limit = None if most is None else generation_pb2.SpeculationParams(num_draft_tokens=most)
+            request = generation_pb2.GenerateRequest(
+                prompt=[types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=PROMPTS[1]))],
+                sampling_params=types_pb2.SamplingParams(temperature=0, max_tokens=41, ignore_eos=True),
+                speculation=limit,
+            )
+            async for _ in running.generation.Generate(request):
+                pass
+            await running.wait_until_free()
+            after = (await running.load()).num_steps
+            assert num_steps - 7 < after - before <= num_steps + 2, most
+            before = after
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--speculative", "draft"], "--speculative draft needs --speculative-model"),
+        (["--speculative-model", "x"], "--speculative-model x: only with --speculative draft or auto, not off"),
+        (["--speculative", "suffix", "--num-speculative-tokens", "65"], "num-speculative-tokens"),
+        (["--speculative", "sufix"], "speculative"),
+        (["--speculative", "draft", "--speculative-model", "/nowhere"], "--speculative-model /nowhere"),
+        (["--speculative", "draft", "--speculative-model", "OTHER"], "its vocabulary has 131 ids"),
+    ],
+)
+def test_wrong_options_are_refused_at_start(model: Path, options: list[str], message: str, tmp_path: Path) -> None:
+    if "OTHER" in options:
+        options = [*options[:-1], str(make_llama(tmp_path, vocab_size=131))]
+    command = [sys.executable, "-m", "executor_svc", "--model", str(model), "--listen", "127.0.0.1:0", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode in (1, 2)
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -19,6 +19,7 @@ from cadenza.info import ModelInfo, ServerInfo
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import (
+    CallOptions,
     ChatOptions,
     Messages,
     Params,
@@ -117,16 +118,22 @@ class AsyncClient:
             await channel.close()
 
     async def generate(
-        self, prompts: Prompts, params: Params = None, *, enable_prefix_caching: bool = True
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        enable_prefix_caching: bool = True,
+        speculation: int | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, as text or token ids, without a chat template; returns results in the order of prompts.
 
         All prompts run over one stream, at most as many at once as the server's queue accepts; further prompts wait in
         the client. If some prompts fail, the others are finished first; then the first failing prompt's error is
         raised, with `prompt_index`, `errors` and `outputs`. Without `enable_prefix_caching` the prompts neither use nor
-        fill the prefix cache.
+        fill the prefix cache. `speculation`: the most draft tokens of a step for each prompt, up to 64, if the server
+        has speculative decoding; 0: none; None: as the server is set. With exact numerics it changes no token.
         """
-        return await self._run(parse_prompts(prompts), params, enable_prefix_caching)
+        return await self._run(parse_prompts(prompts), params, CallOptions(enable_prefix_caching, speculation))
 
     async def chat(
         self,
@@ -136,6 +143,7 @@ class AsyncClient:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
+        speculation: int | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list, as in vLLM.
 
@@ -144,7 +152,7 @@ class AsyncClient:
         `continue_final_message` to True. The rest is as in `generate`.
         """
         chats = parse_chats(messages, ChatOptions(add_generation_prompt, continue_final_message))
-        return await self._run(chats, params, enable_prefix_caching)
+        return await self._run(chats, params, CallOptions(enable_prefix_caching, speculation))
 
     def stream(
         self,
@@ -153,14 +161,14 @@ class AsyncClient:
         request_id: str | None = None,
         *,
         enable_prefix_caching: bool = True,
+        speculation: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt and yield deltas: each holds only text, tokens and logprobs that are new.
 
         The request starts when the first delta is requested. Raises QueueFullError when the server's queue is full.
         """
-        return self._stream(
-            parse_prompt(prompt), match_params(params, 1)[0], parse_request_id(request_id), enable_prefix_caching
-        )
+        options = CallOptions(enable_prefix_caching, speculation)
+        return self._stream(parse_prompt(prompt), match_params(params, 1)[0], parse_request_id(request_id), options)
 
     def stream_chat(
         self,
@@ -171,10 +179,12 @@ class AsyncClient:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
+        speculation: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation as `chat` does, and yield deltas as `stream` does."""
         prompt = parse_chat(messages, ChatOptions(add_generation_prompt, continue_final_message))
-        return self._stream(prompt, match_params(params, 1)[0], parse_request_id(request_id), enable_prefix_caching)
+        options = CallOptions(enable_prefix_caching, speculation)
+        return self._stream(prompt, match_params(params, 1)[0], parse_request_id(request_id), options)
 
     async def tokenize(
         self,
@@ -238,7 +248,7 @@ class AsyncClient:
         return self._generation
 
     async def _run(
-        self, prompts: list[Prompt], params: Params, enable_prefix_caching: bool, on_output: OnOutput | None = None
+        self, prompts: list[Prompt], params: Params, options: CallOptions, on_output: OnOutput | None = None
     ) -> list[RequestOutput]:
         items = []
         for prompt, each in zip(prompts, match_params(params, len(prompts)), strict=True):
@@ -247,7 +257,7 @@ class AsyncClient:
                 prompt,
                 each,
                 final_only=True,
-                enable_prefix_caching=enable_prefix_caching,
+                options=options,
                 resume_grace_s=grace_s(self._reconnect_timeout_s),
             )
             items.append(BatchItem(request, _collector(request.request_id, prompt)))
@@ -261,14 +271,14 @@ class AsyncClient:
         return batch_results(items)
 
     async def _stream(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None, enable_prefix_caching: bool
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, options: CallOptions
     ) -> AsyncGenerator[RequestOutput, None]:
         request = convert.request_to_proto(
             request_id or _new_id(),
             prompt,
             params,
             final_only=False,
-            enable_prefix_caching=enable_prefix_caching,
+            options=options,
             resume_grace_s=grace_s(self._reconnect_timeout_s),
         )
         collector = _collector(request.request_id, prompt)

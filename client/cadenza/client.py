@@ -12,7 +12,7 @@ from cadenza.async_client import AsyncClient
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.loop_thread import LoopThread
 from cadenza.outputs import RequestOutput
-from cadenza.prompts import Messages, Params, Prompt, Prompts, SinglePrompt
+from cadenza.prompts import CallOptions, Messages, Params, Prompt, Prompts, SinglePrompt
 from cadenza.reconnect import RECONNECT_TIMEOUT_S
 from cadenza.sampling_params import SamplingParams
 from cadenza.session import OnOutput
@@ -63,11 +63,21 @@ class Client:
         self._finalizer()
 
     def generate(
-        self, prompts: Prompts, params: Params = None, *, enable_prefix_caching: bool = True
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        enable_prefix_caching: bool = True,
+        speculation: int | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, without a chat template; see `AsyncClient.generate`."""
         return self._loop.call(
-            lambda: self._client.generate(prompts, params, enable_prefix_caching=enable_prefix_caching)
+            lambda: self._client.generate(
+                prompts,
+                params,
+                enable_prefix_caching=enable_prefix_caching,
+                speculation=speculation,
+            )
         )
 
     def chat(
@@ -78,6 +88,7 @@ class Client:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
+        speculation: int | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list; see
         `AsyncClient.chat`."""
@@ -88,6 +99,7 @@ class Client:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 enable_prefix_caching=enable_prefix_caching,
+                speculation=speculation,
             )
         )
 
@@ -98,9 +110,16 @@ class Client:
         request_id: str | None = None,
         *,
         enable_prefix_caching: bool = True,
+        speculation: int | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt and yield deltas; closing or dropping the generator aborts the request."""
-        deltas = self._client.stream(prompt, params, request_id, enable_prefix_caching=enable_prefix_caching)
+        deltas = self._client.stream(
+            prompt,
+            params,
+            request_id,
+            enable_prefix_caching=enable_prefix_caching,
+            speculation=speculation,
+        )
         return self._pull(deltas)
 
     def stream_chat(
@@ -112,6 +131,7 @@ class Client:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
+        speculation: int | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation and yield deltas; closing or dropping the generator aborts the request."""
         deltas = self._client.stream_chat(
@@ -121,6 +141,7 @@ class Client:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             enable_prefix_caching=enable_prefix_caching,
+            speculation=speculation,
         )
         return self._pull(deltas)
 
@@ -159,10 +180,10 @@ class Client:
         return self._loop.call(lambda: self._client.server_info())
 
     def _run(
-        self, prompts: list[Prompt], params: Params, enable_prefix_caching: bool, on_output: OnOutput
+        self, prompts: list[Prompt], params: Params, options: CallOptions, on_output: OnOutput
     ) -> list[RequestOutput]:
         """Run parsed prompts for `LLM`; `on_output` gets each result on the background loop as it finishes."""
-        return self._loop.call(lambda: self._client._run(prompts, params, enable_prefix_caching, on_output))
+        return self._loop.call(lambda: self._client._run(prompts, params, options, on_output))
 
     def _expect_server(self, is_given_up: Callable[[], bool]) -> None:
         """For `LLM`; see AsyncClient."""

@@ -8,12 +8,13 @@ from typing import Any
 from cadenza.info import ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
-from cadenza.prompts import Prompt
+from cadenza.prompts import CallOptions, Prompt
 from cadenza.sampling_params import SamplingParams
 from cadenza.telemetry.trace_context import current_traceparent
 from cadenza.v1 import generation_pb2, types_pb2
 
 _DEFAULTS = SamplingParams()
+_DEFAULT_OPTIONS = CallOptions()
 _LISTS = "stop stop_token_ids allowed_token_ids bad_words".split()
 _OF_THEIR_OWN = (*_LISTS, "max_tokens", "logit_bias", "early_stopping")
 # For these fields absent means the default. max_tokens is not among them: absent means no limit.
@@ -68,7 +69,7 @@ def request_to_proto(
     params: SamplingParams,
     *,
     final_only: bool,
-    enable_prefix_caching: bool = True,
+    options: CallOptions = _DEFAULT_OPTIONS,
     resume_grace_s: float = 0.0,
 ) -> generation_pb2.GenerateRequest:
     """Return a new request; with `final_only` the server sends one response per sample instead of deltas."""
@@ -80,10 +81,18 @@ def request_to_proto(
         # Token ids that the client sent need not be returned, unless the server may truncate them.
         return_prompt_token_ids=prompt.token_ids is None or params.truncate_prompt_tokens is not None,
         cache_salt=(prompt.cache_salt or "").encode(),
-        enable_prefix_caching=None if enable_prefix_caching else False,
+        enable_prefix_caching=None if options.enable_prefix_caching else False,
+        speculation=_speculation(options.speculation),
         resume_grace_s=resume_grace_s or None,
         traceparent=current_traceparent(),
     )
+
+
+def _speculation(num_draft_tokens: int | None) -> generation_pb2.SpeculationParams | None:
+    """A limit of 0 is sent too: it differs from none."""
+    if num_draft_tokens is None:
+        return None
+    return generation_pb2.SpeculationParams(num_draft_tokens=int(num_draft_tokens))
 
 
 def resume_to_proto(

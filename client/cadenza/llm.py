@@ -14,7 +14,17 @@ from cadenza.load_progress import LoadProgress
 from cadenza.local import LocalServices, log_line
 from cadenza.outputs import RequestOutput
 from cadenza.progress_bar import UseTqdm, prompts_bar
-from cadenza.prompts import ChatOptions, Messages, Params, Prompt, Prompts, match_params, parse_chats, parse_prompts
+from cadenza.prompts import (
+    CallOptions,
+    ChatOptions,
+    Messages,
+    Params,
+    Prompt,
+    Prompts,
+    match_params,
+    parse_chats,
+    parse_prompts,
+)
 from cadenza.reconnect import checked_timeout
 from cadenza.short_interrupts import shorten_interrupts
 
@@ -110,6 +120,7 @@ class LLM:
         use_tqdm: UseTqdm = True,
         lora_request: None = None,
         enable_prefix_caching: bool = True,
+        speculation: int | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, without a chat template; returns a list in the order of prompts.
 
@@ -119,7 +130,8 @@ class LLM:
         `AsyncClient.generate`.
         """
         _refuse_lora(lora_request)
-        return self._run(parse_prompts(prompts), sampling_params, use_tqdm, enable_prefix_caching)
+        options = CallOptions(enable_prefix_caching, speculation)
+        return self._run(parse_prompts(prompts), sampling_params, use_tqdm, options)
 
     def chat(
         self,
@@ -131,6 +143,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
+        speculation: int | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list.
 
@@ -139,7 +152,7 @@ class LLM:
         """
         _refuse_lora(lora_request)
         chats = parse_chats(messages, ChatOptions(add_generation_prompt, continue_final_message))
-        return self._run(chats, sampling_params, use_tqdm, enable_prefix_caching)
+        return self._run(chats, sampling_params, use_tqdm, CallOptions(enable_prefix_caching, speculation))
 
     def tokenize(
         self,
@@ -172,11 +185,11 @@ class LLM:
         return self._guarded(self._client.server_info)
 
     def _run(
-        self, prompts: list[Prompt], sampling_params: Params, use_tqdm: UseTqdm, enable_prefix_caching: bool
+        self, prompts: list[Prompt], sampling_params: Params, use_tqdm: UseTqdm, options: CallOptions
     ) -> list[RequestOutput]:
         params = match_params(sampling_params, len(prompts))  # a wrong argument shows no bar
         with prompts_bar(len(prompts), use_tqdm, self._count_output_tokens) as on_output:
-            return self._guarded(lambda: self._client._run(prompts, params, enable_prefix_caching, on_output))
+            return self._guarded(lambda: self._client._run(prompts, params, options, on_output))
 
     def _count_output_tokens(self) -> int:
         return self._client.server_info().load.num_output_tokens

@@ -12,6 +12,7 @@ from cadenza.sendable import sendable
 
 _FORMS = 'a str, {"prompt": str}, a list of token ids or {"prompt_token_ids": [...]}'
 _MAX_TOKEN_ID = 2**32 - 1
+_MAX_DRAFTS = 64
 
 
 class TextPrompt(TypedDict):
@@ -46,6 +47,25 @@ class ChatOptions:
                 raise ValueError(f"{name} must be a bool, not {_short(getattr(self, name))}")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message needs add_generation_prompt=False: no new turn is begun")
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What all prompts of a call have in common beside their parameters. Raises ValueError for a bad `speculation`."""
+
+    enable_prefix_caching: bool = True  # use and fill the prefix cache
+    speculation: int | None = None  # the most draft tokens in one step; 0 and False: none; None: as the server is set
+
+    def __post_init__(self) -> None:
+        value: object = self.speculation
+        if value is None or value is False:
+            return
+        # True would read as "switch it on", which a request cannot do.
+        if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= int(value) <= _MAX_DRAFTS:
+            raise ValueError(
+                f"speculation must be 0 (off) to {_MAX_DRAFTS} draft tokens, or None (as the server is set), "
+                f"not {_short(value)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import pytest
 
 from cadenza.convert import prompt_to_proto, request_to_proto
 from cadenza.prompts import (
+    CallOptions,
     ChatOptions,
     Prompt,
     match_params,
@@ -136,6 +137,31 @@ def test_prompts_on_the_wire():
     assert list(prompt_to_proto(Prompt(token_ids=[1, 2])).tokens.ids) == [1, 2]
     (turn,) = prompt_to_proto(Prompt(messages=[("user", "a")])).chat.messages
     assert (turn.role, turn.content) == ("user", "a")
+
+
+def test_the_options_of_a_call_on_the_wire():
+    """What is not given is not sent, so that a repeated request has the same body; a limit of 0 is sent."""
+
+    def sent(*options):
+        return request_to_proto(
+            "r", Prompt(text="a"), SamplingParams(), final_only=False, options=CallOptions(*options)
+        )
+
+    plain = request_to_proto("r", Prompt(text="a"), SamplingParams(), final_only=False)
+    assert sent() == sent(True, None) == plain
+    assert not plain.HasField("speculation")
+    assert not plain.HasField("enable_prefix_caching")
+    assert sent(False).enable_prefix_caching is False
+    assert sent(False).HasField("enable_prefix_caching")
+    for most, expected in ((0, 0), (False, 0), (1, 1), (64, 64), (np.int64(5), 5)):
+        assert sent(True, most).HasField("speculation")
+        assert sent(True, most).speculation.num_draft_tokens == expected
+
+
+@pytest.mark.parametrize("wrong", [True, -1, 65, 2**40, 0.0, 2.5, float("nan"), "", "2", b"2", [], (2,), {}, np.True_])
+def test_what_is_no_limit_of_drafts(wrong):
+    with pytest.raises(ValueError, match=r"^speculation must be 0 .* to 64 .*None .*, not "):
+        CallOptions(speculation=wrong)
 
 
 def test_prompt_ids_come_back_only_when_they_are_not_known():

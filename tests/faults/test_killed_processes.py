@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def up(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """One for all: each test leaves it as it was, whole again."""
     log = tmp_path_factory.mktemp("up") / "log"
-    running = Up(model, log, "--num-gpu-blocks", "1000", "--max-num-seqs", "40", "--speculative", "suffix")
+    running = Up(model, log, "--num-gpu-blocks", "1000", "--max-num-seqs", "40", "--speculative", "ngram")
     yield running
     children = psutil.Process(running.process.pid).children(recursive=True)
     running.process.send_signal(signal.SIGTERM)

@@ -213,9 +213,11 @@ class Run:
         touched: set[RequestKey] = set()
         for sequence, prompt_logprobs in outputs.prompt_logprobs:
             self._outcome(sequence).prompt_logprobs.append(prompt_logprobs)
+        logprobs = {sequence: iter(found) for sequence, found in outputs.logprobs.items()}
         for sequence, token_id in zip(outputs.sequences, outputs.token_ids, strict=True):
             outcome = self._outcome(sequence)
-            outcome.token(sequence.sample_index, token_id, outputs.logprobs.get(sequence))
+            found = next(logprobs[sequence]) if sequence in logprobs else None
+            outcome.token(sequence.sample_index, token_id, found)
             touched.add(sequence.group.key)
         for sequence, finish in outputs.finishes.items():
             self._outcome(sequence).finish(sequence.sample_index, finish)

@@ -39,10 +39,10 @@ class Services:
 
 
 @asynccontextmanager
-async def main_server(model: Path) -> AsyncIterator[Services]:
+async def main_server(model: Path, **executor_options: Any) -> AsyncIterator[Services]:
     """Both services on a model; afterwards everything must be free, and the session with the executor the first one."""
     async with (
-        executor_service(model, num_gpu_blocks=8, max_model_len=256) as address,
+        executor_service(model, num_gpu_blocks=8, max_model_len=256, **executor_options) as address,
         scheduler_service(address) as running,
         grpc.aio.insecure_channel(address) as executor,
         # Without limits of its own: what is too large is for the server to refuse.

@@ -45,6 +45,8 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
     incarnation: int = 7
     protocol_version: int = 1
     features: tuple[pb.ExecutorFeature, ...] = ()
+    max_drafts: int = 0
+    """Announced with EXECUTOR_FEATURE_DRAFTS; it never has a draft, which is allowed. 0: not announced."""
     silent: bool = False
     """Say nothing: no heartbeats, no results."""
     going: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,12 +81,12 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             kv=pb.KvGeometry(block_size=16, num_device_blocks=self.num_blocks, num_groups=1),
             limits=pb.ExecutorLimits(
                 num_slots=2 * self.max_num_seqs, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=512,
-                max_logprobs=self.max_logprobs, max_inflight_plans=4,
+                max_logprobs=self.max_logprobs, max_inflight_plans=4, max_drafts=self.max_drafts,
             ),
             fingerprint=types_pb2.NumericsFingerprint(mode=types_pb2.NUMERICS_MODE_EXACT, digest=self.digest),
             device="cpu",
             version="test",
-            features=self.features,
+            features=[*self.features, *([pb.EXECUTOR_FEATURE_DRAFTS] if self.max_drafts else [])],
         )  # fmt: skip
 
     async def Execute(self, request_iterator, context):

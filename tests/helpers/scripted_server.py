@@ -66,6 +66,8 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
         self.params: list[types_pb2.SamplingParams] = []
         self.caching: list[bool | None] = []
         """What each request said of the prefix cache; None: nothing."""
+        self.drafts: list[int | None] = []
+        """The most draft tokens of each request; None: it said nothing."""
         self.cancelled: list[str] = []
         self.hanging = threading.Event()
         self.was_cancelled = threading.Event()
@@ -77,6 +79,7 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
     def _note_request(self, request: pb.GenerateRequest) -> None:
         self.params.append(request.sampling_params)
         self.caching.append(request.enable_prefix_caching if request.HasField("enable_prefix_caching") else None)
+        self.drafts.append(request.speculation.num_draft_tokens if request.HasField("speculation") else None)
 
     async def Generate(self, request, context):
         self._note_request(request)

@@ -64,18 +64,48 @@ def test_both_clients_have_the_same_parameters(name):
     assert not [each for each in ours.values() if each.kind is each.VAR_KEYWORD]
 
 
-def test_every_call_can_opt_out_of_the_prefix_cache(blocking, script):
+def calls_of(blocking):
+    """Each call that makes requests, with the options that it is given."""
     chat = [{"role": "user", "content": "hi"}]
-    calls = [
+    return [
         lambda **options: blocking.generate("a", **options),
         lambda **options: blocking.chat(chat, **options),
         lambda **options: [*blocking.stream("a", **options)],
         lambda **options: [*blocking.stream_chat(chat, **options)],
     ]
+
+
+def test_every_call_can_opt_out_of_the_prefix_cache(blocking, script):
+    calls = calls_of(blocking)
     for call in calls:
         call()
         call(enable_prefix_caching=False)
     assert script.caching == [None, False] * len(calls)
+    assert set(script.drafts) == {None}
+
+
+def test_every_call_can_limit_drafts(blocking, script):
+    calls = calls_of(blocking)
+    for call in calls:
+        for most in (None, 0, False, 3, 64):
+            call(speculation=most)
+    assert script.drafts == [None, 0, 0, 3, 64] * len(calls)
+    assert set(script.caching) == {None}
+
+
+def test_a_limit_of_drafts_holds_for_all_prompts_of_a_call(blocking, script):
+    blocking.generate(["a", [1, 2], {"prompt": "c"}], speculation=2, enable_prefix_caching=False)
+    blocking.chat([[{"role": "user", "content": "hi"}]] * 2, speculation=0)
+    assert script.drafts == [2, 2, 2, 0, 0]
+    assert script.caching == [False, False, False, None, None]
+
+
+def test_a_wrong_limit_of_drafts_is_refused_before_anything_is_sent(blocking, script):
+    for call in calls_of(blocking):
+        for wrong in (-1, 65, True, 1.0, "3", [3], {"num_draft_tokens": 3}):
+            with pytest.raises(ValueError, match=r"^speculation must be 0 \(off\) to 64 draft tokens"):
+                call(speculation=wrong)
+    assert script.params == []
 
 
 def test_a_dropped_blocking_stream_aborts_the_request(blocking, script):

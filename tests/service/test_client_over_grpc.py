@@ -19,7 +19,7 @@ from cadenza.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from cadenza.prompts import parse_prompts
+from cadenza.prompts import CallOptions, parse_prompts
 from cadenza.sampling_params import SamplingParams
 from cadenza.step_watch import watch_steps
 from cadenza.transport import MAX_REQUEST_BYTES
@@ -187,7 +187,7 @@ async def test_each_prompt_that_ends_is_reported(client):
     seen = []
     prompts = parse_prompts(["a b", "bad", "x" * (MAX_REQUEST_BYTES + 1), "vanish", "slow c"])
     with pytest.raises(InvalidRequestError, match="prompt 1"):
-        await client._run(prompts, None, True, seen.append)
+        await client._run(prompts, None, CallOptions(), seen.append)
     assert sorted((each.prompt[:6], each.finished, len(each.outputs)) for each in seen) == [
         ("a b", True, 1), ("bad", False, 0), ("slow c", True, 1), ("vanish", False, 0), ("xxxxxx", False, 0),
     ]  # fmt: skip

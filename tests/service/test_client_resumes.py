@@ -92,14 +92,15 @@ async def broken(*ends):
 
 async def test_a_stream_resumes_at_the_next_token():
     async with broken(GONE, GONE, TAKEN) as (client, script):
-        deltas = [delta async for delta in client.stream("a", request_id="mine")]
+        deltas = [delta async for delta in client.stream("a", request_id="mine", speculation=3)]
     assert "".join(sample.text for delta in deltas for sample in delta.outputs) == WORDS
     assert [bool(delta.outputs) for delta in deltas] == [False] + [True] * 6, "the start of a resumed stream is hidden"
     first, *rest = script.requests
-    assert first.resume_grace_s == 60
+    assert (first.resume_grace_s, first.speculation.num_draft_tokens) == (60, 3)
     assert [request.resume.positions[0].token_index for request in rest] == [1, 2, 3]
     assert {request.request_id for request in rest} == {"mine"}
-    assert not any(request.prompt or request.resume_grace_s for request in rest)
+    beside = {"request_id", "resume", "output_mode", "return_prompt_token_ids"}
+    assert all({field.name for field, _ in request.ListFields()} <= beside for request in rest)
     assert script.aborted == []
 
 
@@ -186,10 +187,12 @@ async def test_a_session_sends_anew_what_the_server_has_forgotten():
     missing = grpc.StatusCode.NOT_FOUND, "no request"
     async with broken(GONE, missing) as (client, script):
         await client.model_info()
-        (output,) = await client.generate(["one two"])
+        (output,) = await client.generate(["one two"], speculation=0)
     assert [sample.text for sample in output.outputs] == ["one two "]
     first, resumed, anew = script.requests
     assert first == anew
+    assert anew.HasField("speculation")
+    assert not resumed.HasField("speculation")
     (position,) = resumed.resume.positions
     assert (position.sample_index, position.token_index, position.finished) == (1, 1, True)
     assert resumed.output_mode == pb.OUTPUT_MODE_FINAL

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")
 
 FUZZED = ["Generate"] * 5 + ["Tokenize", "Detokenize", "Abort", "GetBlockTable", "Drain", "WatchSteps"]
 RARE = set(
-    "request_id resume resume_grace_s adapter speculation extra_hash_keys n best_of beam_width length_penalty "
+    "request_id resume resume_grace_s adapter extra_hash_keys n best_of beam_width length_penalty "
     "early_stopping grammar media".split()
 )
 """Fields of which nearly any value is refused: seldom set, so that the others are reached."""
@@ -28,7 +28,7 @@ few = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scop
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def services(tmp_path_factory):
     folder = make_llama(tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300)
-    async with error_servers.main_server(folder) as services:
+    async with error_servers.main_server(folder, speculative="suffix") as services:
         yield services
 
 

@@ -110,6 +110,8 @@ def test_a_failure_leaves_the_bar_and_is_raised(llm, capsys):
         (lambda llm: llm.chat(CHAT, FEW, True, object()), r"^lora_request: "),
         (lambda llm: llm.generate([]), "at least one"),
         (lambda llm: llm.chat([{"role": "user"}]), "^message 0: content is missing"),
+        (lambda llm: llm.generate("a", FEW, speculation=65), "^speculation must be 0 "),
+        (lambda llm: llm.chat(CHAT, FEW, speculation=True), "^speculation must be 0 "),
         (lambda llm: llm.generate(["a"], [FEW, FEW]), "2 SamplingParams for 1 prompts"),
     ],
 )

@@ -281,7 +281,7 @@ class PlanRunner:
         counts: dict[int, int] = dict.fromkeys((slot.number for slot in idle), 0)
         token_ids: dict[int, int] = {}
         errors: dict[int, SlotError] = {}
-        logprobs: dict[int, TokenLogprobs] = {}
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         candidates: dict[int, Candidates] = {}
         for index, slot in enumerate(sampling):
             number = slot.number
@@ -300,7 +300,7 @@ class PlanRunner:
                 errors[number], slot.stopped = SlotError.NO_ALLOWED_TOKEN, True
                 continue
             if slot.sampling.num_logprobs is not None:
-                logprobs[number] = self._source.token_logprobs(slot, token_id)
+                logprobs[number] = (self._source.token_logprobs(slot, token_id),)
             counts[number], token_ids[number] = 1, token_id
             slot.append(token_id)
             enough = len(slot.tokens) - slot.num_prompt >= slot.sampling.min_tokens

@@ -17,11 +17,13 @@ from cadenza.cli.generate import (
     MaxTokens,
     Model,
     Seed,
+    Speculation,
     Stop,
     Target,
     Temperature,
     TopK,
     TopP,
+    check_speculation,
     make_params,
 )
 from cadenza.cli.interrupts import Interrupts
@@ -80,6 +82,7 @@ class _Conversation:
 
     client: Client
     params: SamplingParams
+    speculation: int | None
     system: str | None
     interactive: bool
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -101,12 +104,14 @@ def chat(
     top_k: TopK = 0,
     seed: Seed = None,
     stop: Stop = None,
+    speculation: Speculation = None,
     **options: Any,
 ) -> None:
     """Run the command; raises CadenzaError."""
     params = make_params(
         max_tokens=max_tokens or None, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
+    check_speculation(speculation)
     with serving(target, model, config, options) as address, Client(address) as client:
         info = client.model_info()
         if not info.has_tokenizer:
@@ -117,7 +122,7 @@ def chat(
                 "start the server with --tokenizer and one that has a template"
             )
         conversation = _Conversation(
-            client, params, None if system is None else typed(system), interactive=has_keyboard()
+            client, params, speculation, None if system is None else typed(system), interactive=has_keyboard()
         )
         with Interrupts() as interrupts:
             _talk(conversation, interrupts)
@@ -161,7 +166,7 @@ def _answer(conversation: _Conversation, message: str, interrupts: Interrupts) -
     messages.append({"role": "user", "content": message})
     answer, ending = "", None
     shown = _Shown()
-    deltas = conversation.client.stream_chat(messages, conversation.params)
+    deltas = conversation.client.stream_chat(messages, conversation.params, speculation=conversation.speculation)
     try:
         with interrupts.listening():
             for delta in deltas:

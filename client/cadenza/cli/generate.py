@@ -18,6 +18,7 @@ from cadenza.cli.text import notice, printable, typed, write
 from cadenza.errors import CadenzaError, FailedPreconditionError, OptionError
 from cadenza.info import ModelInfo
 from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.prompts import CallOptions
 from cadenza.sampling_params import SamplingParams
 
 HELP = """Answer prompts and stream the answers.
@@ -55,6 +56,10 @@ TopP = Annotated[float, _option("NUMBER", "Keep the most likely tokens up to thi
 TopK = Annotated[int, _option("INTEGER", "Keep this many most likely tokens; 0: all.")]
 Seed = Annotated[int | None, _option("INTEGER", "Sampling seed; without it, one is drawn.")]
 Stop = Annotated[list[str] | None, _option("TEXT", "String that ends the answer; may be given several times.")]
+Speculation = Annotated[
+    int | None,
+    _option("INTEGER", "Most draft tokens in one step, up to 64; 0: none.  [default: as the server is set]"),
+]
 Ids = Annotated[
     list[str] | None,
     typer.Option("--ids", metavar="IDS", help="A prompt as token ids, such as 5,6,7; may be given several times."),
@@ -83,20 +88,23 @@ class _Request:
 
     client: AsyncClient
     params: SamplingParams
+    speculation: int | None
     applies_template: bool
     shows_ids: bool  # the model has no tokenizer
 
     async def answers(self, prompts: list[_Prompt]) -> list[RequestOutput]:
         """The whole answers; raises CadenzaError, which has the answers of the others if a prompt failed."""
         if self.applies_template:
-            return await self.client.chat([_messages(prompt) for prompt in prompts], self.params)
-        return await self.client.generate([prompt.token_ids or prompt.text for prompt in prompts], self.params)
+            chats = [_messages(prompt) for prompt in prompts]
+            return await self.client.chat(chats, self.params, speculation=self.speculation)
+        given = [prompt.token_ids or prompt.text for prompt in prompts]
+        return await self.client.generate(given, self.params, speculation=self.speculation)
 
     def stream(self, prompt: _Prompt) -> AsyncIterator[RequestOutput]:
         """The answer in pieces."""
         if self.applies_template:
-            return self.client.stream_chat(_messages(prompt), self.params)
-        return self.client.stream(prompt.token_ids or prompt.text, self.params)
+            return self.client.stream_chat(_messages(prompt), self.params, speculation=self.speculation)
+        return self.client.stream(prompt.token_ids or prompt.text, self.params, speculation=self.speculation)
 
     def shown(self, sample: CompletionOutput) -> str:
         """What a piece of an answer shows: its text, or its token ids."""
@@ -117,6 +125,7 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the answer.")] = False,
+    speculation: Speculation = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt, at the end.")] = False,
     **options: Any,
 ) -> None:
@@ -131,14 +140,23 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
+    check_speculation(speculation)
     with serving(target, model, config, options) as address:
-        asyncio.run(_generate(address, given, params, raw=raw, as_json=as_json))
+        asyncio.run(_generate(address, given, params, speculation, raw=raw, as_json=as_json))
 
 
 def make_params(**values: Any) -> SamplingParams:
     """SamplingParams; their errors are raised as OptionError."""
     try:
         return SamplingParams(**values)
+    except ValueError as error:
+        raise OptionError(f"option {error}") from None
+
+
+def check_speculation(value: int | None) -> None:
+    """Raise OptionError for a number that no call takes, before a server is started."""
+    try:
+        CallOptions(speculation=value)
     except ValueError as error:
         raise OptionError(f"option {error}") from None
 
@@ -167,7 +185,9 @@ def _parse_ids(given: str) -> Iterator[int]:
         yield int(word)
 
 
-async def _generate(address: str, prompts: list[_Prompt], params: SamplingParams, *, raw: bool, as_json: bool) -> None:
+async def _generate(
+    address: str, prompts: list[_Prompt], params: SamplingParams, speculation: int | None, *, raw: bool, as_json: bool
+) -> None:
     async with AsyncClient(address) as client:
         info = await client.model_info()
         _check(prompts, info)
@@ -175,7 +195,8 @@ async def _generate(address: str, prompts: list[_Prompt], params: SamplingParams
         if not raw and not has_ids and not info.has_chat_template:
             notice("the model has no chat template: prompts are continued as they are (--raw)")
             raw = True
-        request = _Request(client, params, applies_template=not raw and not has_ids, shows_ids=not info.has_tokenizer)
+        applies_template, shows_ids = not raw and not has_ids, not info.has_tokenizer
+        request = _Request(client, params, speculation, applies_template, shows_ids)
         if as_json:
             await _print_json(request, prompts)
         else:

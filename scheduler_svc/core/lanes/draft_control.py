@@ -1,35 +1,279 @@
-"""Chooses the number of drafts."""
+"""How many drafts each sequence of a step gets: chosen from measured acceptance and measured step times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scheduler_svc.core.lanes.draft_acceptance import DraftAcceptance
+from scheduler_svc.core.lanes.draft_costs import DraftCosts, bucket_of
+
+_MARGIN = 0.015
+"""Gain from which another number of drafts is taken; none is taken at no loss at all."""
+_RARE = 0.015
+"""Advantage of drafting where the source has no drafts, falling to 0 where it always has them."""
+_FLAT = 0.004
+"""Loss at which fewer drafts are as good as the best number."""
+_DWELL = 6
+"""Results between two decisions of a bucket: two plans are in flight when a choice is made."""
+_STALE = 32
+"""Results after which a bucket that comes back is decided anew."""
+_TRIALS = 8
+"""Sequences' drafts that a probe sees at least, if it has steps enough."""
+_LEAST_PROBE, _MOST_PROBE = 3, 8
+"""Steps of a probe."""
+_FIRST_INTERVAL, _LAST_INTERVAL = 16, 256
+"""Results between two probes for news: doubled while they change nothing."""
+_LOSS_SHARE = 0.01
+"""Share of all time that probes may lose."""
+_LATE = 4
+"""Results after which no more are expected of a probe: its plans were made with fewer drafts."""
+_OPTIMISM = 0.5
+"""Share of the last draft's cost that an untried further one is hoped to have."""
+_DRAFTING_DECAY = 0.9
+"""Weight of earlier results in the share of sequences that may draft."""
+
 
 @dataclass(slots=True)
 class DraftedStep:
-    """What one result says."""
+    """What one result says of drafts. Columns have one entry per position."""
 
     num_decodes: int
+    """Sequences that decoded in this step, drafting or not."""
     num_drafting: int
+    """Those of them that were allowed drafts."""
     max_drafts: int
+    """The plan's number of drafts per sequence; 0: none."""
     num_drafts: int
+    """Drafts computed in all: a source may find fewer than the plan allows, or none."""
     num_accepted: int
+    """Drafts accepted in all."""
     accepted_at: Sequence[int]
+    """How many sequences accepted their i-th draft."""
     drafted_at: Sequence[int]
+    """How many sequences had an i-th draft."""
     num_other_tokens: int
+    """Tokens of prompts and the like in the same step: such a step says nothing of what decodes cost."""
     step_ns: int
+    """Time of the step: forward pass, drafting, verification and sampling."""
+
+
+class _Bucket:
+    """Batch sizes that share a choice."""
+
+    __slots__ = ("choice", "decided_at", "index", "num_results")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.choice = 0
+        self.num_results = 0
+        """Results since the last decision."""
+        self.decided_at = 0
+
+
+@dataclass(slots=True)
+class _Probe:
+    """A few steps with another number of drafts than the chosen one."""
+
+    bucket: _Bucket
+    max_drafts: int
+    num_steps: int
+    ends_at: int
+    """The result after which no more are awaited."""
+    num_to_plan: int
+    num_seen: int = 0
+    is_news: bool = False
+    """Whether it looks for news, not for a first measurement."""
 
 
 class DraftControl:
-    """Always the most."""
+    """Chooses the number of drafts by goodput: expected tokens of a sequence per time of a step.
+
+    Goodput, not acceptance, decides (SmartSpec / TurboSpec, arXiv 2406.14066): at equal acceptance the same drafts
+    gain at batch 1 and lose at batch 32 (vllm#26504). Expected tokens come from `DraftAcceptance`, for all batch
+    sizes alike; what drafts add to a step comes from `DraftCosts`, measured by batch size and number of drafts. Each
+    batch-size bucket keeps its own choice.
+
+    - *Hysteresis*: a choice by batch size alone flips at its threshold and counts prefills (vllm#49548). Here only
+      decodes count, a choice stands for some results, and another one must be better by a margin. No drafts at all
+      are preferred as soon as drafts lose.
+    - *Probes* measure what the choice leaves unmeasured: a few steps of one draft more, of none, or of one less. A
+      first measurement is made where an optimistic guess of its cost would pay. After that probes look for news, each
+      half as often as the last while they change nothing. After each probe the next one waits until what this one
+      lost is at most 1 % of the time.
+    - *Upwards* in steps of one, each of which is measured; downwards at once.
+    - A source that finds drafts at times only (copying) costs next to nothing while it finds none: it stays on.
+
+    Deterministic from its calls: a replay of recorded results makes the same choices. A result is attributed by its own
+    `max_drafts`, so that plans in flight confuse nothing.
+    """
 
     def __init__(self, most: int, *, adaptive: bool) -> None:
+        """`most`: the greatest choice. Not adaptive: it is the only one."""
         self._most = most
+        self._adaptive = adaptive and most > 0
+        self._acceptance = DraftAcceptance(most)
+        self._costs = DraftCosts(most)
+        self._by_size: dict[int, _Bucket] = {}
+        self._buckets: dict[int, _Bucket] = {}
+        self._now = 0
+        """Results observed."""
+        self._drafting = 1.0
+        """Share of decoding sequences that may draft."""
+        self._probe: _Probe | None = None
+        self._probe_from = 0
+        """The first result after which a probe may start: the loss of the last one is made up for."""
+        self._news_from = 0
+        """The first result after which a probe for news may start."""
+        self._interval = _FIRST_INTERVAL
+        self._turn = 0
+        """Which neighbour the next probe for news tries."""
 
     def choose(self, num_decodes: int) -> int:
-        """The number of drafts for a step."""
-        return self._most
+        """The number of drafts per sequence for the next plan, in which `num_decodes` sequences decode.
+
+        To be called once for each plan.
+        """
+        if not self._adaptive:
+            return self._most
+        if num_decodes <= 0:
+            return 0
+        bucket = self._by_size.get(num_decodes) or self._bucket(num_decodes)
+        probe = self._probe
+        if probe is not None and probe.num_to_plan and abs(probe.bucket.index - bucket.index) <= 1:
+            probe.num_to_plan -= 1
+            return probe.max_drafts
+        if self._now - bucket.decided_at > _STALE:
+            self._decide(bucket)
+        return bucket.choice
 
     def observe(self, step: DraftedStep) -> None:
-        """A result."""
+        """Learn from a result; to be called in the order of results."""
+        num_decodes = step.num_decodes
+        if not self._adaptive or num_decodes <= 0:
+            return
+        self._now += 1
+        bucket = self._by_size.get(num_decodes) or self._bucket(num_decodes)
+        max_drafts = step.max_drafts
+        if max_drafts and step.num_drafting:
+            self._acceptance.observe(step.num_drafting, step.drafted_at, step.accepted_at, self._now)
+            share = step.num_drafting / num_decodes
+            self._drafting = _DRAFTING_DECAY * self._drafting + (1 - _DRAFTING_DECAY) * share
+        if not step.num_other_tokens and step.step_ns > 0 and max_drafts <= self._most:
+            self._costs.observe(bucket.index, max_drafts, num_decodes, step.num_drafts, step.step_ns, self._now)
+        bucket.num_results += 1
+        probe = self._probe
+        if probe is not None:
+            probe.num_seen += max_drafts == probe.max_drafts
+            if probe.num_seen >= probe.num_steps or self._now >= probe.ends_at:
+                self._end(probe)
+        elif bucket.num_results >= _DWELL:
+            values = self._decide(bucket)
+            if self._now >= self._probe_from:
+                self._start_probe(bucket, num_decodes, values)
+
+    def _bucket(self, num_decodes: int) -> _Bucket:
+        index = bucket_of(num_decodes)
+        bucket = self._buckets.get(index)
+        if bucket is None:
+            bucket = self._buckets[index] = _Bucket(index)
+            self._decide(bucket, at_once=True)
+        self._by_size[num_decodes] = bucket
+        return bucket
+
+    def _decide(self, bucket: _Bucket, *, at_once: bool = False) -> list[float | None]:
+        """Set the bucket's choice, if another one is better; returns the values by number of drafts."""
+        bucket.num_results = 0
+        bucket.decided_at = self._now
+        values = self._values(bucket.index)
+        best = _best(values)
+        now_chosen = bucket.choice
+        if best != now_chosen:
+            value = values[now_chosen]
+            margin = _MARGIN if best else 0.0
+            if value is None or at_once or (values[best] or 0.0) > value * (1 + margin):
+                # Upwards by one where it would be the first time: it is measured, and so is its acceptance.
+                known = at_once or best < now_chosen or self._costs.has(bucket.index, best)
+                bucket.choice = best if known else now_chosen + 1
+        return values
+
+    def _values(self, index: int) -> list[float | None]:
+        """Goodput by number of drafts, relative to none. None: what so many cost has not been measured."""
+        num_drafts, num_accepted = self._acceptance.expected()
+        drafting = self._drafting
+        bonus = 1.0 + _RARE * (1.0 - self._acceptance.coverage)
+        values: list[float | None] = [1.0]
+        for k in range(1, self._most + 1):
+            extra = self._costs.extra(index, k)
+            if extra is None:
+                values.append(None)
+                continue
+            cost, measured_with = extra
+            if measured_with > 0.02:
+                # Drafts are found more often now, or less often, than when their cost was measured.
+                cost *= min(2.0, drafting * num_drafts[k] / measured_with)
+            values.append(bonus * (1.0 + drafting * num_accepted[k]) / (1.0 + cost))
+        return values
+
+    def _start_probe(self, bucket: _Bucket, num_decodes: int, values: list[float | None]) -> None:
+        target, is_news = self._first_target(bucket, values), False
+        if target is None and self._now >= self._news_from:
+            target, is_news = self._news_target(bucket, values), True
+        if target is None:
+            return
+        num_steps = min(_MOST_PROBE, max(_LEAST_PROBE, -(-_TRIALS // num_decodes)))
+        ends_at = self._now + num_steps + _LATE
+        self._probe = _Probe(bucket, target, num_steps, ends_at, num_steps, is_news=is_news)
+
+    def _first_target(self, bucket: _Bucket, values: list[float | None]) -> int | None:
+        """What is worth a first measurement in this bucket; None: nothing, or it is being measured."""
+        if not self._costs.has(bucket.index, 0):
+            return 0 if bucket.choice else None
+        untried = next((k for k, value in enumerate(values) if value is None), None)
+        if untried is None:
+            return None
+        _, num_accepted = self._acceptance.expected()
+        below = [self._costs.extra(bucket.index, k) for k in range(max(0, untried - 2), untried)]
+        costs = [cost[0] for cost in below if cost is not None]
+        cost = costs[-1] + _OPTIMISM * max(0.0, costs[-1] - costs[0]) if costs else 0.0
+        value = (1.0 + self._drafting * num_accepted[untried]) / (1.0 + cost)
+        return untried if value > (1 + _MARGIN) * max(value for value in values if value is not None) else None
+
+    def _news_target(self, bucket: _Bucket, values: list[float | None]) -> int | None:
+        """The number of drafts to try for news: of none chosen, the best of the others; else the neighbours in turn."""
+        chosen = bucket.choice
+        if not chosen:
+            known = [(value, -k) for k, value in enumerate(values) if k and value is not None]
+            if known:
+                return -max(known)[1]
+            return 1 if self._costs.has(bucket.index, 0) else None
+        self._turn += 1
+        others = sorted({k for k in (chosen + 1, 0, chosen - 1) if 0 <= k <= self._most})
+        return others[self._turn % len(others)]
+
+    def _end(self, probe: _Probe) -> None:
+        """Decide with what the probe measured, and set when the next one may start."""
+        self._probe = None
+        bucket = probe.bucket
+        before = bucket.choice
+        values = self._decide(bucket)
+        tried, chosen = values[probe.max_drafts], values[before]
+        if tried is not None and chosen is not None:
+            # In steps of the choice before: what the probe took, less what the choice takes for as many tokens.
+            num_accepted = self._acceptance.expected()[1]
+            tokens = (1.0 + self._drafting * num_accepted[probe.max_drafts]) / (
+                1.0 + self._drafting * num_accepted[before]
+            )
+            loss = probe.num_seen * tokens * max(0.0, chosen / tried - 1.0)
+            self._probe_from = self._now + int(loss / _LOSS_SHARE)
+        if bucket.choice != before:
+            self._interval = _FIRST_INTERVAL
+        elif probe.is_news:
+            self._interval = min(2 * self._interval, _LAST_INTERVAL)
+        self._news_from = self._now + self._interval
+
+
+def _best(values: list[float | None]) -> int:
+    """The fewest drafts whose value is about the greatest."""
+    least = max(value for value in values if value is not None) * (1 - _FLAT)
+    return next(k for k, value in enumerate(values) if value is not None and value >= least)

@@ -33,6 +33,8 @@ def check_result(lane: Lane, step: PlannedStep, result: StepResult) -> None:
         _check_samples(lane, step, slots, result)
     elif len(result.token_ids) != len(slots):
         raise InvariantError(f"step {result.step_id}: {len(result.token_ids)} tokens of {len(slots)} slots")
+    if result.num_drafts or result.num_accepted:
+        check_drafts(lane, step, result)
     if result.logprobs and not result.logprobs.keys() <= set(expected):
         raise InvariantError(f"step {result.step_id}: logprobs of slots {list(result.logprobs)}, not of {expected}")
     _check_prompt_logprobs(step, result)

@@ -38,6 +38,21 @@ def test_generate_prints_the_answer(target, script, capsys):
     assert (params.max_tokens, params.temperature) == (7, 0.0)
 
 
+@pytest.mark.parametrize("arguments", [[], ["--raw"], ["--json"], ["--ids", "5"]])
+def test_generate_limits_drafts(target, script, arguments):
+    prompt = [] if "--ids" in arguments else ["a"]
+    for option in ([], ["--speculation", "0"], ["--speculation", "3"]):
+        assert run(["generate", "--target", target, *arguments, *option, *prompt]) == 0
+    assert script.drafts == [None, 0, 3]
+
+
+def test_chat_limits_drafts(target, script, monkeypatch):
+    for option in ([], ["--speculation", "0"], ["--speculation", "64"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+        assert run(["chat", "--target", target, *option]) == 0
+    assert script.drafts == [None, None, 0, 0, 64, 64]
+
+
 def test_generate_prints_several_in_order(target, capsys):
     assert run(["generate", "--target", target, "--raw", "a b", "c"]) == 0
     assert capsys.readouterr().out == "── a b\na b \n\n── c\nc \n"
@@ -207,6 +222,8 @@ def test_closed_streams(target, script, monkeypatch):
         (["generate", "x", "--target", "127.0.0.1:1"], 1, "cadenza: no service at 127.0.0.1:1"),
         (["generate", "x", "--target", "host:port"], 2, "cadenza: option target: 'host:port' is not HOST:PORT"),
         (["generate", "x", "--temperature", "-1"], 2, "cadenza: option temperature must be"),
+        (["generate", "x", "--speculation", "65"], 2, "cadenza: option speculation must be 0 (off) to 64 draft tokens"),
+        (["chat", "--speculation", "-1"], 2, "cadenza: option speculation must be 0 (off) to 64 draft tokens"),
         (["generate", "x", "--max-tokens", "many"], 2, "cadenza: Invalid value for '--max-tokens'"),
         (["generate", "x", "--block-size", "8"], 2, "cadenza: option block_size is for a service started here"),
         (["generate", "x", "--target", "a:1", "--model", "m"], 2, "cadenza: give --target or --model, not both"),

@@ -177,6 +177,7 @@ class ExecutorFuzz:
     def __init__(self, service: FuzzedService) -> None:
         self._service = service
         self._epoch = 0
+        self._incarnation = 1
         self._last_step_id = 0
         self.num_examples = 0
         self.statuses: dict[str, int] = {}
@@ -223,7 +224,8 @@ class ExecutorFuzz:
     def _opening(self, changes: bytes) -> bytes:
         """An opening with these changes, but for the epoch: it only grows, so a huge one would be the last."""
         self._epoch += 1
-        fields = pb.OpenSession(scheduler_id="fuzz", protocol_version=1).SerializeToString()
+        opening = pb.OpenSession(scheduler_id="fuzz", protocol_version=1, scheduler_incarnation=self._incarnation)
+        fields = opening.SerializeToString()
         epoch = pb.OpenSession(epoch=self._epoch).SerializeToString()
         return tag(_OPEN, 2) + with_length(fields + changes + epoch)
 
@@ -262,6 +264,10 @@ class ExecutorFuzz:
         check(_EXECUTE, ended)
         self._last_step_id += _NUM_PROBED
         if ended.status is grpc.StatusCode.UNAVAILABLE:
+            return []
+        if ended.status is grpc.StatusCode.ABORTED:
+            # A session with garbage may have named another process of this scheduler, which has replaced this one.
+            self._incarnation += 1
             return []
         results = [pb.ExecuteResponse.FromString(answer).result for answer in ended.answers]
         tokens = [token_id for result in results for token_id in result.token_ids]

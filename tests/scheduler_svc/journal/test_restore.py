@@ -193,6 +193,38 @@ async def test_the_seed_and_the_id_that_the_service_drew_stay(tmp_path: Path) ->
         assert live.request.spec == spec
 
 
+@pytest.mark.parametrize("model", [EXACT, FAST])
+async def test_the_limit_of_drafts_stays(tmp_path: Path, model: ModelDescription) -> None:
+    """For requests that go on, that begin anew under another fingerprint, and that run when the id comes again."""
+    limits = {"none": None, "off": 0, "some": 3}
+    speculation = {
+        name: None if most is None else pb.SpeculationParams(num_draft_tokens=most) for name, most in limits.items()
+    }
+
+    def found(process: Process, *names: str) -> dict[str, int | None]:
+        return {name: process.world.engine.find("", name).request.spec.max_drafts for name in names}
+
+    async with process(tmp_path, model) as first:
+        for name in ("some", "off", "none"):
+            first.submit(name, 40, speculation=speculation[name])
+        first.submit("fills the fourth place", 4000)
+        await first.steps(3)
+        for name in limits:
+            first.submit(f"waits {name}", speculation=speculation[name])
+        assert found(first, *limits) == limits
+    async with process(tmp_path, model, at_s=1.0) as second:
+        assert second.restored.num_unfinished == 7
+        assert found(second, *limits) == limits
+        live = second.world.engine.find("", "some")
+        assert second.submit("some", 40, speculation=speculation["some"]) is live
+        for other in ("off", "none"):
+            with pytest.raises(RequestExistsError):
+                second.submit("some", 40, speculation=speculation[other])
+    async with process(tmp_path, replace(model, fingerprint=b"other"), at_s=2.0) as third:
+        waiting = {f"waits {name}": most for name, most in limits.items()}
+        assert found(third, *waiting) == waiting
+
+
 async def test_end_ids_are_those_of_the_admission(tmp_path: Path) -> None:
     """The generation config of the model may have changed, which the fingerprint does not cover."""
     async with process(tmp_path) as first:

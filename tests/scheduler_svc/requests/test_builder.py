@@ -134,7 +134,7 @@ def test_bad_and_later_sampling_fields_are_refused(name, values):
 def test_later_fields_at_their_defaults_are_fine():
     build({"n": 1, "best_of": 1, "repetition_penalty": 1.0, "presence_penalty": 0.0, "length_penalty": 1.0,
            "early_stopping": types_pb2.EARLY_STOPPING_FALSE, "frequency_penalty": 0})  # fmt: skip
-    build(resume_grace_s=0, speculation=pb.SpeculationParams())
+    build(resume_grace_s=0)
 
 
 def test_the_prefix_cache_is_used_unless_the_request_opts_out():
@@ -142,6 +142,14 @@ def test_the_prefix_cache_is_used_unless_the_request_opts_out():
     assert build(enable_prefix_caching=True).spec.uses_prefix_cache
     spec = build(enable_prefix_caching=False, cache_salt=b"s").spec
     assert (spec.uses_prefix_cache, spec.cache_salt) == (False, b"s")
+
+
+def test_drafts_are_limited_by_the_request():
+    """Absent is not 0: the executor's options decide then."""
+    assert build().spec.max_drafts is None
+    assert build(speculation=pb.SpeculationParams()).spec.max_drafts == 0
+    for most in (1, 64):
+        assert build(speculation=pb.SpeculationParams(num_draft_tokens=most)).spec.max_drafts == most
 
 
 def test_min_tokens_must_leave_a_token_to_choose():
@@ -182,7 +190,8 @@ def test_paths_of_refusals():
         assert refused(resume_grace_s=grace) == "resume_grace_s"
     assert refused(output_mode=9) == "output_mode"
     assert refused(adapter="x") == "adapter"
-    assert refused(speculation=pb.SpeculationParams(num_draft_tokens=65)) == "speculation.num_draft_tokens"
+    for most in (65, 2**32 - 1):
+        assert refused(speculation=pb.SpeculationParams(num_draft_tokens=most)) == "speculation.num_draft_tokens"
     assert refused(extra_hash_keys=[b"x"]) == "extra_hash_keys"
 
 

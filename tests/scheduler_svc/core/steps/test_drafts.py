@@ -168,13 +168,15 @@ def test_blocks_for_drafts_are_free_ones_only() -> None:
         ({"num_tokens": [2, 1, 1], "num_drafts": [1, 0, 0], "num_accepted": [2, 0, 0]}, "2 of 1 drafts"),
         ({"num_tokens": [2, 1, 1], "num_drafts": [1, 0], "num_accepted": [1, 0, 0]}, "2 counts of drafts"),
         ({"num_tokens": [2, 1, 1]}, "slot 0 gave 2 tokens"),
+        ({"num_drafts": [5, 0, 0], "num_accepted": [0, 0, 0]}, "0 of 5 drafts accepted, where 4 were allowed"),
+        ({"num_accepted": [1, 0, 0]}, "1 of 0 drafts"),
     ],
 )
 def test_results_beyond_the_plan_are_refused(changes: dict[str, Any], message: str) -> None:
     bench = decoding()
     bench.plan()
     step = bench.lane.inflight[0]
-    tokens = [7] * sum(changes["num_tokens"])
+    tokens = [7] * sum(changes.get("num_tokens", (1, 1, 1)))
     result = StepResult(step.plan.step_id, StepStatus.OK, slots=[0, 1, 2], token_ids=tokens, **changes)
     with pytest.raises(InvariantError, match=message):
         check_result(bench.lane, step, result)

@@ -1,0 +1,101 @@
+"""How many drafts a source finds, and how many of them the target accepts, by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_WINDOW = 400.0
+"""Trials that a mean remembers. Its standard error is then at most 2.5 % of all trials."""
+_MOST_AT_ONCE = 25.0
+"""Trials of one step that count as forgetting: a mean remembers at least eight steps, however many decode."""
+_FADE = 0.98
+"""Weight that evidence keeps for each result in which its position was not tried."""
+_LEAST = 4.0
+"""Trials' weight that old evidence keeps: it stays the estimate, but a few new trials outweigh it."""
+_PRIOR = 2.0
+"""Trials' weight of the extrapolation from the position before."""
+
+
+class _Share:
+    """A decayed share of successes among trials."""
+
+    __slots__ = ("seen_at", "successes", "trials")
+
+    def __init__(self, successes: float = 0.0, trials: float = 0.0) -> None:
+        self.successes = successes
+        self.trials = trials
+        self.seen_at = 0
+
+    def add(self, successes: float, trials: float, now: int) -> None:
+        """Add the trials of result `now`; earlier ones weigh less, the less the longer ago they were."""
+        gap = now - self.seen_at - 1
+        self.seen_at = now
+        keep = 1.0 - (trials if trials < _MOST_AT_ONCE else _MOST_AT_ONCE) / _WINDOW
+        if gap > 0 and self.trials > _LEAST:
+            keep *= max(_LEAST / self.trials, _FADE**gap)
+        self.successes = keep * self.successes + successes
+        self.trials = keep * self.trials + trials
+
+
+class DraftAcceptance:
+    """Expected drafts and accepted drafts of one sequence in one step, for each number of drafts from 0 to `most`.
+
+    Two chains of conditional shares, one share per position: `found`, the source has an i-th draft given that it has
+    the one before, and `accepted`, the i-th draft is accepted given that it was drafted and all before it were
+    accepted. So steps with many drafts say what fewer would have given, and drafts that are seldom found (copying in
+    bursts) leave the acceptance of those that are found as it is. A position that was never tried takes the share of
+    the position before it: a geometric extrapolation.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._accepted = [_Share() for _ in range(most)]
+        self._found = [_Share() for _ in range(most)]
+        if most:
+            # What is not yet known is worth trying.
+            self._accepted[0] = _Share(1.2, 2.0)
+            self._found[0] = _Share(2.0, 2.0)
+
+    def observe(self, num_drafting: int, drafted_at: Sequence[int], accepted_at: Sequence[int], now: int) -> None:
+        """Add a result in which `num_drafting` sequences were allowed as many drafts as the columns have positions."""
+        had, survived = num_drafting, float(num_drafting)
+        for found, accepted, num_drafted, num_accepted in zip(
+            self._found, self._accepted, drafted_at, accepted_at, strict=False
+        ):
+            if had <= 0:
+                return
+            found.add(num_drafted, had, now)
+            # Of those accepted so far, the ones with a further draft: exact if a source always drafts equally many.
+            trials = survived * num_drafted / had
+            if trials > 0:
+                accepted.add(min(num_accepted, trials), trials, now)
+            had, survived = num_drafted, float(num_accepted)
+
+    def expected(self) -> tuple[list[float], list[float]]:
+        """By number of drafts, 0 to `most`: drafts found, and drafts accepted, per drafting sequence and step."""
+        num_drafts, num_accepted = [0.0], [0.0]
+        reach = survive = 1.0
+        found_here = 1.0
+        drafted = accepted_in_all = 0.0
+        accepted_here = 0.0
+        for i, (found, accepted) in enumerate(zip(self._found, self._accepted, strict=True)):
+            if i == 0:
+                found_here = found.successes / found.trials
+                accepted_here = accepted.successes / accepted.trials
+            else:
+                # The first draft is found where the source matches at all, which says nothing of the second.
+                before = found_here if i > 1 else 1.0
+                found_here = (found.successes + _PRIOR * before) / (found.trials + _PRIOR)
+                accepted_here = (accepted.successes + _PRIOR * accepted_here) / (accepted.trials + _PRIOR)
+            reach *= found_here
+            survive *= accepted_here
+            drafted += reach
+            accepted_in_all += reach * survive
+            num_drafts.append(drafted)
+            num_accepted.append(accepted_in_all)
+        return num_drafts, num_accepted
+
+    @property
+    def coverage(self) -> float:
+        """How often the source has a draft at all, 0 to 1."""
+        found = self._found[0]
+        return found.successes / found.trials

@@ -18,6 +18,8 @@ COUNTERS = (
     "num_prefix_queries",
     "num_prefix_hits",
     "num_prefix_host_hits",
+    "num_drafts",
+    "num_accepted_drafts",
 )
 SMALL = replace(MODEL, num_device_blocks=12, num_host_blocks=64)
 

@@ -24,6 +24,7 @@ from benchmarks import (
     serving_burst,
     simulate_fit,
     simulate_speed,
+    speculation,
     tenants,
 )
 from benchmarks.common.benchmark import Benchmark, progress
@@ -47,6 +48,7 @@ _MODULES = (
     serving_burst,
     simulate_fit,
     simulate_speed,
+    speculation,
     tenants,
 )
 BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _MODULES}

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import TYPE_CHECKING
 
 # grpc would log a refused port beside our own line; it reads this variable on import.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -29,6 +30,8 @@ except ModuleNotFoundError as missing:
 
     sys.exit(f"error: {missing.name} is not installed: {install_command('executor')}")
 
+if TYPE_CHECKING:
+    from executor_svc.speculation.drafts import DraftSource
 
 _LOG = logging.getLogger("executor_svc")
 
@@ -54,8 +57,11 @@ def read_config(arguments: list[str]) -> ExecutorConfig | None:
     return config
 
 
-def main() -> int:
-    """Run the service. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 4 a step hung."""
+def main(drafts: DraftSource | None = None) -> int:
+    """Run the service. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 4 a step hung.
+
+    drafts: in place of the source of the options, for benchmarks.
+    """
     config = read_config(sys.argv[1:])
     if config is None:
         return 2
@@ -68,7 +74,7 @@ def main() -> int:
     # Imported here, so that wrong options and --help do not wait for torch.
     from executor_svc.app import serve
 
-    code, ended = uvloop.run(serve(config, fail))
+    code, ended = uvloop.run(serve(config, fail, drafts))
     if not ended:
         # A step or the loading still runs on the device thread; Python would wait for it at exit.
         sys.stdout.flush()

@@ -54,7 +54,9 @@ def build_executor(
     return executor
 
 
-def _build_without_collections(config: ExecutorConfig, described: Future[Description]) -> Executor:
+def _build_without_collections(
+    config: ExecutorConfig, described: Future[Description], drafts: DraftSource | None
+) -> Executor:
     """Build as `build_executor` does, and exempt the modules from garbage collection; for the service's own process.
 
     torch creates 190,000 objects, none of them garbage. Without collections its import takes 0.1 s less, and so does
@@ -67,7 +69,7 @@ def _build_without_collections(config: ExecutorConfig, described: Future[Descrip
     finally:
         gc.freeze()
         gc.enable()
-    return build_executor(config, described)
+    return build_executor(config, described, drafts)
 
 
 def _build(config: ExecutorConfig, drafts: DraftSource | None) -> tuple[Executor, Description]:
@@ -81,8 +83,12 @@ def _build(config: ExecutorConfig, drafts: DraftSource | None) -> tuple[Executor
     return build_model(config, drafts)
 
 
-async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[int, bool]:
+async def serve(
+    config: ExecutorConfig, report: Callable[[str], None], drafts: DraftSource | None = None
+) -> tuple[int, bool]:
     """Serve until a signal arrives; `report` prints an error for the user, in one line.
+
+    drafts: in place of the source of the options.
 
     Returns the exit code and whether the device thread has ended; if it has not, only os._exit ends the process in
     time.
@@ -108,7 +114,7 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
         return EXIT_OPTIONS, True
     peer_limit = start_peer_limit(address, config.max_connections_per_peer, counts)
     described: Future[Description] = Future()
-    worker = Worker(lambda: _build_without_collections(config, described))
+    worker = Worker(lambda: _build_without_collections(config, described, drafts))
     worker.start()
     try:
         if await _wait_until_loaded(signals.stop, worker, report):

@@ -19,7 +19,7 @@ CPU_MEMORY_SHARE = 0.5
 CpuIsa = Literal["auto", "avx2", "avx-vnni", "avx512", "avx512-vnni", "avx512-bf16", "amx"]
 
 
-Speculative = Literal["off", "ngram", "suffix", "draft", "auto"]
+Speculative = Literal["off", "ngram", "suffix", "draft", "eagle3", "auto"]
 
 
 class ExecutorConfig(ServiceSettings):
@@ -185,16 +185,16 @@ class ExecutorConfig(ServiceSettings):
     speculative: Speculative = Field(
         "off",
         description="Speculative decoding, on the CPU: where drafts of the next tokens come from; ngram: earlier "
-        "places of the same text; suffix: these and other requests' texts, by frequency; draft: a smaller model; auto: "
-        "suffix, else the smaller model if there is one, with as many drafts as pay. Tokens are the same with each of "
-        "them (docs/speculation.md).",
+        "places of the same text; suffix: these and other requests' texts, by frequency; draft: a smaller model; "
+        "eagle3: a head that reads the model's hidden states; auto: suffix, else the smaller model or head if there is "
+        "one, with as many drafts as pay. Tokens are the same with each of them (docs/speculation.md).",
         json_schema_extra=about("Speculation"),
     )
     speculative_model: str | None = Field(
         None,
         min_length=1,
-        description="With --speculative draft or auto: folder, GGUF file or hub id of a smaller model with the same "
-        "vocabulary.",
+        description="With --speculative draft, eagle3 or auto: folder, GGUF file or hub id of a smaller model with the "
+        "same vocabulary, or of an EAGLE-3 head that was trained for the model.",
         json_schema_extra=about("Speculation"),
     )
     num_speculative_tokens: int = Field(

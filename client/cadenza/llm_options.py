@@ -139,14 +139,15 @@ class LLMOptions(TypedDict, total=False):
     """executor: Maximum tokens of a step, at least max_num_seqs; default on a GPU: 2,048; a default is never less than
     max_num_seqs. [default: 512] scheduler: Token budget of one step; default: the executor's limit."""
 
-    speculative: Literal["off", "ngram", "suffix", "draft", "auto"] | None
+    speculative: Literal["off", "ngram", "suffix", "draft", "eagle3", "auto"] | None
     """Speculative decoding, on the CPU: where drafts of the next tokens come from; ngram: earlier places of the same
-    text; suffix: these and other requests' texts, by frequency; draft: a smaller model; auto: suffix, else the smaller
-    model if there is one, with as many drafts as pay. Tokens are the same with each of them (docs/speculation.md).
-    [default: off]"""
+    text; suffix: these and other requests' texts, by frequency; draft: a smaller model; eagle3: a head that reads the
+    model's hidden states; auto: suffix, else the smaller model or head if there is one, with as many drafts as pay.
+    Tokens are the same with each of them (docs/speculation.md). [default: off]"""
 
     speculative_model: str | None
-    """With --speculative draft or auto: folder, GGUF file or hub id of a smaller model with the same vocabulary."""
+    """With --speculative draft, eagle3 or auto: folder, GGUF file or hub id of a smaller model with the same
+    vocabulary, or of an EAGLE-3 head that was trained for the model."""
 
     num_speculative_tokens: int | None
     """With --speculative: the most drafts of a sequence in one step. [default: 5]"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,18 +25,30 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: CausalLM, device: Device, kv_cache: KVCache, limits: Limits, *, is_draft: bool = False
+        self,
+        model: CausalLM,
+        device: Device,
+        kv_cache: KVCache,
+        limits: Limits,
+        *,
+        is_draft: bool = False,
+        state_layers: Sequence[int] = (),
     ) -> None:
         """Record the model for steps of max_num_batched_tokens tokens and logits of max_num_seqs rows.
 
-        is_draft: its layers of the cache are those of a draft, and it runs beside its target.
+        is_draft: its layers of the cache are those of a draft, and it runs beside its target. state_layers: those
+        that a head reads, as `RecordedModel` takes them.
         """
         self._model = model
         self.functions = device.functions
         sizes = (limits.max_num_batched_tokens, limits.max_num_batched_tokens, limits.max_num_seqs)
         tensors = (torch.zeros(size, dtype=torch.int64) for size in sizes)
         layers, name = (kv_cache.draft_layers, "draft ") if is_draft else (kv_cache.layers, "")
-        self._recorded = RecordedModel(model, device.kernels, kv_cache, limits, *tensors, layers=layers, name=name)
+        self._recorded = RecordedModel(
+            model, device.kernels, kv_cache, limits, *tensors, layers=layers, state_layers=state_layers, name=name
+        )
+        self.states = self._recorded.states
+        """The states of the last step for a head; None without state_layers."""
         self._max_logits = limits.max_num_seqs
         self._batch_rows = self._recorded.sampled[:0]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from executor_svc.device.kernels import Kernels
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.base import CausalLM
+from executor_svc.models.decoder import Decoder
 from executor_svc.plan.plan import Limits
 
 
@@ -27,11 +28,13 @@ class RecordedModel:
         sampled: Tensor,
         *,
         layers: Sequence[Tensor] | None = None,
+        state_layers: Sequence[int] = (),
         name: str = "",
     ) -> None:
         """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64.
 
-        layers: the model's layers of the cache, such as those of a draft; None: those of the target. name: of one that
+        layers: the model's layers of the cache, such as those of a draft; None: those of the target. state_layers: of
+        a model with a head that reads its states, as `Decoder.forward_with_states` takes them. name: of one that
         runs beside another on the same kernels: recordings with the same names of rows overwrite each other's results.
         """
         self._rows, self._sampled, self._requested = (f"{name}{rows}" for rows in ("rows", "sampled", "requested"))
@@ -47,7 +50,15 @@ class RecordedModel:
         ]
         with kernels.recording() as recording:
             recording.rows = self._rows
-            self.hidden = model.forward(self.token_ids, self.ropes, layers, self.plans)
+            self.states: Tensor | None = None
+            """[max_tokens, len(state_layers) * hidden]; None without state_layers."""
+            if state_layers:
+                assert isinstance(model, Decoder)
+                self.hidden, self.states = model.forward_with_states(
+                    self.token_ids, self.ropes, layers, self.plans, state_layers
+                )
+            else:
+                self.hidden = model.forward(self.token_ids, self.ropes, layers, self.plans)
             recording.rows = self._sampled
             self.sampled_logits = model.logits(kernels.take_rows(self.hidden, self.sampled))
             self.best = kernels.argmax(self.sampled_logits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from cadenza.v1 import execution_pb2 as pb
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import StepPlan
@@ -42,6 +43,9 @@ class RecordedDrafts:
         """As in `DraftSource`."""
 
     def released(self, slots: IntArray) -> None:
+        """As in `DraftSource`."""
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
         """As in `DraftSource`."""
 
     def clear(self) -> None:

@@ -10,6 +10,7 @@ from copy import copy
 
 import numpy as np
 
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import StepPlan
@@ -41,6 +42,9 @@ class AcceptanceSource:
         """As in `DraftSource`."""
         for slot in slots.tolist():
             self._contexts.pop(slot, None)
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
+        """As in `DraftSource`."""
 
     def clear(self) -> None:
         """As in `DraftSource`."""

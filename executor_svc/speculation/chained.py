@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from executor_svc.batch.ragged import spans
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import StepPlan
@@ -51,6 +52,11 @@ class ChainedSource:
         """As in `DraftSource`."""
         self._first.released(slots)
         self._second.released(slots)
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
+        """As in `DraftSource`."""
+        self._first.committed(slots, scheduled, starts)
+        self._second.committed(slots, scheduled, starts)
 
     def clear(self) -> None:
         """As in `DraftSource`."""

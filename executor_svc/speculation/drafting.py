@@ -56,6 +56,11 @@ class Drafting:
         num_drafts[allowed] = drafts.counts
         return scheduled.with_drafts(num_drafts)
 
+    def committed(self, scheduled: Scheduled, starts: IntArray) -> None:
+        """Report a step whose tokens are in the slots to the source; starts as in `DraftSource`."""
+        if self._source is not None and len(scheduled.slots):
+            self._source.committed(self._slots, scheduled, starts)
+
     def _room(self, plan: StepPlan, scheduled: Scheduled) -> IntArray:
         """Return [S] how many drafts each slot of the step may have.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import StepPlan
@@ -40,6 +41,13 @@ class DraftSource(Protocol):
 
     def released(self, slots: IntArray) -> None:
         """Note that the sequences in these slots have left, before others are admitted into them."""
+        ...
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
+        """Note that a step was computed, and that its tokens are in the slots.
+
+        starts: [S] the position of the first token that it computed of each of scheduled.slots.
+        """
         ...
 
     def clear(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, StepPlan
@@ -58,6 +59,9 @@ class NgramSource:
         self._admitted[slots] = False
         for slot in slots.tolist():
             self._tables[slot] = None
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
+        """As in `DraftSource`."""
 
     def clear(self) -> None:
         """As in `DraftSource`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from executor_svc.batch.ragged import spans
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, StepPlan
@@ -107,6 +108,9 @@ class SuffixSource:
         """As in `DraftSource`."""
         for slot in slots.tolist():
             self._sequences[slot] = None
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
+        """As in `DraftSource`."""
 
     def clear(self) -> None:
         """As in `DraftSource`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +21,12 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.injected import InjectedStepExecutor
-from executor_svc.startup.speculation import check_speculation, load_speculative_model, make_draft_source
+from executor_svc.startup.speculation import (
+    check_speculation,
+    load_speculative_model,
+    make_draft_source,
+    state_layers_of,
+)
 from executor_svc.worker.device_errors import is_out_of_memory
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.step import Runner, StepExecutor
@@ -37,30 +43,34 @@ def make_executor(
     *,
     enforce_eager: bool = False,
     inject: str | None = None,
-    drafts: DraftSource | None = None,
+    state_layers: Sequence[int] = (),
+    drafts: Callable[[Runner], DraftSource | None] = lambda _: None,
 ) -> Executor:
     """Return the executor of a model, for use by one thread.
 
-    enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError. drafts: the
-    source of drafts, on the CPU only.
+    enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError. drafts:
+    returns the source of drafts for the model's runner, which keeps the states of state_layers; on the CPU only.
     """
     if inject is not None:
         if device.name != "cpu":
             raise InjectionError(f"--inject {inject}: only with --simulate, or with a model on the CPU")
-        runner = make_runner(loaded, device, pools, limits)
-        return InjectedStepExecutor(runner, pools, limits, read_injection(inject), drafts)
+        runner = make_runner(loaded, device, pools, limits, state_layers)
+        return InjectedStepExecutor(runner, pools, limits, read_injection(inject), drafts(runner))
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
         return GpuStepExecutor(loaded, device, pools, limits, enforce_eager=enforce_eager)
     on_gpu = device.torch_device.type == "cuda"
-    return StepExecutor(make_runner(loaded, device, pools, limits), pools, limits, on_gpu, drafts)
+    runner = make_runner(loaded, device, pools, limits, state_layers)
+    return StepExecutor(runner, pools, limits, on_gpu, drafts(runner))
 
 
-def make_runner(loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits) -> Runner:
-    """Return what runs a model on the CPU, or one whose operations cannot be recorded."""
+def make_runner(
+    loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits, state_layers: Sequence[int]
+) -> Runner:
+    """Return what runs a model on the CPU, or one whose operations cannot be recorded: that has no state_layers."""
     if loaded.recordable:
-        return ModelRunner(loaded.model, device, pools, limits)
+        return ModelRunner(loaded.model, device, pools, limits, state_layers=state_layers)
     return EagerRunner(loaded, device, pools, limits)
 
 
@@ -125,7 +135,8 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
         limits,
         enforce_eager=config.enforce_eager,
         inject=config.inject,
-        drafts=drafts or make_draft_source(config, limits, draft, device, pools),
+        state_layers=state_layers_of(draft),
+        drafts=lambda runner: drafts or make_draft_source(config, limits, draft, device, pools, runner),
     )
     if on_gpu:
         from executor_svc.gpu.warm_up import run_steps

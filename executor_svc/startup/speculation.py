@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from executor_svc.config import ExecutorConfig
+from executor_svc.cpu.head_runner import HeadRunner
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.errors import StartError
 from executor_svc.models.decoder import Decoder
-from executor_svc.models.heads.draft import LoadedDraft, load_draft
+from executor_svc.models.decoder_loading import open_checkpoint
+from executor_svc.models.heads.draft import LoadedDraft, load_draft, naming
+from executor_svc.models.heads.eagle3 import Eagle3Head
+from executor_svc.models.heads.eagle3_loading import load_eagle3
+from executor_svc.models.heads.eagle3_spec import is_eagle3
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.plan import Limits
 from executor_svc.speculation.chained import ChainedSource
@@ -16,6 +23,14 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.speculation.suffix import SuffixSource
 from executor_svc.worker.draft_model import DraftModelSource
+from executor_svc.worker.head_source import HeadSource
+from executor_svc.worker.step import Runner
+
+Draft = LoadedDraft[Decoder] | LoadedDraft[Eagle3Head]
+
+
+_NEEDS = {"draft": "the draft model", "eagle3": "the head"}
+"""What --speculative-model must name, by --speculative."""
 
 
 class SpeculationError(StartError):
@@ -29,29 +44,39 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
         raise SpeculationError(f"--speculative {kind} is not possible on a GPU so far: it needs --device cpu")
     if device_name == "simulated":
         return
-    if kind == "draft" and model is None:
-        raise SpeculationError("--speculative draft needs --speculative-model: the folder or hub id of the draft model")
-    if kind not in ("draft", "auto") and model is not None:
-        raise SpeculationError(f"--speculative-model {model}: only with --speculative draft or auto, not {kind}")
+    if kind in _NEEDS and model is None:
+        raise SpeculationError(
+            f"--speculative {kind} needs --speculative-model: the folder or hub id of {_NEEDS[kind]}"
+        )
+    if kind not in (*_NEEDS, "auto") and model is not None:
+        raise SpeculationError(
+            f"--speculative-model {model}: only with --speculative draft, eagle3 or auto, not {kind}"
+        )
 
 
-def load_speculative_model(config: ExecutorConfig, device: Device, target: LoadedModel) -> LoadedDraft[Decoder] | None:
-    """Load the draft model of the options; None if they name none. Raises LoaderError."""
-    if config.speculative_model is None:
+def load_speculative_model(config: ExecutorConfig, device: Device, target: LoadedModel) -> Draft | None:
+    """Load the draft model or head of the options; None if they name none. Raises LoaderError."""
+    name = config.speculative_model
+    if name is None:
         return None
-    return load_draft(config.speculative_model, config, device, target)
+    if config.speculative == "eagle3" or (config.speculative == "auto" and _is_head(name)):
+        return load_eagle3(name, config, device, target)
+    return load_draft(name, config, device, target)
+
+
+def state_layers_of(draft: Draft | None) -> Sequence[int]:
+    """Return the states that the target must keep for a head; none without a head."""
+    return draft.model.state_layers if draft is not None and isinstance(draft.model, Eagle3Head) else ()
 
 
 def make_draft_source(
-    config: ExecutorConfig, limits: Limits, draft: LoadedDraft[Decoder] | None, device: Device, pools: KVCache
+    config: ExecutorConfig, limits: Limits, draft: Draft | None, device: Device, pools: KVCache, target: Runner
 ) -> DraftSource | None:
     """Return the source of the options; None without speculative decoding.
 
-    draft: its layers are in `pools`.
+    draft: its layers are in `pools`. target: the target's runner, with `state_layers_of` the draft.
     """
-    model = None
-    if draft is not None:
-        model = DraftModelSource(ModelRunner(draft.model, device, pools, limits, is_draft=True), limits)
+    model = None if draft is None else source_of(draft, limits, device, pools, target)
     match config.speculative:
         case "off":
             return None
@@ -59,8 +84,23 @@ def make_draft_source(
             return NgramSource(limits)
         case "suffix":
             return SuffixSource(limits)
-        case "draft":
+        case "draft" | "eagle3":
             return model
         case "auto":
             suffix = SuffixSource(limits)
             return suffix if model is None else ChainedSource(suffix, model)
+
+
+def source_of(draft: Draft, limits: Limits, device: Device, pools: KVCache, target: Runner) -> DraftSource:
+    """Return the source of a loaded draft model or head; arguments as in `make_draft_source`."""
+    if isinstance(draft.model, Eagle3Head):
+        assert isinstance(target, ModelRunner)
+        assert target.states is not None
+        return HeadSource(HeadRunner(draft.model, device, pools, limits, target.states), limits)
+    return DraftModelSource(ModelRunner(draft.model, device, pools, limits, is_draft=True), limits)
+
+
+def _is_head(name: str) -> bool:
+    """Return whether a checkpoint is a head's; raises LoaderError."""
+    with naming(name):
+        return is_eagle3(open_checkpoint(name, with_weights=False).content)

@@ -1,8 +1,6 @@
 """Drafts of a smaller model with the target's vocabulary.
 
-The model computes the tokens that it lacks, then drafts token by token. It samples with the target's parameters and the
-target's noise at each position, so that it agrees with the target as often as two such draws can (Daliri et al.,
-arXiv 2408.07978).
+The model computes the tokens that it lacks, then drafts token by token, sampled as `draft_sampling` does.
 
 Its keys and values are further layers of the target's blocks. They are computed only when a slot is about to have
 drafts, so a model whose drafts do not pay costs nothing. How much of a block is there moves with the block: prefix
@@ -11,20 +9,17 @@ hits, copies, forks and swaps carry it.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from executor_svc.batch.forward_batch import ForwardBatch, flat_batch
-from executor_svc.batch.scheduled import SampledRows
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import Limits, StepPlan
-from executor_svc.sampling.columns import row_columns
-from executor_svc.sampling.sampler import sample, sample_greedy
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.worker.draft_kv import DraftKV
+from executor_svc.worker.draft_sampling import sample_drafts
 from executor_svc.worker.step import Runner
 
 
@@ -46,6 +41,9 @@ class DraftModelSource:
         self._kv.forget(slot)
 
     def released(self, slots: IntArray) -> None:
+        """As in `DraftSource`."""
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
         """As in `DraftSource`."""
 
     def clear(self) -> None:
@@ -98,8 +96,4 @@ class DraftModelSource:
         hidden = self._runner.forward(batch)
         logits = self._runner.logits(hidden, batch.logits_rows)
         best = self._runner.argmax(logits)
-        if slots.sampling.greedy[rows].all():
-            return sample_greedy(best.copy())
-        columns = row_columns(slots, SampledRows(rows, np.full(len(rows), index), None, rows[:0]))
-        numbers = {**columns.numbers, "num_logprobs": np.full(len(rows), -1)}
-        return sample(logits.contiguous(), replace(columns, numbers=numbers), self._runner.functions, best)
+        return sample_drafts(slots, rows, index, best, lambda: logits, self._runner.functions)

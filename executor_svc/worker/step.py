@@ -104,11 +104,14 @@ class StepExecutor:
             # Only now: a draft model writes to blocks.
             self._drafting.follow(plan)
             scheduled = self._drafting.add(plan, scheduled)
+        starts = self.slots.num_computed_tokens[scheduled.slots]
         computed = self._compute(scheduled)
         sampled = computed.sampled
         with self._span("commit"):
             self.slots.commit(scheduled, sampled.token_ids, sampled.valid)
             digest = self.slots.digest() if plan.debug_digest else b""
+        with self._span("draft"):
+            self._drafting.committed(scheduled, starts)
         ended = time.monotonic_ns()
         timings = StepTimings(started - received_ns, computed.device_ns, computed.sample_ns, ended - started, moves_ns)
         return make_result(plan.step_id, scheduled, computed, timings, digest)

@@ -23,11 +23,13 @@ from safetensors.torch import load_file, save_file
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.heads.draft import load_draft
+from executor_svc.models.heads.eagle3_loading import load_eagle3
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.helpers.core_model import Chat, Outcome, Rig, Setting
 from tests.helpers.core_sampling import core_sampling
+from tests.helpers.eagle3_heads import Format, HeadShape, make_head
 from tests.helpers.known_drafts import KnownDrafts
 from tests.helpers.random_loads import draw_setting
 from tests.helpers.services import cadenza_services
@@ -320,6 +322,21 @@ def test_same_bits_with_a_draft_model(golden: Golden, name: str, share: float, t
     accepted = sum(counts.accepted) / sum(counts.drafted)
     assert accepted < 1
     assert accepted > (0.2 if share else 0.95), counts
+
+
+@pytest.mark.parametrize("layout", ["old", "new"])
+@pytest.mark.parametrize("name", MODEL_DRAFTS)
+def test_same_bits_with_a_head(golden: Golden, name: str, layout: Format, tmp_path: Path) -> None:
+    """Its weights are random: drafts are right where few tokens are allowed, by noise that it shares."""
+    folder = make_head(tmp_path, HeadShape(layout), dtype=getattr(torch, golden.dtype))
+    config = ExecutorConfig(**{**golden.model.options, "speculative": "eagle3", "speculative_model": str(folder)})
+    head = load_eagle3(str(folder), config, golden.model.device, golden.model.loaded)
+    rig = Rig(golden.model, SETTINGS[name], draft_model=head)
+    found = rig.run(load())
+    for key, alone in golden.expected.items():
+        assert found[key] == alone, key
+    counts = rig.core.lanes[0].counts.drafts
+    assert 0 < sum(counts.accepted) < sum(counts.drafted)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -15,13 +15,11 @@ from typing import Any, Literal
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
-from executor_svc.models.decoder import Decoder
-from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.plan.description import limits_of
 from executor_svc.plan.plan import Limits
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.speculation.drafts import DraftSource
-from executor_svc.worker.draft_model import DraftModelSource
+from executor_svc.startup.speculation import Draft, source_of, state_layers_of
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.outputs import StepOutputs
@@ -131,7 +129,7 @@ class Rig:
         model: Model,
         setting: Setting,
         drafts: DraftSource | None = None,
-        draft_model: LoadedDraft[Decoder] | None = None,
+        draft_model: Draft | None = None,
     ) -> None:
         """drafts: a source without a model; draft_model: a source with one."""
         sizes: dict[str, Any] = {
@@ -153,10 +151,10 @@ class Rig:
 
         def start() -> StepExecutor:
             source = drafts
+            layers = state_layers_of(draft_model)
+            runner = ModelRunner(model.loaded.model, model.device, self.pools, limits, state_layers=layers)
             if draft_model is not None:
-                runner = ModelRunner(draft_model.model, model.device, self.pools, limits, is_draft=True)
-                source = DraftModelSource(runner, limits)
-            runner = ModelRunner(model.loaded.model, model.device, self.pools, limits)
+                source = source_of(draft_model, limits, model.device, self.pools, runner)
             return StepExecutor(runner, self.pools, limits, drafts=source)
 
         self._start = start

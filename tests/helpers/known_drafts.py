@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import StepPlan
@@ -37,6 +38,9 @@ class KnownDrafts:
         """As in `DraftSource`."""
 
     def released(self, slots: IntArray) -> None:
+        """As in `DraftSource`."""
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
         """As in `DraftSource`."""
 
     def clear(self) -> None:

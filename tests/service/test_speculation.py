@@ -12,6 +12,7 @@ import pytest
 from cadenza import AsyncClient, SamplingParams
 from cadenza.v1 import generation_pb2, types_pb2
 from tests.checkpoints import make_llama
+from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.services import cadenza_services
 
 PROMPTS = [[5, 6, 7, 8, 9] * 6, [20, 21, 22], [30 + number for number in range(50)]]
@@ -33,6 +34,12 @@ def same_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("draft"), tokenizer=True, vocab_size=300)
 
 
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of random weights: its drafts are seldom right."""
+    return make_head(tmp_path_factory.mktemp("head"), HeadShape("old", {"vocab_size": 300}))
+
+
 async def outputs(model: Path, **options: Any) -> tuple[list[Any], int]:
     """What the requests get, and the number of steps."""
     async with (
@@ -47,18 +54,23 @@ async def outputs(model: Path, **options: Any) -> tuple[list[Any], int]:
         return samples, (await running.load()).num_steps
 
 
-async def test_tokens_and_logprobs_are_those_without_in_fewer_steps(model: Path, same_tokenizer: Path) -> None:
+async def test_tokens_and_logprobs_are_those_without_in_fewer_steps(
+    model: Path, same_tokenizer: Path, head: Path
+) -> None:
     expected, num_steps = await outputs(model)
     drafted = {
         "draft": {"speculative_model": str(same_tokenizer)},
         "auto": {"speculative_model": str(same_tokenizer)},
+        "eagle3": {"speculative_model": str(head)},
+        "auto, head": {"speculative_model": str(head)},
         "suffix": {},
         "ngram": {},
     }
-    for kind, options in drafted.items():
+    for name, options in drafted.items():
+        kind = name.partition(",")[0]
         found, fewer = await outputs(model, speculative=kind, num_speculative_tokens=4, **options)
-        assert found == expected, kind
-        assert fewer < (0.5 * num_steps if kind == "draft" else num_steps + 5), kind
+        assert found == expected, name
+        assert fewer < (0.5 * num_steps if kind == "draft" else num_steps + 5), name
 
 
 async def test_a_request_without_drafts_in_the_batch_of_others(model: Path, same_tokenizer: Path) -> None:
@@ -85,7 +97,11 @@ async def test_a_request_without_drafts_in_the_batch_of_others(model: Path, same
     ("options", "message"),
     [
         (["--speculative", "draft"], "--speculative draft needs --speculative-model"),
-        (["--speculative-model", "x"], "--speculative-model x: only with --speculative draft or auto, not off"),
+        (["--speculative-model", "x"], "--speculative-model x: only with --speculative draft, eagle3 or auto, not off"),
+        (["--speculative", "eagle3"], "--speculative eagle3 needs --speculative-model"),
+        (["--speculative", "eagle3", "--speculative-model", "/nowhere"], "--speculative-model /nowhere"),
+        (["--speculative", "eagle3", "--speculative-model", "OTHER"], "no EAGLE-3 head"),
+        (["--speculative", "eagle3", "--speculative-model", "HEAD"], "hidden size 48"),
         (["--speculative", "suffix", "--num-speculative-tokens", "65"], "num-speculative-tokens"),
         (["--speculative", "sufix"], "speculative"),
         (["--speculative", "draft", "--speculative-model", "/nowhere"], "--speculative-model /nowhere"),
@@ -93,6 +109,9 @@ async def test_a_request_without_drafts_in_the_batch_of_others(model: Path, same
     ],
 )
 def test_wrong_options_are_refused_at_start(model: Path, options: list[str], message: str, tmp_path: Path) -> None:
+    if "HEAD" in options:
+        shape = HeadShape(decoder={"vocab_size": 300}, target_hidden_size=48)
+        options = [*options[:-1], str(make_head(tmp_path, shape))]
     if "OTHER" in options:
         options = [*options[:-1], str(make_llama(tmp_path, vocab_size=131))]
     command = [sys.executable, "-m", "executor_svc", "--model", str(model), "--listen", "127.0.0.1:0", *options]

@@ -51,6 +51,13 @@ def is_old_format(content: dict[str, Any]) -> bool:
     return content.get("speculators_model_type") is None
 
 
+def is_eagle3(content: dict[str, Any]) -> bool:
+    """Return whether config.json describes a head, of whatever kind, and no model; content: of config.json."""
+    named = content.get("architectures")
+    is_old = isinstance(named, list) and any(name in _OLD_NAMES for name in named)
+    return is_old or not is_old_format(content)
+
+
 def read_eagle3(content: dict[str, Any], num_target_layers: int) -> Eagle3Spec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported.
 

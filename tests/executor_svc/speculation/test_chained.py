@@ -34,6 +34,9 @@ class Fixed:
     def released(self, slots):
         self.calls.append(("released", *slots.tolist()))
 
+    def committed(self, slots, scheduled, starts):
+        self.calls.append(("committed", *starts.tolist()))
+
     def clear(self):
         self.calls.append(("clear",))
 
@@ -55,8 +58,13 @@ def test_both_sources_follow_the_slots():
     chained.follow(StepPlan(step_id=4, epoch=1))
     chained.admitted(3, 9)
     chained.released(np.array([3, 4]))
+    chained.committed(None, None, np.array([7, 8]))
     chained.clear()
-    assert first.calls == second.calls == [("plan", 4), ("admitted", 3, 9), ("released", 3, 4), ("clear",)]
+    assert (
+        first.calls
+        == second.calls
+        == [("plan", 4), ("admitted", 3, 9), ("released", 3, 4), ("committed", 7, 8), ("clear",)]
+    )
 
 
 def test_n_grams_after_suffixes():

@@ -44,6 +44,9 @@ class Fixed:
     def released(self, slots: np.ndarray) -> None:
         self.calls.append(("released", *slots.tolist()))
 
+    def committed(self, slots, scheduled, starts):
+        pass
+
     def clear(self) -> None:
         self.calls.append(("clear",))
 

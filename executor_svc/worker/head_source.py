@@ -1,0 +1,115 @@
+"""Drafts of a head that reads its target's hidden states, such as EAGLE-3.
+
+After each step the head computes a row for every position whose states the step has and whose next token is known by
+then: row p of a sequence reads the states at p and the token at p + 1. The last row's result is where the sequence's
+next drafts begin; behind it the head reads its own results. Its keys and values are further layers of the target's
+blocks, at slot p, so that prefix hits, copies, forks and swaps carry them.
+
+States are there in the step that computes them, and only then. So rows that a step had no head for stay missing, and a
+sequence behind such a gap has no drafts. Two single rows may be others than they should be: before a prefix hit's end,
+where the head read the token that followed then, and at a fork, which shares its source's row. One of many rows that
+attention reads, it makes a draft a little worse, and no token wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from executor_svc.batch.forward_batch import ForwardBatch, flat_batch
+from executor_svc.batch.ragged import spans
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
+from executor_svc.cpu.head_runner import HeadRunner
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits, StepPlan
+from executor_svc.speculation.drafts import Drafts
+from executor_svc.worker.draft_kv import DraftKV
+from executor_svc.worker.draft_sampling import sample_drafts
+
+_NEVER = -1
+
+
+class HeadSource:
+    """Implements `DraftSource`; for use by one thread."""
+
+    def __init__(self, runner: HeadRunner, limits: Limits) -> None:
+        """runner: of the head, over its own layers of the cache."""
+        self._runner = runner
+        self._kv = DraftKV(limits)
+        self._results = torch.zeros(limits.num_slots, runner.hidden_size, dtype=runner.dtype)
+        # By slot: the number of its tokens for which its result, of the row before the last token's, is the newest.
+        self._ready_at = np.full(limits.num_slots, _NEVER)
+
+    def follow(self, plan: StepPlan) -> None:
+        """As in `DraftSource`."""
+        self._kv.follow(plan)
+        for slot in [sequence.slot for sequence in plan.admitted] + plan.forks.slots.tolist():
+            self._kv.forget(slot)
+            self._ready_at[slot] = _NEVER
+
+    def admitted(self, slot: int, scope: int) -> None:
+        """As in `DraftSource`."""
+
+    def released(self, slots: IntArray) -> None:
+        """As in `DraftSource`."""
+
+    def clear(self) -> None:
+        """As in `DraftSource`."""
+        self._ready_at.fill(_NEVER)
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
+        """As in `DraftSource`: compute the head's rows of the step."""
+        rows, ends = scheduled.slots, scheduled.num_tokens.cumsum()
+        counts = np.clip(slots.num_tokens[rows] - 1 - starts, 0, scheduled.num_tokens)
+        # Prompts may be other sequences' prefixes.
+        wanted = (slots.max_drafts[rows] > 0) | (starts < slots.num_prompt_tokens[rows])
+        counts[~wanted] = 0
+        (computing,) = counts.nonzero()
+        present = self._kv.num_computed(slots, rows[computing])
+        # A row may be missing: a fork's first.
+        counts[computing[present < starts[computing] - 1]] = 0
+        (computing,) = counts.nonzero()
+        if not len(computing):
+            return
+        rows, starts, counts, first = (
+            rows[computing], starts[computing], counts[computing], (ends - scheduled.num_tokens)[computing]
+        )  # fmt: skip
+        _, places = spans(first, counts)
+        combined = self._runner.combine(int(ends[-1]))[torch.from_numpy(places)]
+        results = self._runner.forward(_head_batch(slots, rows, starts, counts), combined)
+        self._results[torch.from_numpy(rows)] = results[torch.from_numpy(counts.cumsum() - 1)]
+        self._ready_at[rows] = starts + counts + 1
+        self._kv.computed(slots, rows, starts + counts)
+
+    def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
+        """As in `DraftSource`: as many as are allowed, for slots without a gap."""
+        known = slots.num_tokens[rows]
+        counts = np.where(self._ready_at[rows] == known, most, 0)
+        results, index = self._results[torch.from_numpy(rows[counts > 0])], 0
+        while len(active := np.flatnonzero(counts > index)):
+            if index:
+                ones = np.ones(len(active), np.int64)
+                batch = _head_batch(slots, rows[active], known[active] + index - 2, ones)
+                results = self._runner.forward(batch, results)
+            logits, best = self._runner.logits(results)
+            spread = self._runner.spread
+            sampled = sample_drafts(slots, rows[active], index, best, lambda: spread(logits), self._runner.functions)  # noqa: B023
+            valid = sampled.valid
+            slots.token_ids[rows[active[valid]], known[active[valid]] + index] = sampled.token_ids[valid]
+            counts[active[~valid]] = index
+            index += 1
+            results = results[torch.from_numpy(counts[active] > index)].clone()
+        made = [slots.token_ids[slot, at : at + n] for slot, at, n in zip(rows, known, counts, strict=True)]
+        return Drafts(counts, np.concatenate(made).astype(np.int64))
+
+
+def _head_batch(slots: Slots, rows: IntArray, starts: IntArray, counts: IntArray) -> ForwardBatch:
+    """Return the head's rows starts[i] to starts[i] + counts[i] - 1 of the slots rows[i]: tokens are those behind."""
+    batch = flat_batch(slots, rows, starts, counts, counts[:0])
+    owner = np.repeat(rows, counts)
+    return replace(
+        batch, token_ids=torch.from_numpy(slots.token_ids[owner, batch.positions.numpy() + 1].astype(np.int64))
+    )

@@ -1,0 +1,85 @@
+"""Drafts of an EAGLE-3 head in whole steps, beside the head in float64 over the whole text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
+from executor_svc.config import ExecutorConfig
+from executor_svc.models.heads.eagle3_loading import load_eagle3
+from executor_svc.plan.arrays import IntArray
+from executor_svc.speculation.drafts import Drafts
+from executor_svc.worker.head_source import HeadSource
+from scheduler_svc.core.types import RequestSpec, Sampling
+from tests.checkpoints import make_llama
+from tests.executor_svc.driver import Model
+from tests.helpers.core_model import Chat, Rig, Setting
+from tests.helpers.eagle3_heads import HeadShape, ReferenceHead, make_head
+
+PROMPT = tuple(range(2, 40))
+
+
+class Watched(HeadSource):
+    """Keeps the target's states, and every proposal with what the head in float64 proposes."""
+
+    reference: ReferenceHead
+    states: Tensor
+
+    def watch(self, reference: ReferenceHead, states: Tensor) -> None:
+        self.reference, self.states = reference, states
+        self.kept: dict[int, dict[int, Tensor]] = {}
+        self.proposals: list[tuple[list[int], list[int]]] = []
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
+        row = 0
+        for slot, start, count in zip(scheduled.slots, starts, scheduled.num_tokens, strict=True):
+            for position in range(start, start + count):
+                self.kept.setdefault(int(slot), {})[position] = self.states[row].clone()
+                row += 1
+        super().committed(slots, scheduled, starts)
+
+    def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
+        drafts = super().propose(slots, rows, most)
+        ends = drafts.counts.cumsum()
+        for slot, count, end in zip(rows.tolist(), drafts.counts.tolist(), ends.tolist(), strict=True):
+            tokens = slots.token_ids[slot, : slots.num_tokens[slot]].tolist()
+            states = torch.stack([self.kept[slot][position] for position in range(len(tokens) - 1)])
+            expected, _ = self.reference.drafts(tokens[1:], states, count)
+            self.proposals.append((drafts.token_ids[end - count : end].tolist(), expected))
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(make_llama(tmp_path_factory.mktemp("target"), seed=3, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 16])
+def test_drafts_are_those_of_the_head_over_the_whole_text(
+    target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int
+) -> None:
+    """For prompts in one step and in chunks, of several sequences at once."""
+    monkeypatch.setattr("executor_svc.startup.speculation.HeadSource", Watched)
+    shape = HeadShape("old")
+    folder = make_head(tmp_path, shape)
+    config = ExecutorConfig(**{**target.options, "speculative": "eagle3", "speculative_model": str(folder)})
+    head = load_eagle3(str(folder), config, target.device, target.loaded)
+    setting = Setting(max_drafts=3, max_num_seqs=16, max_num_batched_tokens=max_num_batched_tokens)
+    rig = Rig(target, setting, draft_model=head)
+    source = rig.executor._drafting._source
+    states = rig.executor._runner.states
+    source.watch(ReferenceHead(folder, shape), states)
+    rig.run(
+        [
+            Chat(RequestSpec(f"r{index}", PROMPT[: 9 + 11 * index], Sampling(), 12, eos_token_ids=frozenset()), ())
+            for index in range(3)
+        ]
+    )
+    assert len(source.proposals) > 10
+    assert all(made == expected for made, expected in source.proposals)
+    assert {len(made) for made, _ in source.proposals} >= {1, 3}

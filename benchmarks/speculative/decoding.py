@@ -50,12 +50,21 @@ class Served:
     metrics_url: str
 
     def decode(
-        self, requests: Sequence[Request], speculation: int | None = None, *, ignore_eos: bool = True
+        self,
+        requests: Sequence[Request],
+        speculation: int | None = None,
+        *,
+        ignore_eos: bool = True,
+        cache_salt: str | None = None,
     ) -> Decoded:
-        """Send all requests at once, greedy; speculation: the most drafts of each. Raises BenchmarkError."""
+        """Send all requests at once, greedy.
+
+        speculation: the most drafts of each. cache_salt: requests with another one share no texts. Raises
+        BenchmarkError.
+        """
         before = self._drafts()
         start = time.perf_counter()
-        streams = asyncio.run(_streams(self.services.target, requests, speculation, ignore_eos))
+        streams = asyncio.run(_streams(self.services.target, requests, _Call(speculation, ignore_eos, cache_salt)))
         wall_s = time.perf_counter() - start
         drafted, accepted = (
             [now - then for then, now in zip(old + [0] * (len(new) - len(old)), new, strict=True)]
@@ -94,23 +103,33 @@ class _Stream:
     tokens: list[int]
 
 
-async def _streams(
-    target: str, requests: Sequence[Request], speculation: int | None, ignore_eos: bool
-) -> list[_Stream]:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    speculation: int | None
+    ignore_eos: bool
+    cache_salt: str | None
+
+
+async def _streams(target: str, requests: Sequence[Request], call: _Call) -> list[_Stream]:
     async with AsyncClient(target) as client:
         await client.model_info()
-        return await asyncio.gather(*(_stream(client, each, speculation, ignore_eos) for each in requests))
+        return await asyncio.gather(*(_stream(client, each, call) for each in requests))
 
 
-async def _stream(client: AsyncClient, request: Request, speculation: int | None, ignore_eos: bool) -> _Stream:
-    params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=ignore_eos, detokenize=False)
+async def _stream(client: AsyncClient, request: Request, call: _Call) -> _Stream:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=request.output_len, ignore_eos=call.ignore_eos, detokenize=False
+    )
+    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt}
+    if call.cache_salt is not None:
+        prompt["cache_salt"] = call.cache_salt
     stream = _Stream([], [])
-    async for delta in client.stream(request.prompt, params, speculation=speculation):
+    async for delta in client.stream(prompt, params, speculation=call.speculation):
         new = [token for sample in delta.outputs for token in sample.token_ids]
         if new:
             stream.arrivals.append((time.perf_counter(), len(new)))
             stream.tokens += new
-    if ignore_eos and len(stream.tokens) != request.output_len:
+    if call.ignore_eos and len(stream.tokens) != request.output_len:
         raise BenchmarkError(f"request {request.request_id}: {len(stream.tokens)} tokens, not {request.output_len}")
     return stream
 

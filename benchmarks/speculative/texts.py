@@ -1,7 +1,8 @@
 """Real texts of the demo model: tokens a step, acceptance by position and speed of each source, beside none.
 
 Requests run one after the other, greedy, to their end. `first` prompts are answered before, untimed: their outputs are
-in the shared automaton of suffix then, as those of earlier users are.
+in the shared automaton of suffix then, as those of earlier users are. Each repeat has a cache salt of its own, and so
+knows nothing of the one before.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
             repeats, other_cores = [], []
             for index in range(options.repeats + 1):
                 with OtherLoad() as other:
-                    found = _measure(kind, systems, llama, texts)
+                    found = _measure(kind, f"{kind} {index}", systems, llama, texts)
                 if index:  # the first run warms up
                     repeats.append(found)
                     other_cores.append(other.cores)
@@ -79,7 +80,11 @@ def describe(row: Row) -> str:
     for source in ("ngram", "suffix", "draft", "auto", "llama_ngram", "llama_draft"):
         if f"{source}_gain" in found:
             steps, gain = found[f"{source}_tokens_per_step"], found[f"{source}_gain"]
-            shares = [f"{found[key]:.0%}" for k in range(_NUM_DRAFTS) if (key := f"{source}_acceptance_{k}") in found]
+            shares = [
+                f"{found[f'{source}_acceptance_{k}']:.0%}"
+                for k in range(_NUM_DRAFTS)
+                if found.get(f"{source}_drafted_{k}")
+            ]
             lines.append(f"  {source:12} {steps:.2f}  {gain:.2f}x  accepted by position {', '.join(shares) or '-'}")
     return "\n".join(lines)
 
@@ -109,6 +114,7 @@ def _texts() -> dict[str, list[tuple[Request | None, Request]]]:
 
 def _measure(
     kind: str,
+    salt: str,
     systems: Mapping[str, Served],
     llama: PeerProcess | None,
     texts: Sequence[tuple[Request | None, Request]],
@@ -119,8 +125,8 @@ def _measure(
         runs = []
         for first, request in texts:
             if first is not None:
-                system.decode([first], ignore_eos=False)
-            runs.append(system.decode([request], ignore_eos=False))
+                system.decode([first], ignore_eos=False, cache_salt=salt)
+            runs.append(system.decode([request], ignore_eos=False, cache_salt=salt))
         outputs[source] = [run.tokens[0] for run in runs]
         if outputs[source] != outputs["off"]:
             raise BenchmarkError(f"{kind}: the tokens of {source} are not those of off")
@@ -129,9 +135,9 @@ def _measure(
         drafted = [sum(counts) for counts in zip(*(_filled(run.drafted) for run in runs), strict=True)]
         found[f"{source}_tokens_per_s"] = (decoded + len(runs)) / sum(run.wall_s for run in runs)
         found[f"{source}_tokens_per_step"] = decoded / (decoded - sum(accepted))
-        found |= {
-            f"{source}_acceptance_{k}": a / d for k, (a, d) in enumerate(zip(accepted, drafted, strict=True)) if d
-        }
+        for k, (num_accepted, num_drafted) in enumerate(zip(accepted, drafted, strict=True)):
+            found[f"{source}_drafted_{k}"] = num_drafted
+            found[f"{source}_acceptance_{k}"] = num_accepted / num_drafted if num_drafted else 0.0
         found[f"{source}_gain"] = found[f"{source}_tokens_per_s"] / found["off_tokens_per_s"]
     if llama is not None:
         found |= _llama_figures(llama, [request for _, request in texts], outputs["off"])

@@ -13,8 +13,8 @@ from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits
 
 
-class HeadRunner:
-    """A head and its layers of the cache; for use by one thread. It returns views of its own memory."""
+class CpuHeadRunner:
+    """Implements `worker.head_source.HeadRunner`; for use by one thread. It returns views of its own memory."""
 
     def __init__(self, head: Head, device: Device, kv_cache: KVCache, limits: Limits, states: Tensor) -> None:
         """Record the head for steps of max_num_batched_tokens rows and logits of max_num_seqs.
@@ -50,17 +50,13 @@ class HeadRunner:
 
     @torch.inference_mode()
     def combine(self, num_tokens: int) -> Tensor:
-        """Return the hidden states [T, hidden] of the target's last step, of num_tokens tokens; once for a step."""
+        """As in `HeadRunner`."""
         self._combine.run(**{"head states": num_tokens})
         return self._combined[:num_tokens]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
-        """Write keys and values of rows, and return their results [T, hidden].
-
-        batch: positions p, with the tokens at p + 1; hidden: [T, hidden], from `combine`, or results of the rows
-        before.
-        """
+        """As in `HeadRunner`."""
         num_tokens = len(batch.token_ids)
         self._token_ids.numpy()[:num_tokens] = batch.token_ids.numpy()
         self._positions.numpy()[:num_tokens] = batch.positions.numpy()
@@ -73,10 +69,7 @@ class HeadRunner:
 
     @torch.inference_mode()
     def logits(self, results: Tensor) -> tuple[Tensor, IntArray]:
-        """Return the logits [R, head's vocabulary] of results [R, hidden], and the target's id [R] of each's largest.
-
-        The id is -1 for a row that cannot be sampled.
-        """
+        """As in `HeadRunner`."""
         num_rows = len(results)
         self._results[:num_rows] = results
         self._sample.run(**{"head logits": num_rows})
@@ -85,5 +78,5 @@ class HeadRunner:
         return self._logits[:num_rows], ids.numpy()
 
     def spread(self, logits: Tensor) -> Tensor:
-        """As in `Head`."""
+        """As in `HeadRunner`."""
         return self._head.spread(logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.cpu.head_runner import HeadRunner
+from executor_svc.cpu.head_runner import CpuHeadRunner
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
@@ -96,7 +96,7 @@ def source_of(draft: Draft, limits: Limits, device: Device, pools: KVCache, targ
     if isinstance(draft.model, Eagle3Head):
         assert isinstance(target, ModelRunner)
         assert target.states is not None
-        return HeadSource(HeadRunner(draft.model, device, pools, limits, target.states), limits)
+        return HeadSource(CpuHeadRunner(draft.model, device, pools, limits, target.states), limits)
     return DraftModelSource(ModelRunner(draft.model, device, pools, limits, is_draft=True), limits)
 
 

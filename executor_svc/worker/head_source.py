@@ -14,22 +14,56 @@ attention reads, it makes a draft a little worse, and no token wrong.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch, flat_batch
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
-from executor_svc.cpu.head_runner import HeadRunner
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, StepPlan
+from executor_svc.sampling.functions import RowFunctions
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.worker.draft_kv import DraftKV
 from executor_svc.worker.draft_sampling import sample_drafts
 
 _NEVER = -1
+
+
+class HeadRunner(Protocol):
+    """Runs a head over the states of its target's last step, as `cpu.head_runner.CpuHeadRunner` does."""
+
+    functions: RowFunctions
+    """The device's functions for sampling."""
+    hidden_size: int
+    dtype: torch.dtype
+
+    def combine(self, num_tokens: int) -> Tensor:
+        """Return the hidden states [T, hidden] of the target's last step, of num_tokens tokens; once for a step."""
+        ...
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
+        """Write keys and values of rows, and return their results [T, hidden].
+
+        batch: positions p, with the tokens at p + 1; hidden: [T, hidden], from `combine`, or results of the rows
+        before.
+        """
+        ...
+
+    def logits(self, results: Tensor) -> tuple[Tensor, IntArray]:
+        """Return the logits [R, head's vocabulary] of results [R, hidden], and the target's id [R] of each's largest.
+
+        The id is -1 for a row that cannot be sampled.
+        """
+        ...
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Return logits [R, vocab_size] by the target's ids, -inf for ids that the head lacks."""
+        ...
 
 
 class HeadSource:

@@ -12,29 +12,47 @@ _FADE = 0.98
 """Weight that evidence keeps for each result in which its position was not tried."""
 _LEAST = 4.0
 """Trials' weight that old evidence keeps: it stays the estimate, but a few new trials outweigh it."""
+_BLOCK = 32.0
+"""Trials after which the newest are held against the mean."""
+_SUDDEN = 4.0
+"""Standard errors by which the newest trials differ from a mean that no longer holds."""
 _PRIOR = 2.0
 """Trials' weight of the extrapolation from the position before."""
 
 
 class _Share:
-    """A decayed share of successes among trials."""
+    """A decayed share of successes among trials; after a sudden change, the share since then."""
 
-    __slots__ = ("seen_at", "successes", "trials")
+    __slots__ = ("_new_successes", "_new_trials", "_seen_at", "successes", "trials")
 
     def __init__(self, successes: float = 0.0, trials: float = 0.0) -> None:
         self.successes = successes
         self.trials = trials
-        self.seen_at = 0
+        self._seen_at = 0
+        self._new_successes = self._new_trials = 0.0
 
     def add(self, successes: float, trials: float, now: int) -> None:
         """Add the trials of result `now`; earlier ones weigh less, the less the longer ago they were."""
-        gap = now - self.seen_at - 1
-        self.seen_at = now
+        gap = now - self._seen_at - 1
+        self._seen_at = now
         keep = 1.0 - (trials if trials < _MOST_AT_ONCE else _MOST_AT_ONCE) / _WINDOW
         if gap > 0 and self.trials > _LEAST:
             keep *= max(_LEAST / self.trials, _FADE**gap)
         self.successes = keep * self.successes + successes
         self.trials = keep * self.trials + trials
+        self._new_successes += successes
+        self._new_trials += trials
+        if self._new_trials >= _BLOCK:
+            self._check()
+
+    def _check(self) -> None:
+        """Forget what was before the newest trials, if they are of another kind."""
+        successes, trials = self._new_successes, self._new_trials
+        self._new_successes = self._new_trials = 0.0
+        share = (self.successes + 1) / (self.trials + 2)
+        difference = successes / trials - share
+        if difference * difference * trials > _SUDDEN * _SUDDEN * share * (1 - share):
+            self.successes, self.trials = successes, trials
 
 
 class DraftAcceptance:

@@ -61,11 +61,13 @@ class DraftedStep:
 class _Bucket:
     """Batch sizes that share a choice."""
 
-    __slots__ = ("choice", "decided_at", "index", "num_results")
+    __slots__ = ("choice", "decided_at", "good", "index", "num_results")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.choice = 0
+        self.good: frozenset[int] = frozenset()
+        """Choices as good as the best, up to the margin."""
         self.num_results = 0
         """Results since the last decision."""
         self.decided_at = 0
@@ -126,6 +128,8 @@ class DraftControl:
         self._news_from = 0
         """The first result after which a probe for news may start."""
         self._interval = _FIRST_INTERVAL
+        self._last = 0
+        """The last choice."""
         self._turn = 0
         """Which neighbour the next probe for news tries."""
 
@@ -145,6 +149,10 @@ class DraftControl:
             return probe.max_drafts
         if self._now - bucket.decided_at > _STALE:
             self._decide(bucket)
+        if bucket.choice != self._last:
+            if self._last in bucket.good:
+                bucket.choice = self._last
+            self._last = bucket.choice
         return bucket.choice
 
     def observe(self, step: DraftedStep) -> None:
@@ -187,6 +195,8 @@ class DraftControl:
         bucket.decided_at = self._now
         values = self._values(bucket.index)
         best = _best(values)
+        least = (values[best] or 0.0) / (1 + _MARGIN)
+        bucket.good = frozenset(k for k, value in enumerate(values) if value is not None and value >= least)
         now_chosen = bucket.choice
         if best != now_chosen:
             value = values[now_chosen]

@@ -17,6 +17,8 @@ _MOST_OUTLIERS = 3
 _ELASTICITY = 0.5
 """Share by which a step's time is taken to grow with its batch within a bucket: between 0 (bound by bandwidth) and 1
 (bound by compute)."""
+_NEAR = 2
+"""Buckets, each way, whose steps without drafts are compared with a bucket's steps with drafts, if it has none."""
 _REACH = 8
 """Buckets, each way, from which a bucket takes what it has not measured itself: two octaves."""
 
@@ -96,23 +98,34 @@ class DraftCosts:
     def extra(self, bucket: int, max_drafts: int) -> tuple[float, float] | None:
         """The time that drafts add, as a share of a step without any, and the drafts per decode that it was measured
         with. None: not measured within two octaves."""
-        own = self._own_extra(bucket, max_drafts)
+        own = self._own_extra(bucket, max_drafts, _NEAR)
         if own is not None:
             return own
         for distance in range(1, _REACH + 1):
             # Larger batches first: theirs is the higher cost.
             for near in (bucket + distance, bucket - distance):
-                if near in self._cells and (found := self._own_extra(near, max_drafts)) is not None:
+                if near in self._cells and (found := self._own_extra(near, max_drafts, 0)) is not None:
                     return found
         return None
 
-    def _own_extra(self, bucket: int, max_drafts: int) -> tuple[float, float] | None:
+    def _own_extra(self, bucket: int, max_drafts: int, reach: int) -> tuple[float, float] | None:
         cells = self._cells.get(bucket)
         if cells is None:
             return None
-        plain, cell = cells[0], cells[max_drafts]
-        if plain.weight < _MEASURED or cell.weight < _MEASURED:
+        cell = cells[max_drafts]
+        if cell.weight < _MEASURED:
+            return None
+        plain = self._plain(bucket, reach)
+        if plain is None:
             return None
         growth = (cell.decodes / cell.weight) / (plain.decodes / plain.weight) - 1
         plain_ns = plain.ns / plain.weight * (1 + _ELASTICITY * growth)
         return max(0.0, cell.ns / cell.weight / plain_ns - 1), cell.drafts / cell.decodes
+
+    def _plain(self, bucket: int, reach: int) -> _Cell | None:
+        """The nearest measured steps without drafts, at most `reach` buckets away."""
+        for distance in range(reach + 1):
+            for near in (bucket + distance, bucket - distance):
+                if near in self._cells and self._cells[near][0].weight >= _MEASURED:
+                    return self._cells[near][0]
+        return None

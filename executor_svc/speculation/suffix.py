@@ -60,13 +60,14 @@ class SuffixSource:
         *,
         max_bytes: int = 64 << 20,
         min_match: int = 2,
-        factor: float = 1.0,
+        factor: float = 3.0,
         min_probability: float = 0.1,
         max_indexed: int = 512,
     ) -> None:
         """max_bytes: of the shared automata; 0: nothing is shared. min_match: the shortest match with drafts.
 
-        factor and min_probability have the values of the paper's code. Raises ValueError for values out of range.
+        min_probability has the value of the paper's code, where factor is 1: with 3 a short copy is drafted whole, and
+        the number of drafts of a step is limited by what pays. Raises ValueError for values out of range.
         """
         if min_match < 1 or factor <= 0 or not 0 <= min_probability <= 1:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,19 @@ def test_wrong_options_are_refused_at_start(model: Path, options: list[str], mes
     assert ended.returncode in (1, 2)
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_the_demo_with_its_draft_answers_the_same_in_fewer_steps() -> None:
+    def run(*options: str) -> tuple[set[str], str]:
+        program = [sys.executable, "-m", "cadenza", "demo", *options]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=True)
+        lines = done.stdout.splitlines()
+        return {line for line in lines if line.startswith("[")}, done.stdout
+
+    answers, plain = run()
+    same_answers, drafted = run("--speculative", "draft")
+    assert len(answers) == 10
+    assert same_answers == answers
+    assert "static batches" in plain
+    (tokens_per_step,) = re.findall(r"drafts +([\d.]+) tokens of a sequence in a step", drafted)
+    assert float(tokens_per_step) > 3

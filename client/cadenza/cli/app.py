@@ -154,8 +154,20 @@ def demo(
     ] = None,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where the model runs.")] = "cpu",
     max_num_seqs: Annotated[
-        int, typer.Option(min=1, metavar="INTEGER", help="Batch slots; fewer than the prompts, so that some must wait.")
-    ] = 4,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="INTEGER",
+            help="Batch slots; default: 4, fewer than the prompts, so that some must wait; with drafts 64, as they "
+            "need rows of the batch.",
+        ),
+    ] = None,
+    speculative: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND", help="Speculative decoding, as of `up`; draft and auto have the demo model's own draft."
+        ),
+    ] = "off",
 ) -> None:
     """Show live answers, then the schedule.
 
@@ -163,7 +175,7 @@ def demo(
     """
     from cadenza.cli.demo import run_demo
 
-    run_demo(model=model, device=device, max_num_seqs=max_num_seqs)
+    run_demo(model=model, device=device, max_num_seqs=max_num_seqs, speculative=speculative)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

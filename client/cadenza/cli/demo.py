@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -34,20 +35,30 @@ PROMPTS = (
     "What is continuous batching?",
 )
 _MAX_TOKENS = 200
+_SLOTS, _SLOTS_WITH_DRAFTS = 4, 64
 _RECORDS_TIMEOUT_S = 3.0
 _REFRESH_PER_S = 15
 
 
-def run_demo(*, model: str | None, device: str, max_num_seqs: int) -> None:
-    """Run the whole demo and print it; raises CadenzaError if anything fails."""
+def run_demo(*, model: str | None, device: str, max_num_seqs: int | None, speculative: str) -> None:
+    """Run the whole demo and print it; raises CadenzaError if anything fails.
+
+    max_num_seqs: None: fewer than the prompts, or enough for their drafts. speculative: as the executor's option. The
+    demo model's draft is there for draft and auto, unless another model was given.
+    """
     console = Console(highlight=False)
-    folder = model or str(_demo_model())
+    if max_num_seqs is None:
+        max_num_seqs = _SLOTS if speculative == "off" else _SLOTS_WITH_DRAFTS
+    options: dict[str, Any] = {"device": device, "speculative": speculative, "max_num_seqs": max_num_seqs}
+    if model is None:
+        folder = _demo_model()
+        model = str(folder)
+        if speculative in ("draft", "auto"):
+            options["speculative_model"] = str(folder.with_name(f"{folder.name}-draft"))
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         with console.status("starting an executor and a scheduler, two processes, on this machine"):
-            services = stack.enter_context(
-                LocalServices(folder, device=device, max_num_seqs=max_num_seqs, on_event=console.print)
-            )
+            services = stack.enter_context(LocalServices(model, on_event=console.print, **options))
         names = [f"{name} (process {pid})" for name, pid in services.pids().items()]
         console.print(
             f"{', '.join(names[:-1])} and {names[-1]} "

@@ -104,7 +104,6 @@ def summary_lines(answers: Sequence[Answer], stats: ScheduleStats, num_slots: in
             f"{stats.output_tokens_per_s:.0f} output tokens/s",
         ),
         ("batch", f"{stats.mean_occupancy:.2f} sequences per step, {occupancy:.0%} of {num_slots} slots"),
-        ("static batches", f"of {num_slots} would take {stats.num_static_steps} steps{saved} (from the same lengths)"),
         (
             "KV blocks",
             f"{stats.mean_used_blocks:.1f} in use on average, {stats.peak_used_blocks} at most, "
@@ -118,6 +117,9 @@ def summary_lines(answers: Sequence[Answer], stats: ScheduleStats, num_slots: in
         accepted = stats.num_accepted_drafts / stats.num_drafts
         tokens = f"{stats.tokens_per_step:.2f} tokens of a sequence in a step"
         lines.insert(3, ("drafts", f"{tokens}, {accepted:.0%} of {stats.num_drafts} drafts accepted"))
+    else:
+        static = f"of {num_slots} would take {stats.num_static_steps} steps{saved} (from the same lengths)"
+        lines.insert(3, ("static batches", static))
     if stats.num_preemptions:
         lines.insert(3, ("preemptions", str(stats.num_preemptions)))
     if stats.num_unused:

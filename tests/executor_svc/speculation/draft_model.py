@@ -122,7 +122,7 @@ def continued(corpus: Corpus, match: list[int], most: int, min_match: int) -> tu
             match = corpus.shorter(match)
             continue
         if not drafts:
-            length, most = len(match), min(most, len(match))
+            length, most = len(match), min(most, 3 * len(match))
         token = max(followers, key=followers.__getitem__)
         probability *= followers[token][0] / sum(count for count, _ in followers.values())
         if probability < 0.1:

@@ -171,7 +171,7 @@ def test_scopes_do_not_see_each_other(steps):
 
 
 def test_outputs_are_drafts_for_others_of_their_scope_only():
-    driver = driver_of()
+    driver = driver_of(factor=1.0)
     produce(driver, 1, [1, 2, 3, 4, 5], [11, 12, 13, 14, 15, 16], 7)
     assert drafts_after(driver, [1, 2, 3, 4, 5], 7) == [11, 12, 13, 14, 15]
     assert drafts_after(driver, [9, 4, 5], 7) == [11, 12]
@@ -199,7 +199,7 @@ def test_prompts_are_not_shared_but_for_their_last_tokens():
 
 
 def test_nothing_is_shared_without_bytes():
-    driver = driver_of(max_bytes=0)
+    driver = driver_of(max_bytes=0, factor=1.0)
     produce(driver, 1, [1, 2, 3], [4, 5, 6], 7)
     assert drafts_after(driver, [1, 2, 3], 7) == []
     assert drafts_after(driver, [1, 2, 3, 1, 2], 7) == [3, 1]
@@ -207,7 +207,7 @@ def test_nothing_is_shared_without_bytes():
 
 
 def test_short_matches_and_improbable_followers_are_not_drafted():
-    driver = driver_of(min_match=3)
+    driver = driver_of(min_match=3, factor=1.0)
     driver.admit(0, [1, 2, 3, 4, 0, 2, 3])
     driver.admit(1, [1, 2, 3, 4, 0, 1, 2, 3])
     assert driver.drafts([0, 1]) == [[], [4, 0, 1]]
@@ -248,7 +248,7 @@ def test_long_prompts_are_indexed_over_several_steps():
 
 
 def test_released_and_admitted_again():
-    driver = driver_of()
+    driver = driver_of(factor=1.0)
     driver.admit(0, [5, 6, 7, 8, 5, 6])
     driver.admit(1, [5, 6, 7, 8, 5, 6])
     assert driver.drafts([0, 1]) == [[7, 8], [7, 8]]

@@ -10,11 +10,22 @@ from benchmarks.experiments import (
     preemption,
     served_ratio,
     sharing,
+    speculation,
     variance,
 )
 from benchmarks.experiments.experiment import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = tuple(
     module.EXPERIMENT
-    for module in (variance, poisson, memory, sharing, chunked_prefill, preemption, served_ratio, pipelining)
+    for module in (
+        variance,
+        poisson,
+        memory,
+        sharing,
+        chunked_prefill,
+        preemption,
+        served_ratio,
+        pipelining,
+        speculation,
+    )
 )

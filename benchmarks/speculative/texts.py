@@ -20,10 +20,11 @@ from benchmarks.common.other_load import OtherLoad
 from benchmarks.common.rows import ROOT, BenchmarkError, Row, make_row
 from benchmarks.common.workload import Request
 from benchmarks.peers.process import PeerProcess, peer_process
+from benchmarks.serving.opening import names_type
 from benchmarks.speculative.decoding import Served, served
 
 _DEMO = ROOT / "models" / "cadenza-demo"
-_DRAFT = ROOT / "models" / "cadenza-demo-draft"
+DRAFT_MODEL = ROOT / "models" / "cadenza-demo-draft"
 _PROMPTS = Path(__file__).with_name("prompts.json")
 _MOST_OUTPUT = 200
 _NUM_DRAFTS = 5
@@ -33,13 +34,19 @@ Texts = Mapping[str, Sequence[Request]]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this measure."""
-    parser.add_argument("--draft-model", type=Path, default=_DRAFT, help="of the demo model (default: that in models/)")
+    parser.add_argument(
+        "--draft-model", type=Path, default=DRAFT_MODEL, help="of the demo model (default: that in models/)"
+    )
+    parser.add_argument(
+        "--kinds", type=names_type(tuple(json.loads(_PROMPTS.read_text()))), metavar="NAMES",
+        help="of texts (default: all)",
+    )  # fmt: skip
     parser.add_argument("--llama-python", type=Path, help="an interpreter that has llama-cpp-python: runs beside")
 
 
 def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     """One row for each kind of text."""
-    kinds = _texts()
+    kinds = {kind: texts for kind, texts in _texts().items() if options.kinds is None or kind in options.kinds}
     longest = max(len(each.prompt) for texts in kinds.values() for _, each in texts) + _MOST_OUTPUT
     sources: dict[str, dict[str, Any]] = {
         "off": {},

@@ -67,7 +67,8 @@ def load_speculative_model(config: ExecutorConfig, device: Device, target: Loade
     """
     name = config.speculative_model
     if name is None:
-        has_own = config.speculative == "mtp" or (config.speculative == "auto" and has_mtp(config))
+        may_have_own = config.speculative == "auto" and device.name == "cpu"
+        has_own = config.speculative == "mtp" or (may_have_own and has_mtp(config))
         return load_mtp(config, device, target) if has_own else None
     if config.speculative == "eagle3" or (config.speculative == "auto" and _is_head(name)):
         return load_eagle3(name, config, device, target)

@@ -24,7 +24,6 @@ from cadenza import AsyncClient, RequestOutput, SamplingParams
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.heads.draft import load_draft
 from executor_svc.models.heads.eagle3_loading import load_eagle3
-from executor_svc.models.heads.mtp_loading import load_mtp
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
@@ -32,7 +31,6 @@ from tests.helpers.core_model import Chat, Outcome, Rig, Setting
 from tests.helpers.core_sampling import core_sampling
 from tests.helpers.eagle3_heads import Format, HeadShape, make_head
 from tests.helpers.known_drafts import KnownDrafts
-from tests.helpers.mtp_heads import make_mimo
 from tests.helpers.random_loads import draw_setting
 from tests.helpers.services import cadenza_services
 
@@ -339,31 +337,6 @@ def test_same_bits_with_a_head(golden: Golden, name: str, layout: Format, tmp_pa
         assert found[key] == alone, key
     counts = rig.core.lanes[0].counts.drafts
     assert 0 < sum(counts.accepted) < sum(counts.drafted)
-
-
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def predicting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
-    """A model with a head in its checkpoint whose drafts are mostly right."""
-    folder = make_mimo(tmp_path_factory.mktemp("mimo"), predicts=True, dtype=getattr(torch, request.param))
-    model = Model(folder, dtype=request.param)
-    return Golden(folder, model, run(model, ALONE)[0], request.param)
-
-
-@pytest.mark.parametrize(
-    ("predicting", "name"),
-    [*(("float32", name) for name in MODEL_DRAFTS), ("bfloat16", "drafts, swap")],
-    indirect=["predicting"],
-    scope="module",
-)
-def test_same_bits_with_the_head_of_the_checkpoint(predicting: Golden, name: str) -> None:
-    model = predicting.model
-    head = load_mtp(ExecutorConfig(**{**model.options, "speculative": "mtp"}), model.device, model.loaded)
-    rig = Rig(model, SETTINGS[name], draft_model=head)
-    found = rig.run(load())
-    for key, alone in predicting.expected.items():
-        assert found[key] == alone, key
-    counts = rig.core.lanes[0].counts.drafts
-    assert 0.3 * sum(counts.drafted) < sum(counts.accepted) < sum(counts.drafted)
 
 
 @pytest.mark.parametrize("seed", range(2))

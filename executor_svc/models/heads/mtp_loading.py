@@ -25,7 +25,6 @@ from executor_svc.models.quantized.round_to_nearest import RoundedSource, rounde
 from executor_svc.models.safetensors_file import tensors_of
 from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec
 
-_OPTION = "--speculative mtp:"
 _ARCHITECTURE = "MiMoForCausalLM"
 _LAYER = mtp_prefix(0)
 
@@ -42,20 +41,20 @@ def has_mtp(config: ExecutorConfig) -> bool:
 
 
 def check_mtp(config: ExecutorConfig) -> None:
-    """Raise LoaderError, which names --speculative mtp, if --model has no head that `load_mtp` loads."""
+    """Raise LoaderError, which names --speculative and --model, if that has no head that `load_mtp` loads."""
     _head_spec(config, open_checkpoint(config.model, with_weights=False))
 
 
 def load_mtp(config: ExecutorConfig, device: Device, target: LoadedModel) -> LoadedDraft[MtpHead]:
     """Load the head in the checkpoint of `config.model` onto the device of its target, in the target's dtype.
 
-    Embedding and head are the target's. Raises LoaderError, which names --speculative mtp, for a model without a head,
-    and for one that is incomplete or not supported; NumericsError as `load_model`.
+    Embedding and head are the target's. Raises LoaderError, which names --speculative and --model, for a model without
+    a head, and for a head that is incomplete or not supported; NumericsError as `load_model`.
     """
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
     spec, config = _head_spec(config, checkpoint), draft_config(config.model, config)
     assert isinstance(target.model, Decoder)
-    with naming(config.model, f"{_OPTION} --model"), own_few_bits(device) as few_bits:
+    with naming(config.model, f"--speculative {config.speculative}: --model"), own_few_bits(device) as few_bits:
         weights = folder_weights(config, device, checkpoint.folder, checkpoint.content)
         reader = _MtpReader(spec, weights, config, device, target.model)
         max_model_len = target.geometry.max_model_len
@@ -71,23 +70,19 @@ def load_mtp(config: ExecutorConfig, device: Device, target: LoadedModel) -> Loa
 
 def _head_spec(config: ExecutorConfig, checkpoint: Checkpoint) -> DecoderSpec:
     """Return a decoder that consists of the head's layer; raises LoaderError naming option, model and field."""
-    named = checkpoint.content.get(MTP_LAYERS_FIELD)
+    named, model = checkpoint.content.get(MTP_LAYERS_FIELD), f"--speculative {config.speculative}: {config.model}"
     if not named:
         where = "config.json" if checkpoint.gguf is None else "the GGUF file"
-        raise LoaderError(
-            f"{_OPTION} {config.model} has no MTP head ({MTP_LAYERS_FIELD} is not in {where}); supported: that of "
-            f"{_ARCHITECTURE}"
-        )
+        found = f"is not in {where}" if named is None else f"is {named!r}"
+        raise LoaderError(f"{model} has no MTP head ({MTP_LAYERS_FIELD} {found}); supported: that of {_ARCHITECTURE}")
     if checkpoint.architecture != _ARCHITECTURE:
         raise LoaderError(
-            f"{_OPTION} {config.model} has no MTP head that is supported ({MTP_LAYERS_FIELD} is {named!r}, the "
+            f"{model} has no MTP head that is supported ({MTP_LAYERS_FIELD} is {named!r}, the "
             f"architecture {', '.join(checkpoint.names) or 'none'}); supported: that of {_ARCHITECTURE}"
         )
     spec = checkpoint.read_spec()
     if spec.num_mtp_layers > 1:
-        raise LoaderError(
-            f"{_OPTION} {config.model}: {MTP_LAYERS_FIELD} is {named}: only heads of 1 layer are supported"
-        )
+        raise LoaderError(f"{model}: {MTP_LAYERS_FIELD} is {named}: only heads of 1 layer are supported")
     return replace(spec, layers=spec.layers[:1])
 
 

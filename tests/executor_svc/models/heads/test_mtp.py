@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.kv_cache import KVGroup
+from executor_svc.models.decoder import Decoder
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.models.heads.mtp import MtpHead
 from executor_svc.models.heads.mtp_loading import check_mtp, has_mtp, load_mtp
 from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.startup.speculation import load_speculative_model
 from tests.checkpoints import edit_config, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.heads.head_driver import HeadDriver, Text, check_rows, random_tokens
@@ -165,6 +167,20 @@ def test_a_checkpoint_in_few_bits(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_what_auto_takes(target: Model, tmp_path: Path) -> None:
+    """The head of the checkpoint, unless an option names something else."""
+    smaller = make_checkpoint(tmp_path / "smaller", "llama")
+    plain = Model(make_checkpoint(tmp_path / "plain", "qwen2"), **OPTIONS)
+
+    def taken(model: Model, **options: Any) -> type | None:
+        draft = load_speculative_model(config_of(model, **options), model.device, model.loaded)
+        return None if draft is None else type(draft.model)
+
+    assert taken(target, speculative="auto") is taken(target, speculative="mtp") is MtpHead
+    assert taken(target, speculative="auto", speculative_model=str(smaller)) is Decoder
+    assert taken(plain, speculative="auto") is taken(target, speculative="suffix") is None
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -183,14 +199,14 @@ def test_models_without_a_head(tmp_path: Path) -> None:
         edit_config(folder, num_nextn_predict_layers=1)
         refused(config, f"has no MTP head that is supported ({field} is 1, the architecture ")
     bare = make_mimo(tmp_path / "bare", num_mtp_layers=0)
-    refused(ExecutorConfig(model=str(bare)), f"has no MTP head ({field} is not in config.json)")
+    refused(ExecutorConfig(model=str(bare), speculative="mtp"), f"has no MTP head ({field} is not in config.json)")
 
 
 def test_a_head_of_two_layers(tmp_path: Path) -> None:
     """The model runs, its head does not."""
     folder = make_mimo(tmp_path, num_mtp_layers=2)
     assert Model(folder, **OPTIONS).loaded.geometry.num_layers == 2
-    config = ExecutorConfig(model=str(folder))
+    config = ExecutorConfig(model=str(folder), speculative="mtp")
     with pytest.raises(LoaderError, match="num_nextn_predict_layers is 2: only heads of 1 layer are supported"):
         check_mtp(config)
     assert not has_mtp(config)
@@ -244,4 +260,4 @@ def test_saved_in_few_bits_without_the_head(tmp_path: Path) -> None:
     folder = make_mimo(tmp_path / "dense", hidden_size=64, intermediate_size=96)
     Model(folder, quantization="int8", save_quantized=str(tmp_path / "saved"), **OPTIONS)
     saved = Model(tmp_path / "saved", **OPTIONS)
-    refused(config_of(saved), "has no MTP head (num_nextn_predict_layers is not in config.json)")
+    refused(config_of(saved), "has no MTP head (num_nextn_predict_layers is 0)")

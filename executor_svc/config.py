@@ -19,7 +19,7 @@ CPU_MEMORY_SHARE = 0.5
 CpuIsa = Literal["auto", "avx2", "avx-vnni", "avx512", "avx512-vnni", "avx512-bf16", "amx"]
 
 
-Speculative = Literal["off", "ngram", "suffix", "draft", "eagle3", "auto"]
+Speculative = Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp", "auto"]
 
 
 class ExecutorConfig(ServiceSettings):
@@ -186,8 +186,9 @@ class ExecutorConfig(ServiceSettings):
         "off",
         description="Speculative decoding, on the CPU: where drafts of the next tokens come from; ngram: earlier "
         "places of the same text; suffix: these and other requests' texts, by frequency; draft: a smaller model; "
-        "eagle3: a head that reads the model's hidden states; auto: suffix, else the smaller model or head if there is "
-        "one, with as many drafts as pay. Tokens are the same with each of them (docs/speculation.md).",
+        "eagle3: a head that reads the model's hidden states; mtp: such a head in the model's own checkpoint; auto: "
+        "suffix, else the smaller model or head if there is one, with as many drafts as pay. Tokens are the same with "
+        "each of them (docs/speculation.md).",
         json_schema_extra=about("Speculation"),
     )
     speculative_model: str | None = Field(

@@ -60,10 +60,10 @@ class Weights:
         """Elements of the tensors that have been read."""
         return sum(self._counts.values())
 
-    def least_bytes(self, num_elements: int) -> int:
+    def least_bytes(self, num_elements: int, prefix: str = "") -> int:
         """Return the least memory of a model whose linears and tables have so many elements.
 
-        Sources of weights in few bits override it.
+        prefix: of the names, as they are stored, of its tensors. Sources of weights in few bits override it.
         """
         return num_elements * self._dtype.itemsize
 
@@ -214,11 +214,11 @@ class SafetensorsWeights(Weights):
             raise LoaderError(f"{path}: tensor {name} cannot be read: the file does not hold it")
         return stored
 
-    def least_bytes(self, num_elements: int) -> int:
+    def least_bytes(self, num_elements: int, prefix: str = "") -> int:
         """As in `Weights`; of linears in few bits: all tensors as they are stored, dense ones in the model's dtype."""
         if self._quantization is None:
-            return super().least_bytes(num_elements)
-        return sum(self._held_bytes(self._stored(name)) for name in self._file_of)
+            return super().least_bytes(num_elements, prefix)
+        return sum(self._held_bytes(self._stored(name)) for name in self._file_of if name.startswith(prefix))
 
     def _held_bytes(self, stored: StoredTensor) -> int:
         dtype = stored.dtype or torch.uint8

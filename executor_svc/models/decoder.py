@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from executor_svc.device.kernels import AttentionPlan, AttentionShape, KVScales, Rope
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.kv_scales import SCALES
@@ -35,7 +35,7 @@ class Decoder:
         self.num_layers = spec.num_layers
         self.vocab_size = spec.vocab_size
         self.hidden_size = spec.hidden_size
-        shapes = [self._shape_of(layer) for layer in spec.layers]
+        shapes = [attention_shape(spec, layer, builder.kernels) for layer in spec.layers]
         ropes = [layer.rope for layer in spec.layers]
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
         distinct_ropes = list(dict.fromkeys(ropes))
@@ -55,17 +55,6 @@ class Decoder:
         self._embedding_scale = spec.embedding_scale
         if spec.embedding_scale_rounded:
             self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=builder.dtype))
-
-    def _shape_of(self, layer: LayerSpec) -> AttentionShape:
-        return AttentionShape(
-            self._spec.num_heads,
-            self._spec.num_kv_heads,
-            self._spec.head_size,
-            self._kernels.padded_head_size(self._spec.head_size),
-            self._spec.attention_scale,
-            layer.window,
-            self._spec.attention_softcap,
-        )
 
     def new_ropes(self, positions: Tensor) -> list[Rope]:
         """As in `models.base.CausalLM`."""
@@ -136,7 +125,26 @@ class Decoder:
         return self._kernels.finish_logits(logits, hidden.dtype, spec.logits_divisor, spec.logits_softcap)
 
 
-def ignored_tensors(spec: DecoderSpec) -> tuple[str, ...]:
-    """Return the name suffixes of tensors that checkpoints may hold and the model does not need."""
+def attention_shape(spec: DecoderSpec, layer: LayerSpec, kernels: Kernels) -> AttentionShape:
+    """Return the shape of a layer's attention."""
+    return AttentionShape(
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_size,
+        kernels.padded_head_size(spec.head_size),
+        spec.attention_scale,
+        layer.window,
+        spec.attention_softcap,
+    )
+
+
+def is_ignored(name: str, spec: DecoderSpec) -> bool:
+    """Return whether a tensor is one that checkpoints may hold and the model does not need."""
     head = ("lm_head.weight",) if spec.tied else ()
-    return ("rotary_emb.inv_freq", *head, *(f".self_attn{ending}" for ending in SCALES))
+    endings = ("rotary_emb.inv_freq", *head, *(f".self_attn{ending}" for ending in SCALES))
+    return name.endswith(endings) or name.startswith(tuple(map(mtp_prefix, range(spec.num_mtp_layers))))
+
+
+def mtp_prefix(layer: int) -> str:
+    """Return what the names of a layer's tensors of a head of multi-token prediction begin with."""
+    return f"model.mtp_layers.{layer}."

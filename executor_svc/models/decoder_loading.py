@@ -15,7 +15,7 @@ from executor_svc.device.interface import Device
 from executor_svc.device.kernels import KVScales
 from executor_svc.models.base import ModelConfigError, WeightSource
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
-from executor_svc.models.decoder import Decoder, ignored_tensors
+from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.linear_shapes import linear_shapes
@@ -99,8 +99,7 @@ def load_decoder(
             with device.loading():
                 model = _decoder(spec, max_model_len, source, device, scales, folder)
             if not isinstance(weights, DummyWeights):
-                ignored = ignored_tensors(spec)
-                weights.check_all_used(lambda tensor: tensor.endswith(ignored))
+                weights.check_all_used(lambda tensor: is_ignored(tensor, spec))
     except GgufError as error:
         raise LoaderError(f"--model {config.model}: {error}") from None
     return model, weights

@@ -8,6 +8,7 @@ from typing import Any
 from executor_svc.models.families.gemma import read_gemma2, read_gemma3
 from executor_svc.models.families.granite import read_granite
 from executor_svc.models.families.llama import read_llama
+from executor_svc.models.families.mimo import read_mimo
 from executor_svc.models.families.mistral import read_mistral
 from executor_svc.models.families.phi3 import read_phi3
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
@@ -18,6 +19,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Gemma3ForCausalLM": read_gemma3,
     "GraniteForCausalLM": read_granite,
     "LlamaForCausalLM": read_llama,
+    "MiMoForCausalLM": read_mimo,
     "MistralForCausalLM": read_mistral,
     "Phi3ForCausalLM": read_phi3,
     "Qwen2ForCausalLM": read_qwen2,

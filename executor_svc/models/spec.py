@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
+
+MTP_LAYERS_FIELD = "num_nextn_predict_layers"
+"""Of config.json: the number of layers of a head of multi-token prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,10 @@ class DecoderSpec:
     logits_divisor: float = 1.0
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+
+    num_mtp_layers: int = field(default=0, repr=False)
+    """Layers of a head of multi-token prediction that the checkpoint also holds. The decoder does not read them, so
+    that `digest`, which is over the representation, leaves them out."""
 
     @property
     def num_layers(self) -> int:

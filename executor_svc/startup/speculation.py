@@ -13,9 +13,10 @@ from executor_svc.errors import StartError
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.decoder_loading import open_checkpoint
 from executor_svc.models.heads.draft import LoadedDraft, load_draft, naming
-from executor_svc.models.heads.eagle3 import Eagle3Head
 from executor_svc.models.heads.eagle3_loading import load_eagle3
 from executor_svc.models.heads.eagle3_spec import is_eagle3
+from executor_svc.models.heads.head import Head
+from executor_svc.models.heads.mtp_loading import check_mtp, has_mtp, load_mtp
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.plan import Limits
 from executor_svc.speculation.chained import ChainedSource
@@ -26,7 +27,7 @@ from executor_svc.worker.draft_model import DraftModelSource
 from executor_svc.worker.head_source import HeadSource
 from executor_svc.worker.step import Runner
 
-Draft = LoadedDraft[Decoder] | LoadedDraft[Eagle3Head]
+Draft = LoadedDraft[Decoder] | LoadedDraft[Head]
 
 
 _NEEDS = {"draft": "the draft model", "eagle3": "the head"}
@@ -38,7 +39,10 @@ class SpeculationError(StartError):
 
 
 def check_speculation(config: ExecutorConfig, device_name: str) -> None:
-    """Raise SpeculationError for options that are not possible together, or not on this device."""
+    """Raise SpeculationError for options that are not possible together, or not on this device.
+
+    Raises LoaderError for a model without a head in its checkpoint, before it takes minutes to load.
+    """
     kind, model = config.speculative, config.speculative_model
     if kind != "off" and device_name not in ("cpu", "simulated"):
         raise SpeculationError(f"--speculative {kind} is not possible on a GPU so far: it needs --device cpu")
@@ -52,13 +56,20 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
         raise SpeculationError(
             f"--speculative-model {model}: only with --speculative draft, eagle3 or auto, not {kind}"
         )
+    if kind == "mtp":
+        check_mtp(config)
 
 
 def load_speculative_model(config: ExecutorConfig, device: Device, target: LoadedModel) -> Draft | None:
-    """Load the draft model or head of the options; None if they name none. Raises LoaderError."""
+    """Load the draft model or head of the options, or that of the target's checkpoint; None if there is none.
+
+    Raises LoaderError.
+    """
     name = config.speculative_model
     if name is None:
-        return None
+        may_have_own = config.speculative == "auto" and device.name == "cpu"
+        has_own = config.speculative == "mtp" or (may_have_own and has_mtp(config))
+        return load_mtp(config, device, target) if has_own else None
     if config.speculative == "eagle3" or (config.speculative == "auto" and _is_head(name)):
         return load_eagle3(name, config, device, target)
     return load_draft(name, config, device, target)
@@ -66,7 +77,7 @@ def load_speculative_model(config: ExecutorConfig, device: Device, target: Loade
 
 def state_layers_of(draft: Draft | None) -> Sequence[int]:
     """Return the states that the target must keep for a head; none without a head."""
-    return draft.model.state_layers if draft is not None and isinstance(draft.model, Eagle3Head) else ()
+    return () if draft is None or isinstance(draft.model, Decoder) else draft.model.state_layers
 
 
 def make_draft_source(
@@ -84,7 +95,7 @@ def make_draft_source(
             return NgramSource(limits)
         case "suffix":
             return SuffixSource(limits)
-        case "draft" | "eagle3":
+        case "draft" | "eagle3" | "mtp":
             return model
         case "auto":
             suffix = SuffixSource(limits)
@@ -93,11 +104,11 @@ def make_draft_source(
 
 def source_of(draft: Draft, limits: Limits, device: Device, pools: KVCache, target: Runner) -> DraftSource:
     """Return the source of a loaded draft model or head; arguments as in `make_draft_source`."""
-    if isinstance(draft.model, Eagle3Head):
-        assert isinstance(target, ModelRunner)
-        assert target.states is not None
-        return HeadSource(CpuHeadRunner(draft.model, device, pools, limits, target.states), limits)
-    return DraftModelSource(ModelRunner(draft.model, device, pools, limits, is_draft=True), limits)
+    if isinstance(draft.model, Decoder):
+        return DraftModelSource(ModelRunner(draft.model, device, pools, limits, is_draft=True), limits)
+    assert isinstance(target, ModelRunner)
+    assert target.states is not None
+    return HeadSource(CpuHeadRunner(draft.model, device, pools, limits, target.states), limits)
 
 
 def _is_head(name: str) -> bool:

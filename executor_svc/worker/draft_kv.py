@@ -36,6 +36,8 @@ class DraftKV:
         filled = self._filled
         if len(plan.swap_out.sources):
             self._filled_on_host[plan.swap_out.destinations] = filled[plan.swap_out.sources]
+        # First: a fork's new block is appended, and the copy of the one that it shared until now.
+        filled[plan.appends.values] = 0
         filled[plan.copies.destinations] = filled[plan.copies.sources]
         filled[plan.swap_in.destinations] = self._filled_on_host[plan.swap_in.sources]
         for sequence in plan.admitted:
@@ -44,7 +46,6 @@ class DraftKV:
             starts = (first + np.arange(len(sequence.block_ids))) * self._size
             present = np.maximum(sequence.num_computed_tokens - starts, 0)
             filled[sequence.block_ids] = np.minimum(filled[sequence.block_ids], present)
-        filled[plan.appends.values] = 0
 
     def num_computed(self, slots: Slots, rows: IntArray) -> IntArray:
         """Return [n] the number of first tokens of the slots rows [n] whose KV is there, less than all of them."""

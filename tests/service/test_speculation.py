@@ -14,6 +14,7 @@ from cadenza import AsyncClient, SamplingParams
 from cadenza.v1 import generation_pb2, types_pb2
 from tests.checkpoints import make_llama
 from tests.helpers.eagle3_heads import HeadShape, make_head
+from tests.helpers.mtp_heads import make_mimo
 from tests.helpers.services import cadenza_services
 
 PROMPTS = [[5, 6, 7, 8, 9] * 6, [20, 21, 22], [30 + number for number in range(50)]]
@@ -74,6 +75,16 @@ async def test_tokens_and_logprobs_are_those_without_in_fewer_steps(
         assert fewer < (0.5 * num_steps if kind == "draft" else num_steps + 5), name
 
 
+async def test_the_head_of_the_checkpoint(tmp_path: Path) -> None:
+    """Its drafts are mostly right, with `auto`, too: nothing else says what comes next here."""
+    model = make_mimo(tmp_path, predicts=True, tokenizer=True, vocab_size=300)
+    expected, num_steps = await outputs(model)
+    for kind in ("mtp", "auto"):
+        found, fewer = await outputs(model, speculative=kind, num_speculative_tokens=4)
+        assert found == expected, kind
+        assert fewer < (0.8 * num_steps if kind == "mtp" else num_steps + 5), kind
+
+
 async def test_a_request_without_drafts_in_the_batch_of_others(model: Path, same_tokenizer: Path) -> None:
     """The number of steps is that of the request that has no drafts."""
     options = {"speculative": "draft", "speculative_model": str(same_tokenizer), "num_speculative_tokens": 4}
@@ -99,6 +110,11 @@ async def test_a_request_without_drafts_in_the_batch_of_others(model: Path, same
     [
         (["--speculative", "draft"], "--speculative draft needs --speculative-model"),
         (["--speculative-model", "x"], "--speculative-model x: only with --speculative draft, eagle3 or auto, not off"),
+        (["--speculative", "mtp"], "has no MTP head (num_nextn_predict_layers is not in config.json)"),
+        (
+            ["--speculative", "mtp", "--speculative-model", "x"],
+            "--speculative-model x: only with --speculative draft, eagle3 or auto, not mtp",
+        ),
         (["--speculative", "eagle3"], "--speculative eagle3 needs --speculative-model"),
         (["--speculative", "eagle3", "--speculative-model", "/nowhere"], "--speculative-model /nowhere"),
         (["--speculative", "eagle3", "--speculative-model", "OTHER"], "no EAGLE-3 head"),

@@ -16,7 +16,7 @@ from executor_svc.models.spec import DecoderSpec, LayerSpec
 RopeReader = Callable[[Fields, int, int], RopeConfig]
 
 _SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
-_MAX_LAYERS = 10_000
+MAX_LAYERS = 10_000
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
 
 
@@ -55,7 +55,7 @@ def read_common(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        layers=(LayerSpec(rope),) * fields.integer("num_hidden_layers", at_most=_MAX_LAYERS),
+        layers=(LayerSpec(rope),) * fields.integer("num_hidden_layers", at_most=MAX_LAYERS),
         context_limit=context_limit(positions, rope),
         rms_norm_eps=fields.number("rms_norm_eps", eps),
         attention_scale=1 / math.sqrt(head_size),

@@ -30,10 +30,10 @@ class GgufWeights(Weights):
         self._file = file
         self._names = names
 
-    def least_bytes(self, num_elements: int) -> int:
+    def least_bytes(self, num_elements: int, prefix: str = "") -> int:
         """As in `Weights`: all tensors as they are stored, dense ones in the model's dtype."""
         dense = self._dtype.itemsize
-        tensors = self._file.tensors.values()
+        tensors = [tensor for name, tensor in self._file.tensors.items() if name.startswith(prefix)]
         return sum(math.prod(t.shape) * dense if t.type.name in DENSE_TYPES else t.num_bytes for t in tensors)
 
     def check_linears(self, shapes: Iterable[tuple[str, tuple[int, int]]]) -> None:

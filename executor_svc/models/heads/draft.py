@@ -31,7 +31,7 @@ class DraftModel(Protocol):
     num_layers: int
 
 
-Model = TypeVar("Model", bound=DraftModel)
+Model = TypeVar("Model", bound=DraftModel, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,13 @@ def draft_config(name: str, config: ExecutorConfig) -> ExecutorConfig:
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Name --speculative-model in errors about what is wrong with a checkpoint."""
+def naming(name: str, option: str = "--speculative-model") -> Iterator[None]:
+    """Name an option in errors about what is wrong with a checkpoint; name: of the checkpoint."""
     try:
         yield
     except (LoaderError, ModelConfigError) as error:
         message = str(error).removeprefix(f"--model {name}: ")
-        raise LoaderError(f"--speculative-model {name}: {message}") from error
+        raise LoaderError(f"{option} {name}: {message}") from error
 
 
 @contextmanager

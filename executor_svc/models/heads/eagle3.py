@@ -8,12 +8,13 @@ known yet, because the token is a draft, the head's own result for the row befor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope
+from executor_svc.models.decoder import attention_shape
 from executor_svc.models.decoder_weights import LayerWeights
 from executor_svc.models.heads.eagle3_spec import Eagle3Spec
 from executor_svc.models.layers.rope import Rotary
@@ -157,8 +158,4 @@ class Eagle3Head:
 
 def attention_shapes(spec: Eagle3Spec, kernels: Kernels) -> list[AttentionShape]:
     """Return the shape of each layer's attention."""
-    decoder = spec.decoder
-    padded = kernels.padded_head_size(decoder.head_size)
-    sizes = decoder.num_heads, decoder.num_kv_heads, decoder.head_size, padded, decoder.attention_scale
-    shape = AttentionShape(*sizes)
-    return [replace(shape, window=layer.window) for layer in decoder.layers]
+    return [attention_shape(spec.decoder, layer, kernels) for layer in spec.decoder.layers]

@@ -11,8 +11,7 @@ from torch import Tensor
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import Embedding, Linear
-from executor_svc.device.stored_linear import QuantRows
-from executor_svc.models.base import StoredWeight, WeightSource
+from executor_svc.models.base import WeightSource
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.decoder_loading import check_memory, folder_weights, open_checkpoint
@@ -31,6 +30,7 @@ from executor_svc.models.heads.draft import (
 )
 from executor_svc.models.heads.eagle3 import Eagle3Head, Eagle3Weights, attention_shapes
 from executor_svc.models.heads.eagle3_spec import Eagle3Spec, is_old_format, read_eagle3
+from executor_svc.models.heads.named_tensors import NamedTensors
 from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.loading import LoadedModel
@@ -83,33 +83,14 @@ def _check_sizes(spec: Eagle3Spec, target: LoadedModel) -> None:
         )
 
 
-class _Named:
-    """Implements `models.base.WeightSource`: a head's tensors by the names of a decoder's."""
-
-    def __init__(self, source: FolderWeights, old_format: bool) -> None:
-        self._source = source
-        first, top = "midlayer" if old_format else "layers.0", ""
-        if isinstance(source, SafetensorsWeights):
-            top = "model." if source.find("model.norm.weight") else ""
-            found = [each for each in ("layers.0", "midlayer") if source.find(f"{top}{each}.input_layernorm.weight")]
-            first = found[0] if found else first
-        self._replaced = (("model.layers.0.", f"{top}{first}."), ("model.", top))
-
-    def stored(self, name: str) -> str:
-        """Return a tensor's name in the checkpoint; name: as in a decoder's."""
-        for prefix, instead in self._replaced:
-            if name.startswith(prefix):
-                return instead + name.removeprefix(prefix)
-        return name
-
-    def open(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
-        return self._source.open(self.stored(name), shape)
-
-    def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
-        return self._source.open_linear(self.stored(prefix), shape)
-
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._source.get(self.stored(name), shape)
+def _named(source: FolderWeights, old_format: bool) -> NamedTensors:
+    """Return a head's tensors by the names of a decoder's."""
+    first, top = "midlayer" if old_format else "layers.0", ""
+    if isinstance(source, SafetensorsWeights):
+        top = "model." if source.find("model.norm.weight") else ""
+        found = [each for each in ("layers.0", "midlayer") if source.find(f"{top}{each}.input_layernorm.weight")]
+        first = found[0] if found else first
+    return NamedTensors(source, {"model.layers.0.": f"{top}{first}.", "model.": top})
 
 
 class _HeadReader:
@@ -125,7 +106,7 @@ class _HeadReader:
         target: Decoder,
     ) -> None:
         self._spec, self._weights, self._device, self._target = spec, weights, device, target
-        self._named = _Named(weights, old_format)
+        self._named = _named(weights, old_format)
         self._rounding = rounding_of(config, device)
         self._source: WeightSource = self._named
         if self._rounding is not None:

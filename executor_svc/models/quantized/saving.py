@@ -23,6 +23,7 @@ from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.round_to_nearest import TABLES, Rounding
+from executor_svc.models.spec import MTP_LAYERS_FIELD
 
 _HEADER_BYTES = 4 << 20
 """Reserved for the header, which the file begins with; spaces follow it."""
@@ -119,6 +120,8 @@ class QuantizedFolder:
             content.pop("torch_dtype", None)
             content["dtype"] = str(self._dtype).removeprefix("torch.")
             content["quantization_config"] = _quantization_config(self._rounding, self._dense)
+            if MTP_LAYERS_FIELD in content:
+                content[MTP_LAYERS_FIELD] = 0  # the model does not read them, so they are not here
             (self._partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             for path in {path for pattern in _COPIED for path in self._source.glob(pattern)}:
                 if path.name not in _NOT_COPIED and path.is_file():

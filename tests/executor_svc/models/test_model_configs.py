@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ NAMES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "mimo": "MiMoForCausalLM",
 }
 SIZES = {
     "vocab_size": 97,
@@ -186,12 +188,22 @@ LIMITS: list[tuple[str, dict[str, Any], int]] = [
     ("phi3", {"rope_scaling": {"type": "longrope", **LONG}, "original_max_position_embeddings": 64}, 256),
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 256),
     ("mistral", {"sliding_window": 32}, 256),
+    ("mimo", {"sliding_window": 32, "use_sliding_window": False, "max_window_layers": 6}, 256),
 ]
 
 
 @pytest.mark.parametrize(("family", "fields", "limit"), LIMITS)
 def test_context_limit(family: str, fields: dict[str, Any], limit: int) -> None:
     assert read(family, **fields).context_limit == limit
+
+
+def test_mimo_is_qwen2_with_a_head() -> None:
+    for fields in ({}, {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}):
+        spec, plain = read("mimo", num_nextn_predict_layers=1, **fields), read("qwen2", **fields)
+        assert replace(spec, num_mtp_layers=0) == plain
+        assert spec.num_mtp_layers == 1
+        assert spec.digest(256) == plain.digest(256), "a head says nothing of what the model computes"
+    assert read("mimo").num_mtp_layers == read("mimo", num_nextn_predict_layers=0).num_mtp_layers == 0
 
 
 def scaled(kind: str, **fields: Any) -> dict[str, Any]:
@@ -226,6 +238,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"layer_types": ["chunked_attention"] * 6}, "layer_types 'chunked_attention' is not supported"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 6}, "sliding_window must be a positive integer: layer_types has"),
     ("gemma2", {"sliding_window": None}, "sliding_window must be a positive integer: layer_types has"),
+    ("mimo", {"attention_bias": False}, "attention_bias is false: MiMo has biases on q, k and v"),
+    ("mimo", {"use_mrope": True}, "use_mrope is True: rotary embeddings of images"),
+    ("mimo", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be a positive integer, not -1"),
     ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer, not 0"),
     ("mistral", {"layer_types": ["full_attention"] * 6}, "layer_types is"),
     ("granite", {"residual_multiplier": "a"}, "residual_multiplier must be a number above 0, not 'a'"),
@@ -291,7 +306,9 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_page_lists_the_architectures() -> None:
     assert [row[0].strip("`") for row in rows("Architectures")] == sorted(ARCHITECTURES)
-    assert set(NAMES) == set(FAMILIES)
+    assert set(NAMES) == {*FAMILIES, "mimo"}, (
+        "transformers has no code for MiMo: tests make its checkpoints from Qwen2's"
+    )
     assert set(NAMES.values()) == set(ARCHITECTURES)
 
 

@@ -1,12 +1,14 @@
-"""Runs a target and an EAGLE-3 head on its hidden states, both recorded, as a step would. For tests only."""
+"""Runs a target and a head on its hidden states, both recorded, as a step would. For tests only."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
@@ -15,6 +17,7 @@ from executor_svc.models.decoder import Decoder
 from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.models.heads.eagle3 import Eagle3Head
 from executor_svc.models.heads.eagle3_loading import load_eagle3
+from executor_svc.models.heads.head import Head
 from executor_svc.plan.arrays import IntArray
 from tests.executor_svc.driver import Model, flat_batch, spoil
 
@@ -37,7 +40,7 @@ def load_head(folder: Path, target: Model, **options: Any) -> LoadedDraft[Eagle3
 class HeadDriver:
     """A target, a head, and a cache full of NaN whose blocks hold the layers of both."""
 
-    def __init__(self, target: Model, draft: LoadedDraft[Eagle3Head]) -> None:
+    def __init__(self, target: Model, draft: LoadedDraft[Head]) -> None:
         model = target.loaded.model
         assert isinstance(model, Decoder)
         config = ExecutorConfig(**target.options)
@@ -124,3 +127,38 @@ class HeadDriver:
 def random_tokens(seed: int, count: int, vocab_size: int = 131) -> list[int]:
     found: IntArray = torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).numpy()
     return [int(token) for token in found]
+
+
+def check_rows(driver: HeadDriver, data: st.DataObject, seed: int) -> None:
+    """Bit by bit: texts in any chunks, beside any others, and drafts beside others, against each text alone."""
+    blocks = list(range(driver.cache.num_device_blocks))
+    random.Random(seed).shuffle(blocks)
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=2, max_size=4))
+    tokens = [random_tokens(seed + index, length + 2) for index, length in enumerate(lengths)]
+    alone = []
+    for each, length in zip(tokens, lengths, strict=True):
+        spoil(driver.cache)
+        text = Text(each, blocks[:3])
+        whole = driver.step([(text, length)])[0]
+        alone.append((*whole, *driver.draft([(text, 0, whole[1][-1])])[0]))
+    spoil(driver.cache)
+    texts = [Text(each, blocks[3 * index : 3 * index + 3]) for index, each in enumerate(tokens)]
+    parts: list[list[tuple[Tensor, ...]]] = [[] for _ in texts]
+    while any(text.num_computed < length for text, length in zip(texts, lengths, strict=True)):
+        work: list[tuple[Text, int]] = []
+        which: list[int] = []
+        room = 96
+        for index in data.draw(st.permutations(range(len(texts)))):
+            left = min(lengths[index] - texts[index].num_computed, room)
+            size = data.draw(st.integers(0, left)) if left and which else min(left, data.draw(st.integers(1, 40)))
+            if size:
+                work.append((texts[index], size))
+                which.append(index)
+                room -= size
+        for index, found in zip(which, driver.step(work), strict=True):
+            parts[index].append(found)
+    joined = [tuple(torch.cat(each) for each in zip(*found, strict=True)) for found in parts]
+    drafted = driver.draft([(text, 0, found[1][-1]) for text, found in zip(texts, joined, strict=True)])
+    for rows, draft, expected in zip(joined, drafted, alone, strict=True):
+        for ours, theirs in zip((*rows, *draft), expected, strict=True):
+            assert torch.equal(ours, theirs)

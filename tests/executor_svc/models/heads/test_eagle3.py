@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import Tensor
 
 from executor_svc.device.kv_cache import KVGroup
 from executor_svc.models.decoder import Decoder
 from tests.checkpoints import make_checkpoint, make_llama
-from tests.executor_svc.driver import Model, flat_batch, spoil
-from tests.executor_svc.models.heads.head_driver import HeadDriver, Text, load_head, random_tokens
+from tests.executor_svc.driver import Model, flat_batch
+from tests.executor_svc.models.heads.head_driver import HeadDriver, Text, check_rows, load_head, random_tokens
 from tests.helpers.eagle3_heads import HeadShape, ReferenceHead, make_head
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 96, "max_num_seqs": 8, "block_size": 16}
@@ -122,39 +120,7 @@ def test_drafts_one_after_the_other(name: str, folder: Path, target: Model, tmp_
 def test_rows_do_not_depend_on_batch_and_chunks(
     name: str, narrowed: bool, data: st.DataObject, seed: int, drivers: dict[tuple[str, bool], HeadDriver]
 ) -> None:
-    """Bit by bit: texts in any chunks, beside any others, and drafts beside others, against each text alone."""
-    driver = drivers[name, narrowed]
-    blocks = list(range(driver.cache.num_device_blocks))
-    random.Random(seed).shuffle(blocks)
-    lengths = data.draw(st.lists(st.integers(1, 40), min_size=2, max_size=4))
-    tokens = [random_tokens(seed + index, length + 2) for index, length in enumerate(lengths)]
-    alone = []
-    for each, length in zip(tokens, lengths, strict=True):
-        spoil(driver.cache)
-        text = Text(each, blocks[:3])
-        whole = driver.step([(text, length)])[0]
-        alone.append((*whole, *driver.draft([(text, 0, whole[1][-1])])[0]))
-    spoil(driver.cache)
-    texts = [Text(each, blocks[3 * index : 3 * index + 3]) for index, each in enumerate(tokens)]
-    parts: list[list[tuple[Tensor, ...]]] = [[] for _ in texts]
-    while any(text.num_computed < length for text, length in zip(texts, lengths, strict=True)):
-        work: list[tuple[Text, int]] = []
-        which: list[int] = []
-        room = 96
-        for index in data.draw(st.permutations(range(len(texts)))):
-            left = min(lengths[index] - texts[index].num_computed, room)
-            size = data.draw(st.integers(0, left)) if left and which else min(left, data.draw(st.integers(1, 40)))
-            if size:
-                work.append((texts[index], size))
-                which.append(index)
-                room -= size
-        for index, found in zip(which, driver.step(work), strict=True):
-            parts[index].append(found)
-    joined = [tuple(torch.cat(each) for each in zip(*found, strict=True)) for found in parts]
-    drafted = driver.draft([(text, 0, found[1][-1]) for text, found in zip(texts, joined, strict=True)])
-    for rows, draft, expected in zip(joined, drafted, alone, strict=True):
-        for ours, theirs in zip((*rows, *draft), expected, strict=True):
-            assert torch.equal(ours, theirs)
+    check_rows(drivers[name, narrowed], data, seed)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads and draft models on the GPU's kernels: the rows that the CPU computes, in layers of the same blocks."""
+"""EAGLE-3 and MTP heads on the GPU's kernels: the rows that the CPU computes, in layers of the same blocks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from executor_svc.config import ExecutorConfig
+from executor_svc.models.heads.draft import LoadedDraft
+from executor_svc.models.heads.head import Head
+from executor_svc.models.heads.mtp_loading import load_mtp
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.heads.head_driver import HeadDriver, Text, load_head, random_tokens
 from tests.helpers.eagle3_heads import HeadShape, make_head
+from tests.helpers.mtp_heads import make_mimo
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = {"max_model_len": 64, "max_num_batched_tokens": 96, "max_num_seqs": 8, "num_gpu_blocks": 12}
 
 
-def rows_of(model: Model, head: Path) -> list[Tensor]:
+def rows_of(model: Model, draft: LoadedDraft[Head]) -> list[Tensor]:
     """A text in two chunks, another beside the second, then a draft for both; a block is moved between."""
-    driver = HeadDriver(model, load_head(head, model))
+    driver = HeadDriver(model, draft)
     first, second = Text(random_tokens(1, 26), [4, 1]), Text(random_tokens(2, 8), [7])
     found = [rows for _, *rows in driver.step([(first, 18)])]
     driver.cache.copy(first.blocks, [9, 0])
@@ -44,8 +49,20 @@ def rows_of(model: Model, head: Path) -> list[Tensor]:
 def test_rows_are_those_of_the_cpu(shape: HeadShape, tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "target", num_hidden_layers=1)
     head = make_head(tmp_path / "head", shape)
-    expected = rows_of(Model(folder, **OPTIONS), head)
-    found = rows_of(Model(folder, device="cuda", **OPTIONS), head)
+    on_cpu, on_gpu = (Model(folder, device=device, **OPTIONS) for device in ("cpu", "cuda"))
+    check(rows_of(on_gpu, load_head(head, on_gpu)), rows_of(on_cpu, load_head(head, on_cpu)))
+
+
+def test_rows_of_a_head_in_the_checkpoint(tmp_path: Path) -> None:
+    folder = make_mimo(tmp_path, num_hidden_layers=1)
+    on_cpu, on_gpu = (Model(folder, device=device, **OPTIONS) for device in ("cpu", "cuda"))
+    found, expected = (
+        rows_of(each, load_mtp(ExecutorConfig(**each.options), each.device, each.loaded)) for each in (on_gpu, on_cpu)
+    )
+    check(found, expected)
+
+
+def check(found: list[Tensor], expected: list[Tensor]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert bool(theirs.isfinite().all())
         torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=5e-3)

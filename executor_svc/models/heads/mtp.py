@@ -1,0 +1,114 @@
+"""Heads of multi-token prediction (DeepSeek-V3, 2024, arXiv 2412.19437), as MiMo has one: a layer of its decoder.
+
+Row p of a sequence reads the target's hidden state at position p, before the target's final norm, and the embedding of
+the token at position p + 1; its logits, by the target's own head, are of the token at position p + 2. Its keys and
+values lie at slot p of the head's own layer. Behind the last row it reads its own results, which are normalized: so
+one layer makes any number of drafts, each less sure than the one before.
+
+What it computes is what vLLM's mimo_mtp.py computes (written by Xiaomi), with one exception: vLLM sets the embedding of
+row 0 to zero, which is a fault there (github.com/vllm-project/vllm/issues/33299), for row 0 has a token like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope
+from executor_svc.models.decoder_weights import LayerWeights
+from executor_svc.models.layers.rope import Rotary
+from executor_svc.models.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MtpWeights:
+    """A head's tensors, ready to run."""
+
+    embedding: Embedding
+    """The target's."""
+    hidden_norm: Tensor
+    token_norm: Tensor
+    input_proj: Linear
+    """From a normalized hidden state and a normalized embedding, in this order side by side, to a hidden state."""
+    layer: LayerWeights
+    norm: Tensor
+    head: Linear
+    """The target's."""
+
+
+class MtpHead:
+    """Implements `heads.head.Head`; every operation is one of the device's kernels, so that it can be recorded."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        num_target_layers: int,
+        weights: MtpWeights,
+        attention_shape: AttentionShape,
+        rotary: Rotary,
+        kernels: Kernels,
+    ) -> None:
+        """spec: of a decoder that consists of the head's layer; its vocabulary is the target's."""
+        self.num_layers = 1
+        self.vocab_size = spec.vocab_size
+        self.hidden_size = spec.hidden_size
+        self.state_layers: tuple[int, ...] = (num_target_layers,)
+        self.attention_shapes: tuple[AttentionShape, ...] = (attention_shape,)
+        self._rotary = rotary
+        self._spec = spec
+        self._weights = weights
+        self._kernels = kernels
+
+    def new_ropes(self, positions: Tensor) -> list[Rope]:
+        """As in `models.base.CausalLM`."""
+        return [self._rotary.new(positions)]
+
+    def fill_ropes(self, positions: Tensor, rope_lens: Tensor, ropes: Sequence[Rope]) -> None:
+        """As in `models.base.CausalLM`."""
+        self._rotary.fill(positions, rope_lens, ropes[0])
+
+    def combine(self, states: Tensor) -> Tensor:
+        """As in `Head`: the states [T, hidden] as they are, in memory of their own."""
+        return self._copied(states, self._kernels.new_rows("mtp", len(states), self.hidden_size, states.dtype))
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        ropes: Sequence[Rope],
+        kv_layers: Sequence[Tensor],
+        plans: Sequence[AttentionPlan],
+    ) -> Tensor:
+        """As in `Head`; hidden must be in memory that nothing else uses."""
+        kernels, weights, size, eps = self._kernels, self._weights, self.hidden_size, self._spec.rms_norm_eps
+        layer = weights.layer
+        # Operations of one shape have one memory when they are recorded: each result is copied before the next one.
+        both = kernels.new_rows("mtp both", len(token_ids), 2 * size, hidden.dtype)
+        kernels.copy_columns(kernels.rms_norm(hidden, weights.hidden_norm, eps), 0, both, 0, size)
+        embedded = weights.embedding(token_ids, 1.0)
+        kernels.copy_columns(kernels.rms_norm(embedded, weights.token_norm, eps), 0, both, size, size)
+        residual = self._copied(weights.input_proj(both), hidden)
+        normed = kernels.rms_norm(residual, layer.before_attention, eps)
+        attended = layer.attention(normed, ropes[0], kv_layers[0], plans[0])
+        normed, residual = kernels.add_rms_norm(attended, residual, layer.before_mlp, eps)
+        residual = kernels.add(layer.mlp(normed), residual)
+        return self._copied(kernels.rms_norm(residual, weights.norm, eps), hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, vocab_size] of results [R, hidden] of `forward`: rounded to the dtype, as float32."""
+        logits = self._weights.head(hidden, torch.float32)
+        return self._kernels.finish_logits(logits, hidden.dtype, 1.0, None)
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """As in `Head`: they are the same ids."""
+        return ids
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """As in `Head`."""
+        return logits
+
+    def _copied(self, source: Tensor, target: Tensor) -> Tensor:
+        return self._kernels.copy_columns(source, 0, target, 0, target.shape[1])

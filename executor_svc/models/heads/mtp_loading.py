@@ -1,0 +1,150 @@
+"""Loads a head of multi-token prediction out of its target's own checkpoint, beside the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.device.interface import Device
+from executor_svc.models.base import WeightSource
+from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.decoder import Decoder, attention_shape, mtp_prefix
+from executor_svc.models.decoder_loading import Checkpoint, check_memory, folder_weights, open_checkpoint
+from executor_svc.models.decoder_weights import DecoderWeights
+from executor_svc.models.folder import LoaderError, find_weights
+from executor_svc.models.gguf.linear_shapes import linear_shapes
+from executor_svc.models.heads.draft import LoadedDraft, draft_config, layers_of, naming, own_few_bits, probe
+from executor_svc.models.heads.mtp import MtpHead, MtpWeights
+from executor_svc.models.heads.named_tensors import NamedTensors
+from executor_svc.models.layers.rope import make_rotary
+from executor_svc.models.linear_weight import linear_weight
+from executor_svc.models.loading import LoadedModel
+from executor_svc.models.quantized.round_to_nearest import RoundedSource, rounded_bytes, rounding_of
+from executor_svc.models.safetensors_file import tensors_of
+from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec
+
+_ARCHITECTURE = "MiMoForCausalLM"
+_LAYER = mtp_prefix(0)
+
+
+def has_mtp(config: ExecutorConfig) -> bool:
+    """Return whether the checkpoint of --model has a head that `load_mtp` loads; raises LoaderError for no checkpoint.
+
+    A config.json that names one is not enough: tools that quantize or merge models leave its tensors out.
+    """
+    checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
+    if checkpoint.architecture != _ARCHITECTURE or checkpoint.read_spec().num_mtp_layers != 1:
+        return False
+    return config.load_format == "dummy" or _has_tensors(checkpoint.folder)
+
+
+def check_mtp(config: ExecutorConfig) -> None:
+    """Raise LoaderError, which names --speculative and --model, if that has no head that `load_mtp` loads."""
+    _head_spec(config, open_checkpoint(config.model, with_weights=False))
+
+
+def load_mtp(config: ExecutorConfig, device: Device, target: LoadedModel) -> LoadedDraft[MtpHead]:
+    """Load the head in the checkpoint of `config.model` onto the device of its target, in the target's dtype.
+
+    Embedding and head are the target's. Raises LoaderError, which names --speculative and --model, for a model without
+    a head, and for a head that is incomplete or not supported; NumericsError as `load_model`.
+    """
+    checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
+    spec, config = _head_spec(config, checkpoint), draft_config(config.model, config)
+    assert isinstance(target.model, Decoder)
+    with naming(config.model, f"--speculative {config.speculative}: --model"), own_few_bits(device) as few_bits:
+        weights = folder_weights(config, device, checkpoint.folder, checkpoint.content)
+        reader = _MtpReader(spec, weights, config, device, target.model)
+        max_model_len = target.geometry.max_model_len
+        reader.check(checkpoint.folder, max_model_len)
+        with device.loading():
+            model = reader.head(max_model_len)
+        if isinstance(weights, SafetensorsWeights):
+            weights.check_all_used(lambda tensor: not tensor.startswith(_LAYER))
+        probe(config, device)
+        layers = layers_of(model, device, weights.num_parameters, few_bits)
+        return LoadedDraft(model, layers, spec.context_limit, weights.num_parameters)
+
+
+def _head_spec(config: ExecutorConfig, checkpoint: Checkpoint) -> DecoderSpec:
+    """Return a decoder that consists of the head's layer; raises LoaderError naming option, model and field."""
+    named, model = checkpoint.content.get(MTP_LAYERS_FIELD), f"--speculative {config.speculative}: {config.model}"
+    if not named:
+        where = "config.json" if checkpoint.gguf is None else "the GGUF file"
+        found = f"is not in {where}" if named is None else f"is {named!r}"
+        raise LoaderError(f"{model} has no MTP head ({MTP_LAYERS_FIELD} {found}); supported: that of {_ARCHITECTURE}")
+    if checkpoint.architecture != _ARCHITECTURE:
+        raise LoaderError(
+            f"{model} has no MTP head that is supported ({MTP_LAYERS_FIELD} is {named!r}, the "
+            f"architecture {', '.join(checkpoint.names) or 'none'}); supported: that of {_ARCHITECTURE}"
+        )
+    spec = checkpoint.read_spec()
+    if spec.num_mtp_layers > 1:
+        raise LoaderError(f"{model}: {MTP_LAYERS_FIELD} is {named}: only heads of 1 layer are supported")
+    return replace(spec, layers=spec.layers[:1])
+
+
+def _has_tensors(folder: Path) -> bool:
+    found = find_weights(folder)
+    return any(name.startswith(_LAYER) for name in (found if isinstance(found, dict) else tensors_of(found)))
+
+
+class _MtpReader:
+    """Reads a head's tensors."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: SafetensorsWeights | DummyWeights,
+        config: ExecutorConfig,
+        device: Device,
+        target: Decoder,
+    ) -> None:
+        self._spec, self._weights, self._device, self._target = spec, weights, device, target
+        self._rounding = rounding_of(config, device)
+        source: WeightSource = NamedTensors(weights, {"model.layers.0.": _LAYER})
+        self._source = source if self._rounding is None else RoundedSource(source, self._rounding)
+        self._decoder = DecoderWeights(spec, self._source, device)
+
+    def check(self, folder: Path, max_model_len: int) -> None:
+        """Raise LoaderError, before memory is taken, if linears are missing or do not fit into memory."""
+        linears = list(self._linears())
+        elements = sum(rows * columns for _, (rows, columns) in linears)
+        held = self._weights.least_bytes(elements, _LAYER)
+        if self._rounding is not None:
+            held = rounded_bytes(self._rounding, elements)
+        tables = self._spec.num_rotary_elements(max_model_len) * self._device.dtype.itemsize
+        check_memory(folder, held + tables, "weights and rotary tables", max_model_len, self._device)
+        for prefix, shape in linears:
+            self._source.open_linear(prefix, shape)
+
+    def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield the name, as in a decoder, and the shape of each linear that the head has of its own."""
+        yield "model.layers.0.input_proj", (self._spec.hidden_size, 2 * self._spec.hidden_size)
+        for name, shape in linear_shapes(self._spec):
+            if name.startswith("model.layers.0."):
+                yield name.removesuffix(".weight"), shape
+
+    def head(self, max_model_len: int) -> MtpHead:
+        """Read everything; inside `Device.loading`."""
+        spec, device = self._spec, self._device
+        (layer,) = spec.layers
+        rotary = make_rotary(layer.rope, max_model_len, device.dtype, device.torch_device)
+        shape = attention_shape(spec, layer, device.kernels)
+        hidden_norm, token_norm, norm = (
+            self._decoder.norm(f"model.layers.0.{name}_layernorm", spec.hidden_size)
+            for name in ("hidden", "token", "final")
+        )
+        projection = linear_weight([self._source.open_linear(*next(self._linears()))], device.dtype)
+        weights = MtpWeights(
+            embedding=self._target.embedding,
+            hidden_norm=hidden_norm,
+            token_norm=token_norm,
+            input_proj=device.prepare_linear("mtp.input_proj", projection),
+            layer=self._decoder.layer(0, shape, None),
+            norm=norm,
+            head=self._target.head,
+        )
+        return MtpHead(spec, self._target.num_layers, weights, shape, rotary, device.kernels)

@@ -1,0 +1,38 @@
+"""As test_invariance.py: with drafts of the head in a checkpoint, most of them right, requests get the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.models.heads.mtp_loading import load_mtp
+from tests.executor_svc.driver import Model
+from tests.golden.test_invariance import ALONE, MODEL_DRAFTS, SETTINGS, Golden, load, run
+from tests.helpers.core_model import Rig
+from tests.helpers.mtp_heads import make_mimo
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def predicting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    """A model with a head in its checkpoint whose drafts are mostly right."""
+    folder = make_mimo(tmp_path_factory.mktemp("mimo"), predicts=True, dtype=getattr(torch, request.param))
+    model = Model(folder, dtype=request.param)
+    return Golden(folder, model, run(model, ALONE)[0], request.param)
+
+
+@pytest.mark.parametrize(
+    ("predicting", "name"),
+    [*(("float32", name) for name in MODEL_DRAFTS), ("bfloat16", "drafts, swap")],
+    indirect=["predicting"],
+    scope="module",
+)
+def test_same_bits_with_the_head_of_the_checkpoint(predicting: Golden, name: str) -> None:
+    model = predicting.model
+    head = load_mtp(ExecutorConfig(**{**model.options, "speculative": "mtp"}), model.device, model.loaded)
+    rig = Rig(model, SETTINGS[name], draft_model=head)
+    found = rig.run(load())
+    for key, alone in predicting.expected.items():
+        assert found[key] == alone, key
+    counts = rig.core.lanes[0].counts.drafts
+    assert 0.3 * sum(counts.drafted) < sum(counts.accepted) < sum(counts.drafted)

@@ -13,8 +13,8 @@ import regex
 from executor_svc.models.folder import LoaderError
 
 _MOST_CHARACTERS = 1000
-_MOST_REPEATS = 10_000
-"""The product of all counts of repeats in a pattern: compiling it takes memory for each repeat of a repeat."""
+_MOST_REPEATED = 200_000
+"""Characters of a pattern times all its counts of repeats: compiling one takes memory for each repeat of a repeat."""
 
 _MOST_SECONDS = 1.0
 """Of the processor, for all matches of a pattern. Those of published checkpoints take microseconds each."""
@@ -55,8 +55,8 @@ class NamePattern:
     def __init__(self, text: str, limit: MatchTime | None = None, file: str = "config.json") -> None:
         """Take a pattern of a file, whose matches take their time from `limit`, by default 1 s of their own.
 
-        Raises PatternError for a text that is no pattern, that has more than 1000 characters, or that repeats repeats
-        more than 10,000 times; LoaderError if no time is left.
+        Raises PatternError for a text that is no pattern, that has more than 1000 characters, or whose repeats of
+        repeats would take much memory; LoaderError if no time is left.
         """
         if len(text) > _MOST_CHARACTERS:
             raise PatternError(
@@ -64,10 +64,8 @@ class NamePattern:
                 "are supported"
             )
         counts = [int(count) for braces in _COUNTS.findall(text) for count in re.findall("[0-9]+", braces)]
-        if math.prod(max(1, count) for count in counts) > _MOST_REPEATS:
-            raise PatternError(
-                f"{text!r}, whose repeats multiply to more than {_MOST_REPEATS}: patterns like that are not supported"
-            )
+        if len(text) * math.prod(max(1, count) for count in counts) > _MOST_REPEATED:
+            raise PatternError(f"{text!r}, whose repeats multiply to too many: patterns like that are not supported")
         self._text = text
         self._file = file
         self._limit = limit or MatchTime()

@@ -25,9 +25,10 @@ def spec_of(base: Path) -> DecoderSpec:
     return ARCHITECTURES[content["architectures"][0]](content)
 
 
-def save_peft_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Any:
+def save_peft_adapter(base: Path, folder: Path, seed: int = 0, from_start: bool = False, **config: Any) -> Any:
     """Save an adapter whose numbers are all random and not 0; return peft's model with it, in float64.
 
+    from_start: save the difference from the adapter before training, as peft does for inits that change the base;
     config: fields of peft's LoraConfig.
     """
     from transformers import AutoModelForCausalLM
@@ -38,12 +39,18 @@ def save_peft_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) ->
 
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **config))
+        start = {}
+        if from_start:
+            start["path_initial_model_for_weight_conversion"] = str(folder / "start")
+            adapted.peft_config["default"].init_lora_weights = True  # or loading it would change the base again
+            adapted.save_pretrained(folder / "start")
+            adapted.peft_config["default"].init_lora_weights = config["init_lora_weights"]
         random = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in adapted.parameters():
                 if parameter.requires_grad:
                     parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
-        adapted.save_pretrained(folder)
+        adapted.save_pretrained(folder, **start)
     return adapted.double().eval()
 
 

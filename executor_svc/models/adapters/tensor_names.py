@@ -1,8 +1,9 @@
 """The names of tensors in an adapter's file.
 
 Variants that are read, M a module's name as in the checkpoint, such as model.layers.0.self_attn.q_proj:
-- base_model.model.M.lora_A.weight, .lora_B.weight, and of an embedding .lora_embedding_A, .lora_embedding_B: peft.
-- The same without base_model.model.: transformers' own layers, and what vLLM reads beside peft's.
+- base_model.model.M.lora_A.weight, .lora_B.weight, and of an embedding .lora_embedding_A, .lora_embedding_B: peft,
+  and transformers' save_pretrained of a model with add_adapter.
+- The same without base_model.model.: of models with injected adapters; vLLM (lora/utils.py) reads them, too.
 - lora_A.NAME.weight, lora_embedding_A.NAME: a state dict saved without peft's renaming, NAME of the adapter, mostly
   "default"; one name in a file.
 - base_model.model.M.weight, .modules_to_save.NAME.weight: a table that modules_to_save names, saved whole.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from executor_svc.models.adapters.errors import AdapterError
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.helpers.peft_adapters import (
     adapted_head,
@@ -144,3 +145,35 @@ def test_embeddings_and_head_are_those_of_pefts_unmerged_model(
     if spec.tied:
         about_head |= {"both, tied", "tokens", "whole embedding, tied"}
     assert ((None, "lm_head") in adapter.linears or adapter.head_rows is not None) == (kind in about_head)
+
+
+@pytest.mark.parametrize(
+    ("init", "changes"),
+    [
+        *((init, False) for init in (True, False, "gaussian", "eva", "orthogonal", "mica")),
+        *((init, True) for init in ("pissa", "pissa_niter_2", "olora")),
+    ],
+)
+def test_the_inits_that_are_refused_are_those_that_change_the_base(
+    checkpoint: Callable[[str], Path], init: bool | str, changes: bool, tmp_path: Path
+) -> None:
+    base = checkpoint("llama")
+    model = save_peft_adapter(base, tmp_path, r=4, target_modules=["q_proj"], init_lora_weights=init)
+    name = "model.layers.0.self_attn.q_proj"
+    weight = model.get_base_model().get_submodule(name).base_layer.weight
+    assert torch.equal(weight, base_tensors(base)[f"{name}.weight"]) == (not changes)
+    if changes:
+        with pytest.raises(AdapterError, match=f"init_lora_weights is '{init}': such an adapter changes"):
+            read(base, tmp_path)
+    else:
+        assert len(read(base, tmp_path).linears) == 2
+
+
+def test_an_adapter_that_peft_makes_of_pissa_is_exact(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    base, config = checkpoint("llama"), {"r": 3, "target_modules": ["q_proj"]}
+    model = save_peft_adapter(base, tmp_path / "converted", init_lora_weights="pissa", from_start=True, **config)
+    merged = linears_of(model.merge_and_unload().state_dict(), 2)
+    adapter = read(base, tmp_path / "converted")
+    assert adapter.max_rank == 2 * 3
+    for use, weight in linears_of(base_tensors(base), 2).items():
+        assert_close(adapted_linear(adapter, use, weight), merged[use])

@@ -16,6 +16,7 @@ from tests.helpers.quantized_layouts import LAYOUTS
 
 W4 = LAYOUTS["w4a16"][0]
 GROUP_0 = W4["config_groups"]["group_0"]
+GROWS = "(?:(?:(?:a{1000}){1000}){1000}){1000}"
 HANGS = r"(([\w.]|[\w.])+)+\1[A-Z]"
 
 
@@ -35,3 +36,9 @@ def test_a_pattern_that_would_match_for_years_is_an_error(config: Any, tmp_path:
     for _ in range(2):  # its time is spent, for later names, too
         with pytest.raises(LoaderError, match=r"the pattern '.*' takes more than 1 s to match"):
             weights.open_linear("model.layers.10.self_attn.q_proj", (32, 64))
+
+
+def test_a_pattern_whose_compiling_would_take_all_memory_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(LoaderError, match=r"ignore has .* whose repeats multiply to too many"):
+        read_quantization(tmp_path, {"quantization_config": W4 | {"ignore": [f"re:{GROWS}"]}})
+    read_quantization(tmp_path, {"quantization_config": W4 | {"ignore": [r"re:.*layers\.[0-9]{1,3}\.mlp.*"]}})

@@ -105,7 +105,7 @@ REFUSED: list[tuple[Any, str]] = [
     (W4 | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config names transforms"),
     (W4 | {"config_groups": {}}, "config_groups is empty"),
     (W4 | {"ignore": "lm_head"}, "ignore must be a list of texts"),
-    (W4 | {"ignore": ["re:a{99999999999}"]}, "which is not a pattern"),
+    (W4 | {"ignore": ["re:a{99999999999}"]}, "whose repeats multiply to too many"),
 ]
 
 

@@ -1,0 +1,59 @@
+"""The modules of a decoder that an adapter may change, by their names in transformers, and where Cadenza runs each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from executor_svc.models.gguf.linear_shapes import linear_shapes
+from executor_svc.models.spec import DecoderSpec
+
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
+
+LinearName = Literal["attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "lm_head"]
+"""As `models.base.Builder.prepare_linear` is told."""
+
+_LINEARS: dict[str, LinearName] = {
+    "q_proj": "attention.qkv",
+    "k_proj": "attention.qkv",
+    "v_proj": "attention.qkv",
+    "qkv_proj": "attention.qkv",
+    "o_proj": "attention.output",
+    "gate_proj": "mlp.gate_up",
+    "up_proj": "mlp.gate_up",
+    "gate_up_proj": "mlp.gate_up",
+    "down_proj": "mlp.down",
+    "lm_head": "lm_head",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A linear of the checkpoint, or the table of embeddings."""
+
+    name: str
+    """Such as model.layers.0.self_attn.q_proj."""
+    shape: tuple[int, int]
+    """[out_features, in_features] of its weight; of the table [vocabulary, hidden]."""
+    layer: int | None
+    """None: of no layer."""
+    linear: LinearName | None
+    """The linear, as Cadenza runs it, that holds this one's rows; None: the table."""
+    first_row: int
+    """Of its rows among that linear's, heads not padded."""
+
+
+def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
+    """Return the modules by name, in the order of the linears' rows; a tied head is one of them."""
+    shapes = {name.removesuffix(".weight"): shape for name, shape in linear_shapes(spec)}
+    shapes.setdefault(HEAD, shapes[EMBEDDING])
+    modules: dict[str, Module] = {}
+    rows_before: dict[tuple[int | None, LinearName | None], int] = {}
+    for name, shape in shapes.items():
+        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
+        linear = _LINEARS.get(name.rpartition(".")[2])
+        first_row = rows_before.get((layer, linear), 0)
+        rows_before[layer, linear] = first_row + shape[0]
+        modules[name] = Module(name, shape, layer, linear, first_row)
+    return modules

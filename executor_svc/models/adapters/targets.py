@@ -1,0 +1,181 @@
+"""Which modules an adapter's config names, and the rank and alpha of each, by the rules of peft.
+
+Read from peft 0.21.2: check_target_module_exists, _maybe_include_all_linear_layers and _check_tied_modules in
+tuners/tuners_utils.py, get_pattern_key and set_additional_trainable_modules in utils/other.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from executor_svc.models.adapters.config import ALL_LINEAR, CONFIG_FILE, AdapterConfig
+from executor_svc.models.adapters.modules import EMBEDDING, HEAD, Module
+from executor_svc.models.base import ModelConfigError
+from executor_svc.models.quantized.name_pattern import MatchTime, NamePattern, PatternError
+
+_TABLES = {"embed_tokens": EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}
+"""The modules that may be saved whole or have single rows trained, by the names that configs use."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.]*")
+_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A module with a LoRA pair."""
+
+    module: Module
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """All that a config says of a model's modules."""
+
+    pairs: dict[str, Target]
+    saved: frozenset[str]
+    """Tables that the adapter holds whole: of `EMBEDDING` and `HEAD`."""
+    token_ids: dict[str, tuple[int, ...]]
+    """The rows that it holds of each table, in the file's order."""
+    head_shares_rows: bool
+    """Whether the rows of the embedding are also those of the head, which are not in the file again."""
+
+
+def find_targets(config: AdapterConfig, modules: Mapping[str, Module], tied: bool) -> Targets:
+    """Return what a config names among a model's modules; raises ModelConfigError or LoaderError naming the field."""
+    _check_layers(config, modules.values())
+    saved = {_table(name, "modules_to_save") for name in config.modules_to_save}
+    token_ids, shares_rows = _token_rows(config, tied)
+    rules = _Rules(config)
+    names = [name for name in modules if name not in saved and rules.has_target(modules[name])]
+    if tied and config.ensure_weight_tying:  # the head follows the embedding, with tensors of its own
+        if EMBEDDING in saved:
+            saved.add(HEAD)
+        elif EMBEDDING in names and HEAD not in names:
+            names.append(HEAD)
+    pairs = {name: rules.target(modules[name]) for name in names if name not in saved}
+    both = sorted(token_ids.keys() & (saved | pairs.keys()))
+    if both or (shares_rows and HEAD in saved | pairs.keys()):
+        table = both[0] if both else HEAD
+        raise _error("trainable_token_indices", f"is about {table}, which is a target or saved whole: not both")
+    return Targets(pairs, frozenset(saved), token_ids, shares_rows)
+
+
+class _Rules:
+    """The lists and patterns of a config; all patterns share one second of the processor."""
+
+    def __init__(self, config: AdapterConfig) -> None:
+        self._config = config
+        self._limit = MatchTime()
+        self._all_linear = config.target_modules == ALL_LINEAR
+        targets = () if self._all_linear else config.target_modules
+        self._target = self._names_or_pattern("target_modules", targets)
+        self._excluded = self._names_or_pattern("exclude_modules", config.exclude_modules)
+        self._layers_patterns = [
+            self._compiled("layers_pattern", rf"(?:^|.*?\.){text}\.(?P<idx>\d+)\.") for text in config.layers_pattern
+        ]
+        self._ranks = [(self._key("rank_pattern", key), rank) for key, rank in config.rank_pattern.items()]
+        self._alphas = [(self._key("alpha_pattern", key), alpha) for key, alpha in config.alpha_pattern.items()]
+
+    def has_target(self, module: Module) -> bool:
+        """Return whether a module has a LoRA pair; modules saved whole are the caller's."""
+        name = module.name
+        if _named(name, self._excluded):
+            return False
+        if self._all_linear:
+            return name not in (EMBEDDING, HEAD)
+        if not _named(name, self._target):
+            return False
+        chosen = self._config.layers_to_transform
+        # As in peft, a module named in full is meant in whatever layer it is.
+        if chosen is None or (not isinstance(self._target, NamePattern) and name in self._target):
+            return True
+        return self._layer(name) in chosen
+
+    def target(self, module: Module) -> Target:
+        rank = next((rank for key, rank in self._ranks if key.ends(module.name)), self._config.r)
+        alpha = next((alpha for key, alpha in self._alphas if key.ends(module.name)), self._config.lora_alpha)
+        return Target(module, rank, self._config.scale(rank, alpha))
+
+    def _layer(self, name: str) -> int | None:
+        if not self._layers_patterns:
+            found = _LAYER.match(name)
+            return int(found["idx"]) if found else None
+        indexes = (pattern.group(name, "idx") for pattern in self._layers_patterns)
+        return next((int(index) for index in indexes if index is not None), None)
+
+    def _names_or_pattern(self, field: str, value: tuple[str, ...] | str) -> frozenset[str] | NamePattern:
+        return self._compiled(field, value) if isinstance(value, str) else frozenset(value)
+
+    def _key(self, field: str, text: str) -> _Key:
+        plain = _PLAIN.fullmatch(text) is not None
+        return _Key(text, None if plain else self._compiled(field, rf"(.*\.)?({text})$"))
+
+    def _compiled(self, field: str, text: str) -> NamePattern:
+        try:
+            return NamePattern(text, self._limit, CONFIG_FILE)
+        except PatternError as error:
+            raise _error(field, f"has {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A key of rank_pattern or alpha_pattern: a pattern of a name or of its last parts."""
+
+    text: str
+    pattern: NamePattern | None
+    """None: the text has no marks but dots, and there may be hundreds of these: no regular expression is needed."""
+
+    def ends(self, name: str) -> bool:
+        if self.pattern is not None:
+            return self.pattern.match(name)
+        start = len(name) - len(self.text)
+        if start < 0 or (start and name[start - 1] != "."):
+            return False
+        return all(mark in (".", letter) for mark, letter in zip(self.text, name[start:], strict=True))
+
+
+def _named(name: str, names: frozenset[str] | NamePattern) -> bool:
+    """Return whether a module is named in full, or by its last parts, or by a pattern."""
+    if isinstance(names, NamePattern):
+        return names.fullmatch(name)
+    parts = name.split(".")
+    return any(".".join(parts[start:]) in names for start in range(len(parts)))
+
+
+def _token_rows(config: AdapterConfig, tied: bool) -> tuple[dict[str, tuple[int, ...]], bool]:
+    """Return the token ids by table, and whether a tied head shares the embedding's rows."""
+    given = config.trainable_token_indices
+    by_name = given if isinstance(given, Mapping) else {EMBEDDING: given} if given else {}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, ids in by_name.items():
+        table = _table(name, "trainable_token_indices")
+        if table in found:
+            raise _error("trainable_token_indices", f"names {table} twice")
+        found[table] = ids
+    shares = tied and EMBEDDING in found and found.get(HEAD, found[EMBEDDING]) == found[EMBEDDING]
+    if shares:
+        found.pop(HEAD, None)
+    elif tied and config.ensure_weight_tying and len(found) > 1:
+        raise _error("trainable_token_indices", "has other tokens for lm_head, and ensure_weight_tying is true")
+    return found, shares
+
+
+def _table(name: str, field: str) -> str:
+    if name not in _TABLES:
+        raise _error(field, f"names {name!r}: only embed_tokens and lm_head are supported")
+    return _TABLES[name]
+
+
+def _check_layers(config: AdapterConfig, modules: Iterable[Module]) -> None:
+    num_layers = 1 + max(module.layer for module in modules if module.layer is not None)
+    lacking = [layer for layer in config.layers_to_transform or () if layer >= num_layers]
+    if lacking:
+        raise _error("layers_to_transform", f"names layer {lacking[0]}: the model has {num_layers} layers")
+
+
+def _error(field: str, problem: str) -> ModelConfigError:
+    return ModelConfigError(f"{CONFIG_FILE}: {field} {problem}")

@@ -101,8 +101,8 @@ class DraftControl:
       are preferred as soon as drafts lose.
     - *Probes* measure what the choice leaves unmeasured: a few steps of one draft more, of none, or of one less. A
       first measurement is made where an optimistic guess of its cost would pay. After that probes look for news, each
-      half as often as the last while they change nothing. After each probe the next one waits until what this one
-      lost is at most 1 % of the time.
+      half as often as the last while they change nothing; soon after a sudden change of acceptance. After each probe
+      the next one waits until what this one lost is at most 1 % of the time.
     - *Upwards* in steps of one, each of which is measured; downwards at once.
     - A source that finds drafts at times only (copying) costs next to nothing while it finds none: it stays on.
 
@@ -164,7 +164,8 @@ class DraftControl:
         bucket = self._by_size.get(num_decodes) or self._bucket(num_decodes)
         max_drafts = step.max_drafts
         if max_drafts and step.num_drafting:
-            self._acceptance.observe(step.num_drafting, step.drafted_at, step.accepted_at, self._now)
+            if self._acceptance.observe(step.num_drafting, step.drafted_at, step.accepted_at, self._now):
+                self._interval, self._news_from = _FIRST_INTERVAL, min(self._news_from, self._now + _DWELL)
             share = step.num_drafting / num_decodes
             self._drafting = _DRAFTING_DECAY * self._drafting + (1 - _DRAFTING_DECAY) * share
         if not step.num_other_tokens and step.step_ns > 0 and max_drafts <= self._most:

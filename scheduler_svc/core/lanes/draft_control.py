@@ -98,7 +98,8 @@ class DraftControl:
 
     - *Hysteresis*: a choice by batch size alone flips at its threshold and counts prefills (vllm#49548). Here only
       decodes count, a choice stands for some results, and another one must be better by a margin. No drafts at all
-      are preferred as soon as drafts lose.
+      are preferred as soon as drafts lose. Sizes of other buckets follow the last choice while it is as good for
+      them, so that a batch that wanders between buckets keeps its number.
     - *Probes* measure what the choice leaves unmeasured: a few steps of one draft more, of none, or of one less. A
       first measurement is made where an optimistic guess of its cost would pay. After that probes look for news, each
       half as often as the last while they change nothing; soon after a sudden change of acceptance. After each probe
@@ -128,8 +129,8 @@ class DraftControl:
         self._news_from = 0
         """The first result after which a probe for news may start."""
         self._interval = _FIRST_INTERVAL
-        self._last = 0
-        """The last choice."""
+        self._leader: _Bucket | None = None
+        """The bucket whose choice was the last one."""
         self._turn = 0
         """Which neighbour the next probe for news tries."""
 
@@ -149,10 +150,10 @@ class DraftControl:
             return probe.max_drafts
         if self._now - bucket.decided_at > _STALE:
             self._decide(bucket)
-        if bucket.choice != self._last:
-            if self._last in bucket.good:
-                bucket.choice = self._last
-            self._last = bucket.choice
+        leader = self._leader
+        if leader is not None and leader.choice in bucket.good and self._now - leader.decided_at <= _STALE:
+            return leader.choice
+        self._leader = bucket
         return bucket.choice
 
     def observe(self, step: DraftedStep) -> None:

@@ -34,6 +34,8 @@ def test_every_promise_holds_and_everything_happens(first: int) -> None:
     assert not missing, f"nothing ends like this: {missing}"
     assert counts["replayed"] == len(range(first, first + _CHECKED_CHUNK, RECORDED_EVERY))
     assert counts["health checks of hanging steps"] > 0
+    for name in ("accepted drafts", "refused drafts", "steps with drafts", "steps of drafting executors without any"):
+        assert counts[name] > 300, name
     for name in ("drained", "drained executors", "removed executors", "lanes left", "plans with room for the head"):
         assert counts[name] > 0, name
 

@@ -190,6 +190,8 @@ class PlanRunner:
         _require(1 <= admitted.num_prompt_tokens <= len(tokens) <= model.max_model_len, f"slot {number}: bad length")
         _require(admitted.num_computed_tokens < len(tokens), f"slot {number} has nothing to compute")
         _require(all(0 <= block < model.num_device_blocks for block in blocks), f"slot {number}: bad block")
+        _require(admitted.max_drafts <= model.max_drafts, f"slot {number}: {admitted.max_drafts} drafts")
+        _require(not (admitted.max_drafts and admitted.sampling.num_candidates), f"slot {number}: drafts of a beam")
         kv, last = [], _ROOT
         for token_id in tokens:
             last = hash((last, token_id))
@@ -353,7 +355,7 @@ class PlanRunner:
             num_tokens=[] if all(count == 1 for count in counts) else counts,
             token_ids=[token_id for number in slots for token_id in token_ids[number]],
             num_drafts=in_order({slot.number: len(drafts.get(slot, [])) for slot in sampling}, slots),
-            num_accepted=self._accepted(drafts, token_ids, slots),
+            num_accepted=[max(0, count - 1) for count in counts] if any(drafts.values()) else (),
             error_slots=sorted(errors),
             errors=[errors[number] for number in sorted(errors)],
             logprobs=logprobs,
@@ -376,13 +378,6 @@ class PlanRunner:
             if slot.stopped or token_id != draft:
                 break
         return token_ids, tuple(logprobs)
-
-    @staticmethod
-    def _accepted(drafts: dict[Slot, list[int]], token_ids: dict[int, list[int]], slots: list[int]) -> list[int]:
-        """Accepted drafts by slot, each of which has given a token more; empty if there were no drafts."""
-        if not any(drafts.values()):
-            return []
-        return [max(0, len(token_ids[number]) - 1) for number in slots]
 
     def _add_prompt_logprobs(self, found: dict[int, PromptLogprobs], each: _Work) -> None:
         """Positions a to b - 1 predict the tokens a + 1 to b."""

@@ -17,7 +17,7 @@ from tests.simulation.network import Delays
 
 REAL_EXECUTOR_EVERY = 20
 """One history of so many runs the simulated executor of the service, over the wire's conversions."""
-SHARE_WITH_DRAFTS = 0.5
+SHARE_WITH_DRAFTS = 0.34
 """Of histories."""
 RECORDED_EVERY = 12
 """One history of so many is recorded, and its plan log replayed."""

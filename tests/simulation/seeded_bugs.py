@@ -209,8 +209,9 @@ def seeded(bug: SeededBug) -> Iterator[None]:
     found: dict[str, Any] = {}
     exec(compile(code, f"<{bug.name}>", "exec"), dict(function.__globals__), found)
     # The code, not the name: other modules have imported the function.
+    changed = found[name]
     before = function.__code__
-    function.__code__ = found[name].__code__
+    function.__code__ = (changed.fget if isinstance(changed, property) else changed).__code__
     try:
         yield
     finally:

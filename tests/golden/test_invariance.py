@@ -61,6 +61,7 @@ def chat(name: str, prompt: tuple[int, ...], sampling: Sampling, turns: int = 0,
         "priority": rng.randrange(3),
         "expected_output_tokens": rng.choice([None, 5, 30]),
         "eos_token_ids": frozenset(STOPS[:2]),
+        "max_drafts": random.Random(f"{name}, drafts").choice([None, None, None, 0, 1]),
         **fields,
     }
     spec = RequestSpec(name, prompt, replace(sampling, seed=rng.getrandbits(64)), MAX_TOKENS, **given)
@@ -320,7 +321,7 @@ def test_same_bits_with_a_draft_model(golden: Golden, name: str, share: float, t
         assert found[key] == alone, key
     counts = rig.core.lanes[0].counts.drafts
     accepted = sum(counts.accepted) / sum(counts.drafted)
-    assert accepted < 1
+    assert accepted < 1 or not share
     assert accepted > (0.2 if share else 0.95), counts
 
 

@@ -14,6 +14,8 @@ from tests.simulation.seeded_bugs import SEEDED_BUGS, SeededBug, seeded
 
 NUM_CHECKED = 500
 NUM_TESTED = 6_000
+_NUM_SEARCHED = 1_500
+"""For a bug that shows in one history of a few hundred."""
 _CHECKED_CHUNK = 500
 _TESTED_CHUNK = 500
 _LEAST_FAULTS = 4
@@ -57,11 +59,12 @@ def test_a_seed_repeats_its_history(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", SEEDED_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_is_found_and_the_failure_says_how_to_repeat_it(bug: SeededBug) -> None:
     with seeded(bug):
         with pytest.raises(HistoryError, match=re.escape("python -m tests.simulation --seed")) as found:
-            run_chunk(range(NUM_CHECKED))
+            run_chunk(range(_NUM_SEARCHED))
         with pytest.raises(HistoryError) as again:
             run_history(found.value.seed, trace=True)
     assert str(again.value) == str(found.value)

@@ -18,14 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.heads.draft import load_draft
 from executor_svc.models.heads.eagle3_loading import load_eagle3
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
-from tests.checkpoints import make_llama
+from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.helpers.core_model import Chat, Outcome, Rig, Setting
 from tests.helpers.core_sampling import core_sampling
@@ -296,14 +295,6 @@ def test_the_load_has_something_of_everything(golden: Golden) -> None:
 )
 def test_same_request_same_bits(golden: Golden, name: str) -> None:
     check(golden, SETTINGS[name])
-
-
-def blend(folder: Path, other: Path, share: float) -> None:
-    """Replace the weights in a folder by those of another one, mixed with a share of its own."""
-    path = folder / "model.safetensors"
-    own, others = load_file(path), load_file(other / "model.safetensors")
-    mixed = {name: torch.lerp(others[name].float(), own[name].float(), share).to(own[name].dtype) for name in own}
-    save_file(mixed, path, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("share", [0.06, 0.0])

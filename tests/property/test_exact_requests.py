@@ -88,7 +88,7 @@ def test_the_same_loads_in_every_run(model: Model, drafts: dict[str, Draft | Non
     for what in ("hits", "host hits", "swap", "recompute", "plans ahead"):
         assert sum(count for name, count in happened.items() if name.startswith(what)) > 2, what
     for source in SOURCES:
-        assert happened[f"accepted of {source}"] + happened[f"refused of {source}"] > 2, source
+        assert happened[f"accepted of {source}"] + happened[f"refused of {source}"] > 0, source
     assert min(happened["accepted of suffix"], happened["accepted of draft"], happened["accepted of eagle3"]) > 2
 
 

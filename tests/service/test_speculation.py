@@ -66,7 +66,7 @@ def told(result: RequestOutput) -> list[Any]:
 
 
 async def outputs(model: Path, **options: Any) -> tuple[list[Any], int]:
-    """What the requests get, and the number of steps."""
+    """What the requests get, with the fingerprint at the end, and the number of steps."""
     async with (
         cadenza_services(model, max_num_seqs=64, num_gpu_blocks=600, num_threads=1, **options) as running,
         AsyncClient(running.target) as client,
@@ -83,14 +83,16 @@ async def outputs(model: Path, **options: Any) -> tuple[list[Any], int]:
                 for prompt, (_, params, most) in zip(prompts, load, strict=True)
             )
         )
-        return [told(result) for (result,) in results], (await running.load()).num_steps
+        fingerprint = (await client.model_info()).fingerprint
+        assert fingerprint
+        return [*(told(result) for (result,) in results), fingerprint], (await running.load()).num_steps
 
 
 async def test_tokens_and_logprobs_are_those_without_in_fewer_steps(
     model: Path, same_tokenizer: Path, head: Path
 ) -> None:
     expected, num_steps = await outputs(model)
-    details = {sample[3] for result in expected for sample in result[1:]}
+    details = {sample[3] for result in expected[:-1] for sample in result[1:]}
     assert {"stop_string", "stop_token", "max_tokens"} <= {str(detail).lower() for detail in details}, details
     drafted = {
         "draft": {"speculative_model": str(same_tokenizer)},

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 BOS, EOS = "<s>", "</s>"
 
@@ -177,3 +178,11 @@ def edit_config(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
     content = {**json.loads(path.read_text(encoding="utf-8")), **fields}
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}), encoding="utf-8")
+
+
+def blend(folder: Path, other: Path, share: float) -> None:
+    """Replace the weights in a folder by those of another one, mixed with a share of its own."""
+    path = folder / "model.safetensors"
+    own, others = load_file(path), load_file(other / "model.safetensors")
+    mixed = {name: torch.lerp(others[name].float(), own[name].float(), share).to(own[name].dtype) for name in own}
+    save_file(mixed, path, metadata={"format": "pt"})

@@ -19,7 +19,7 @@ from executor_svc.config import CpuIsa, ExecutorConfig
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding
-from executor_svc.cpu.kernels.probe import probe_linear
+from executor_svc.cpu.kernels.probe import probe_linear, rows_with_drafts
 from executor_svc.cpu.kernels.quantized.launches import PackedPart
 from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
 from executor_svc.cpu.weight_readers import WeightReaders
@@ -127,6 +127,7 @@ class CpuDevice:
         self._readers: WeightReaders | None = None
         self.few_bits = FewBits()
         self._quantized_activations = config.quantized_activations
+        self._rows_with_drafts = rows_with_drafts(0 if config.speculative == "off" else config.num_speculative_tokens)
 
     @property
     def kernels(self) -> Kernels:
@@ -284,7 +285,7 @@ class CpuDevice:
         for key, (name, linear) in self._linears.items():
             if self._probed.get(key, 0) >= max_rows:
                 continue
-            found = probe_linear(linear, self.dtype, max_rows)
+            found = probe_linear(linear, self.dtype, max_rows, self._rows_with_drafts)
             if found is not None:
                 raise NumericsError(
                     f"linear {name} (in {linear.in_features}, out {linear.out_features}, {self.dtype}): {found}; "

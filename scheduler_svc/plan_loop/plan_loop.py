@@ -310,7 +310,7 @@ class PlanLoop:
             if len(inflight) < limit:
                 if not inflight:
                     return
-                due = self._pacer.due(inflight[0].total_tokens)
+                due = self._pacer.due(inflight[0].most_tokens)
                 if due <= self._clock.monotonic():
                     return
             await self._wait_for_outputs(due)
@@ -354,7 +354,7 @@ class PlanLoop:
             self.failed_step_id = result.step_id
             raise ExecutorLostError(str(exc)) from exc
         self._last_done_step_id = result.step_id
-        self._pacer.ended(step.total_tokens, result.total_ns / 1e9, now)
+        self._pacer.ended(step.most_tokens, result.total_ns / 1e9, now)
         self._progress.ended()
         self._progress.started(self._core.lanes[self._executor_id])
         self._undelivered.append(partial(self._listener.on_outputs, outputs))

@@ -29,7 +29,9 @@ class CoreExecutor:
     that goes by measured rates can be run again.
     """
 
-    def __init__(self, spec: ExecutorSpec, vocab_size: int, costs: StepCosts = COSTS) -> None:
+    def __init__(
+        self, spec: ExecutorSpec, vocab_size: int, costs: StepCosts = COSTS, *, acceptance: float = ACCEPTANCE
+    ) -> None:
         limits = Limits(
             num_slots=spec.num_slots,
             max_num_seqs=spec.max_num_seqs,
@@ -43,7 +45,7 @@ class CoreExecutor:
             max_inflight_plans=4,
             max_drafts=spec.max_drafts,
         )
-        drafts = AcceptanceSource(vocab_size, ACCEPTANCE) if spec.max_drafts else None
+        drafts = AcceptanceSource(vocab_size, acceptance) if spec.max_drafts else None
         self.inner = SimulatedStepExecutor(limits, costs, wait=lambda moment_ns: None, drafts=drafts)
 
     @property

@@ -19,7 +19,7 @@ from executor_svc.plan.description import limits_of
 from executor_svc.plan.plan import Limits
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.speculation.drafts import DraftSource
-from executor_svc.startup.speculation import Draft, source_of, state_layers_of
+from executor_svc.startup.speculation import Draft, make_draft_source, source_of, state_layers_of
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.outputs import StepOutputs
@@ -130,8 +130,9 @@ class Rig:
         setting: Setting,
         drafts: DraftSource | None = None,
         draft_model: Draft | None = None,
+        speculative: str | None = None,
     ) -> None:
-        """drafts: a source without a model; draft_model: a source with one."""
+        """drafts: a source without a model; draft_model: a source with one. speculative: the source of this option."""
         sizes: dict[str, Any] = {
             "block_size": setting.block_size,
             "num_gpu_blocks": setting.num_blocks,
@@ -153,7 +154,10 @@ class Rig:
             source = drafts
             layers = state_layers_of(draft_model)
             runner = ModelRunner(model.loaded.model, model.device, self.pools, limits, state_layers=layers)
-            if draft_model is not None:
+            if speculative is not None:
+                kind = config.model_copy(update={"speculative": speculative})
+                source = make_draft_source(kind, limits, draft_model, model.device, self.pools, runner)
+            elif draft_model is not None:
                 source = source_of(draft_model, limits, model.device, self.pools, runner)
             return StepExecutor(runner, self.pools, limits, drafts=source)
 

@@ -27,6 +27,20 @@ def llm(tmp_path_factory):
         yield llm
 
 
+def test_drafts_change_no_token(llm, tmp_path_factory):
+    """The option as LLM takes it; off for a call, on for another."""
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    expected = llm.generate([[5, 6, 7] * 4], params)[0].outputs[0].token_ids
+    model = make_llama(tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300)
+    with LLM(model, num_gpu_blocks=64, max_model_len=64, speculative="suffix", num_speculative_tokens=3) as drafting:
+        for most in (None, None, 0, 1):
+            (output,) = drafting.generate([[5, 6, 7] * 4], params, speculation=most)
+            assert output.outputs[0].token_ids == expected
+        # What the first request got is what the second one's drafts are.
+        (executor,) = drafting.server_info().executors
+        assert executor.num_accepted_drafts > 20
+
+
 def last_picture(shown: str) -> str:
     """What a bar leaves on the screen: it draws over its line, and ends it."""
     assert shown.endswith("\n")

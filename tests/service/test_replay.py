@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 NUM_CROWD = 10
 NUM_REQUESTS = NUM_CROWD + 5
-EXECUTOR = {"num_gpu_blocks": 40, "num_cpu_blocks": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+EXECUTOR = {"num_gpu_blocks": 40, "num_cpu_blocks": 16, "max_num_seqs": 16, "max_num_batched_tokens": 64}
 Records = list[pb.PlanLogRecord]
 
 
@@ -50,7 +50,10 @@ def recorded(model: Path, request: pytest.FixtureRequest, tmp_path_factory: pyte
     """The log of a run."""
     folder = tmp_path_factory.mktemp("log")
     options: dict[str, Any] = dict(EXECUTOR)
+    options |= {"speculative": "suffix", "num_speculative_tokens": 3}
     if request.param == "simulated":
+        # The number of drafts follows from times and acceptances, which the log has.
+        options["speculative"] = "auto"
         # So that no request ends before the executor does.
         (folder / "costs.json").write_text(json.dumps({"step_us": 1000}))
         options["simulate"] = str(folder / "costs.json")
@@ -132,6 +135,8 @@ def test_the_run_is_what_it_says(recorded: Path) -> None:
     assert any(plan.HasField("forks") for plan in plans)
     assert any(plan.HasField("given") for plan in plans)
     assert any(plan.copies for plan in plans)
+    assert len({plan.max_drafts for plan in plans}) > (2 if recorded.name == "simulated" else 1)
+    assert any(sum(result.num_accepted) for result in results)
     if recorded.name == "simulated":
         # There moves cost nothing; on the model it is for measured rates to say, and the log has what was measured.
         assert any(plan.swap_out for plan in plans)
@@ -252,7 +257,7 @@ def test_a_log_that_was_cut_is_replayed_as_far_as_it_goes(
     [
         ("--block-size=32", "--block-size: 32 is not what was recorded, 16"),
         ("--num-gpu-blocks=39", "--num-gpu-blocks: 39 is not what was recorded, 40"),
-        ("--max-num-seqs=9", "--max-num-seqs: 9 is not what was recorded, 8"),
+        ("--max-num-seqs=9", "--max-num-seqs: 9 is not what was recorded, 16"),
         ("--blok-size=16", "--blok-size: there is no such option"),
         ("--model=/no/such/folder", "--model /no/such/folder"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cadenza import AsyncClient, SamplingParams
+from cadenza import AsyncClient, RequestOutput, SamplingParams
 from cadenza.v1 import generation_pb2, types_pb2
 from tests.checkpoints import make_llama
 from tests.helpers.eagle3_heads import HeadShape, make_head
@@ -18,11 +19,27 @@ from tests.helpers.mtp_heads import make_mimo
 from tests.helpers.services import cadenza_services
 
 PROMPTS = [[5, 6, 7, 8, 9] * 6, [20, 21, 22], [30 + number for number in range(50)]]
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=3, max_tokens=60, n=2, logprobs=2, repetition_penalty=1.1, ignore_eos=True),
-    SamplingParams(temperature=0.7, seed=4, top_p=0.9, min_tokens=5, max_tokens=40),
-]
+WORDS = ["w10 w20", "w30", "w40"]
+
+
+def requests(stop: list[str]) -> list[tuple[list[int], SamplingParams, int | None]]:
+    """Prompts, parameters of every kind, and limits of drafts; all of them are in one batch."""
+    greedy = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    drawn = {"temperature": 0.9, "max_tokens": 60, "ignore_eos": True}
+    some: list[tuple[list[int], dict[str, Any], int | None]] = [
+        (PROMPTS[0], greedy, None),
+        (PROMPTS[1], {**drawn, "seed": 3, "n": 2, "logprobs": 2, "repetition_penalty": 1.1}, None),
+        (PROMPTS[2], {"temperature": 0.7, "seed": 4, "top_p": 0.9, "min_tokens": 5, "max_tokens": 40}, None),
+        (PROMPTS[0], {**greedy, "stop": stop}, None),
+        (PROMPTS[0], {**greedy, "stop": stop, "include_stop_str_in_output": True, "min_tokens": 9}, 2),
+        (PROMPTS[0], {**drawn, "seed": 5, "bad_words": WORDS, "logit_bias": {7: 2.5, 9: -100.0}}, None),
+        (PROMPTS[2], {**drawn, "seed": 6, "presence_penalty": 0.5, "frequency_penalty": 0.5, "min_p": 0.05}, None),
+        (PROMPTS[2], {**drawn, "seed": 7, "prompt_logprobs": 1, "logprobs": 0, "top_k": 12, "max_tokens": 25}, 1),
+        (PROMPTS[1], {**drawn, "seed": 8, "stop_token_ids": list(range(60, 75)), "n": 3}, None),
+        (PROMPTS[0], {**drawn, "seed": 9, "logprobs": 1, "max_tokens": 20}, 0),
+        (PROMPTS[1], {"beam_width": 3, "n": 2, "max_tokens": 12}, None),
+    ]
+    return [(prompt, SamplingParams(**params), most) for prompt, params, most in some]
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +59,43 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_head(tmp_path_factory.mktemp("head"), HeadShape("old", {"vocab_size": 300}))
 
 
+def told(result: RequestOutput) -> list[Any]:
+    """All that a client gets of the samples."""
+    samples = [
+        (each.token_ids, each.text, each.logprobs, each.finish_detail, each.stop_reason) for each in result.outputs
+    ]
+    return [result.prompt_logprobs, *samples]
+
+
 async def outputs(model: Path, **options: Any) -> tuple[list[Any], int]:
-    """What the requests get, and the number of steps."""
+    """What the requests get, with the fingerprint at the end, and the number of steps."""
     async with (
-        cadenza_services(model, max_num_seqs=32, num_gpu_blocks=400, num_threads=1, **options) as running,
+        cadenza_services(model, max_num_seqs=64, num_gpu_blocks=600, num_threads=1, **options) as running,
         AsyncClient(running.target) as client,
     ):
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        results = await client.generate(prompts, PARAMS)
-        samples = [
-            (sample.token_ids, sample.logprobs, sample.finish_detail) for each in results for sample in each.outputs
-        ]
-        return samples, (await running.load()).num_steps
+        first, params, _ = requests([])[0]
+        (known,) = await client.generate([{"prompt_token_ids": first}], params)
+        text = known.outputs[0].text
+        assert len(text) > 30
+        load = requests([text[20:23]])
+        prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in load]
+        results = await asyncio.gather(
+            *(
+                client.generate([prompt], params, speculation=most)
+                for prompt, (_, params, most) in zip(prompts, load, strict=True)
+            )
+        )
+        fingerprint = (await client.model_info()).fingerprint
+        assert fingerprint
+        return [*(told(result) for (result,) in results), fingerprint], (await running.load()).num_steps
 
 
 async def test_tokens_and_logprobs_are_those_without_in_fewer_steps(
     model: Path, same_tokenizer: Path, head: Path
 ) -> None:
     expected, num_steps = await outputs(model)
+    details = {sample[3] for result in expected[:-1] for sample in result[1:]}
+    assert {"stop_string", "stop_token", "max_tokens"} <= {str(detail).lower() for detail in details}, details
     drafted = {
         "draft": {"speculative_model": str(same_tokenizer)},
         "auto": {"speculative_model": str(same_tokenizer)},

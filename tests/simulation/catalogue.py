@@ -12,8 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
+import numpy as np
+
 from executor_svc.plan.sampling import SequenceSampling
-from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
+from executor_svc.simulated.hashing import mix
+from executor_svc.simulated.tokens import (
+    SimulatedContext,
+    expected_candidates,
+    expected_logprobs,
+    expected_tokens,
+)
 from scheduler_svc.core.types import (
     BeamSpec,
     Candidates,
@@ -26,6 +34,7 @@ from scheduler_svc.core.types import (
 from scheduler_svc.requests.detokenizer import TextStream
 from tests.helpers.core_sampling import core_sampling, for_executor
 from tests.helpers.known import VOCAB_SIZE, known_beams, known_cuts, known_prompt_logprobs, known_sample
+from tests.simulation.drafting import RESOLUTION
 from tests.simulation.plan_runner import Slot
 
 NUM_ENTRIES = 240
@@ -200,6 +209,16 @@ def next_token(index: int, sample_index: int, output: tuple[int, ...], numerics:
 
 
 @cache
+def draft(index: int, sample_index: int, output: tuple[int, ...], numerics: int) -> tuple[int, int]:
+    """What the simulated source drafts after any output, if it is right, and how hard that is: masks are unknown."""
+    sampling, prompt = _for_executor(index, numerics), catalogue()[index].spec.prompt_token_ids
+    free = replace(sampling, min_tokens=0, allowed_token_ids=sampling.allowed_token_ids[:0], bad_words=())
+    (token_id,) = expected_tokens(prompt, free, 1, VOCAB_SIZE, sample_index=sample_index, output=output)
+    context = np.array([SimulatedContext([*prompt, *output]).logits_hash()], np.uint64)
+    return token_id, int(mix(context)[0]) % RESOLUTION
+
+
+@cache
 def _candidates(index: int, output: tuple[int, ...], count: int) -> Candidates:
     prompt = catalogue()[index].spec.prompt_token_ids
     found = expected_candidates(prompt, output, _for_executor(index, 0), count, VOCAB_SIZE)
@@ -225,6 +244,10 @@ class KnownTokens:
             if len(output) < len(full) and full[: len(output)] == output:
                 return full[len(output)]
         return next_token(index, sample_index, tuple(output), self.numerics)
+
+    def draft(self, slot: Slot) -> tuple[int, int]:
+        """A guess of the token after the slot's tokens, and how hard it is."""
+        return draft(_index(slot.sampling), slot.sample_index, tuple(slot.tokens[slot.num_prompt :]), self.numerics)
 
     def token_logprobs(self, slot: Slot, token_id: int) -> TokenLogprobs:
         """Logprobs of that token."""

@@ -45,6 +45,7 @@ class Client:
             max_tokens=plan.max_tokens,
             tenant=plan.tenant,
             priority=plan.priority,
+            max_drafts=plan.max_drafts,
         )
         self.live: LiveRequest | None = None
         self.samples = [SampleSeen() for _ in range(self.spec.num_samples)]

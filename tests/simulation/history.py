@@ -146,6 +146,7 @@ async def _run(world: World) -> None:
     for client in clients:
         check_client(world, client)
     _check_nothing_held(world)
+    _count_drafts(world)
     await _stop(world)
 
 
@@ -253,6 +254,13 @@ def _check_nothing_held(world: World) -> None:
             raise Violation(f"{host.name} is back, and no session is open: {states[host.address.target].refusal!r}")
     if len(states) == 1 and engine.connected and engine.model != world.present_hosts[0].process.model:
         raise Violation("the service goes by the description of another executor")
+
+
+def _count_drafts(world: World) -> None:
+    for lane in world.core.lanes.values():
+        drafted, accepted = sum(lane.counts.drafts.drafted), sum(lane.counts.drafts.accepted)
+        world.counts["accepted drafts"] += accepted
+        world.counts["refused drafts"] += drafted - accepted
 
 
 async def _stop(world: World) -> None:

@@ -100,7 +100,12 @@ class Host:
             self.model, self.numerics = model, numerics
         self.touch()
         world.numerics.add(numerics)
-        runner: Runner = RealRunner(model) if world.scenario.is_real else PlanRunner(model, KnownTokens(numerics))
+        drafts = world.scenario.drafts
+        runner: Runner = (
+            RealRunner(model, drafts.acceptance)
+            if world.scenario.is_real
+            else PlanRunner(model, KnownTokens(numerics), drafts)
+        )
         self.address.process = process = ExecutorProcess(
             world.loop, world.rng, model, runner,
             on_error=world.fail, on_death=self._on_death, on_step=self._on_step,
@@ -151,6 +156,8 @@ class Host:
         world = self._world
         if ended:
             world.on_step_ended()
+        elif plan.decode_ready and self.process.model.max_drafts:
+            world.counts["steps with drafts" if plan.max_drafts else "steps of drafting executors without any"] += 1
         if world.trace is not None:
             self.note(f"step {plan.step_id} {'ends' if ended else described(plan)}")
 
@@ -201,5 +208,7 @@ def described(plan: StepPlan) -> str:
         "admits": admitted, "releases": plan.released_slots, "swaps out": plan.swapped_out, "copies": plan.copied,
         "swaps in": plan.swapped_in, "appends": appended, "computes": computed,
     }  # fmt: skip
-    done = [f"{name} {what}" for name, what in parts.items() if what] + (["decodes"] if plan.decode_ready else [])
+    done = [f"{name} {what}" for name, what in parts.items() if what]
+    done += ["decodes"] if plan.decode_ready else []
+    done += [f"drafts {plan.max_drafts}"] if plan.max_drafts else []
     return "begins: " + ", ".join(done)

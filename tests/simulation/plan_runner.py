@@ -23,6 +23,7 @@ from scheduler_svc.core.types import (
     TokenLogprobs,
 )
 from scheduler_svc.plan_loop.ports import ModelDescription
+from tests.simulation.drafting import NO_DRAFTS, DraftPlan, in_order, make_drafts, num_allowed, rows_left, take_drafts
 
 _NOT_WRITTEN = 0
 _SPOILT = -1
@@ -38,6 +39,9 @@ class TokenSource(Protocol):
 
     def next_token(self, slot: Slot) -> int | None:
         """The token after the slot's tokens; None if none is allowed."""
+
+    def draft(self, slot: Slot) -> tuple[int, int]:
+        """A guess of the token after the slot's tokens, and how hard it is, 0 to RESOLUTION - 1."""
 
     def token_logprobs(self, slot: Slot, token_id: int) -> TokenLogprobs:
         """Logprobs of that token."""
@@ -63,11 +67,20 @@ class Slot:
     sampling: Sampling
     sample_index: int
     held: bool
+    max_drafts: int = 0
+    max_len: int = 0
+    """With drafts: the length at which the slot stops."""
     stopped: bool = False
 
     @property
     def num_left(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether it stops with this token, its last."""
+        enough = len(self.tokens) - self.num_prompt >= self.sampling.min_tokens
+        at_its_end = self.max_drafts > 0 and len(self.tokens) >= self.max_len
+        return at_its_end or (enough and token_id in self.sampling.stop_token_ids)
 
     def append(self, token_id: int) -> None:
         self.kv.append(hash((self.kv[-1], token_id)))
@@ -79,14 +92,21 @@ class _Work:
     slot: Slot
     num_tokens: int
     samples: bool
+    num_drafts: int = 0
+    """Behind its tokens: the last of the slot's, while the step runs."""
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_tokens + self.num_drafts
 
 
 class PlanRunner:
     """The slots and pools of one process. `clear` frees the slots; KV stays."""
 
-    def __init__(self, model: ModelDescription, source: TokenSource) -> None:
+    def __init__(self, model: ModelDescription, source: TokenSource, drafts: DraftPlan = NO_DRAFTS) -> None:
         self.model = model
         self._source = source
+        self._drafts = drafts
         self._size = model.block_size
         self._device = [_NOT_WRITTEN] * (model.num_device_blocks * model.block_size)
         self._host = [_NOT_WRITTEN] * (model.num_host_blocks * model.block_size)
@@ -111,15 +131,18 @@ class PlanRunner:
             self._write(each)
             self._add_prompt_logprobs(prompt_logprobs, each)
         for each in work:
-            self._check_kv(each.slot, each.slot.num_computed + each.num_tokens)
+            self._check_kv(each.slot, each.slot.num_computed + each.num_computed)
+        drafts = {each.slot: take_drafts(each.slot, each.num_drafts) for each in work}
         sampling = [each.slot for each in work if each.samples] + [fork for fork, _ in forks]
         sampling.sort(key=lambda slot: slot.number)
         for each in work:
             each.slot.num_computed += each.num_tokens
         for fork, source in forks:
             fork.num_computed = source.num_computed
-        result = self._sample(plan, sampling, idle, non_finite)
+        result = self._sample(plan, sampling, idle, non_finite, drafts)
         result.prompt_logprobs.update(prompt_logprobs)
+        if self.model.adaptive_drafts:
+            result.total_ns = 100_000 + self._drafts.row_ns * sum(each.num_computed for each in work)
         return result
 
     def spoil(self, plan: StepPlan) -> None:
@@ -130,7 +153,7 @@ class PlanRunner:
         for _, block in plan.swapped_out:
             self._fill(self._host, block)
         for each in work:
-            for place in self._places(each.slot, each.slot.num_computed, each.num_tokens):
+            for place in self._places(each.slot, each.slot.num_computed, each.num_computed):
                 self._device[place] = _SPOILT
 
     # --- the plan's parts, in the order of execution.proto -----------------------------------------------------------
@@ -167,6 +190,8 @@ class PlanRunner:
         _require(1 <= admitted.num_prompt_tokens <= len(tokens) <= model.max_model_len, f"slot {number}: bad length")
         _require(admitted.num_computed_tokens < len(tokens), f"slot {number} has nothing to compute")
         _require(all(0 <= block < model.num_device_blocks for block in blocks), f"slot {number}: bad block")
+        _require(admitted.max_drafts <= model.max_drafts, f"slot {number}: {admitted.max_drafts} drafts")
+        _require(not (admitted.max_drafts and admitted.sampling.num_candidates), f"slot {number}: drafts of a beam")
         kv, last = [], _ROOT
         for token_id in tokens:
             last = hash((last, token_id))
@@ -181,6 +206,8 @@ class PlanRunner:
             admitted.sampling,
             admitted.sample_index,
             admitted.held,
+            admitted.max_drafts,
+            admitted.max_len,
         )
 
     def _move(self, plan: StepPlan) -> None:
@@ -232,7 +259,21 @@ class PlanRunner:
         _require(num_sampling <= model.max_num_seqs, f"{num_sampling} slots sample")
         num_tokens = sum(each.num_tokens for each in work)
         _require(num_tokens <= model.max_num_batched_tokens, f"{num_tokens} tokens in a step")
+        if plan.max_drafts:
+            self._draft(plan, work, rows_left(model, num_sampling, num_tokens))
         return work, forks, idle
+
+    def _draft(self, plan: StepPlan, work: list[_Work], num_left: int) -> None:
+        """Let the slots that decode have drafts behind their tokens."""
+        model = self.model
+        _require(plan.max_drafts <= model.max_drafts, f"{plan.max_drafts} drafts")
+        for each in sorted(work, key=lambda each: each.slot.number):
+            count = num_allowed(model, plan, each.slot)
+            num_left -= count
+            _require(num_left >= 0, "the plan leaves no rows for the drafts that it allows")
+            each.num_drafts = make_drafts(
+                each.slot, count, self._drafts.acceptance, self._source.draft, model.vocab_size
+            )
 
     def _forks(self, plan: StepPlan, work: list[_Work], idle: list[Slot]) -> list[tuple[Slot, Slot]]:
         sampling = {each.slot.number: each.slot for each in work if each.samples}
@@ -252,8 +293,8 @@ class PlanRunner:
 
     def _write(self, each: _Work) -> None:
         slot, start = each.slot, each.slot.num_computed
-        _require(start + each.num_tokens <= self.model.max_model_len, f"slot {slot.number} exceeds max_model_len")
-        for position, place in enumerate(self._places(slot, start, each.num_tokens), start=start):
+        _require(start + each.num_computed <= self.model.max_model_len, f"slot {slot.number} exceeds max_model_len")
+        for position, place in enumerate(self._places(slot, start, each.num_computed), start=start):
             self._device[place] = slot.kv[position]
 
     def _places(self, slot: Slot, start: int, count: int) -> Iterable[int]:
@@ -277,15 +318,21 @@ class PlanRunner:
     def _fill(self, pool: list[int], block: int) -> None:
         pool[block * self._size : (block + 1) * self._size] = [_SPOILT] * self._size
 
-    def _sample(self, plan: StepPlan, sampling: list[Slot], idle: list[Slot], non_finite: int | None) -> StepResult:
-        counts: dict[int, int] = dict.fromkeys((slot.number for slot in idle), 0)
-        token_ids: dict[int, int] = {}
+    def _sample(
+        self,
+        plan: StepPlan,
+        sampling: list[Slot],
+        idle: list[Slot],
+        non_finite: int | None,
+        drafts: dict[Slot, list[int]],
+    ) -> StepResult:
+        token_ids: dict[int, list[int]] = {slot.number: [] for slot in idle}
         errors: dict[int, SlotError] = {}
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         candidates: dict[int, Candidates] = {}
         for index, slot in enumerate(sampling):
             number = slot.number
-            counts[number] = 0
+            token_ids[number] = []
             if index == non_finite:
                 errors[number], slot.stopped = SlotError.NON_FINITE_LOGITS, True
                 continue
@@ -295,27 +342,42 @@ class PlanRunner:
                     del candidates[number]
                     errors[number], slot.stopped = SlotError.NO_ALLOWED_TOKEN, True
                 continue
-            token_id = self._source.next_token(slot)
-            if token_id is None:
+            token_ids[number], of_tokens = self._next_tokens(slot, drafts.get(slot, []))
+            if not token_ids[number]:
                 errors[number], slot.stopped = SlotError.NO_ALLOWED_TOKEN, True
-                continue
-            if slot.sampling.num_logprobs is not None:
-                logprobs[number] = (self._source.token_logprobs(slot, token_id),)
-            counts[number], token_ids[number] = 1, token_id
-            slot.append(token_id)
-            enough = len(slot.tokens) - slot.num_prompt >= slot.sampling.min_tokens
-            slot.stopped = enough and token_id in slot.sampling.stop_token_ids
-        slots = sorted(counts)
+            elif of_tokens:
+                logprobs[number] = of_tokens
+        slots = sorted(token_ids)
+        counts = [len(token_ids[number]) for number in slots]
         return StepResult(
             plan.step_id,
             slots=slots,
-            num_tokens=[] if all(counts.values()) else [counts[number] for number in slots],
-            token_ids=[token_ids[number] for number in slots if number in token_ids],
+            num_tokens=[] if all(count == 1 for count in counts) else counts,
+            token_ids=[token_id for number in slots for token_id in token_ids[number]],
+            num_drafts=in_order({slot.number: len(drafts.get(slot, [])) for slot in sampling}, slots),
+            num_accepted=[max(0, count - 1) for count in counts] if any(drafts.values()) else (),
             error_slots=sorted(errors),
             errors=[errors[number] for number in sorted(errors)],
             logprobs=logprobs,
             candidates=candidates,
         )
+
+    def _next_tokens(self, slot: Slot, drafts: list[int]) -> tuple[list[int], tuple[TokenLogprobs, ...]]:
+        """Give a slot its next token, and one after each draft that was right; none if none is allowed."""
+        token_ids, logprobs = [], []
+        for draft in (*drafts, None):
+            token_id = self._source.next_token(slot)
+            if token_id is None:
+                break  # Behind a draft: the slot fails once this row is its first.
+            if slot.sampling.num_logprobs is not None:
+                logprobs.append(self._source.token_logprobs(slot, token_id))
+            slot.num_computed += bool(token_ids)
+            token_ids.append(token_id)
+            slot.append(token_id)
+            slot.stopped = slot.ends_with(token_id)
+            if slot.stopped or token_id != draft:
+                break
+        return token_ids, tuple(logprobs)
 
     def _add_prompt_logprobs(self, found: dict[int, PromptLogprobs], each: _Work) -> None:
         """Positions a to b - 1 predict the tokens a + 1 to b."""

@@ -12,7 +12,8 @@ from tests.helpers.core_executor import CoreExecutor
 class RealRunner:
     """A Runner. A plan that contradicts earlier plans raises InvalidPlan."""
 
-    def __init__(self, model: ModelDescription) -> None:
+    def __init__(self, model: ModelDescription, acceptance: float = 0.0) -> None:
+        """acceptance: the share of drafts that are right."""
         self._executor = CoreExecutor(
             ExecutorSpec(
                 block_size=model.block_size,
@@ -22,8 +23,10 @@ class RealRunner:
                 max_num_batched_tokens=model.max_num_batched_tokens,
                 max_model_len=model.max_model_len,
                 num_host_blocks=model.num_host_blocks,
+                max_drafts=model.max_drafts,
             ),
             model.vocab_size,
+            acceptance=acceptance,
         )
 
     def clear(self) -> None:
@@ -43,17 +46,21 @@ class RealRunner:
     def run(self, plan: StepPlan, non_finite: int | None = None) -> StepResult:
         """Run one plan. The non_finite-th slot with a token gets an error in its place."""
         result = self._executor.run(plan)
-        if non_finite is None or result.num_tokens or result.candidates or non_finite >= len(result.slots):
+        counts = list(result.num_tokens) or [1] * len(result.slots)
+        if non_finite is None or 0 in counts or result.candidates or non_finite >= len(counts):
             return result
-        slot = result.slots[non_finite]
-        counts, token_ids = [1] * len(result.slots), list(result.token_ids)
+        slot, token_ids, accepted = result.slots[non_finite], list(result.token_ids), list(result.num_accepted)
+        start = sum(counts[:non_finite])
+        del token_ids[start : start + counts[non_finite]]
         counts[non_finite] = 0
-        del token_ids[non_finite]
+        if accepted:
+            accepted[non_finite] = 0
         logprobs = {each: value for each, value in result.logprobs.items() if each != slot}
         return replace(
             result,
             num_tokens=counts,
             token_ids=token_ids,
+            num_accepted=accepted,
             logprobs=logprobs,
             error_slots=[*result.error_slots, slot],
             errors=[*result.errors, SlotError.NON_FINITE_LOGITS],

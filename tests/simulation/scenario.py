@@ -12,10 +12,13 @@ from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.changing_executor import MODEL, OTHER_NUMERICS
 from tests.helpers.simulations import options
 from tests.simulation.catalogue import NUM_ENTRIES, NUM_STEMS, catalogue, entries_of_stem
+from tests.simulation.drafting import NO_DRAFTS, DraftPlan
 from tests.simulation.network import Delays
 
 REAL_EXECUTOR_EVERY = 20
 """One history of so many runs the simulated executor of the service, over the wire's conversions."""
+SHARE_WITH_DRAFTS = 0.34
+"""Of histories."""
 RECORDED_EVERY = 12
 """One history of so many is recorded, and its plan log replayed."""
 
@@ -39,6 +42,7 @@ KERNELS: tuple[dict[str, Any], ...] = (
 """By numerics: the fingerprints of one model on several kernels."""
 CLIENT_KINDS = ("patient", "slow", "cancels", "disconnects", "deadline", "twice")
 _CLIENT_WEIGHTS = (8, 3, 2, 1, 2, 1)
+_CLIENT_DRAFTS = (None, None, None, 0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class ClientPlan:
     max_bytes: int
     """Of one message that it reads."""
     final_only: bool
+    max_drafts: int | None = None
+    """The most drafts that it allows; None: as many as the executor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ class Scenario:
     is_recorded: bool
     resolves: bool
     """Whether the scheduler's list of executors is a name that it resolves again and again."""
+    drafts: DraftPlan = NO_DRAFTS
 
 
 @cache
@@ -106,7 +113,7 @@ def draw_scenario(seed: int) -> Scenario:
     stem = rng.randrange(NUM_STEMS)
     num_clients = rng.choice([3, 5, 6, 8] if len(models) == 1 else [3, 4, 6, 9])
     clients = tuple(_draw_client(rng, f"r{number}", duration_s, stem) for number in range(num_clients))
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         config=_base_config().model_copy(update=_draw_options(rng)),
         models=models,
@@ -118,6 +125,32 @@ def draw_scenario(seed: int) -> Scenario:
         is_real=is_real,
         is_recorded=seed % RECORDED_EVERY == 0,
         resolves=rng.random() < 0.2,
+    )
+    drawn = Random(f"drafts {seed}")
+    return _with_drafts(drawn, scenario) if drawn.random() < SHARE_WITH_DRAFTS else scenario
+
+
+def _with_drafts(rng: Random, scenario: Scenario) -> Scenario:
+    """The same with executors that draft, and requests with and without a limit of their own."""
+    most, adaptive = rng.choice([1, 2, 3, 5, 9]), rng.random() < 0.5
+    return replace(
+        scenario,
+        models=tuple(_drafting(rng, model, most, adaptive=adaptive) for model in scenario.models),
+        clients=tuple(replace(client, max_drafts=rng.choice(_CLIENT_DRAFTS)) for client in scenario.clients),
+        drafts=DraftPlan(rng.choice([0.0, 0.3, 0.7, 0.9, 1.0]), row_ns=rng.choice([1_000, 10_000, 100_000])),
+    )
+
+
+def _drafting(rng: Random, model: ModelDescription, most: int, *, adaptive: bool) -> ModelDescription:
+    """Rows of logits bound drafts: there are some to spare, now and then none. One of several may have no drafts."""
+    num_rows = model.max_num_seqs + rng.choice([0, 2, 6, 20])
+    return replace(
+        model,
+        max_drafts=0 if rng.random() < 0.1 else most,
+        adaptive_drafts=adaptive,
+        max_num_seqs=num_rows,
+        num_slots=model.num_slots + num_rows - model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens + num_rows - model.max_num_seqs,
     )
 
 

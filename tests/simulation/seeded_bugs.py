@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +92,32 @@ SEEDED_BUGS = (
         "scheduler_svc.engine.reader", "_advance",
         "cursor.token, cursor.text, cursor.done = token_end,",
         "cursor.token, cursor.text, cursor.done = min(num_tokens, token_end + (not is_whole)),",
+    ),
+    # --- drafts
+    SeededBug(
+        "tokens of drafts that arrive after a preemption are not counted",
+        "scheduler_svc.core.sequences.sequence_tokens", "SequenceTokens.count_more",
+        "self._num_planned += num_tokens", "return",
+    ),
+    SeededBug(
+        "drafts get rows of logits that the step does not have",
+        "scheduler_svc.core.steps.drafts", "plan_drafts",
+        ", budget.num_sequences // num_drafting)", ")",
+    ),
+    SeededBug(
+        "a fork gets blocks for drafts before its copy",
+        "scheduler_svc.core.steps.drafts", "_make_room",
+        "if sequence not in lane.pending_copy_on_write", "if True",
+    ),
+    SeededBug(
+        "accepted drafts do not bring a sequence nearer to its greatest length",
+        "scheduler_svc.core.sequences.decode_batch", "DecodeBatch.correct",
+        "self._last_token_calendar[last_at - num_more]", "self._last_token_calendar[last_at]",
+    ),
+    SeededBug(
+        "beams have drafts",
+        "scheduler_svc.core.lanes.draft_limits", "max_drafts_of",
+        "group.was_suspected or group.spec.beams is not None", "group.was_suspected",
     ),
     # --- several executors
     SeededBug(
@@ -182,6 +207,12 @@ def seeded(bug: SeededBug) -> Iterator[None]:
     lines = [line.removeprefix(indent) for line in new.splitlines()]
     code = "from __future__ import annotations\n" + "\n".join(lines)
     found: dict[str, Any] = {}
-    exec(compile(code, f"<{bug.name}>", "exec"), vars(importlib.import_module(bug.module)), found)
-    with mock.patch.object(owner, name, found[name]):
+    exec(compile(code, f"<{bug.name}>", "exec"), dict(function.__globals__), found)
+    # The code, not the name: other modules have imported the function.
+    changed = found[name]
+    before = function.__code__
+    function.__code__ = (changed.fget if isinstance(changed, property) else changed).__code__
+    try:
         yield
+    finally:
+        function.__code__ = before

@@ -14,6 +14,8 @@ from tests.simulation.seeded_bugs import SEEDED_BUGS, SeededBug, seeded
 
 NUM_CHECKED = 500
 NUM_TESTED = 6_000
+_NUM_SEARCHED = 1_500
+"""For a bug that shows in one history of a few hundred."""
 _CHECKED_CHUNK = 500
 _TESTED_CHUNK = 500
 _LEAST_FAULTS = 4
@@ -34,6 +36,8 @@ def test_every_promise_holds_and_everything_happens(first: int) -> None:
     assert not missing, f"nothing ends like this: {missing}"
     assert counts["replayed"] == len(range(first, first + _CHECKED_CHUNK, RECORDED_EVERY))
     assert counts["health checks of hanging steps"] > 0
+    for name in ("accepted drafts", "refused drafts", "steps with drafts", "steps of drafting executors without any"):
+        assert counts[name] > 300, name
     for name in ("drained", "drained executors", "removed executors", "lanes left", "plans with room for the head"):
         assert counts[name] > 0, name
 
@@ -55,11 +59,12 @@ def test_a_seed_repeats_its_history(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", SEEDED_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_is_found_and_the_failure_says_how_to_repeat_it(bug: SeededBug) -> None:
     with seeded(bug):
         with pytest.raises(HistoryError, match=re.escape("python -m tests.simulation --seed")) as found:
-            run_chunk(range(NUM_CHECKED))
+            run_chunk(range(_NUM_SEARCHED))
         with pytest.raises(HistoryError) as again:
             run_history(found.value.seed, trace=True)
     assert str(again.value) == str(found.value)

@@ -31,8 +31,11 @@ class _Share:
         self._seen_at = 0
         self._new_successes = self._new_trials = 0.0
 
-    def add(self, successes: float, trials: float, now: int) -> None:
-        """Add the trials of result `now`; earlier ones weigh less, the less the longer ago they were."""
+    def add(self, successes: float, trials: float, now: int) -> bool:
+        """Add the trials of result `now`; earlier ones weigh less, the less the longer ago they were.
+
+        Returns whether the newest trials are of another kind than those before.
+        """
         gap = now - self._seen_at - 1
         self._seen_at = now
         keep = 1.0 - (trials if trials < _MOST_AT_ONCE else _MOST_AT_ONCE) / _WINDOW
@@ -42,17 +45,26 @@ class _Share:
         self.trials = keep * self.trials + trials
         self._new_successes += successes
         self._new_trials += trials
-        if self._new_trials >= _BLOCK:
-            self._check()
+        return self._new_trials >= _BLOCK and self._has_changed()
 
-    def _check(self) -> None:
+    def doubt(self) -> None:
+        """Keep the estimate, but let a few new trials outweigh it."""
+        if self.trials > _LEAST:
+            self.successes *= _LEAST / self.trials
+            self.trials = _LEAST
+
+    def _has_changed(self) -> bool:
         """Forget what was before the newest trials, if they are of another kind."""
         successes, trials = self._new_successes, self._new_trials
         self._new_successes = self._new_trials = 0.0
         share = (self.successes + 1) / (self.trials + 2)
         difference = successes / trials - share
-        if difference * difference * trials > _SUDDEN * _SUDDEN * share * (1 - share):
-            self.successes, self.trials = successes, trials
+        if difference * difference * trials <= _SUDDEN * _SUDDEN * share * (1 - share):
+            return False
+        self.successes, self.trials = successes, trials
+        # The change may lie among them.
+        self.doubt()
+        return True
 
 
 class DraftAcceptance:
@@ -73,20 +85,25 @@ class DraftAcceptance:
             self._accepted[0] = _Share(1.2, 2.0)
             self._found[0] = _Share(2.0, 2.0)
 
-    def observe(self, num_drafting: int, drafted_at: Sequence[int], accepted_at: Sequence[int], now: int) -> None:
-        """Add a result in which `num_drafting` sequences were allowed as many drafts as the columns have positions."""
+    def observe(self, num_drafting: int, drafted_at: Sequence[int], accepted_at: Sequence[int], now: int) -> bool:
+        """Add a result in which `num_drafting` sequences were allowed as many drafts as the columns have positions.
+
+        Returns whether acceptance has changed suddenly. Then what is known of further positions is in doubt, too.
+        """
         had, survived = num_drafting, float(num_drafting)
-        for found, accepted, num_drafted, num_accepted in zip(
-            self._found, self._accepted, drafted_at, accepted_at, strict=False
-        ):
-            if had <= 0:
-                return
-            found.add(num_drafted, had, now)
+        has_changed = False
+        for i, (num_drafted, num_accepted) in enumerate(zip(drafted_at, accepted_at, strict=True)):
+            if had <= 0 or i == len(self._accepted):
+                break
+            self._found[i].add(num_drafted, had, now)
             # Of those accepted so far, the ones with a further draft: exact if a source always drafts equally many.
             trials = survived * num_drafted / had
-            if trials > 0:
-                accepted.add(min(num_accepted, trials), trials, now)
+            if trials > 0 and self._accepted[i].add(min(num_accepted, trials), trials, now):
+                has_changed = True
+                for further in self._accepted[i + 1 :]:
+                    further.doubt()
             had, survived = num_drafted, float(num_accepted)
+        return has_changed
 
     def expected(self) -> tuple[list[float], list[float]]:
         """By number of drafts, 0 to `most`: drafts found, and drafts accepted, per drafting sequence and step."""

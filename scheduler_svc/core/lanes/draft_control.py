@@ -98,11 +98,12 @@ class DraftControl:
 
     - *Hysteresis*: a choice by batch size alone flips at its threshold and counts prefills (vllm#49548). Here only
       decodes count, a choice stands for some results, and another one must be better by a margin. No drafts at all
-      are preferred as soon as drafts lose.
+      are preferred as soon as drafts lose. Sizes of other buckets follow the last choice while it is as good for
+      them, so that a batch that wanders between buckets keeps its number.
     - *Probes* measure what the choice leaves unmeasured: a few steps of one draft more, of none, or of one less. A
       first measurement is made where an optimistic guess of its cost would pay. After that probes look for news, each
-      half as often as the last while they change nothing. After each probe the next one waits until what this one
-      lost is at most 1 % of the time.
+      half as often as the last while they change nothing; soon after a sudden change of acceptance. After each probe
+      the next one waits until what this one lost is at most 1 % of the time.
     - *Upwards* in steps of one, each of which is measured; downwards at once.
     - A source that finds drafts at times only (copying) costs next to nothing while it finds none: it stays on.
 
@@ -128,8 +129,8 @@ class DraftControl:
         self._news_from = 0
         """The first result after which a probe for news may start."""
         self._interval = _FIRST_INTERVAL
-        self._last = 0
-        """The last choice."""
+        self._leader: _Bucket | None = None
+        """The bucket whose choice was the last one."""
         self._turn = 0
         """Which neighbour the next probe for news tries."""
 
@@ -149,10 +150,10 @@ class DraftControl:
             return probe.max_drafts
         if self._now - bucket.decided_at > _STALE:
             self._decide(bucket)
-        if bucket.choice != self._last:
-            if self._last in bucket.good:
-                bucket.choice = self._last
-            self._last = bucket.choice
+        leader = self._leader
+        if leader is not None and leader.choice in bucket.good and self._now - leader.decided_at <= _STALE:
+            return leader.choice
+        self._leader = bucket
         return bucket.choice
 
     def observe(self, step: DraftedStep) -> None:
@@ -164,7 +165,8 @@ class DraftControl:
         bucket = self._by_size.get(num_decodes) or self._bucket(num_decodes)
         max_drafts = step.max_drafts
         if max_drafts and step.num_drafting:
-            self._acceptance.observe(step.num_drafting, step.drafted_at, step.accepted_at, self._now)
+            if self._acceptance.observe(step.num_drafting, step.drafted_at, step.accepted_at, self._now):
+                self._interval, self._news_from = _FIRST_INTERVAL, min(self._news_from, self._now + _DWELL)
             share = step.num_drafting / num_decodes
             self._drafting = _DRAFTING_DECAY * self._drafting + (1 - _DRAFTING_DECAY) * share
         if not step.num_other_tokens and step.step_ns > 0 and max_drafts <= self._most:

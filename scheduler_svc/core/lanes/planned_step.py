@@ -44,7 +44,7 @@ class PlannedStep:
     decode_slots: list[int] = field(default_factory=list)
     """Slots of the decode batch: each computes one token and samples."""
     num_drafting: int = 0
-    """Number of these that may have drafts."""
+    """Number of these that may have drafts, and of sequences that begin with one token as if they were of these."""
     chunks: list[Chunk] = field(default_factory=list)
     prompt_logprobs: dict[int, tuple[Sequence, range]] = field(default_factory=dict)
     """By slot: the sequence with requested prompt logprobs, and the prompt tokens that this step gives them for."""

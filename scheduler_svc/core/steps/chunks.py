@@ -67,6 +67,7 @@ def _schedule(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int
     sequence.group.num_pending_candidates += samples and sequence.is_beam
     if is_ready:
         step.plan.decode_ready = True
+        step.num_drafting += sequence.max_drafts > 0
     else:
         step.plan.scheduled_slots.append(slot)
         step.plan.scheduled_num_tokens.append(num_tokens)

@@ -58,9 +58,9 @@ def count_drafted(requests: RequestTable, lane: Lane, num_tokens: Mapping[Sequen
 
 def observe_drafts(lane: Lane, step: PlannedStep, result: StepResult) -> None:
     """Report a result to the lane's control of the number of drafts, and count its drafts."""
-    most, num_decodes = step.plan.max_drafts, len(step.decode_slots)
-    if not (lane.spec.max_drafts and num_decodes):
+    if not (lane.spec.max_drafts and step.decode_slots):
         return
+    most, num_decodes = step.plan.max_drafts, max(len(step.decode_slots), step.num_drafting)
     drafts, accepted = list(result.num_drafts), list(result.num_accepted)
     drafted_at = [sum(count > index for count in drafts) for index in range(most)]
     accepted_at = [sum(count > index for count in accepted) for index in range(most)]

@@ -19,13 +19,13 @@ flight behind them, of which executors allow 4 in all."""
 
 def plan_drafts(lane: Lane, step: PlannedStep, budget: StepBudget) -> None:
     """Choose the most drafts of a step, once all else is planned: rows and tokens that are left over."""
-    num_drafting = lane.decode_batch.num_drafting
+    num_drafting = step.num_drafting
     if not num_drafting or not step.decode_slots:
         return
     chosen = lane.draft_control.choose(len(step.decode_slots))
     chosen = min(chosen, budget.num_tokens // num_drafting, budget.num_sequences // num_drafting)
     if chosen > 0:
-        step.plan.max_drafts, step.num_drafting = chosen, num_drafting
+        step.plan.max_drafts = chosen
         _make_room(lane, step, chosen)
 
 

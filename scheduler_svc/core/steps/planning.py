@@ -121,7 +121,7 @@ def _plan_decodes(lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Seq
     if not len(lane.decode_batch):
         return []
     step.plan.decode_ready = True
-    step.decode_slots = lane.decode_batch.slots.copy()
+    step.decode_slots, step.num_drafting = lane.decode_batch.slots.copy(), lane.decode_batch.num_drafting
     budget.spend(len(step.decode_slots), num_sequences=len(step.decode_slots))
     return lane.decode_batch.advance()
 

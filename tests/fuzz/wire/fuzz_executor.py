@@ -51,6 +51,8 @@ Example = Session | tuple[Method, bytes]
 
 _SLOTS = st.integers(0, 9)
 _BLOCKS = st.integers(0, 63)
+_DRAFTS = st.sampled_from([0, 0, 0, 1, 3, 5, 5, 6])
+"""One more than the default limit, at times."""
 
 
 def _samplings() -> st.SearchStrategy[types_pb2.SequenceSampling]:
@@ -77,7 +79,9 @@ def _samplings() -> st.SearchStrategy[types_pb2.SequenceSampling]:
 def _sequences() -> st.SearchStrategy[pb.AdmittedSequence]:
     """Sequences that are right, or nearly: their numbers agree with each other more often than not."""
 
-    def build(slot: int, tokens: list[int], computed: int, blocks: list[int], sampling: object, held: bool) -> object:
+    def build(
+        slot: int, tokens: list[int], computed: int, blocks: list[int], sampling: object, held: bool, drafts: int
+    ) -> object:
         return pb.AdmittedSequence(
             slot=slot,
             token_ids=tokens,
@@ -86,6 +90,9 @@ def _sequences() -> st.SearchStrategy[pb.AdmittedSequence]:
             block_tables=[pb.BlockTable(block_ids=blocks)],
             sampling=sampling,
             held=held,
+            max_drafts=drafts,
+            max_len=drafts and len(tokens) + 5,
+            draft_scope=drafts // 2,
         )
 
     return st.builds(
@@ -96,6 +103,7 @@ def _sequences() -> st.SearchStrategy[pb.AdmittedSequence]:
         st.lists(_BLOCKS, min_size=3, max_size=4),
         _samplings(),
         st.sampled_from([False, False, True]),
+        _DRAFTS,
     )
 
 
@@ -115,6 +123,7 @@ def _plans() -> st.SearchStrategy[bytes]:
         forks: list[tuple[int, int]],
         given: list[tuple[int, int]],
         ready: bool,
+        drafts: int,
     ) -> bytes:
         if samples and admitted:
             rows = [(each.slot, len(each.token_ids) - each.num_computed_tokens) for each in admitted]
@@ -131,6 +140,7 @@ def _plans() -> st.SearchStrategy[bytes]:
             given=pb.GivenTokens(slots=[slot for slot, _ in given], token_ids=[token for _, token in given]),
             appends=[pb.BlockAppends(slots=[slot for slot, _ in given], block_ids=[block for _, block in given])],
             decode_ready=ready,
+            max_drafts=drafts,
             debug_digest=samples,
         ).SerializeToString()
 
@@ -146,6 +156,7 @@ def _plans() -> st.SearchStrategy[bytes]:
         seldom,
         seldom,
         st.booleans(),
+        _DRAFTS,
     )
 
 

@@ -64,5 +64,5 @@ def _running(service: str) -> Iterator[tuple[FuzzedService, Any, Any]]:
                 yield process, fuzz_scheduler.SchedulerFuzz(process), fuzz_scheduler.examples()
             return
         options = ("--simulate", "instant") if service == "simulated" else ()
-        with executor(folder, *options, log=Path(name) / "log") as process:
+        with executor(folder, *options, "--speculative", "suffix", log=Path(name) / "log") as process:
             yield process, fuzz_executor.ExecutorFuzz(process), fuzz_executor.examples()

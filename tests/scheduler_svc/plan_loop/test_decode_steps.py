@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.helpers.virtual_engine import STEP_S, started
+from tests.helpers.virtual_engine import MODEL, STEP_S, started
 
 
 async def test_a_step_that_decodes_only_needs_no_timeout_and_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +31,20 @@ async def test_a_step_that_decodes_only_needs_no_timeout_and_no_lookup(monkeypat
         lives.append(world.submit(5, request_id="waits"))
         await world.clock.advance(2 * STEP_S)
         assert "look_ahead" in calls
+
+
+async def test_the_pacer_tells_steps_with_drafts_from_those_without() -> None:
+    """A step of two sequences with three drafts each is one of eight tokens: it takes longer than one of two."""
+    model = replace(MODEL, num_slots=16, max_num_seqs=16, max_drafts=3)
+    async with started(model=model) as world:
+        pacer = world.engine.executors._members[0].loop._pacer
+        for request_id in "ab":
+            world.submit(30, request_id=request_id)
+        await world.clock.advance(10 * STEP_S)
+        with_drafts, without = (8).bit_length(), (2).bit_length()
+        assert with_drafts in pacer._steps
+        assert without not in pacer._steps
+        # One step without drafts, as a probe of their number makes: it says nothing of the others.
+        pacer.observe(2, STEP_S / 4)
+        assert pacer.predict(2) == STEP_S / 4
+        assert pacer.predict(8) == pytest.approx(STEP_S)

@@ -43,11 +43,26 @@ def test_a_linear_that_depends_on_the_number_of_rows_is_seen(count: int, most: i
         assert probe_linear(linear, dtype, 1) is None, "a step of one row has no others"
 
 
+@pytest.mark.parametrize("max_drafts", [1, 3, 5, 20])
+def test_every_number_of_rows_that_drafts_bring_is_tried(max_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At start, with the option: one row, as without drafts, gives what 2 to k + 1 rows give."""
+    options = {"speculative": "suffix", "num_speculative_tokens": max_drafts}
+    device = CpuDevice(ExecutorConfig(model="m", num_threads=1, **options))
+    linear = OtherBits(torch.ones(5, 8), None, CpuKernels())
+    monkeypatch.setattr(device, "_linears", {"key": ("a", linear)})
+    for count in {*range(1, min(max_drafts, 11) + 2), max_drafts + 1}:
+        linear.other = (count,)
+        with pytest.raises(NumericsError, match=f"a row has other bits among {count} rows than among 64"):
+            device.probe_numerics(64)
+    linear.other = ()
+    device.probe_numerics(64)
+
+
 def test_each_shape_is_probed_once_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[tuple[int, int, bool]] = []
 
-    def probe(linear: CpuLinear, dtype: torch.dtype, max_rows: int) -> str | None:
-        assert (dtype, max_rows) == (torch.float32, 64)
+    def probe(linear: CpuLinear, dtype: torch.dtype, max_rows: int, more: tuple[int, ...]) -> str | None:
+        assert (dtype, max_rows, more) == (torch.float32, 64, ())
         probed.append((linear.in_features, linear.out_features, linear.bias is not None))
         return "rows differ" if linear.out_features == 7 else None
 

@@ -17,13 +17,18 @@ DEAR = StepCosts(step_us=100, token_us=1000)
 """Each row costs ten times a step: they do not."""
 
 
-def chosen(costs: StepCosts, acceptance: float) -> list[int]:
-    """The numbers of drafts of all plans of a few requests, one after the other."""
+def adaptive(costs: StepCosts, acceptance: float) -> Bench:
     bench = Bench(
         costs=costs, max_drafts=4, adaptive_drafts=True, num_slots=32, max_num_seqs=32, max_num_batched_tokens=64
     )
     inner = bench.executor.inner
     inner._drafting = Drafting(inner.slots, AcceptanceSource(VOCAB_SIZE, acceptance))
+    return bench
+
+
+def chosen(costs: StepCosts, acceptance: float) -> list[int]:
+    """The numbers of drafts of all plans of a few requests, one after the other."""
+    bench = adaptive(costs, acceptance)
     numbers = []
     for index in range(6):
         bench.add(f"r{index}", 5, NUM_TOKENS, seed=index)
@@ -50,3 +55,40 @@ def test_drafts_that_do_not_pay_are_off_but_for_probes(costs: StepCosts, accepta
 
 def test_the_same_results_give_the_same_choices() -> None:
     assert chosen(CHEAP, 0.6) == chosen(CHEAP, 0.6)
+
+
+def test_without_drafts_no_more_blocks_are_taken_ahead() -> None:
+    """What was taken before is filled: a sequence then has as many blocks as one that never had drafts."""
+    bench = adaptive(DEAR, 0.3)
+    bench.add("a", 5, NUM_TOKENS)
+    (sequence,) = bench.sequences("a")
+    surplus = {0: 0, 1: 0}
+    num_plain = 0
+    while (plan := bench.plan()) is not None:
+        num_plain = 0 if plan.max_drafts else num_plain + 1
+        needed = -(-sequence.num_planned_tokens // bench.spec.block_size)
+        most = surplus[int(num_plain > 8)]
+        surplus[int(num_plain > 8)] = max(most, len(sequence.block_ids) - needed)
+        bench.apply()
+    assert surplus == {0: 1, 1: 0}
+
+
+def test_only_decodes_count() -> None:
+    """Neither prompts nor other tokens change the size of the batch that the number is chosen for."""
+    bench = adaptive(CHEAP, 0.9)
+    asked: list[int] = []
+    control = bench.lane.draft_control
+    choose = control.choose
+    control.choose = lambda num_decodes: asked.append(num_decodes) or choose(num_decodes)  # type: ignore[method-assign, func-returns-value]
+    bench.add("a", 5, 30)
+    bench.step(depth=1)
+    bench.add("long", 100, 5)
+    for _ in range(2):
+        plan = bench.plan()
+        assert plan is not None
+        assert plan.scheduled_num_tokens, "a chunk of the prompt"
+        bench.apply()
+    assert asked == [1, 1]
+    observed = control._buckets
+    assert set(observed) == {1}
+    assert not control._costs._cells, "steps with prompts say nothing of what decodes cost"

@@ -40,8 +40,6 @@ class SpeculationError(StartError):
 def check_speculation(config: ExecutorConfig, device_name: str) -> None:
     """Raise SpeculationError for options that are not possible together, or not on this device."""
     kind, model = config.speculative, config.speculative_model
-    if kind != "off" and device_name not in ("cpu", "simulated"):
-        raise SpeculationError(f"--speculative {kind} is not possible on a GPU so far: it needs --device cpu")
     if device_name == "simulated":
         return
     if kind in _NEEDS and model is None:
@@ -51,6 +49,11 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
     if kind not in (*_NEEDS, "auto") and model is not None:
         raise SpeculationError(
             f"--speculative-model {model}: only with --speculative draft, eagle3 or auto, not {kind}"
+        )
+    if model is not None and device_name != "cpu":
+        raise SpeculationError(
+            f"--speculative {kind} with --speculative-model is not possible on a GPU so far: drafts of models need "
+            "--device cpu; on a GPU there are ngram, suffix, and auto without a model"
         )
 
 
@@ -70,13 +73,17 @@ def state_layers_of(draft: Draft | None) -> Sequence[int]:
 
 
 def make_draft_source(
-    config: ExecutorConfig, limits: Limits, draft: Draft | None, device: Device, pools: KVCache, target: Runner
+    config: ExecutorConfig, limits: Limits, draft: Draft | None, device: Device, pools: KVCache, target: Runner | None
 ) -> DraftSource | None:
     """Return the source of the options; None without speculative decoding.
 
-    draft: its layers are in `pools`. target: the target's runner, with `state_layers_of` the draft.
+    draft: its layers are in `pools`. target: the target's runner, with `state_layers_of` the draft; None: there is no
+    draft.
     """
-    model = None if draft is None else source_of(draft, limits, device, pools, target)
+    model = None
+    if draft is not None:
+        assert target is not None
+        model = source_of(draft, limits, device, pools, target)
     match config.speculative:
         case "off":
             return None

@@ -26,8 +26,9 @@ from executor_svc.gpu.kernels.variant import Variant
 
 LARGEST_MATCH = 7
 """The longest match that keys of `_best_match` hold."""
-_PLACE_BITS = tl.constexpr(28)
 _MAX_TOKENS = 1 << 28
+_KEY = tl.constexpr(_MAX_TOKENS)
+_PLACE = tl.constexpr(_MAX_TOKENS - 1)
 _TILE = 2048
 _MOST = 64
 """The most drafts: the limit of --num-speculative-tokens."""
@@ -44,7 +45,7 @@ def _best_match(text, last, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, TILE:
     """
     best = last * 0
     # A match of the whole text, if it is short, is the longest possible.
-    full = tl.minimum(last + 1, LONGEST) << _PLACE_BITS
+    full = tl.minimum(last + 1, LONGEST) * _KEY
     first = (last - 1) // TILE * TILE
     first = tl.where(last > 0, first, -1)
     while (first >= 0) & (best < full):
@@ -56,7 +57,7 @@ def _best_match(text, last, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, TILE:
             token = tl.load(text + at - back, same, other=-1)
             same = same & (token == tl.load(text + last - back, last >= back, other=-2))
             length += same.to(tl.int32)
-        key = tl.where(length >= SHORTEST, (length << _PLACE_BITS) + at, 0)
+        key = tl.where(length >= SHORTEST, length * _KEY + at, 0)
         best = tl.maximum(best, tl.max(key, axis=0))
         first -= TILE
     return best
@@ -85,7 +86,7 @@ def _draft_ngrams(
             best = _best_match(text, known - 1, SHORTEST, LONGEST, TILE)
             if best > 0:
                 count = most
-                begin = (best & ((1 << _PLACE_BITS) - 1)) + 1
+                begin = (best & _PLACE) + 1
                 ahead = tl.arange(0, MOST)
                 # Behind the end of the text come the first drafts again.
                 draft = tl.load(text + begin + ahead % (known - begin), ahead < count)

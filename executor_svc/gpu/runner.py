@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -60,9 +61,18 @@ class GpuRunner:
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
         self._whole, self._hidden = frozenset([*self._decodes, *self.drafted]), frozenset(self._mixed)
         """Replayed sizes: of whole steps, and of the computation of hidden states from existing inputs."""
-        graphs = captures and device.torch_device.type == "cuda"
-        make: type[CudaGraphs | DirectReplayer] = CudaGraphs if graphs else DirectReplayer
-        self._replayer: Replayer = make([*self._decodes, *self.drafted, *self._mixed], self._run_fixed)
+        self._graphs = captures and device.torch_device.type == "cuda"
+        self._replayer = self.replayer([*self._decodes, *self.drafted, *self._mixed], self._run_fixed)
+
+    @property
+    def best(self) -> Tensor:
+        """[L of the largest step] int64: the most likely tokens of the last logits, as `forward` returns them."""
+        return self._recorded.best
+
+    def replayer(self, sizes: Sequence[StepSizes], step: Callable[[StepSizes], None]) -> Replayer:
+        """Return what enqueues a step, or a part of it, of one of these sizes: with CUDA graphs if there are any."""
+        make: type[CudaGraphs | DirectReplayer] = CudaGraphs if self._graphs else DirectReplayer
+        return make(sizes, step)
 
     def sizes_of(self, scheduled: Scheduled) -> StepSizes:
         """Return the padded sizes of a step: the next sizes with a graph, or its own.

@@ -158,14 +158,18 @@ class GpuSampler:
 
     def choose(self, logits: Tensor, best: Tensor, inputs: StepInputs, metadata: SamplingMetadata) -> None:
         """Enqueue sampling for all rows; logits [L, vocab] float32, best [L] their most likely tokens."""
-        tokens, errors = self.rows(inputs)
         if not (metadata.edited or metadata.drawn):
-            take_best(best, inputs.rows, inputs.sources, tokens, errors)
+            self.choose_best(best, inputs)
             return
+        tokens, errors = self.rows(inputs)
         sample(
             logits, inputs.rows, inputs.sources, self.slots.state, self.workspace, tokens, errors,
             edited=metadata.edited, drawn=metadata.drawn, filtered=metadata.filtered, floored=metadata.floored,
         )  # fmt: skip
+
+    def choose_best(self, best: Tensor, inputs: StepInputs) -> None:
+        """Enqueue choosing the most likely token of the logits of each row; best: [L]."""
+        take_best(best, inputs.rows, inputs.sources, *self.rows(inputs))
 
     def new_logprobs(self, inputs: StepInputs, metadata: SamplingMetadata) -> StepLogprobs | None:
         """Return buffers for the logprobs of a step; None if none are requested."""

@@ -154,6 +154,10 @@ class GpuStepExecutor:
         self._drafting = GpuDrafting(
             self.slots, self._device_slots, drafts, self._runner.sizes_of, self._runner.drafted
         )
+        # All rounds of a step whose tokens are the most likely ones: a launch or two for each draft.
+        self._device_slots.buffers.by_row.fill_(-1)
+        self._plain_sizes = frozenset(self._runner.drafted)
+        self._plain_rounds = self._runner.replayer(self._runner.drafted, self._run_plain_rounds)
         self._pending: deque[GpuStep] = deque()
         self._metadata: SamplingMetadata | None = None
         pools.warm_up()
@@ -272,7 +276,10 @@ class GpuStepExecutor:
         # Logits of prompts have their own memory; those of sampling rows stay.
         prompts = None if wanted_prompts is None else self._prompts.compute(wanted_prompts)
         candidates, logprobs = None, self._sampler.new_logprobs(inputs, metadata)
-        for round in range(1 + sizes.num_drafts):
+        in_graph = metadata.is_plain and sizes in self._plain_sizes
+        if in_graph:
+            self._plain_rounds.replay(sizes)
+        for round in () if in_graph else range(1 + sizes.num_drafts):
             self._sampler.choose(logits, best, inputs, metadata)
             if round == 0 and len(metadata.host_rows):
                 candidates = self._choose_on_host(layout.scheduled, metadata.host_rows, inputs, logits)
@@ -284,6 +291,14 @@ class GpuStepExecutor:
         pending = self._device_slots.fetch(scheduled, sizes)
         fetched = None if logprobs is None else self._sampler.fetch_logprobs(logprobs, metadata)
         return _Enqueued(pending, fetched, prompts, candidates)
+
+    @torch.inference_mode()
+    def _run_plain_rounds(self, sizes: StepSizes) -> None:
+        """Enqueue all rounds of a step without parameters of sampling."""
+        inputs, best = self._device_slots.inputs(sizes), self._runner.best[: sizes.num_logits]
+        for round in range(1 + sizes.num_drafts):
+            self._sampler.choose_best(best, inputs)
+            self._device_slots.launch_commit(sizes, *self._sampler.rows(inputs), round)
 
     def _choose_on_host(
         self, scheduled: Scheduled, rows: IntArray, inputs: StepInputs, logits: Tensor

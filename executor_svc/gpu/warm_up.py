@@ -82,9 +82,13 @@ def _prompts(counts: IntArray, sampling: SequenceSampling, block_size: int) -> S
 def _each_kind(limits: Limits) -> Iterator[StepPlan]:
     if limits.max_num_batched_tokens < _LENGTH or limits.max_model_len <= _LENGTH:
         return
-    # A prompt with logprobs, draws and counts; then a decode, by a graph.
-    yield _prompts(np.array([_LENGTH]), _EVERYTHING, limits.block_size)
+    # A prompt with logprobs, draws and counts; then a decode, by a graph, and one with drafts.
+    prompt = _prompts(np.array([_LENGTH]), _EVERYTHING, limits.block_size)
+    num_drafts = min(1, limits.max_drafts)
+    yield replace(prompt, admitted=tuple(replace(each, max_drafts=num_drafts) for each in prompt.admitted))
     yield StepPlan(2, 1, decode_ready=True)
+    if num_drafts:
+        yield StepPlan(3, 1, decode_ready=True, max_drafts=num_drafts)
     # One token of a short sequence, and of one with split keys, in steps without logits: by no graph.
     for length in (_LENGTH, min(LEAST_KEYS + 2, limits.max_model_len)):
         yield _one_token(length, limits.block_size)

@@ -10,10 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor_svc.gpu import runner as gpu_runner
-from executor_svc.gpu.graphs import DirectReplayer
-from executor_svc.gpu.kernels.slots.slots import StepSizes
-from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.plan.plan import AdmittedSequence, Limits, StepResult, StepStatus
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.speculation.drafts import DraftSource

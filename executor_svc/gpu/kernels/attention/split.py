@@ -1,7 +1,7 @@
 """Decode attention for few sequences: keys are split into segments, whose results a second kernel merges.
 
-As in Flash-Decoding (Dao et al., 2023). Segments depend on the sequence's length, the model and the GPU, not on the
-batch; the number of programs depends on the batch.
+As in Flash-Decoding (Dao et al., 2023); a sequence has one token, or as many as fit a tile, such as drafts. Segments
+depend on the sequence's length, the model and the GPU, not on the batch; the number of programs depends on the batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, AttentionConfig, Phase, padded
+from executor_svc.gpu.kernels.attention.config import (
+    COPIED_BLOCK,
+    AttentionConfig,
+    AttentionKind,
+    Phase,
+    attention_config,
+    padded,
+)
 from executor_svc.gpu.kernels.attention.keys import attend
 from executor_svc.gpu.kernels.attention.tile import (
     as_multiplied,
@@ -31,6 +38,8 @@ MAX_SEGMENTS = 128
 _PROGRAMS_PER_SM = 4
 """Target number of programs per SM: for enough concurrent loads, and short last programs."""
 _UNITE_WARPS = 4
+_WIDEST = 32
+"""Query heads of the tiles for several tokens: every GPU's tiles of wide groups have at least so many rows."""
 LEAST_KEYS = 256
 """Minimum keys of a segment: its results are small compared to these keys."""
 
@@ -40,16 +49,31 @@ def max_segments(num_kv_heads: int, num_sms: int) -> int:
     return min(MAX_SEGMENTS, _power_of_2(_PROGRAMS_PER_SM * num_sms // num_kv_heads))
 
 
-def wants_split(num_seqs: int, num_kv_heads: int, max_query_len: int, max_seq_len: int, num_sms: int) -> bool:
-    """Return whether to split a batch: decodes too few to fill a GPU, and long enough."""
-    fits = max_query_len == 1 and max_seq_len > LEAST_KEYS
-    return fits and num_seqs > 0 and _parts(num_seqs, num_kv_heads, num_sms) > 1
+def wants_split(
+    num_seqs: int, num_kv_heads: int, max_query_len: int, max_seq_len: int, num_sms: int, tile_tokens: int = 1
+) -> bool:
+    """Return whether to split a batch: decodes too few to fill a GPU, and long enough.
+
+    tile_tokens: tokens of a sequence that fit a tile, as of `split_tokens`.
+    """
+    fits = 1 <= max_query_len <= tile_tokens and max_seq_len > LEAST_KEYS and num_seqs > 0
+    has_scratch = num_seqs * max_query_len <= _max_tokens(num_kv_heads, num_sms)
+    return fits and has_scratch and _parts(num_seqs, num_kv_heads, num_sms) > 1
+
+
+def split_tokens(kind: AttentionKind, arch: int) -> int:
+    """Return the most tokens of a sequence in a batch that is split, on a GPU of this capability."""
+    return attention_config(replace(kind, group=_WIDEST), Phase.DECODE, arch).rows // kind.group
 
 
 def scratch_floats(num_heads: int, num_kv_heads: int, head_size: int, num_sms: int) -> int:
     """Return the floats of scratch memory that any batch with `wants_split` needs at most."""
-    max_seqs = _PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
-    return max_seqs * num_heads * max_segments(num_kv_heads, num_sms) * (head_size + 2)
+    return _max_tokens(num_kv_heads, num_sms) * num_heads * max_segments(num_kv_heads, num_sms) * (head_size + 2)
+
+
+def _max_tokens(num_kv_heads: int, num_sms: int) -> int:
+    """Return the most tokens of a batch that is split: as many as sequences of one token, in the same memory."""
+    return _PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
 
 
 def _parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
@@ -64,9 +88,11 @@ def _power_of_2(number: int) -> int:
 
 
 @triton.jit
-def segments_of(length, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def segments_of(
+    length, num_tokens, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
     """Return first key tile, tiles of a segment, and segments of a sequence; one segment without tiles if empty."""
-    begin = first_seen(length - 1, window, HAS_WINDOW) // TILE
+    begin = first_seen(length - num_tokens, window, HAS_WINDOW) // TILE
     tiles = tl.cdiv(length, TILE) - begin
     size = tl.maximum(tl.cdiv(tiles, segments), LEAST_TILES)
     return begin, size, tl.maximum(tl.cdiv(tiles, size), 1)
@@ -81,6 +107,7 @@ def segments_of(length, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.co
         "block_bits",
         "parts",
         "segments",
+        "max_tokens",
         "window",
     ],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale"],
@@ -104,6 +131,7 @@ def split_kernel(
     block_bits,
     parts,
     segments,
+    max_tokens,
     scale,
     softcap,
     window,
@@ -120,8 +148,8 @@ def split_kernel(
 ):
     """Process every parts-th segment of one sequence's KV head.
 
-    Writes weighted values to sums [S, H, segments, D], and maximum and sum of the weights to stats [S, H, segments, 2].
-    A sequence of one segment is finished here.
+    Writes weighted values to sums [S, KVH, max_tokens, H / KVH, segments, D], and maximum and sum of the weights to
+    stats [the same, 2]. A sequence of one segment is finished here.
     """
     program = tl.program_id(0)
     head = program % num_kv_heads
@@ -130,13 +158,14 @@ def split_kernel(
     length = tl.load(seq_lens + sequence)
     start = tl.load(query_start_loc + sequence)
     num_tokens = tl.load(query_start_loc + sequence + 1) - start
-    begin, size, count = segments_of(length, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
+    begin, size, count = segments_of(length, num_tokens, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
     if (part >= count) | (num_tokens == 0):
         return
     rows = tl.arange(0, ROWS)
-    token = tl.zeros([ROWS], tl.int32)
-    there = rows_and_columns(rows < group, HEAD_SIZE, PADDED)
-    low = first_seen(length - 1, window, HAS_WINDOW)
+    token = rows // group
+    there = rows_and_columns(rows < num_tokens * group, HEAD_SIZE, PADDED)
+    position = length - num_tokens
+    low = first_seen(position, window, HAS_WINDOW)
     for segment in range(part, count, parts):
         # Loaded again for each segment: kept values would need registers.
         q_places = query_places(q, rows, token, head, start, q_stride, group, HEAD_SIZE, PADDED)
@@ -148,13 +177,13 @@ def split_kernel(
             cache,
             head,
             block_tables + sequence.to(tl.int64) * table_stride,
-            length - 1 + token,
+            position + token,
             first,
             tl.minimum(first + size, tl.cdiv(length, TILE)),
             low,
             length,
-            tl.cdiv(low, TILE),
-            length // TILE,
+            tl.cdiv(first_seen(length - 1, window, HAS_WINDOW), TILE),
+            (position + 1) // TILE,
             num_kv_heads,
             block_size,
             block_bits,
@@ -176,16 +205,16 @@ def split_kernel(
             result = divided(acc, total, head, v_scale, HAS_SCALES)
             tl.store(places, result.to(out.dtype.element_ty), mask=there)
         else:
-            record = (sequence * num_kv_heads + head).to(tl.int64) * group * segments + segment
+            record = (sequence * num_kv_heads + head).to(tl.int64) * max_tokens * group * segments + segment
             within = rows * segments
             columns = tl.arange(0, PADDED)
             tl.store(sums + record * HEAD_SIZE + ((within * HEAD_SIZE)[:, None] + columns[None, :]), acc, mask=there)
-            tl.store(stats + record * 2 + within * 2, greatest, mask=rows < group)
-            tl.store(stats + record * 2 + within * 2 + 1, total, mask=rows < group)
+            tl.store(stats + record * 2 + within * 2, greatest, mask=rows < num_tokens * group)
+            tl.store(stats + record * 2 + within * 2 + 1, total, mask=rows < num_tokens * group)
 
 
 @triton.jit(
-    do_not_specialize=["num_heads", "group", "segments", "window"],
+    do_not_specialize=["num_heads", "group", "segments", "max_tokens", "window"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "v_scale"],
 )
 def unite_kernel(
@@ -198,6 +227,7 @@ def unite_kernel(
     num_heads,
     group,
     segments,
+    max_tokens,
     window,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -207,17 +237,19 @@ def unite_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """Merge the segments of one sequence's query head, always in the same order, if there are several."""
+    """Merge the segments of one token's query head, always in the same order, if there are several."""
     program = tl.program_id(0)
-    sequence = program // num_heads
+    token = program // num_heads % max_tokens
+    sequence = program // (num_heads * max_tokens)
     head = program % num_heads
     length = tl.load(seq_lens + sequence)
     start = tl.load(query_start_loc + sequence)
     num_tokens = tl.load(query_start_loc + sequence + 1) - start
-    _, _, count = segments_of(length, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
-    if (count == 1) | (num_tokens == 0):
+    _, _, count = segments_of(length, num_tokens, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
+    if (count == 1) | (token >= num_tokens):
         return
-    record = program.to(tl.int64) * segments
+    first_row = (sequence * (num_heads // group) + head // group) * max_tokens * group
+    record = (first_row + token * group + head % group).to(tl.int64) * segments
     every = tl.arange(0, MOST)
     greatest = tl.load(stats + (record + every) * 2, mask=every < count, other=float("-inf"))
     highest = tl.max(greatest, 0)
@@ -235,25 +267,28 @@ def unite_kernel(
     result = acc / total
     if HAS_SCALES:
         result *= tl.load(v_scale + head // group)
-    places = out + (start.to(tl.int64) * num_heads + head) * HEAD_SIZE + columns
+    places = out + ((start + token).to(tl.int64) * num_heads + head) * HEAD_SIZE + columns
     tl.store(places, result.to(out.dtype.element_ty), mask=columns < HEAD_SIZE)
 
 
 def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: int) -> None:
-    """Write `call.out` for a batch of at most one token per sequence, on a GPU of this capability and number of SMs.
+    """Write `call.out` for a batch of few tokens per sequence, on a GPU of this capability and number of SMs.
 
     scratch: `scratch_floats` float32 numbers, in use only until the next kernel of the stream. Raises ValueError.
     """
     call.check()
-    if call.max_query_len != 1:
-        raise ValueError("max_query_len must be 1 for attention to be split")
+    most = 1 if call.max_query_len == 1 else split_tokens(call.kind, arch)
+    if call.max_query_len > most:
+        raise ValueError(f"max_query_len must be at most {most} for attention to be split")
     segments = max_segments(call.num_kv_heads, num_sms)
-    records = call.num_seqs * call.num_heads * segments
+    records = call.num_seqs * call.max_query_len * call.num_heads * segments
     if scratch.numel() < records * (call.head_size + 2) or scratch.dtype.itemsize != 4 or not scratch.is_contiguous():
         raise ValueError(f"scratch must be contiguous, of at least {records * (call.head_size + 2)} float32")
     if not call.num_seqs:
         return
-    config = call.config(Phase.DECODE, arch)
+    # A tile has all tokens of a sequence.
+    kind = replace(call.kind, group=call.group * call.max_query_len)
+    config = attention_config(kind, Phase.DECODE, arch)
     sums, stats = scratch, scratch[records * call.head_size :]
     parts = _parts(call.num_seqs, call.num_kv_heads, num_sms)
     scale, softcap = call.factors()
@@ -276,6 +311,7 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
         call.block_bits,
         parts,
         segments,
+        call.max_query_len,
         scale,
         softcap,
         call.window or 0,
@@ -290,7 +326,7 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
 
 def _unite(call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Tensor, segments: int) -> None:
     """Enqueue the second kernel, over the results of the first."""
-    unite_kernel[(call.num_seqs * call.num_heads,)](
+    unite_kernel[(call.num_seqs * call.max_query_len * call.num_heads,)](
         call.query_start_loc,
         call.seq_lens,
         call.out,
@@ -300,6 +336,7 @@ def _unite(call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Te
         call.num_heads,
         call.group,
         segments,
+        call.max_query_len,
         call.window or 0,
         HEAD_SIZE=call.head_size,
         PADDED=padded(call.head_size),

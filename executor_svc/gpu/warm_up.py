@@ -82,16 +82,14 @@ def _prompts(counts: IntArray, sampling: SequenceSampling, block_size: int) -> S
 def _each_kind(limits: Limits) -> Iterator[StepPlan]:
     if limits.max_num_batched_tokens < _LENGTH or limits.max_model_len <= _LENGTH:
         return
-    # A prompt with logprobs, draws and counts; then a decode, by a graph, and one with drafts.
-    prompt = _prompts(np.array([_LENGTH]), _EVERYTHING, limits.block_size)
-    num_drafts = min(1, limits.max_drafts)
-    yield replace(prompt, admitted=tuple(replace(each, max_drafts=num_drafts) for each in prompt.admitted))
+    # A prompt with logprobs, draws and counts; then a decode, by a graph.
+    yield _prompts(np.array([_LENGTH]), _EVERYTHING, limits.block_size)
     yield StepPlan(2, 1, decode_ready=True)
-    if num_drafts:
-        yield StepPlan(3, 1, decode_ready=True, max_drafts=num_drafts)
     # One token of a short sequence, and of one with split keys, in steps without logits: by no graph.
     for length in (_LENGTH, min(LEAST_KEYS + 2, limits.max_model_len)):
         yield _one_token(length, limits.block_size)
+        if limits.max_drafts:
+            yield _one_draft(length, limits.block_size)
 
 
 def _one_token(length: int, block_size: int) -> StepPlan:
@@ -103,4 +101,18 @@ def _one_token(length: int, block_size: int) -> StepPlan:
         released_slots=_FIRST,
         admitted=(replace(prompt, num_computed_tokens=length - 2),),
         scheduled=ScheduledTokens(_FIRST, np.ones(1, np.int64), np.zeros(1, np.bool_)),
+    )
+
+
+def _one_draft(length: int, block_size: int) -> StepPlan:
+    """Return a decode of a sequence of `length` tokens in the first slot, which was in use, with room for a draft."""
+    whole = _prompts(np.array([length]), SequenceSampling(), block_size)
+    (prompt,) = whole.admitted
+    return StepPlan(
+        1,
+        1,
+        released_slots=_FIRST,
+        admitted=(replace(prompt, num_computed_tokens=length - 1, max_drafts=1),),
+        decode_ready=True,
+        max_drafts=1,
     )

@@ -181,9 +181,16 @@ def test_kernels_of_long_decodes_are_compiled_without_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
-    started(folder, monkeypatch, enforce_eager=True, max_model_len=300)
+    options = {"dtype": "bfloat16", "max_model_len": 300, "max_num_seqs": 4, "num_gpu_blocks": 40}
+    executor = started(folder, monkeypatch, enforce_eager=True, speculative="ngram", **options)
     names = {str(name).rpartition(".")[2] for known in compiled for name in known[:2]}
     assert {"attention_kernel", "split_kernel", "unite_kernel"} <= names
+    known = set(compiled)
+    # Of two tokens of a sequence, split too.
+    long = sequence(0, [5] * 270, list(range(36)), computed=269, max_drafts=3)
+    (result,) = run(executor, [{"admitted": (long,), "decode_ready": True, "max_drafts": 3}])
+    assert result.num_drafts.tolist() == [3]
+    assert compiled == known
 
 
 def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> None:

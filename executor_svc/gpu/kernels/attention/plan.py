@@ -96,9 +96,8 @@ class GpuAttentionPlan:
             None if scales is None else scales.k,
             None if scales is None else scales.v,
         )
-        tile_tokens = 1 if self._max_query_len == 1 else split_tokens(call.kind, self._arch)
         lengths = self._max_query_len, self._max_seq_len
-        if wants_split(seqs, shape.num_kv_heads, *lengths, self._num_sms, tile_tokens):
+        if wants_split(seqs, shape.num_kv_heads, *lengths, self._num_sms, split_tokens(call.kind)):
             split_attention(call, self._arch, self._scratch, self._num_sms)
         else:
             attention(call, self._arch)

@@ -7,8 +7,10 @@ depend on the sequence's length, the model and the GPU, not on the batch; the nu
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,10 +18,10 @@ from torch import Tensor
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.config import (
     COPIED_BLOCK,
+    DRAFTS_ROWS,
     AttentionConfig,
     AttentionKind,
     Phase,
-    attention_config,
     padded,
 )
 from executor_svc.gpu.kernels.attention.keys import attend
@@ -38,8 +40,6 @@ MAX_SEGMENTS = 128
 _PROGRAMS_PER_SM = 4
 """Target number of programs per SM: for enough concurrent loads, and short last programs."""
 _UNITE_WARPS = 4
-_WIDEST = 32
-"""Query heads of the tiles for several tokens: every GPU's tiles of wide groups have at least so many rows."""
 LEAST_KEYS = 256
 """Minimum keys of a segment: its results are small compared to these keys."""
 
@@ -61,9 +61,9 @@ def wants_split(
     return fits and has_scratch and _parts(num_seqs, num_kv_heads, num_sms) > 1
 
 
-def split_tokens(kind: AttentionKind, arch: int) -> int:
-    """Return the most tokens of a sequence in a batch that is split, on a GPU of this capability."""
-    return attention_config(replace(kind, group=_WIDEST), Phase.DECODE, arch).rows // kind.group
+def split_tokens(kind: AttentionKind) -> int:
+    """Return the most tokens of a sequence in a batch that is split."""
+    return 1 if kind.dtype == torch.float32 else max(1, DRAFTS_ROWS // kind.group)
 
 
 def scratch_floats(num_heads: int, num_kv_heads: int, head_size: int, num_sms: int) -> int:
@@ -89,10 +89,13 @@ def _power_of_2(number: int) -> int:
 
 @triton.jit
 def segments_of(
-    length, num_tokens, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr
+    length, position, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """Return first key tile, tiles of a segment, and segments of a sequence; one segment without tiles if empty."""
-    begin = first_seen(length - num_tokens, window, HAS_WINDOW) // TILE
+    """Return first key tile, tiles of a segment, and segments of a sequence; one segment without tiles if empty.
+
+    position: of the sequence's first token in the batch.
+    """
+    begin = first_seen(position, window, HAS_WINDOW) // TILE
     tiles = tl.cdiv(length, TILE) - begin
     size = tl.maximum(tl.cdiv(tiles, segments), LEAST_TILES)
     return begin, size, tl.maximum(tl.cdiv(tiles, size), 1)
@@ -145,11 +148,12 @@ def split_kernel(
     HAS_SCALES: tl.constexpr,
     COPIES: tl.constexpr,
     STAGES: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Process every parts-th segment of one sequence's KV head.
 
     Writes weighted values to sums [S, KVH, max_tokens, H / KVH, segments, D], and maximum and sum of the weights to
-    stats [the same, 2]. A sequence of one segment is finished here.
+    stats [the same, 2]. A sequence of one segment is finished here. Without MANY max_tokens is 1.
     """
     program = tl.program_id(0)
     head = program % num_kv_heads
@@ -158,13 +162,21 @@ def split_kernel(
     length = tl.load(seq_lens + sequence)
     start = tl.load(query_start_loc + sequence)
     num_tokens = tl.load(query_start_loc + sequence + 1) - start
-    begin, size, count = segments_of(length, num_tokens, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
+    rows = tl.arange(0, ROWS)
+    if MANY:
+        token = rows // group
+        num_rows = num_tokens * group
+        position = length - num_tokens
+        records = max_tokens * group
+    else:
+        token = tl.zeros([ROWS], tl.int32)
+        num_rows = group
+        position = length - 1
+        records = group
+    begin, size, count = segments_of(length, position, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
     if (part >= count) | (num_tokens == 0):
         return
-    rows = tl.arange(0, ROWS)
-    token = rows // group
-    there = rows_and_columns(rows < num_tokens * group, HEAD_SIZE, PADDED)
-    position = length - num_tokens
+    there = rows_and_columns(rows < num_rows, HEAD_SIZE, PADDED)
     low = first_seen(position, window, HAS_WINDOW)
     for segment in range(part, count, parts):
         # Loaded again for each segment: kept values would need registers.
@@ -205,12 +217,12 @@ def split_kernel(
             result = divided(acc, total, head, v_scale, HAS_SCALES)
             tl.store(places, result.to(out.dtype.element_ty), mask=there)
         else:
-            record = (sequence * num_kv_heads + head).to(tl.int64) * max_tokens * group * segments + segment
+            record = (sequence * num_kv_heads + head).to(tl.int64) * records * segments + segment
             within = rows * segments
             columns = tl.arange(0, PADDED)
             tl.store(sums + record * HEAD_SIZE + ((within * HEAD_SIZE)[:, None] + columns[None, :]), acc, mask=there)
-            tl.store(stats + record * 2 + within * 2, greatest, mask=rows < num_tokens * group)
-            tl.store(stats + record * 2 + within * 2 + 1, total, mask=rows < num_tokens * group)
+            tl.store(stats + record * 2 + within * 2, greatest, mask=rows < num_rows)
+            tl.store(stats + record * 2 + within * 2 + 1, total, mask=rows < num_rows)
 
 
 @triton.jit(
@@ -236,20 +248,30 @@ def unite_kernel(
     MOST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Merge the segments of one token's query head, always in the same order, if there are several."""
     program = tl.program_id(0)
-    token = program // num_heads % max_tokens
-    sequence = program // (num_heads * max_tokens)
     head = program % num_heads
+    if MANY:
+        token = program // num_heads % max_tokens
+        sequence = program // (num_heads * max_tokens)
+    else:
+        token = 0
+        sequence = program // num_heads
     length = tl.load(seq_lens + sequence)
     start = tl.load(query_start_loc + sequence)
     num_tokens = tl.load(query_start_loc + sequence + 1) - start
-    _, _, count = segments_of(length, num_tokens, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
+    if MANY:
+        position = length - num_tokens
+        first_row = (sequence * (num_heads // group) + head // group) * max_tokens * group
+        record = (first_row + token * group + head % group).to(tl.int64) * segments
+    else:
+        position = length - 1
+        record = program.to(tl.int64) * segments
+    _, _, count = segments_of(length, position, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
     if (count == 1) | (token >= num_tokens):
         return
-    first_row = (sequence * (num_heads // group) + head // group) * max_tokens * group
-    record = (first_row + token * group + head % group).to(tl.int64) * segments
     every = tl.arange(0, MOST)
     greatest = tl.load(stats + (record + every) * 2, mask=every < count, other=float("-inf"))
     highest = tl.max(greatest, 0)
@@ -277,7 +299,7 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
     scratch: `scratch_floats` float32 numbers, in use only until the next kernel of the stream. Raises ValueError.
     """
     call.check()
-    most = 1 if call.max_query_len == 1 else split_tokens(call.kind, arch)
+    most = split_tokens(call.kind)
     if call.max_query_len > most:
         raise ValueError(f"max_query_len must be at most {most} for attention to be split")
     segments = max_segments(call.num_kv_heads, num_sms)
@@ -286,9 +308,8 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
         raise ValueError(f"scratch must be contiguous, of at least {records * (call.head_size + 2)} float32")
     if not call.num_seqs:
         return
-    # A tile has all tokens of a sequence.
-    kind = replace(call.kind, group=call.group * call.max_query_len)
-    config = attention_config(kind, Phase.DECODE, arch)
+    many = call.max_query_len > 1
+    config = call.config(Phase.DRAFTS if many else Phase.DECODE, arch)
     sums, stats = scratch, scratch[records * call.head_size :]
     parts = _parts(call.num_seqs, call.num_kv_heads, num_sms)
     scale, softcap = call.factors()
@@ -315,16 +336,18 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
         scale,
         softcap,
         call.window or 0,
-        **_split_constants(config),
+        **_split_constants(config, many),
         **call.constants(config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
-    _unite(call, config, sums, stats, segments)
+    _unite(call, config, sums, stats, segments, many)
 
 
-def _unite(call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Tensor, segments: int) -> None:
+def _unite(
+    call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Tensor, segments: int, many: bool
+) -> None:
     """Enqueue the second kernel, over the results of the first."""
     unite_kernel[(call.num_seqs * call.max_query_len * call.num_heads,)](
         call.query_start_loc,
@@ -342,26 +365,32 @@ def _unite(call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Te
         PADDED=padded(call.head_size),
         HAS_WINDOW=call.window is not None,
         HAS_SCALES=call.k_scale is not None,
-        **_unite_constants(config),
+        **_unite_constants(config, many),
         num_warps=_UNITE_WARPS,
         num_stages=1,
         enable_fp_fusion=True,
     )
 
 
-def _split_constants(config: AttentionConfig) -> dict[str, Any]:
-    return {"LEAST_TILES": LEAST_KEYS // config.tile}
+def _split_constants(config: AttentionConfig, many: bool) -> dict[str, Any]:
+    return {"LEAST_TILES": LEAST_KEYS // config.tile, "MANY": many}
 
 
-def _unite_constants(config: AttentionConfig) -> dict[str, Any]:
-    return _split_constants(config) | {"TILE": config.tile, "MOST": MAX_SEGMENTS}
+def _unite_constants(config: AttentionConfig, many: bool) -> dict[str, Any]:
+    return _split_constants(config, many) | {"TILE": config.tile, "MOST": MAX_SEGMENTS}
 
 
 def variants() -> list[Variant]:
     """Return the variants compiled ahead of time: both kernels for each of `variants.cases`."""
+    return [*_variants(Phase.DECODE, ""), *_variants(Phase.DRAFTS, " drafts")]
+
+
+def _variants(phase: Phase, mark: str) -> list[Variant]:
     floats = {"sums": "*fp32", "stats": "*fp32"}
+    many = phase is Phase.DRAFTS
     # The second kernel reads no cache: it does not depend on how keys are loaded, nor on a softcap.
-    few = (case for case in cases(Phase.DECODE) if case.block_size != COPIED_BLOCK and not case.softcap)
-    split = variants_of(split_kernel, "attention split", Phase.DECODE, cases(Phase.DECODE), _split_constants, floats)
-    unite = variants_of(unite_kernel, "attention unite", Phase.DECODE, few, _unite_constants, floats)
+    few = (case for case in cases(phase) if case.block_size != COPIED_BLOCK and not case.softcap)
+    split_constants, unite_constants = partial(_split_constants, many=many), partial(_unite_constants, many=many)
+    split = variants_of(split_kernel, f"attention split{mark}", phase, cases(phase), split_constants, floats)
+    unite = variants_of(unite_kernel, f"attention unite{mark}", phase, few, unite_constants, floats)
     return split + [replace(each, num_warps=_UNITE_WARPS, num_stages=1) for each in unite]

@@ -71,7 +71,7 @@ class GpuRunner:
 
     def replayer(self, sizes: Sequence[StepSizes], step: Callable[[StepSizes], None]) -> Replayer:
         """Return what enqueues a step, or a part of it, of one of these sizes: with CUDA graphs if there are any."""
-        make: type[CudaGraphs | DirectReplayer] = CudaGraphs if self._graphs else DirectReplayer
+        make: type[CudaGraphs | DirectReplayer] = CudaGraphs if self._graphs and sizes else DirectReplayer
         return make(sizes, step)
 
     def sizes_of(self, scheduled: Scheduled) -> StepSizes:

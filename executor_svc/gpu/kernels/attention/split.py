@@ -393,4 +393,5 @@ def _variants(phase: Phase, mark: str) -> list[Variant]:
     split_constants, unite_constants = partial(_split_constants, many=many), partial(_unite_constants, many=many)
     split = variants_of(split_kernel, f"attention split{mark}", phase, cases(phase), split_constants, floats)
     unite = variants_of(unite_kernel, f"attention unite{mark}", phase, few, unite_constants, floats)
-    return split + [replace(each, num_warps=_UNITE_WARPS, num_stages=1) for each in unite]
+    found = split + [replace(each, num_warps=_UNITE_WARPS, num_stages=1) for each in unite]
+    return [replace(each, quick=each.quick and not many) for each in found]

@@ -184,5 +184,5 @@ def _variant(kind: str, drafts: bool) -> Variant:
         num_stages=1,
         fp_fusion=False,
         no_spills=True,
-        quick=kind == "i64",
+        quick=kind == "i64" and drafts,
     )

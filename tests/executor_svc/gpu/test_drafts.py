@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from executor_svc.gpu import sampling_state as gpu_sampling_state
-from executor_svc.gpu.graphs import DirectReplayer
+from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.staging import Upload
 from executor_svc.plan.plan import AdmittedSequence, Limits, StepResult, StepStatus
@@ -194,13 +194,24 @@ def test_slots_beside_those_with_drafts(cpu: Model, gpu: Model, monkeypatch: pyt
         assert [each.slot for each in one.prompt_logprobs] == [each.slot for each in other.prompt_logprobs]
 
 
+def note_replays(monkeypatch: pytest.MonkeyPatch, kind: Any, into: list[StepSizes]) -> None:
+    replay = kind.replay
+
+    def noted(self: Any, sizes: StepSizes) -> None:
+        into.append(sizes)
+        replay(self, sizes)
+
+    monkeypatch.setattr(kind, "replay", noted)
+
+
 def test_the_same_decodes_with_drafts_send_nothing_and_are_two_graphs(
     gpu: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, replayed = [], list[StepSizes]()
-    send, replay = Upload.send, DirectReplayer.replay
+    send = Upload.send
     monkeypatch.setattr(Upload, "send", lambda self, count: (sent.append(count), send(self, count))[1])
-    monkeypatch.setattr(DirectReplayer, "replay", lambda self, sizes: (replayed.append(sizes), replay(self, sizes))[1])
+    for kind in (DirectReplayer, CudaGraphs):
+        note_replays(monkeypatch, kind, replayed)
     stepper = Stepper(gpu, drafts=NgramSource, **WITH_DRAFTS)
     first = sequence(0, PERIODIC, Stepper.blocks(0), max_drafts=3)
     second = sequence(1, [8, 9] * 3, Stepper.blocks(1), max_drafts=2)
@@ -217,3 +228,25 @@ def test_the_same_decodes_with_drafts_send_nothing_and_are_two_graphs(
     assert replayed == [StepSizes.decode(2, 3)] * 8
     stepper.step(decode_ready=True, max_drafts=1)
     assert replayed[8:] == [StepSizes.decode(2, 1)] * 2
+
+
+def test_results_are_those_of_the_cpu_with_the_same_drafts(cpu: Model, gpu: Model) -> None:
+    """Counts and states of slots too, in steps of which each knows all tokens before it; blocks come as they must."""
+    repeat = SequenceSampling(
+        temperature=0.5, seed=3, allowed_token_ids=ints(7, 8), stop_token_ids=ints(8), min_tokens=9
+    )
+    first = sequence(0, [7] * 6, [0], sampling=repeat, max_drafts=3, max_len=30)
+    second = sequence(1, PERIODIC, [16, 17], max_drafts=2, max_len=40)
+    plans: list[dict[str, Any]] = [{"admitted": (first, second), "scheduled": scheduled((0, 6, True), (1, 12, True))}]
+    plans += [{"decode_ready": True, "max_drafts": most, "appends": columns()} for most in (3, 1, 2, 3, 0, 3, 3, 3)]
+    plans[2]["appends"], plans[3]["appends"], plans[5]["appends"] = columns((0, 1)), columns((1, 18)), columns((0, 2))
+    on_both = []
+    for model in (cpu, gpu):
+        stepper = Stepper(model, drafts=NgramSource, **WITH_DRAFTS)
+        on_both.append([stepper.step(debug_digest=True, **fields) for fields in plans])
+    for here, there in zip(*on_both, strict=True):
+        for name in ("slots", "num_tokens", "token_ids", "num_drafts", "num_accepted"):
+            assert getattr(there, name).tolist() == getattr(here, name).tolist(), name
+        assert (there.num_sequences, there.num_computed) == (here.num_sequences, here.num_computed)
+        assert there.debug_digest == here.debug_digest
+    assert sum(int(result.num_accepted.sum()) for result in on_both[0]) > 3

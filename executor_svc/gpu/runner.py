@@ -64,10 +64,12 @@ class GpuRunner:
         self._graphs = captures and device.torch_device.type == "cuda"
         self._replayer = self.replayer([*self._decodes, *self.drafted, *self._mixed], self._run_fixed)
 
-    @property
-    def best(self) -> Tensor:
-        """[L of the largest step] int64: the most likely tokens of the last logits, as `forward` returns them."""
-        return self._recorded.best
+    def results(self, sizes: StepSizes) -> tuple[Tensor, Tensor]:
+        """Return the logits [L, vocab] float32 of a step of these sizes, and the most likely token of each row.
+
+        The tokens are [L] int64, -1 for a row that cannot be sampled; both are the same memory each time.
+        """
+        return self._recorded.sampled_logits[: sizes.num_logits], self._recorded.best[: sizes.num_logits]
 
     def replayer(self, sizes: Sequence[StepSizes], step: Callable[[StepSizes], None]) -> Replayer:
         """Return what enqueues a step, or a part of it, of one of these sizes: with CUDA graphs if there are any."""
@@ -96,11 +98,10 @@ class GpuRunner:
     def forward(
         self, scheduled: Scheduled, sizes: StepSizes, max_seq_len: int, most_drafts: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Enqueue a step: drafts, inputs, keys and values, hidden states, logits.
+        """Enqueue a step: drafts, inputs, keys and values, hidden states, logits; returns its `results`.
 
         scheduled: with places for drafts, of which a slot has most_drafts at most. max_seq_len: of its longest
-        sequence, with this step's tokens. Returns its logits [L, vocab] float32 and the most likely token of each row
-        [L] int64, -1 for a row that cannot be sampled.
+        sequence, with this step's tokens.
         """
         one_each = self._slots.stage(scheduled, sizes, most_drafts)
         if sizes in self._whole:
@@ -114,7 +115,7 @@ class GpuRunner:
             else:
                 self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len)
             self._recorded.run(0, sizes.num_logits)
-        return self._recorded.sampled_logits[: sizes.num_logits], self._recorded.best[: sizes.num_logits]
+        return self.results(sizes)
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

@@ -55,11 +55,15 @@ class SamplingMetadata:
     num_top: IntArray = field(default_factory=_no_rows)
     """Number of best tokens requested for each of logprob_rows."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every row takes its most likely token and needs nothing else."""
-        listed = self.edited or self.drawn or self.counted
-        return not listed and not len(self.host_rows) and not len(self.logprob_rows)
+    @classmethod
+    def greedy(cls) -> SamplingMetadata:
+        """Return the requirements of slots that take their most likely tokens."""
+        return cls(_no_rows())
+
+    @classmethod
+    def of_draws(cls) -> SamplingMetadata:
+        """Return the requirements that hold for any slots without edits, floors and logprobs."""
+        return cls(_no_rows(), drawn=True, filtered=True)
 
     @classmethod
     def of_slots(
@@ -158,18 +162,14 @@ class GpuSampler:
 
     def choose(self, logits: Tensor, best: Tensor, inputs: StepInputs, metadata: SamplingMetadata) -> None:
         """Enqueue sampling for all rows; logits [L, vocab] float32, best [L] their most likely tokens."""
-        if not (metadata.edited or metadata.drawn):
-            self.choose_best(best, inputs)
-            return
         tokens, errors = self.rows(inputs)
+        if not (metadata.edited or metadata.drawn):
+            take_best(best, inputs.rows, inputs.sources, tokens, errors)
+            return
         sample(
             logits, inputs.rows, inputs.sources, self.slots.state, self.workspace, tokens, errors,
             edited=metadata.edited, drawn=metadata.drawn, filtered=metadata.filtered, floored=metadata.floored,
         )  # fmt: skip
-
-    def choose_best(self, best: Tensor, inputs: StepInputs) -> None:
-        """Enqueue choosing the most likely token of the logits of each row; best: [L]."""
-        take_best(best, inputs.rows, inputs.sources, *self.rows(inputs))
 
     def new_logprobs(self, inputs: StepInputs, metadata: SamplingMetadata) -> StepLogprobs | None:
         """Return buffers for the logprobs of a step; None if none are requested."""

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from executor_svc.gpu.device_slots import CommittedTokens, DeviceSlots, PendingT
 from executor_svc.gpu.drafting import GpuDrafting, Layout, ngrams_of
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.prompt_logprobs import GpuPromptLogprobs, PendingPrompts
+from executor_svc.gpu.rounds import SamplingRounds
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, SamplingMetadata
 from executor_svc.gpu.sampling_state import SlotSamplingState
@@ -154,10 +156,7 @@ class GpuStepExecutor:
         self._drafting = GpuDrafting(
             self.slots, self._device_slots, drafts, self._runner.sizes_of, self._runner.drafted
         )
-        # All rounds of a step whose tokens are the most likely ones: a launch or two for each draft.
-        self._device_slots.buffers.by_row.fill_(-1)
-        self._plain_sizes = frozenset(self._runner.drafted)
-        self._plain_rounds = self._runner.replayer(self._runner.drafted, self._run_plain_rounds)
+        self._rounds = SamplingRounds(self._runner, self._device_slots, self._sampling, self._sampler)
         self._pending: deque[GpuStep] = deque()
         self._metadata: SamplingMetadata | None = None
         pools.warm_up()
@@ -251,13 +250,13 @@ class GpuStepExecutor:
         on_host = self._sampling.lists_on_host | (self.slots.sampling["num_candidates"] > 0)
         layout = self._drafting.lay_out(plan, scheduled, on_host, none=prompts is not None)
         with self._span("forward"):
-            logits, best = self._runner.forward(
+            logits, _ = self._runner.forward(
                 layout.scheduled, layout.sizes, self._longest(layout.scheduled), layout.most_drafts
             )
         self._sampling.count_admitted()
         clock.mark()
         with self._span("sample"):
-            enqueued = self._sample(scheduled, layout, prompts, logits, best)
+            enqueued = self._sample(scheduled, layout, prompts, logits)
         clock.mark()
         return enqueued, layout.sizes.num_drafts
 
@@ -268,37 +267,20 @@ class GpuStepExecutor:
         return min(int(ends.max()) + in_flight, self.limits.max_model_len)
 
     def _sample(
-        self, scheduled: Scheduled, layout: Layout, wanted_prompts: PromptRows | None, logits: Tensor, best: Tensor
+        self, scheduled: Scheduled, layout: Layout, wanted_prompts: PromptRows | None, logits: Tensor
     ) -> _Enqueued:
-        """Enqueue sampling from a step's logits [L, vocab] and their most likely tokens [L], a round for each draft."""
+        """Enqueue sampling from a step's logits [L, vocab], and what the host gets."""
         sizes = layout.sizes
         inputs, metadata = self._device_slots.inputs(sizes), self._metadata_of(scheduled.sampling_slots)
         # Logits of prompts have their own memory; those of sampling rows stay.
         prompts = None if wanted_prompts is None else self._prompts.compute(wanted_prompts)
-        candidates, logprobs = None, self._sampler.new_logprobs(inputs, metadata)
-        in_graph = metadata.is_plain and sizes in self._plain_sizes
-        if in_graph:
-            self._plain_rounds.replay(sizes)
-        for round in () if in_graph else range(1 + sizes.num_drafts):
-            self._sampler.choose(logits, best, inputs, metadata)
-            if round == 0 and len(metadata.host_rows):
-                candidates = self._choose_on_host(layout.scheduled, metadata.host_rows, inputs, logits)
-            if logprobs is not None:
-                self._sampler.compute_logprobs(logits, inputs, metadata, logprobs.of_round(round))
-            self._device_slots.launch_commit(sizes, *self._sampler.rows(inputs), round)
-            if metadata.counted:
-                self._sampling.count_taken(inputs)
+        logprobs, on_host = self._sampler.new_logprobs(inputs, metadata), None
+        if len(metadata.host_rows):
+            on_host = partial(self._choose_on_host, layout.scheduled, metadata.host_rows, inputs, logits)
+        candidates = self._rounds.enqueue(sizes, metadata, logprobs, on_host)
         pending = self._device_slots.fetch(scheduled, sizes)
         fetched = None if logprobs is None else self._sampler.fetch_logprobs(logprobs, metadata)
         return _Enqueued(pending, fetched, prompts, candidates)
-
-    @torch.inference_mode()
-    def _run_plain_rounds(self, sizes: StepSizes) -> None:
-        """Enqueue all rounds of a step without parameters of sampling."""
-        inputs, best = self._device_slots.inputs(sizes), self._runner.best[: sizes.num_logits]
-        for round in range(1 + sizes.num_drafts):
-            self._sampler.choose_best(best, inputs)
-            self._device_slots.launch_commit(sizes, *self._sampler.rows(inputs), round)
 
     def _choose_on_host(
         self, scheduled: Scheduled, rows: IntArray, inputs: StepInputs, logits: Tensor

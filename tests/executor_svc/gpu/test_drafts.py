@@ -204,8 +204,9 @@ def note_replays(monkeypatch: pytest.MonkeyPatch, kind: Any, into: list[StepSize
     monkeypatch.setattr(kind, "replay", noted)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3, "top_k": 5}], ids=["greedy", "drawn"])
 def test_the_same_decodes_with_drafts_send_nothing_and_are_two_graphs(
-    gpu: Model, monkeypatch: pytest.MonkeyPatch
+    sampling: dict[str, Any], cpu: Model, gpu: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, replayed = [], list[StepSizes]()
     send = Upload.send
@@ -214,13 +215,14 @@ def test_the_same_decodes_with_drafts_send_nothing_and_are_two_graphs(
         note_replays(monkeypatch, kind, replayed)
     stepper = Stepper(gpu, drafts=NgramSource, **WITH_DRAFTS)
     first = sequence(0, PERIODIC, Stepper.blocks(0), max_drafts=3)
-    second = sequence(1, [8, 9] * 3, Stepper.blocks(1), max_drafts=2)
-    stepper.step(admitted=(first, second), scheduled=scheduled((0, 12, True), (1, 6, True)))
+    second = sequence(1, [8, 9] * 3, Stepper.blocks(1), sampling=SequenceSampling(**sampling), max_drafts=2)
+    begin = {"admitted": (first, second), "scheduled": scheduled((0, 12, True), (1, 6, True))}
+    found = [stepper.step(**begin)]
     replayed.clear()
     numbers = []
     for _ in range(4):
         sent.clear()
-        result = stepper.step(decode_ready=True, max_drafts=2)
+        found.append(result := stepper.step(decode_ready=True, max_drafts=2))
         numbers.append(len(sent))
         assert result.num_computed == 2 + int(result.num_drafts.sum())
     assert numbers == [1, 0, 0, 0]
@@ -228,6 +230,9 @@ def test_the_same_decodes_with_drafts_send_nothing_and_are_two_graphs(
     assert replayed == [StepSizes.decode(2, 3)] * 8
     stepper.step(decode_ready=True, max_drafts=1)
     assert replayed[8:] == [StepSizes.decode(2, 1)] * 2
+    stepper = Stepper(cpu, max_drafts=3)
+    expected = tokens_by_slot([stepper.step(**begin), *(stepper.step(decode_ready=True) for _ in range(12))])
+    assert all(expected[slot][: len(tokens)] == tokens for slot, tokens in tokens_by_slot(found).items())
 
 
 def test_results_are_those_of_the_cpu_with_the_same_drafts(cpu: Model, gpu: Model) -> None:

@@ -31,6 +31,8 @@ Draft = LoadedDraft[Decoder] | LoadedDraft[Eagle3Head]
 
 _NEEDS = {"draft": "the draft model", "eagle3": "the head"}
 """What --speculative-model must name, by --speculative."""
+_WITHOUT_MODEL = ("off", "ngram", "suffix", "auto")
+"""Values of --speculative that need neither a model nor a head."""
 
 
 class SpeculationError(StartError):
@@ -42,6 +44,12 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
     kind, model = config.speculative, config.speculative_model
     if device_name == "simulated":
         return
+    if device_name != "cpu" and (kind not in _WITHOUT_MODEL or (kind == "auto" and model is not None)):
+        raise SpeculationError(
+            f"--speculative {kind}{' with --speculative-model' if kind == 'auto' else ''} is not possible on a GPU so "
+            "far: drafts of models and heads need --device cpu; on a GPU there are ngram, suffix, and auto without a "
+            "model"
+        )
     if kind in _NEEDS and model is None:
         raise SpeculationError(
             f"--speculative {kind} needs --speculative-model: the folder or hub id of {_NEEDS[kind]}"
@@ -49,11 +57,6 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
     if kind not in (*_NEEDS, "auto") and model is not None:
         raise SpeculationError(
             f"--speculative-model {model}: only with --speculative draft, eagle3 or auto, not {kind}"
-        )
-    if model is not None and device_name != "cpu":
-        raise SpeculationError(
-            f"--speculative {kind} with --speculative-model is not possible on a GPU so far: drafts of models need "
-            "--device cpu; on a GPU there are ngram, suffix, and auto without a model"
         )
 
 

@@ -18,7 +18,11 @@ def test_sources_without_a_model_are_everywhere(kind: str, device: str) -> None:
 def test_models_and_heads_are_on_the_cpu(kind: str) -> None:
     config = ExecutorConfig(model="x", speculative=kind, speculative_model="y")
     check_speculation(config, "cpu")
-    with pytest.raises(
-        SpeculationError, match=f"--speculative {kind} with --speculative-model is not possible on a GPU"
-    ):
+    with pytest.raises(SpeculationError, match=f"--speculative {kind}.* is not possible on a GPU so far"):
         check_speculation(config, "cuda")
+
+
+def test_a_model_for_a_source_that_takes_none_is_refused_as_on_the_cpu() -> None:
+    for device in ("cpu", "cuda"):
+        with pytest.raises(SpeculationError, match="--speculative-model y: only with"):
+            check_speculation(ExecutorConfig(model="x", speculative="ngram", speculative_model="y"), device)

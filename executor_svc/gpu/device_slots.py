@@ -93,7 +93,10 @@ class PendingTokens:
         rounds, padded_rows = 1 + self._sizes.num_drafts, self._sizes.num_rows
         by_round, drafts = np.split(words, [3 * rounds * padded_rows])
         by_round = by_round.reshape(rounds, 3, padded_rows)[:, :, : self._num_rows]
-        counts = 1 + drafts[: self._num_rows] if self._sizes.num_drafts else np.ones(self._num_rows, np.int64)
+        if rounds == 1:
+            token_ids, errors, positions = by_round[0]
+            return CommittedTokens(token_ids, errors, positions, np.zeros(self._num_rows, np.int64))
+        counts = 1 + drafts[: self._num_rows]
         owner, ahead = spans(np.zeros_like(counts), counts)
         token_ids, errors, positions = by_round[ahead, :, owner].T
         return CommittedTokens(token_ids, errors, positions, ahead)

@@ -34,7 +34,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.trial:
         options.shapes = [TINY]
         options.requests, options.peer_requests = _NUM_TRIAL_REQUESTS, _NUM_TRIAL_PEER_REQUESTS
-    options.no_peer |= options.fp8
+    options.no_peer |= options.fp8 or options.drafts
     return options
 
 
@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--peer-requests", type=positive, default=NUM_PEER_REQUESTS, help="default %(default)s")
     group.add_argument("--no-peer", action="store_true", help="without transformers")
     group.add_argument("--fp8", action="store_true", help="linears, keys and values in fp8; without transformers")
+    group.add_argument("--drafts", action="store_true", help="n-gram drafts beside none, in place of all else")
     return parser
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
@@ -43,7 +42,7 @@ def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
     rows, counts = scheduled.slots, scheduled.num_tokens
     if not len(rows):
         return None
-    return flat_batch(slots, rows, slots.num_computed_tokens[rows], counts, _logits_rows(scheduled))
+    return flat_batch(slots, rows, slots.num_computed_tokens[rows], counts, scheduled.logits_rows)
 
 
 def flat_batch(
@@ -79,12 +78,3 @@ def flat_batch(
         max_query_len=int(counts.max()),
         max_seq_len=max_seq_len,
     )
-
-
-def _logits_rows(scheduled: Scheduled) -> IntArray:
-    """Return [L] the last token of each slot that samples, and its drafts."""
-    last: IntArray = scheduled.num_tokens.cumsum()[scheduled.samples] - 1
-    if scheduled.num_drafts is None:
-        return last
-    num_drafts = scheduled.num_drafts[scheduled.samples]
-    return spans(last - num_drafts, 1 + num_drafts)[1]

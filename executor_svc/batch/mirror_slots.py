@@ -14,18 +14,23 @@ from executor_svc.plan.plan import AdmittedSequence, Limits
 
 @dataclass(frozen=True, slots=True)
 class ReportedTokens:
-    """The results of a step's R sampling slots, as the device reports them."""
+    """The results of a step's Q rows, as the device reports them."""
 
     token_ids: IntArray
-    """[R]; without meaning for slots without a token."""
+    """[Q]; without meaning for rows without a token."""
     errors: IntArray
-    """[R] SlotError; 0: no error."""
+    """[Q] SlotError; 0: no error; NOT_ACCEPTED."""
     idle: BoolArray
-    """[R]: whether the slot had stopped before the step, unknown to the host at that time."""
+    """[Q]: whether the slot had stopped before the step, unknown to the host at that time."""
+    positions: IntArray
+    """[Q] of the sampled tokens in their sequences."""
 
 
 class MirrorSlots(Slots):
-    """Slots that count a step's tokens when it is enqueued, and learn the token ids when it is done."""
+    """Slots that count a step's tokens when it is enqueued, and learn the token ids when it is done.
+
+    Of a step with drafts they count the least that it gives, one token for each sampling slot, until it is done.
+    """
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
@@ -37,7 +42,7 @@ class MirrorSlots(Slots):
         self._generations[sequence.slot] += 1
 
     def advance(self, scheduled: Scheduled) -> IntArray:
-        """Count a step's tokens as computed, and one unknown token for each sampling slot.
+        """Count a step's tokens as computed, and one unknown token for each sampling slot; scheduled: without drafts.
 
         Returns the generations [R] of the sampling slots, an argument of `settle`.
         """
@@ -50,22 +55,30 @@ class MirrorSlots(Slots):
         self.num_tokens[slots[scheduled.takes_token(np.ones(len(slots), np.bool_))]] += 1
         return self._generations[slots]
 
-    def settle(
-        self, scheduled: Scheduled, generations: IntArray, positions: IntArray, reported: ReportedTokens
-    ) -> None:
+    def settle(self, scheduled: Scheduled, generations: IntArray, reported: ReportedTokens) -> None:
         """Apply the results of an advanced step. All earlier steps must be settled.
 
-        positions: [R], of the sampled tokens in their sequences.
+        scheduled: with the drafts that were made.
         """
-        slots = scheduled.sampling_slots
+        rows, slots = scheduled.rows, scheduled.sampling_slots
         same_sequence = (self._generations[slots] == generations) & self.admitted[slots]
+        slots, ahead = rows.slots, np.zeros_like(rows.slots) if rows.ahead is None else rows.ahead
+        same_sequence = same_sequence[(ahead == 0).cumsum() - 1]
         samples = scheduled.takes_token(np.ones(len(slots), np.bool_))
-        failed = reported.errors != 0
-        self.num_tokens[slots[same_sequence & samples & (failed | reported.idle)]] -= 1
-        self.num_computed_tokens[slots[same_sequence & reported.idle]] -= 1
+        failed, idle = (reported.errors != 0) & (ahead == 0), reported.idle
+        self.num_tokens[slots[same_sequence & samples & (failed | idle)]] -= 1
+        self.num_computed_tokens[slots[same_sequence & idle]] -= 1
         self.stopped[slots[same_sequence & failed]] = True
-        received = same_sequence & samples & ~failed & ~reported.idle
-        slots, token_ids, positions = slots[received], reported.token_ids[received], positions[received]
+        received = same_sequence & samples & (reported.errors == 0) & ~idle
+        for index in range(int(ahead.max(initial=0)) + 1):
+            these = np.flatnonzero(received & (ahead == index))
+            if index:
+                self.num_tokens[slots[these]] += 1
+                self.num_computed_tokens[slots[these]] += 1
+            self._receive(slots[these], reported.token_ids[these], reported.positions[these])
+
+    def _receive(self, slots: IntArray, token_ids: IntArray, positions: IntArray) -> None:
+        """Write a token [n] of each of n slots, no slot twice, which are counted already."""
         self.token_ids[slots, positions] = token_ids
         self.sampling.add_tokens(slots, token_ids)
         self.stopped[slots[self.ends(slots, token_ids, positions)]] = True

@@ -77,6 +77,20 @@ class Scheduled:
         slots = self.slots[self.samples]
         return slots if self.num_drafts is None else slots.repeat(1 + self.num_drafts[self.samples])
 
+    @property
+    def logits_rows(self) -> IntArray:
+        """[L] indices into the step's T tokens of those with logits: a sampling slot's last token, and its drafts."""
+        last: IntArray = self.num_tokens.cumsum()[self.samples] - 1
+        if self.num_drafts is None:
+            return last
+        num_drafts = self.num_drafts[self.samples]
+        return spans(last - num_drafts, 1 + num_drafts)[1]
+
+    @property
+    def has_forks(self) -> bool:
+        """Whether a slot may read another's logits."""
+        return (self.sources if self.drafted is None else self.drafted.sources) is not None
+
     def takes_token(self, valid: BoolArray) -> BoolArray:
         """As `SampledRows.takes_token`."""
         return self.rows.takes_token(valid)

@@ -14,8 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.gpu.kernels.slots.commit import IDLE, commit_step
+from executor_svc.gpu.kernels.slots.draft_layout import lay_out_drafts
+from executor_svc.gpu.kernels.slots.ngram_drafts import draft_ngrams
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepBuffers, StepInputs, StepSizes
 from executor_svc.gpu.kernels.slots.step_inputs import build_step
@@ -29,32 +32,56 @@ STAGING_WORDS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class NgramLengths:
+    """The lengths of matches from which the device makes drafts, in tokens."""
+
+    shortest: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
 class CommittedTokens:
-    """The sampled tokens of a step's R rows, those of Scheduled.sampling_slots."""
+    """The sampled tokens of a step's Q rows: for each of Scheduled.sampling_slots one, and one after each draft."""
 
     token_ids: IntArray
-    """[R]; -1: no token."""
+    """[Q]; -1: no token."""
     errors: IntArray
-    """[R]: 0, SlotError, or IDLE for a slot that had stopped before the step, or whose source had."""
+    """[Q]: 0, SlotError, or -1: for a slot's first row IDLE, as it or its source had stopped before the step; for a row
+    behind a draft NOT_ACCEPTED."""
     positions: IntArray
-    """[R]: positions of the sampled tokens; 0 for idle slots."""
+    """[Q]: positions of the sampled tokens; 0 for rows with error -1."""
+    ahead: IntArray
+    """[Q]: number of the slot's drafts before each row."""
 
     @property
-    def idle(self) -> NDArray[np.bool_]:
-        """[R]: whether the row is idle: without token and error."""
-        result: NDArray[np.bool_] = self.errors == IDLE
+    def idle(self) -> BoolArray:
+        """[Q]: whether the row is idle: without token and error."""
+        result: BoolArray = (self.errors == IDLE) & (self.ahead == 0)
+        return result
+
+    @property
+    def owners(self) -> IntArray:
+        """[Q]: index of the row's slot among the sampling slots."""
+        result: IntArray = (self.ahead == 0).cumsum() - 1
+        return result
+
+    @property
+    def num_drafts(self) -> IntArray:
+        """[R]: drafts of each sampling slot."""
+        result: IntArray = np.diff(np.flatnonzero(self.ahead == 0), append=len(self.ahead)) - 1
         return result
 
     def of_rows(self, kept: BoolArray) -> CommittedTokens:
-        """Return the tokens of some rows; kept: [R]."""
-        return CommittedTokens(self.token_ids[kept], self.errors[kept], self.positions[kept])
+        """Return the tokens of some rows; kept: [Q], the same for all rows of a slot."""
+        return CommittedTokens(self.token_ids[kept], self.errors[kept], self.positions[kept], self.ahead[kept])
 
 
 class PendingTokens:
     """Sampled tokens that are being copied to the host."""
 
-    def __init__(self, fetched: Fetched, padded_rows: int, num_rows: int) -> None:
-        self._fetched, self._padded_rows, self._num_rows = fetched, padded_rows, num_rows
+    def __init__(self, fetched: Fetched, sizes: StepSizes, num_rows: int) -> None:
+        """sizes: of the step; num_rows: without padding."""
+        self._fetched, self._sizes, self._num_rows = fetched, sizes, num_rows
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -62,8 +89,36 @@ class PendingTokens:
 
     def wait(self) -> CommittedTokens:
         """Wait for the step. Raises any error of the device."""
-        columns = self._fetched.wait().reshape(3, self._padded_rows)[:, : self._num_rows].astype(np.int64)
-        return CommittedTokens(*columns)
+        words = self._fetched.wait().astype(np.int64)
+        rounds, padded_rows = 1 + self._sizes.num_drafts, self._sizes.num_rows
+        by_round, drafts = np.split(words, [3 * rounds * padded_rows])
+        by_round = by_round.reshape(rounds, 3, padded_rows)[:, :, : self._num_rows]
+        if rounds == 1:
+            token_ids, errors, positions = by_round[0]
+            return CommittedTokens(token_ids, errors, positions, np.zeros(self._num_rows, np.int64))
+        counts = 1 + drafts[: self._num_rows]
+        owner, ahead = spans(np.zeros_like(counts), counts)
+        token_ids, errors, positions = by_round[ahead, :, owner].T
+        return CommittedTokens(token_ids, errors, positions, ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A decode whose words are on the device."""
+
+    slots: IntArray
+    num_drafts: IntArray | None
+    sizes: StepSizes
+    most_drafts: int
+
+    def is_same(self, other: _Staged | None) -> bool:
+        """Return whether another decode has the same words."""
+        if other is None or (self.sizes, self.most_drafts) != (other.sizes, other.most_drafts):
+            return False
+        if not np.array_equal(self.slots, other.slots):
+            return False
+        mine, others = self.num_drafts, other.num_drafts
+        return mine is others or (mine is not None and others is not None and np.array_equal(mine, others))
 
 
 class DeviceSlots:
@@ -76,17 +131,19 @@ class DeviceSlots:
         most: StepSizes | None = None,
         staging_words: int = STAGING_WORDS,
         extra_words: int = 0,
+        ngrams: NgramLengths | None = None,
     ) -> None:
         """Allocate slots for steps of at most `most` padded sizes, by default the limits.
 
-        extra_words: words of `extra`, for other state by slot, written with `write`. Raises ValueError for a staging
-        buffer that is too small, and for too many slots.
+        extra_words: words of `extra`, for other state by slot, written with `write`. ngrams: of the drafts that steps
+        make; None: drafts are given, with `put_drafts`. Raises ValueError for a staging buffer that is too small, and
+        for too many slots.
         """
         if most is None:
-            most = StepSizes(
-                limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_num_seqs, limits.max_num_seqs
-            )
+            seqs = limits.max_num_seqs
+            most = StepSizes(limits.max_num_batched_tokens, seqs, seqs, seqs, limits.max_drafts)
         self.limits = limits
+        self._ngrams = ngrams
         list_words = ChangeLog.list_words(limits.num_slots)
         self.state = SlotState.empty(
             limits.num_slots,
@@ -103,10 +160,10 @@ class DeviceSlots:
         if staging_words < least:
             raise ValueError(f"staging_words must be at least {least} for such steps, is {staging_words}")
         self._upload = Upload(staging_words, device)
-        self._download = Download(3 * most.num_rows, device)
+        self._download = Download(most.num_results, device)
         self._changes = Changes()
-        self._log = ChangeLog(self.state, admitted)
-        self._staged: tuple[IntArray, StepSizes] | None = None
+        self._log = ChangeLog(limits, self.state, admitted)
+        self._staged: _Staged | None = None
 
     def inputs(self, sizes: StepSizes) -> StepInputs:
         """Return views of the step tensors for these sizes: the same memory each time."""
@@ -135,29 +192,44 @@ class DeviceSlots:
             raise ValueError(f"target {list(target.shape)} is not contiguous or too small for {len(values)} words")
         self._changes.write(int(target.storage_offset()), values)
 
+    def put_drafts(self, slots: IntArray, counts: IntArray, places: IntArray, token_ids: IntArray) -> None:
+        """Collect the drafts of the next step, which are made on the host, for all slots of its sequences.
+
+        slots, counts, places: [S], drafts of each slot, and number of its known tokens. token_ids: [counts.sum()],
+        joined in the order of slots.
+        """
+        if self._changes:
+            # The plan may have admitted these slots, without drafts: two launches.
+            self.flush()
+        self._changes.write_singles(int(self.state.num_drafts.storage_offset()) + slots, counts)
+        owner, at = spans(places, counts)
+        self._changes.write_singles(self._log.places_of_tokens(slots[owner], at), token_ids)
+
     def flush(self) -> None:
         """Send the collected changes, for a plan that computes nothing."""
         self._send(None, None)
 
     # ------------------------------------------------------------ a step
 
-    def build(self, scheduled: Scheduled, sizes: StepSizes) -> StepInputs:
+    def build(self, scheduled: Scheduled, sizes: StepSizes, most_drafts: int = 0) -> StepInputs:
         """Send the collected changes and the scheduled work, and enqueue the building of the step's tensors.
 
-        Raises ValueError if the step does not fit the sizes.
+        Arguments as of `stage`. Raises ValueError if the step does not fit the sizes.
         """
-        self.launch_build(sizes, self.stage(scheduled, sizes))
+        self.launch_build(sizes, self.stage(scheduled, sizes, most_drafts))
         return self.inputs(sizes)
 
-    def stage(self, scheduled: Scheduled, sizes: StepSizes) -> bool:
+    def stage(self, scheduled: Scheduled, sizes: StepSizes, most_drafts: int = 0) -> bool:
         """Send the collected changes and the scheduled work: the part of `build` that no CUDA graph can hold.
+
+        scheduled: with places for drafts, where slots may have some. most_drafts: of a slot, that the step makes.
 
         Sends nothing for decodes of the slots of the last step. Returns whether every sequence, padding too, has one
         token. Raises ValueError if the step does not fit the sizes.
         """
-        decodes = _is_decode(scheduled)
-        if decodes and self._is_staged(scheduled.slots, sizes):
-            return True
+        staged = _Staged(scheduled.slots, scheduled.num_drafts, sizes, most_drafts) if is_decode(scheduled) else None
+        if staged is not None and not self._changes and staged.is_same(self._staged):
+            return sizes.num_tokens == sizes.num_seqs
         _check_fits(scheduled, sizes)
         if len(scheduled.idle_slots):
             # Idle forks stop now, and this plan may have admitted them: two launches. Other idle slots had stopped
@@ -165,13 +237,19 @@ class DeviceSlots:
             self.flush()
             stopped = int(self.state.stopped.storage_offset()) + scheduled.idle_slots
             self._changes.write_singles(stopped, np.ones_like(scheduled.idle_slots))
-        self._send(scheduled, sizes)
-        self._staged = (scheduled.slots, sizes) if decodes and sizes.num_tokens == sizes.num_seqs else None
+        self._send(scheduled, sizes, most_drafts)
+        self._staged = staged
         return sizes.num_tokens == sizes.num_seqs and bool((scheduled.num_tokens == 1).all())
 
     def launch_build(self, sizes: StepSizes, one_each: bool) -> None:
         """Enqueue the building of the tensors of the last staged step; sizes and one_each must be of that step."""
-        build_step(self._upload.on_device, self.state, self.buffers, sizes, self.limits.block_size, one_each)
+        words = self._upload.on_device
+        if sizes.num_drafts:
+            if self._ngrams is not None:
+                draft_ngrams(words, self.state, sizes, self._ngrams.shortest, self._ngrams.longest)
+            lay_out_drafts(words, self.state, self.buffers, sizes)
+            words = self.buffers.words
+        build_step(words, self.state, self.buffers, sizes, self.limits.block_size, one_each)
 
     def commit(self, scheduled: Scheduled, sizes: StepSizes, tokens: Tensor, errors: Tensor) -> PendingTokens:
         """Enqueue the commit of sampled tokens to the slots, and the copy of the results to the host.
@@ -184,23 +262,16 @@ class DeviceSlots:
         self.launch_commit(sizes, tokens, errors)
         return self.fetch(scheduled, sizes)
 
-    def launch_commit(self, sizes: StepSizes, tokens: Tensor, errors: Tensor) -> None:
-        """Enqueue the commit of sampled tokens to the slots."""
-        commit_step(tokens, errors, self.state, self.buffers, sizes)
+    def launch_commit(self, sizes: StepSizes, tokens: Tensor, errors: Tensor, round: int = 0) -> None:
+        """Enqueue the commit of sampled tokens to the slots; with drafts for each round, as in `commit_step`."""
+        commit_step(tokens, errors, self.state, self.buffers, sizes, round)
 
     def fetch(self, scheduled: Scheduled, sizes: StepSizes) -> PendingTokens:
-        """Enqueue the copy of the last commit's results to the host, which no CUDA graph can hold."""
-        fetched = self._download.fetch(self.buffers.results[: 3 * sizes.num_rows])
-        return PendingTokens(fetched, sizes.num_rows, len(scheduled.sampling_slots))
+        """Enqueue the copy of the results of the last step to the host, which no CUDA graph can hold."""
+        fetched = self._download.fetch(self.buffers.results[: sizes.num_results])
+        return PendingTokens(fetched, sizes, len(scheduled.sampling_slots))
 
-    def _is_staged(self, slots: IntArray, sizes: StepSizes) -> bool:
-        """Return whether the last staged step is a decode of these slots, with no change since."""
-        if self._changes or self._staged is None:
-            return False
-        staged, staged_sizes = self._staged
-        return staged_sizes == sizes and np.array_equal(staged, slots)
-
-    def _send(self, scheduled: Scheduled | None, sizes: StepSizes | None) -> None:
+    def _send(self, scheduled: Scheduled | None, sizes: StepSizes | None, most_drafts: int = 0) -> None:
         """Send the changes in as many pieces as necessary, with the step's words at the beginning of the last one."""
         changes, self._changes = self._changes, Changes()
         step_words = 0 if sizes is None else sizes.num_words
@@ -211,7 +282,7 @@ class DeviceSlots:
             self._staged = None
             buffer = self._upload.take()
             if scheduled is not None and sizes is not None:
-                _write_step(buffer, scheduled, sizes)
+                _write_step(buffer, scheduled, sizes, most_drafts)
             self._send_piece(pieces[-1] if pieces else Changes(), buffer, step_words)
 
     def _send_piece(self, piece: Changes, buffer: Words, first: int) -> None:
@@ -223,26 +294,31 @@ class DeviceSlots:
         apply_updates(self._upload.on_device, counts, self.state)
 
 
-def _is_decode(scheduled: Scheduled) -> bool:
-    """Return whether each sequence computes one token and samples one from it, without any other work."""
+def is_decode(scheduled: Scheduled) -> bool:
+    """Return whether each sequence computes one token, drafts aside, and samples, and there is no other work."""
     num_rows = len(scheduled.sampling_slots)
-    others = len(scheduled.candidates) or len(scheduled.idle_slots) or scheduled.sources is not None
-    return not others and len(scheduled.slots) == num_rows == int(scheduled.num_tokens.sum())
+    others = len(scheduled.candidates) or len(scheduled.idle_slots) or scheduled.has_forks
+    num_tokens = int(scheduled.num_tokens.sum())
+    if scheduled.num_drafts is not None:
+        num_tokens -= int(scheduled.num_drafts.sum())
+    return not others and len(scheduled.slots) == num_rows == num_tokens
 
 
 def _check_fits(scheduled: Scheduled, sizes: StepSizes) -> None:
-    num_tokens, num_logits = int(scheduled.num_tokens.sum()), int(np.count_nonzero(scheduled.samples))
-    needed = StepSizes(num_tokens, len(scheduled.slots), num_logits, len(scheduled.sampling_slots))
+    num_tokens, num_logits = int(scheduled.num_tokens.sum()), len(scheduled.logits_slots)
+    num_drafts = 0 if scheduled.num_drafts is None else int(scheduled.num_drafts.max())
+    needed = StepSizes(num_tokens, len(scheduled.slots), num_logits, len(scheduled.sampling_slots), num_drafts)
     if not needed.within(sizes):
         raise ValueError(f"sizes: the step needs {needed}, is padded to {sizes}")
 
 
-def _write_step(buffer: Words, scheduled: Scheduled, sizes: StepSizes) -> None:
+def _write_step(buffer: Words, scheduled: Scheduled, sizes: StepSizes, most_drafts: int) -> None:
     """Write the words of a step to the beginning of the buffer, as `step_inputs.build_step` reads them."""
     seqs, rows = sizes.num_seqs, sizes.num_rows
     first_row = 2 * seqs + 1 + sizes.num_logits
+    end = first_row + 4 * rows
     slots, starts = buffer[:seqs], buffer[seqs : 2 * seqs + 1]
-    logits_rows, by_row = buffer[2 * seqs + 1 : first_row], buffer[first_row : sizes.num_words]
+    logits_rows, by_row = buffer[2 * seqs + 1 : first_row], buffer[first_row:end]
     num_seqs, num_rows = len(scheduled.slots), len(scheduled.sampling_slots)
     slots[:num_seqs], slots[num_seqs:] = scheduled.slots, -1
     starts[0] = 0
@@ -251,14 +327,15 @@ def _write_step(buffer: Words, scheduled: Scheduled, sizes: StepSizes) -> None:
         # One padded token for each padded sequence, so that attention writes its row too.
         padding = np.arange(1, seqs - num_seqs + 1) + starts[num_seqs]
         starts[num_seqs + 1 :] = np.minimum(padding, sizes.num_tokens)
-    ends = starts[1 : num_seqs + 1][scheduled.samples]
-    logits_rows[: len(ends)], logits_rows[len(ends) :] = ends - 1, 0
+    needed = scheduled.logits_rows
+    logits_rows[: len(needed)], logits_rows[len(needed) :] = needed, 0
     row_slots, source_slots, sources, waits = by_row.reshape(4, rows)
     by_row[: 2 * rows], by_row[2 * rows :] = -1, 0
     row_slots[:num_rows] = scheduled.sampling_slots
     if scheduled.sources is None:
         source_slots[:num_rows], sources[:num_rows] = scheduled.sampling_slots, np.arange(num_rows)
     else:
-        source_slots[:num_rows] = scheduled.slots[scheduled.samples][scheduled.sources]
+        source_slots[:num_rows] = scheduled.logits_slots[scheduled.sources]
         sources[:num_rows] = scheduled.sources
     waits[scheduled.candidates] = 1
+    buffer[end : sizes.num_words] = most_drafts

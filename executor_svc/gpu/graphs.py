@@ -17,6 +17,8 @@ from executor_svc.gpu.kernels.slots.slots import StepSizes
 _log = logging.getLogger(__name__)
 
 _DECODE_SEQS = (1, 2, 4, 8, *range(16, 257, 8), *range(272, 513, 16))
+_DRAFTS = (1, 3, 5, 8, 16, 32, 64)
+_DRAFTING_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _MIXED_SEQS = (16, 64, 256, 1024)
 _MAX_OPERATIONS = 4e12
@@ -30,6 +32,21 @@ def decode_sizes(max_seqs: int) -> list[StepSizes]:
     The last size holds max_seqs sequences, if that is at most 512.
     """
     return [StepSizes.decode(size) for size in sizes_up_to(_DECODE_SEQS, max_seqs)]
+
+
+def draft_sizes(max_rows: int, max_drafts: int) -> list[StepSizes]:
+    """Return the sizes of decode steps with drafts with a graph: with at most max_rows rows of logits.
+
+    For 1, 3, 5, 8, 16 and 32 drafts up to max_drafts, and for max_drafts: with any number between, a step takes the
+    next, and leaves the places that it does not need empty. Fewer numbers of sequences than without drafts, as there
+    would be a list for each number of drafts: each graph takes time at the start.
+    """
+    counts = sizes_up_to(_DRAFTS, max_drafts) if max_drafts else []
+    return [
+        StepSizes.decode(seqs, count)
+        for count in counts
+        for seqs in (sizes_up_to(_DRAFTING_SEQS, max_rows // (1 + count)) if max_rows > count else [])
+    ]
 
 
 def mixed_sizes(max_tokens: int, max_seqs: int, num_parameters: int) -> list[StepSizes]:

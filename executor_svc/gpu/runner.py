@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,15 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.gpu.device_slots import DeviceSlots
-from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer, Replayer, decode_sizes, mixed_sizes, smallest_fitting
+from executor_svc.gpu.graphs import (
+    CudaGraphs,
+    DirectReplayer,
+    Replayer,
+    decode_sizes,
+    draft_sizes,
+    mixed_sizes,
+    smallest_fitting,
+)
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.models.loading import LoadedModel
@@ -44,47 +53,69 @@ class GpuRunner:
         for plan in self._plans:
             plan.read_from(slots.buffers)
         self._decodes, self._mixed = [], []
+        self.drafted: list[StepSizes] = []
+        """Sizes of decodes with drafts that have a graph."""
         if captures:
             self._decodes = decode_sizes(limits.max_num_seqs)
+            self.drafted = draft_sizes(min(limits.max_num_seqs, self._most.num_tokens), limits.max_drafts)
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
-        self._whole, self._hidden = frozenset(self._decodes), frozenset(self._mixed)
+        self._whole, self._hidden = frozenset([*self._decodes, *self.drafted]), frozenset(self._mixed)
         """Replayed sizes: of whole steps, and of the computation of hidden states from existing inputs."""
-        graphs = captures and device.torch_device.type == "cuda"
-        make: type[CudaGraphs | DirectReplayer] = CudaGraphs if graphs else DirectReplayer
-        self._replayer: Replayer = make([*self._decodes, *self._mixed], self._run_fixed)
+        self._graphs = captures and device.torch_device.type == "cuda"
+        self._replayer = self.replayer([*self._decodes, *self.drafted, *self._mixed], self._run_fixed)
+
+    def results(self, sizes: StepSizes) -> tuple[Tensor, Tensor]:
+        """Return the logits [L, vocab] float32 of a step of these sizes, and the most likely token of each row.
+
+        The tokens are [L] int64, -1 for a row that cannot be sampled; both are the same memory each time.
+        """
+        return self._recorded.sampled_logits[: sizes.num_logits], self._recorded.best[: sizes.num_logits]
+
+    def replayer(self, sizes: Sequence[StepSizes], step: Callable[[StepSizes], None]) -> Replayer:
+        """Return what enqueues a step, or a part of it, of one of these sizes: with CUDA graphs if there are any."""
+        make: type[CudaGraphs | DirectReplayer] = CudaGraphs if self._graphs and sizes else DirectReplayer
+        return make(sizes, step)
 
     def sizes_of(self, scheduled: Scheduled) -> StepSizes:
-        """Return the padded sizes of a step: the next sizes with a graph, or its own."""
+        """Return the padded sizes of a step: the next sizes with a graph, or its own.
+
+        Of decodes with drafts its own: graphs of `drafted` may have other places for drafts.
+        """
         counts = scheduled.num_tokens
         num_tokens, num_seqs, num_rows = int(counts.sum()), len(counts), len(scheduled.sampling_slots)
-        sizes = StepSizes(num_tokens, num_seqs, int(scheduled.samples.sum()), num_rows)
+        num_drafts = 0 if scheduled.num_drafts is None else int(scheduled.num_drafts.max())
+        sizes = StepSizes(num_tokens, num_seqs, len(scheduled.logits_slots), num_rows, num_drafts)
         if sizes == StepSizes.decode(num_seqs):
             return smallest_fitting(self._decodes, sizes) or sizes
         if num_tokens == num_seqs:
             return sizes
         found = smallest_fitting(self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
-        return sizes if found is None else replace(found, num_logits=sizes.num_logits, num_rows=num_rows)
+        if found is None:
+            return sizes
+        return replace(found, num_logits=sizes.num_logits, num_rows=num_rows, num_drafts=num_drafts)
 
     @torch.inference_mode()
-    def forward(self, scheduled: Scheduled, sizes: StepSizes, max_seq_len: int) -> tuple[Tensor, Tensor]:
-        """Enqueue a step: inputs, keys and values, hidden states, logits.
+    def forward(
+        self, scheduled: Scheduled, sizes: StepSizes, max_seq_len: int, most_drafts: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Enqueue a step: drafts, inputs, keys and values, hidden states, logits; returns its `results`.
 
-        max_seq_len: of its longest sequence, with this step's tokens. Returns its logits [L, vocab] float32 and the
-        most likely token of each row [L] int64, -1 for a row that cannot be sampled.
+        scheduled: with places for drafts, of which a slot has most_drafts at most. max_seq_len: of its longest
+        sequence, with this step's tokens.
         """
-        one_each = self._slots.stage(scheduled, sizes)
+        one_each = self._slots.stage(scheduled, sizes, most_drafts)
         if sizes in self._whole:
             self._replayer.replay(sizes)
         else:
             self._slots.launch_build(sizes, one_each)
-            hidden = replace(sizes, num_logits=0, num_rows=0)
+            hidden = StepSizes(sizes.num_tokens, sizes.num_seqs, 0, 0)
             # Graphs of hidden states capture attention with the tiles of prompts; decodes have other tiles.
             if hidden in self._hidden and not one_each:
                 self._replayer.replay(hidden)
             else:
                 self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len)
             self._recorded.run(0, sizes.num_logits)
-        return self._recorded.sampled_logits[: sizes.num_logits], self._recorded.best[: sizes.num_logits]
+        return self.results(sizes)
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
@@ -103,8 +134,8 @@ class GpuRunner:
         if not sizes.num_logits:
             self._run_hidden(sizes, sizes.num_tokens, longest)
             return
-        self._slots.launch_build(sizes, one_each=True)
-        self._run_hidden(sizes, 1, longest)
+        self._slots.launch_build(sizes, one_each=not sizes.num_drafts)
+        self._run_hidden(sizes, 1 + sizes.num_drafts, longest)
         self._recorded.run(0, sizes.num_logits)
 
     def _run_hidden(self, sizes: StepSizes, max_query_len: int, max_seq_len: int) -> None:

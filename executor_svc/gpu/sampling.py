@@ -11,6 +11,7 @@ from torch import Tensor
 
 from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.batch.step_result import RowLogprobs
+from executor_svc.gpu.device_slots import CommittedTokens
 from executor_svc.gpu.kernels.sampling.logits import take_best
 from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, row_logprobs
 from executor_svc.gpu.kernels.sampling.sampling import sample
@@ -18,7 +19,7 @@ from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace
 from executor_svc.gpu.kernels.sampling.state import field as place
 from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
 from executor_svc.gpu.sampling_state import SlotSamplingState
-from executor_svc.gpu.staging import Download, Fetched
+from executor_svc.gpu.staging import Download, Fetched, Words
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import Limits
 from executor_svc.plan.sampling import Need
@@ -55,6 +56,16 @@ class SamplingMetadata:
     """Number of best tokens requested for each of logprob_rows."""
 
     @classmethod
+    def greedy(cls) -> SamplingMetadata:
+        """Return the requirements of slots that take their most likely tokens."""
+        return cls(_no_rows())
+
+    @classmethod
+    def of_draws(cls) -> SamplingMetadata:
+        """Return the requirements that hold for any slots without edits, floors and logprobs."""
+        return cls(_no_rows(), drawn=True, filtered=True)
+
+    @classmethod
     def of_slots(
         cls, slots: IntArray, sampling: SlotSampling, lists_on_host: BoolArray, vocab: int
     ) -> SamplingMetadata:
@@ -80,25 +91,54 @@ class SamplingMetadata:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Buffers for the logprobs of a step, in which each round of sampling has its rows."""
+
+    buffers: DeviceLogprobs
+    num_rows: int
+    """R, of each round."""
+    most: int
+    """Padded number of best tokens of each row."""
+
+    @classmethod
+    def empty(cls, num_rows: int, rounds: int, most: int, device: torch.device) -> StepLogprobs:
+        """Return buffers for these rounds of num_rows rows."""
+        return cls(DeviceLogprobs.empty(rounds * padded(num_rows), most, device), num_rows, most)
+
+    def of_round(self, round: int) -> DeviceLogprobs:
+        """Return the rows of a round."""
+        return self.buffers.of_rows(round * padded(self.num_rows), self.num_rows)
+
+    def on_host(self, words: Words) -> DeviceLogprobs:
+        """Return a copy of all words as buffers of all rounds."""
+        return DeviceLogprobs.over(torch.from_numpy(words), len(self.buffers.chosen), self.most)
+
+
 class PendingLogprobs:
     """Logprobs that are being copied to the host."""
 
-    def __init__(self, fetched: Fetched, num_rows: int, most: int, metadata: SamplingMetadata) -> None:
-        """most: padded number of best tokens in the buffer for each of num_rows."""
-        self._fetched, self._num_rows, self._most, self._metadata = fetched, num_rows, most, metadata
+    def __init__(self, fetched: Fetched, logprobs: StepLogprobs, metadata: SamplingMetadata) -> None:
+        self._fetched, self._logprobs, self._metadata = fetched, logprobs, metadata
 
-    def wait(self, kept: BoolArray) -> RowLogprobs:
-        """Wait for the copy; return logprobs of the kept rows, numbered among the kept ones. kept: [R]."""
-        found = DeviceLogprobs.over(torch.from_numpy(self._fetched.wait()), self._num_rows, self._most)
-        is_kept = kept[self._metadata.logprob_rows]
-        rows = self._metadata.logprob_rows[is_kept]
+    def wait(self, committed: CommittedTokens) -> RowLogprobs:
+        """Wait for the copy; return the logprobs of rows that are not idle, numbered among these.
+
+        Of rows without a token they have no meaning.
+        """
+        found = self._logprobs.on_host(self._fetched.wait())
+        requests = np.full(len(self._metadata.slots), -1, np.int64)
+        requests[self._metadata.logprob_rows] = np.arange(len(self._metadata.logprob_rows))
+        owners, kept = committed.owners, ~committed.idle
+        rows = np.flatnonzero(kept & (requests[owners] >= 0))
+        there = committed.ahead[rows] * padded(self._logprobs.num_rows) + owners[rows]
         return RowLogprobs(
             rows=(np.cumsum(kept) - 1)[rows],
-            chosen=found.chosen.numpy()[rows],
-            ranks=found.ranks.numpy()[rows].astype(np.int64),
-            num_top=self._metadata.num_top[is_kept],
-            top_ids=found.top_ids.numpy()[rows].astype(np.int64),
-            top=found.top.numpy()[rows],
+            chosen=found.chosen.numpy()[there],
+            ranks=found.ranks.numpy()[there].astype(np.int64),
+            num_top=self._metadata.num_top[requests[owners[rows]]],
+            top_ids=found.top_ids.numpy()[there].astype(np.int64),
+            top=found.top.numpy()[there],
         )
 
 
@@ -113,7 +153,8 @@ class GpuSampler:
         self._tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._errors = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
         self._num_logprobs = records[:, place("num_logprobs")]
-        self._download = Download(DeviceLogprobs.num_words(limits.max_num_seqs, _LIKELY_TOP), device)
+        likely_rows = limits.max_num_seqs + padded(1) * (1 + limits.max_drafts)
+        self._download = Download(DeviceLogprobs.num_words(likely_rows, _LIKELY_TOP), device)
 
     def rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Return the tensors that receive a step's tokens [R] int64 and errors [R] int32."""
@@ -130,20 +171,26 @@ class GpuSampler:
             edited=metadata.edited, drawn=metadata.drawn, filtered=metadata.filtered, floored=metadata.floored,
         )  # fmt: skip
 
-    def compute_logprobs(
-        self, logits: Tensor, inputs: StepInputs, metadata: SamplingMetadata
-    ) -> PendingLogprobs | None:
-        """Enqueue logprobs of the chosen tokens of rows of these logits, and their copy; None if none are requested."""
+    def new_logprobs(self, inputs: StepInputs, metadata: SamplingMetadata) -> StepLogprobs | None:
+        """Return buffers for the logprobs of a step; None if none are requested."""
         if not len(metadata.logprob_rows):
             return None
+        sizes, most = inputs.sizes, most_top(int(metadata.num_top.max()))
+        return StepLogprobs.empty(sizes.num_rows, 1 + sizes.num_drafts, most, self._tokens.device)
+
+    def compute_logprobs(
+        self, logits: Tensor, inputs: StepInputs, metadata: SamplingMetadata, out: DeviceLogprobs
+    ) -> None:
+        """Enqueue logprobs of the tokens that were chosen last, of rows of these logits."""
         tokens, _ = self.rows(inputs)
-        most = most_top(int(metadata.num_top.max()))
-        out = DeviceLogprobs.empty(len(tokens), most, tokens.device)
         row_logprobs(
             logits, inputs.rows, inputs.sources, tokens, self._num_logprobs, self.workspace, out,
             after_sampling=metadata.edited or metadata.drawn,
         )  # fmt: skip
-        return PendingLogprobs(self._download.fetch(out.words), len(tokens), most, metadata)
+
+    def fetch_logprobs(self, logprobs: StepLogprobs, metadata: SamplingMetadata) -> PendingLogprobs:
+        """Enqueue the copy of a step's logprobs to the host."""
+        return PendingLogprobs(self._download.fetch(logprobs.buffers.words), logprobs, metadata)
 
     def warm_up(self, inputs: StepInputs) -> None:
         """Compile all kernels that sampling may launch, so that no step waits for it; inputs: of one row."""
@@ -154,7 +201,9 @@ class GpuSampler:
         for drawn in (False, True):
             rows, num_top = np.zeros(1, np.int64), np.ones(1, np.int64)
             metadata = SamplingMetadata(no_slots, drawn=drawn, logprob_rows=rows, num_top=num_top)
-            self.compute_logprobs(logits, inputs, metadata)
+            logprobs = self.new_logprobs(inputs, metadata)
+            assert logprobs is not None
+            self.compute_logprobs(logits, inputs, metadata, logprobs.of_round(0))
         self.slots.count_taken(inputs)
 
 

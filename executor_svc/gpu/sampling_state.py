@@ -104,8 +104,8 @@ class SlotSamplingState:
             )
 
     def count_taken(self, inputs: StepInputs) -> None:
-        """Enqueue counting the tokens that a step's slots have accepted."""
-        add_tokens(self.state.counts, inputs.rows, inputs.taken, self.state.records)
+        """Enqueue counting the tokens that a step's slots have taken in its last commit."""
+        add_tokens(self.state.counts, inputs.row_slots, inputs.taken, self.state.records)
 
     def _admit(self, slot: int, sampling: SequenceSampling) -> None:
         lists = _lists(sampling)

@@ -8,10 +8,10 @@ import numpy as np
 from torch import Tensor
 
 from executor_svc.gpu.kernels.sampling.state import MAX_INT32
-from executor_svc.gpu.kernels.slots.slots import NUM_NUMBERS, SlotState, padded
+from executor_svc.gpu.kernels.slots.slots import DRAFTS_END, MAX_DRAFTS, MAX_LEN, NUM_NUMBERS, SlotState, padded
 from executor_svc.gpu.staging import Changes
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import AdmittedSequence, SlotColumns, StepPlan
+from executor_svc.plan.plan import AdmittedSequence, Limits, SlotColumns, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,21 @@ class Applied:
 
 
 class ChangeLog:
-    """Translates plans into changes of the state. Keeps block counts and words of stop ids on the host."""
+    """Translates plans into changes of the state. Keeps on the host what they depend on: block counts, limits of drafts
+    and words of stop ids."""
 
-    def __init__(self, state: SlotState, admitted: Tensor) -> None:
+    def __init__(self, limits: Limits, state: SlotState, admitted: Tensor) -> None:
         """admitted: `list_words` words of the state, for the list of a plan's admitted slots."""
         n = state.num_slots
+        self._limits = limits
         self._numbers = int(state.numbers.storage_offset()) + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
         self._token_ids = _Rows(int(state.token_ids.storage_offset()), state.token_ids.stride(0))
         self._tables = _Rows(int(state.block_tables.storage_offset()), state.block_tables.stride(0))
         self._stop_bits = _Rows(int(state.stop_bits.storage_offset()), state.stop_bits.stride(0))
         # The ends of block tables, for appended blocks, and the words of stop ids that an admission must clear.
         self._num_blocks = np.zeros(n, np.int64)
+        self._max_drafts = np.zeros(n, np.int64)
+        self._max_len = np.zeros(n, np.int64)
         self._stop_words = [np.zeros(0, np.int64)] * n
         self._admitted = admitted
 
@@ -49,13 +53,18 @@ class ChangeLog:
         if plan.admitted:
             self._admit(plan.admitted, changes)
         self._append_blocks(plan.appends, changes)
+        self._end_drafts(plan, changes)
         changes.give_tokens(plan.given.slots, plan.given.values)
         longest = max((len(sequence.token_ids) for sequence in plan.admitted), default=0)
         return Applied(self._admitted[: len(plan.admitted)], longest)
 
+    def places_of_tokens(self, slots: IntArray, positions: IntArray) -> IntArray:
+        """Return the places in the state of these slots' tokens at these positions, [n] each."""
+        return self._token_ids.place + slots * self._token_ids.stride + positions
+
     def _admit(self, sequences: tuple[AdmittedSequence, ...], changes: Changes) -> None:
         slots = np.array([sequence.slot for sequence in sequences], np.int64)
-        # In the order of the rows of `SlotState.numbers`, with all flags 0.
+        # In the order of the rows of `SlotState.numbers` before the last, with all flags 0.
         numbers = np.array(
             [
                 (
@@ -65,12 +74,16 @@ class ChangeLog:
                     0,
                     0,
                     min(sequence.sampling.min_tokens, MAX_INT32),
+                    sequence.max_drafts,
+                    (sequence.max_len or self._limits.max_model_len) if sequence.max_drafts else MAX_INT32,
+                    0,
                 )
                 for sequence in sequences
             ],
             np.int64,
         )
-        changes.write_singles((self._numbers + slots[:, None]).ravel(), numbers.ravel())
+        changes.write_singles((self._numbers[: DRAFTS_END.value] + slots[:, None]).ravel(), numbers.ravel())
+        self._max_drafts[slots], self._max_len[slots] = numbers[:, MAX_DRAFTS.value], numbers[:, MAX_LEN.value]
         changes.write(int(self._admitted.storage_offset()), slots)
         for sequence in sequences:
             slot = sequence.slot
@@ -99,6 +112,19 @@ class ChangeLog:
         places = self._num_blocks[slots] + np.arange(len(slots)) - np.repeat(first, counts)
         changes.write_singles(self._tables.place + slots * self._tables.stride + places, appends.values[order])
         self._num_blocks[slots[first]] += counts
+
+    def _end_drafts(self, plan: StepPlan, changes: Changes) -> None:
+        """Set the end of drafts of slots with new blocks, as `speculation.drafting` bounds them.
+
+        A slot that plans behind a step may not let grow in time keeps a place for one token of each of them.
+        """
+        admitted = np.array([sequence.slot for sequence in plan.admitted], np.int64)
+        slots = np.unique(np.concatenate((admitted, plan.appends.slots)))
+        slots = slots[self._max_drafts[slots] > 0]
+        if len(slots):
+            places, longest = self._num_blocks[slots] * self._limits.block_size, self._max_len[slots] - 1
+            ends = np.where(places >= longest, longest, places - (self._limits.max_inflight_plans - 1))
+            changes.write_singles(self._numbers[DRAFTS_END.value] + slots, ends)
 
 
 @dataclass(frozen=True, slots=True)

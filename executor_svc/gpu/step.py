@@ -2,7 +2,7 @@
 
 The host schedules with a mirror of the slots, which may be steps behind: a slot that has stopped in the meantime is
 padding on the device, and reported as idle. Beam candidates are chosen on the host, with the CPU's code: a step with
-candidates, forks or given tokens waits for all earlier steps.
+candidates, forks or given tokens waits for all earlier steps, and so does one with drafts from a source on the host.
 """
 
 from __future__ import annotations
@@ -11,30 +11,34 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
-from executor_svc.batch.prompt_rows import prompt_rows
+from executor_svc.batch.prompt_rows import PromptRows, prompt_rows
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import Computed, RowCandidates, SampledTokens, make_result
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
+from executor_svc.gpu.device_slots import CommittedTokens, DeviceSlots, PendingTokens
+from executor_svc.gpu.drafting import GpuDrafting, Layout, ngrams_of
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.prompt_logprobs import GpuPromptLogprobs, PendingPrompts
+from executor_svc.gpu.rounds import SamplingRounds
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, SamplingMetadata
 from executor_svc.gpu.sampling_state import SlotSamplingState
 from executor_svc.gpu.staging import sent
 from executor_svc.gpu.timing import StepClock
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sample_step import choose
+from executor_svc.speculation.drafts import DraftSource
 from executor_svc.worker.block_moves import move_blocks
 from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
 from executor_svc.worker.profiling import Spans
@@ -62,7 +66,10 @@ class GpuStep:
         generations: IntArray,
         clock: StepClock,
         timings: StepTimings,
+        most_drafts: int,
     ) -> None:
+        """scheduled: without drafts, of which a slot has most_drafts at most."""
+        self.most_drafts = most_drafts
         self._owner = owner
         self._plan = plan
         self._scheduled = scheduled
@@ -96,15 +103,18 @@ class GpuStep:
         self._result = make_result(self._plan.step_id, scheduled, computed, timings, digest)
 
     def _settle(self, slots: MirrorSlots, enqueued: _Enqueued) -> tuple[Scheduled, Computed]:
-        """Return the scheduled work without the slots that had stopped before, and its results."""
+        """Return the work with the drafts that were made, without slots that had stopped before, and its results."""
         committed = enqueued.tokens.wait()
-        idle, scheduled = committed.idle, self._scheduled
-        taken = ReportedTokens(committed.token_ids, np.where(idle, 0, committed.errors), idle)
-        slots.settle(scheduled, self._generations, committed.positions, taken)
-        logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(~idle)
+        idle, scheduled = committed.idle, _with_made_drafts(self._scheduled, committed)
+        errors = np.where(idle, 0, committed.errors)
+        taken = ReportedTokens(committed.token_ids, errors, idle, committed.positions)
+        slots.settle(scheduled, self._generations, taken)
+        logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(committed)
         prompts = () if enqueued.prompts is None else enqueued.prompts.wait()
         if idle.any():
-            scheduled, committed = _without_idle(scheduled, idle), committed.of_rows(~idle)
+            working = _without_idle(self._scheduled, idle[committed.ahead == 0])
+            committed = committed.of_rows(~idle)
+            scheduled = _with_made_drafts(working, committed)
         sampled = SampledTokens(committed.token_ids, committed.errors, logprobs, enqueued.candidates)
         device_ns, sample_ns = self._clock.between()
         return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns)
@@ -114,9 +124,19 @@ class GpuStepExecutor:
     """Implements `worker.Executor` on a GPU."""
 
     def __init__(
-        self, loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits, *, enforce_eager: bool = False
+        self,
+        loaded: LoadedModel,
+        device: Device,
+        pools: KVCache,
+        limits: Limits,
+        *,
+        enforce_eager: bool = False,
+        drafts: DraftSource | None = None,
     ) -> None:
-        """Allocate the slots, record the model, and capture its graphs, unless enforce_eager is set."""
+        """Allocate the slots, record the model, and capture its graphs, unless enforce_eager is set.
+
+        drafts: makes drafts, as in `GpuDrafting`.
+        """
         torch_device = device.torch_device
         self.limits = limits
         self.slots = MirrorSlots(limits)
@@ -124,13 +144,19 @@ class GpuStepExecutor:
         self._device = torch_device
         self._functions = device.functions
         self._span = Spans(torch_device.type == "cuda")
-        self._device_slots = DeviceSlots(limits, torch_device, extra_words=SlotSamplingState.extra_words(limits))
+        self._device_slots = DeviceSlots(
+            limits, torch_device, extra_words=SlotSamplingState.extra_words(limits), ngrams=ngrams_of(drafts)
+        )
         self._runner = GpuRunner(loaded, device, pools, limits, self._device_slots, captures=not enforce_eager)
         self._sampling = SlotSamplingState(limits, self._device_slots)
         self._sampler = GpuSampler(limits, self._sampling)
         self._prompts = GpuPromptLogprobs(
             self._runner.logits, self._sampler.workspace, self._device_slots.state.prompt_failed
         )
+        self._drafting = GpuDrafting(
+            self.slots, self._device_slots, drafts, self._runner.sizes_of, self._runner.drafted
+        )
+        self._rounds = SamplingRounds(self._runner, self._device_slots, self._sampling, self._sampler)
         self._pending: deque[GpuStep] = deque()
         self._metadata: SamplingMetadata | None = None
         pools.warm_up()
@@ -147,6 +173,7 @@ class GpuStepExecutor:
         self._pending.clear()
         self.slots.clear()
         self._sampling.clear()
+        self._drafting.clear()
 
     def is_out_of_memory(self, exc: Exception) -> bool:
         """As in `worker.Executor`."""
@@ -174,13 +201,14 @@ class GpuStepExecutor:
             scheduled = self.slots.schedule(plan)
         moves_ns = move_blocks(self._pools, plan)
         self._sampling.apply(plan, self._device_slots.apply(plan))
+        self._drafting.follow(plan)
         if plan.admitted:
             self._metadata = None
         clock = StepClock(self._device)
-        enqueued = self._compute(scheduled, clock)
+        enqueued, most_drafts = self._compute(plan, scheduled, clock)
         generations = self.slots.advance(scheduled)
         timings = StepTimings(started - received_ns, 0, 0, time.monotonic_ns() - started, moves_ns)
-        step = GpuStep(self, plan, scheduled, enqueued, generations, clock, timings)
+        step = GpuStep(self, plan, scheduled, enqueued, generations, clock, timings, most_drafts)
         self._pending.append(step)
         return step
 
@@ -195,7 +223,9 @@ class GpuStepExecutor:
     def _needs_settled_mirror(self, plan: StepPlan) -> bool:
         """Return whether the plan needs a mirror with all tokens."""
         on_host = self.slots.admitted & (self._sampling.lists_on_host | (self.slots.sampling["num_candidates"] > 0))
-        return bool(on_host.any()) or bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
+        if self._drafting.reads_tokens(plan) or bool(on_host.any()):
+            return True
+        return bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
 
     def _metadata_of(self, slots: IntArray) -> SamplingMetadata:
         """Return the sampling metadata of these slots.
@@ -208,43 +238,54 @@ class GpuStepExecutor:
             )
         return self._metadata
 
-    def _compute(self, scheduled: Scheduled, clock: StepClock) -> _Enqueued | None:
-        """Enqueue the scheduled work; return None if there is none."""
+    def _compute(self, plan: StepPlan, scheduled: Scheduled, clock: StepClock) -> tuple[_Enqueued | None, int]:
+        """Enqueue the scheduled work; return its pending results, None without work, and the most drafts of a slot."""
         if not len(scheduled.slots):
             self._device_slots.flush()
             self._sampling.count_admitted()
-            return None
+            return None, 0
         clock.mark()
-        sizes = self._runner.sizes_of(scheduled)
-        longest = int((self.slots.num_computed_tokens[scheduled.slots] + scheduled.num_tokens).max())
+        # Rows of prompts are found by their place in the step, which drafts before them would change.
+        prompts = prompt_rows(self.slots, scheduled)
+        on_host = self._sampling.lists_on_host | (self.slots.sampling["num_candidates"] > 0)
+        layout = self._drafting.lay_out(plan, scheduled, on_host, none=prompts is not None)
         with self._span("forward"):
-            logits, best = self._runner.forward(scheduled, sizes, longest)
+            logits, _ = self._runner.forward(
+                layout.scheduled, layout.sizes, self._longest(layout.scheduled), layout.most_drafts
+            )
         self._sampling.count_admitted()
         clock.mark()
         with self._span("sample"):
-            enqueued = self._sample(scheduled, sizes, logits, best)
+            enqueued = self._sample(scheduled, layout, prompts, logits)
         clock.mark()
-        return enqueued
+        return enqueued, layout.sizes.num_drafts
 
-    def _sample(self, scheduled: Scheduled, sizes: StepSizes, logits: Tensor, best: Tensor) -> _Enqueued:
-        """Enqueue sampling from a step's logits [L, vocab] and their most likely tokens [L]."""
+    def _longest(self, scheduled: Scheduled) -> int:
+        """Return an upper bound of a sequence's tokens after a step: drafts of steps in flight may each give one."""
+        ends = self.slots.num_computed_tokens[scheduled.slots] + scheduled.num_tokens
+        in_flight = sum(step.most_drafts for step in self._pending)
+        return min(int(ends.max()) + in_flight, self.limits.max_model_len)
+
+    def _sample(
+        self, scheduled: Scheduled, layout: Layout, wanted_prompts: PromptRows | None, logits: Tensor
+    ) -> _Enqueued:
+        """Enqueue sampling from a step's logits [L, vocab], and what the host gets."""
+        sizes = layout.sizes
         inputs, metadata = self._device_slots.inputs(sizes), self._metadata_of(scheduled.sampling_slots)
-        wanted_prompts = prompt_rows(self.slots, scheduled)
         # Logits of prompts have their own memory; those of sampling rows stay.
         prompts = None if wanted_prompts is None else self._prompts.compute(wanted_prompts)
-        self._sampler.choose(logits, best, inputs, metadata)
-        on_host = metadata.host_rows
-        candidates = self._choose_on_host(scheduled, on_host, inputs, logits) if len(on_host) else None
-        logprobs = self._sampler.compute_logprobs(logits, inputs, metadata)
-        pending = self._device_slots.commit(scheduled, sizes, *self._sampler.rows(inputs))
-        if metadata.counted:
-            self._sampling.count_taken(inputs)
-        return _Enqueued(pending, logprobs, prompts, candidates)
+        logprobs, on_host = self._sampler.new_logprobs(inputs, metadata), None
+        if len(metadata.host_rows):
+            on_host = partial(self._choose_on_host, layout.scheduled, metadata.host_rows, inputs, logits)
+        candidates = self._rounds.enqueue(sizes, metadata, logprobs, on_host)
+        pending = self._device_slots.fetch(scheduled, sizes)
+        fetched = None if logprobs is None else self._sampler.fetch_logprobs(logprobs, metadata)
+        return _Enqueued(pending, fetched, prompts, candidates)
 
     def _choose_on_host(
         self, scheduled: Scheduled, rows: IntArray, inputs: StepInputs, logits: Tensor
     ) -> RowCandidates | None:
-        """Choose tokens of these rows with the CPU's code, and overwrite the device's.
+        """Choose tokens of these sampling slots with the CPU's code, and overwrite the device's: they have no drafts.
 
         The mirror must have all tokens.
         """
@@ -255,6 +296,8 @@ class GpuStepExecutor:
             sampling_slots=scheduled.sampling_slots[rows],
             sources=sources,
             candidates=np.flatnonzero(np.isin(rows, scheduled.candidates)),
+            num_drafts=None,
+            drafted=None,
         )
         here = logits.index_select(0, sent(needed, self._device)).cpu()
         sampled = choose(here, argmax(here), self.slots, these, self._functions)
@@ -264,9 +307,22 @@ class GpuStepExecutor:
         return sampled.candidates
 
 
-def _without_idle(scheduled: Scheduled, idle: np.ndarray) -> Scheduled:
+def _without_idle(scheduled: Scheduled, idle: BoolArray) -> Scheduled:
     """Return the scheduled work with some sampling slots made idle; idle: [R]. It has neither forks nor candidates."""
-    slots = scheduled.sampling_slots
+    slots, samples = scheduled.sampling_slots, scheduled.samples.copy()
+    samples[samples] = ~idle
     return replace(
-        scheduled, sampling_slots=slots[~idle], idle_slots=np.sort(np.concatenate((scheduled.idle_slots, slots[idle])))
+        scheduled,
+        samples=samples,
+        sampling_slots=slots[~idle],
+        idle_slots=np.sort(np.concatenate((scheduled.idle_slots, slots[idle]))),
     )
+
+
+def _with_made_drafts(scheduled: Scheduled, committed: CommittedTokens) -> Scheduled:
+    """Return the scheduled work with the drafts that the step has checked."""
+    if not committed.ahead.any():
+        return scheduled
+    num_drafts = np.zeros(len(scheduled.slots), np.int64)
+    num_drafts[scheduled.samples] = committed.num_drafts
+    return scheduled.with_drafts(num_drafts)

@@ -88,6 +88,8 @@ def _each_kind(limits: Limits) -> Iterator[StepPlan]:
     # One token of a short sequence, and of one with split keys, in steps without logits: by no graph.
     for length in (_LENGTH, min(LEAST_KEYS + 2, limits.max_model_len)):
         yield _one_token(length, limits.block_size)
+        if limits.max_drafts:
+            yield _one_draft(length, limits.block_size)
 
 
 def _one_token(length: int, block_size: int) -> StepPlan:
@@ -99,4 +101,18 @@ def _one_token(length: int, block_size: int) -> StepPlan:
         released_slots=_FIRST,
         admitted=(replace(prompt, num_computed_tokens=length - 2),),
         scheduled=ScheduledTokens(_FIRST, np.ones(1, np.int64), np.zeros(1, np.bool_)),
+    )
+
+
+def _one_draft(length: int, block_size: int) -> StepPlan:
+    """Return a decode of a sequence of `length` tokens in the first slot, which was in use, with room for a draft."""
+    whole = _prompts(np.array([length]), SequenceSampling(), block_size)
+    (prompt,) = whole.admitted
+    return StepPlan(
+        1,
+        1,
+        released_slots=_FIRST,
+        admitted=(replace(prompt, num_computed_tokens=length - 1, max_drafts=1),),
+        decode_ready=True,
+        max_drafts=1,
     )

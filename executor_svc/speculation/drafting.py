@@ -43,7 +43,7 @@ class Drafting:
         """Return the step with drafts, whose tokens are written into the slots; before it is computed."""
         if self._source is None or not plan.max_drafts:
             return scheduled
-        most = self._room(plan, scheduled)
+        most = draft_room(self._slots, plan, scheduled)
         (allowed,) = most.nonzero()
         if not len(allowed):
             return scheduled
@@ -61,21 +61,6 @@ class Drafting:
         if self._source is not None and len(scheduled.slots):
             self._source.committed(self._slots, scheduled, starts)
 
-    def _room(self, plan: StepPlan, scheduled: Scheduled) -> IntArray:
-        """Return [S] how many drafts each slot of the step may have.
-
-        A slot that plans behind this one may not let grow in time keeps a place for one token of each of them.
-        """
-        slots, rows = self._slots, scheduled.slots
-        limits, known = slots.limits, slots.num_tokens[rows]
-        most = np.minimum(plan.max_drafts, slots.max_drafts[rows])
-        # Those listed by name compute prompts, or are tried alone.
-        most[np.isin(rows, plan.scheduled.slots) | np.isin(rows, plan.forks.values)] = 0
-        places, longest = slots.num_blocks[rows] * limits.block_size, slots.max_len[rows] - 1
-        places = np.where(places >= longest, longest, places - (limits.max_inflight_plans - 1))
-        room: IntArray = np.clip(places - known, 0, most)
-        return room
-
     def _within_limits(self, scheduled: Scheduled, drafts: Drafts) -> Drafts:
         """Return the first of these drafts, as many as the step's rows of logits and tokens allow."""
         limits = self._slots.limits
@@ -88,3 +73,19 @@ class Drafting:
             return drafts
         counts = np.clip(left - (ends - drafts.counts), 0, drafts.counts)
         return Drafts(counts, drafts.token_ids[: counts.sum()])
+
+
+def draft_room(slots: Slots, plan: StepPlan, scheduled: Scheduled) -> IntArray:
+    """Return [S] how many drafts each slot of the step may have.
+
+    A slot that plans behind this one may not let grow in time keeps a place for one token of each of them.
+    """
+    rows = scheduled.slots
+    limits, known = slots.limits, slots.num_tokens[rows]
+    most = np.minimum(plan.max_drafts, slots.max_drafts[rows])
+    # Those listed by name compute prompts, or are tried alone.
+    most[np.isin(rows, plan.scheduled.slots) | np.isin(rows, plan.forks.values)] = 0
+    places, longest = slots.num_blocks[rows] * limits.block_size, slots.max_len[rows] - 1
+    places = np.where(places >= longest, longest, places - (limits.max_inflight_plans - 1))
+    room: IntArray = np.clip(places - known, 0, most)
+    return room

@@ -33,8 +33,8 @@ class NgramSource:
         """
         if not 1 <= min_match <= max_match:
             raise ValueError(f"min_match {min_match} and max_match {max_match} must be 1 or more, in this order")
-        self._min_match = min_match
-        self._max_match = max_match
+        self.min_match = min_match
+        self.max_match = max_match
         self._max_indexed = max_indexed
         self._always = limits.max_drafts + 1
         self._max_tokens = limits.max_model_len + 1
@@ -102,6 +102,6 @@ class NgramSource:
     def _table(self, slot: int, num_tokens: int) -> NgramTable:
         table = self._tables[slot]
         if table is None or num_tokens > table.capacity:
-            table = NgramTable(self._min_match, self._max_match, num_tokens, self._max_tokens)
+            table = NgramTable(self.min_match, self.max_match, num_tokens, self._max_tokens)
             self._tables[slot] = table
         return table

@@ -44,12 +44,13 @@ def make_executor(
     enforce_eager: bool = False,
     inject: str | None = None,
     state_layers: Sequence[int] = (),
-    drafts: Callable[[Runner], DraftSource | None] = lambda _: None,
+    drafts: Callable[[Runner | None], DraftSource | None] = lambda _: None,
 ) -> Executor:
     """Return the executor of a model, for use by one thread.
 
     enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError. drafts:
-    returns the source of drafts for the model's runner, which keeps the states of state_layers; on the CPU only.
+    returns the source of drafts for the model's runner, which keeps the states of state_layers; on a GPU there is none,
+    and no source that needs one.
     """
     if inject is not None:
         if device.name != "cpu":
@@ -59,7 +60,7 @@ def make_executor(
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
-        return GpuStepExecutor(loaded, device, pools, limits, enforce_eager=enforce_eager)
+        return GpuStepExecutor(loaded, device, pools, limits, enforce_eager=enforce_eager, drafts=drafts(None))
     on_gpu = device.torch_device.type == "cuda"
     runner = make_runner(loaded, device, pools, limits, state_layers)
     return StepExecutor(runner, pools, limits, on_gpu, drafts(runner))

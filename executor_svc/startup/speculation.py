@@ -32,6 +32,8 @@ Draft = LoadedDraft[Decoder] | LoadedDraft[Head]
 
 _NEEDS = {"draft": "the draft model", "eagle3": "the head"}
 """What --speculative-model must name, by --speculative."""
+_WITHOUT_MODEL = ("off", "ngram", "suffix", "auto")
+"""Values of --speculative that need neither a model nor a head."""
 
 
 class SpeculationError(StartError):
@@ -44,10 +46,14 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
     Raises LoaderError for a model without a head in its checkpoint, before it takes minutes to load.
     """
     kind, model = config.speculative, config.speculative_model
-    if kind != "off" and device_name not in ("cpu", "simulated"):
-        raise SpeculationError(f"--speculative {kind} is not possible on a GPU so far: it needs --device cpu")
     if device_name == "simulated":
         return
+    if device_name != "cpu" and (kind not in _WITHOUT_MODEL or (kind == "auto" and model is not None)):
+        raise SpeculationError(
+            f"--speculative {kind}{' with --speculative-model' if kind == 'auto' else ''} is not possible on a GPU so "
+            "far: drafts of models and heads need --device cpu; on a GPU there are ngram, suffix, and auto without a "
+            "model"
+        )
     if kind in _NEEDS and model is None:
         raise SpeculationError(
             f"--speculative {kind} needs --speculative-model: the folder or hub id of {_NEEDS[kind]}"
@@ -81,13 +87,17 @@ def state_layers_of(draft: Draft | None) -> Sequence[int]:
 
 
 def make_draft_source(
-    config: ExecutorConfig, limits: Limits, draft: Draft | None, device: Device, pools: KVCache, target: Runner
+    config: ExecutorConfig, limits: Limits, draft: Draft | None, device: Device, pools: KVCache, target: Runner | None
 ) -> DraftSource | None:
     """Return the source of the options; None without speculative decoding.
 
-    draft: its layers are in `pools`. target: the target's runner, with `state_layers_of` the draft.
+    draft: its layers are in `pools`. target: the target's runner, with `state_layers_of` the draft; None: there is no
+    draft.
     """
-    model = None if draft is None else source_of(draft, limits, device, pools, target)
+    model = None
+    if draft is not None:
+        assert target is not None
+        model = source_of(draft, limits, device, pools, target)
     match config.speculative:
         case "off":
             return None

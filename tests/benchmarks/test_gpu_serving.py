@@ -154,3 +154,16 @@ def test_all_stages_run(tmp_path: Path) -> None:
     assert all(row["medians"] for row in rows)
     assert rows[3]["medians"]["steps"] > 10
     assert (tmp_path / "trace-tiny.json.gz").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_drafts_run_beside_none(tmp_path: Path) -> None:
+    assert part.run(parse(["serve", "--trial", "--drafts", "--out", str(tmp_path)])) == 0
+    rows = [json.loads(line) for line in (tmp_path / "gpu_serving.jsonl").read_text(encoding="utf-8").splitlines()]
+    counts = (1, 4, 16)
+    names = [f"{count} sequences, {kind}" for kind in ("off", "ngram", "drafts beside none") for count in counts]
+    assert [row["params"]["case"] for row in rows] == names
+    assert [row["params"]["speculative"] for row in rows[:6]] == ["off"] * 3 + ["ngram"] * 3
+    drafted = rows[3]["medians"]
+    assert 0 < drafted["acceptance"] <= 1
+    assert drafted["tokens_per_step"] > rows[0]["medians"]["tokens_per_step"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.plan import Limits, StepResult, StepStatus
+from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.build import make_executor
 from tests.executor_svc.driver import Model, spoil
 from tests.helpers.plans import plan
@@ -17,7 +20,15 @@ BLOCKS_PER_SLOT = 16
 class Stepper:
     """Steps of a model with a cache of its own, full of NaN at first; slot s may use the blocks of `blocks(s)`."""
 
-    def __init__(self, model: Model, num_slots: int = 8) -> None:
+    def __init__(
+        self,
+        model: Model,
+        num_slots: int = 8,
+        max_drafts: int = 0,
+        drafts: Callable[[Limits], DraftSource] | None = None,
+        **limits_of_test: int,
+    ) -> None:
+        """drafts: makes the source of drafts. limits_of_test: fields of Limits in place of the usual ones."""
         options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
         config = ExecutorConfig(**options)
         self.pools = pools = model.device.new_kv_cache(model.loaded.geometry, config)
@@ -34,8 +45,13 @@ class Stepper:
             num_device_blocks=pools.num_device_blocks,
             num_host_blocks=0,
             max_inflight_plans=1,
+            max_drafts=max_drafts,
         )
-        self.executor = make_executor(model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager)
+        limits = replace(limits, **limits_of_test)
+        self.executor = make_executor(
+            model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager,
+            drafts=lambda _: None if drafts is None else drafts(limits),
+        )  # fmt: skip
         self._step_id = 0
 
     @staticmethod

@@ -20,6 +20,7 @@ from benchmarks.gpu.common.shapes import write_config
 from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
 from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.part import measure
+from benchmarks.gpu.serving.drafts import serve_drafts
 from benchmarks.gpu.serving.load import equal_requests, make_requests, sample_of
 from benchmarks.gpu.serving.peer import MIN_PEER_S, serve_peer
 from benchmarks.gpu.serving.run import ROWS, Load, Run
@@ -46,6 +47,9 @@ def serve_shape(run: Run, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="cadenza-shape-") as folder:
         model, ours = write_config(run.shape, Path(folder)), Metrics()
         try:
+            if options.drafts:
+                serve_drafts(run, model, options.trial)
+                return
             ours = serve_all(run, model, options.trial, not options.no_peer)
         except BenchmarkError as error:
             run.add(Outcome(run.shape.name, "services", {"shape": run.shape.name}, error=one_line(error)))

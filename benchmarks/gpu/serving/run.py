@@ -45,6 +45,8 @@ class Run:
     ceilings: Ceilings = field(default_factory=Ceilings)
     fp8: bool = False
     """Weights and activations of linears in fp8, keys and values too."""
+    changed: dict[str, Any] = field(default_factory=dict)
+    """Options of the services that stages have in place of the usual ones."""
     found: list[tuple[Outcome, Goal | None]] = field(default_factory=list)
 
     def stage(
@@ -91,6 +93,7 @@ class Run:
             "max_model_len": -(-longest // 16) * 16,
             "max_num_seqs": MAX_NUM_SEQS if on_gpu else 8,
             "max_num_batched_tokens": MAX_BATCHED_TOKENS if on_gpu else 256,
+            **self.changed,
         }
 
     def limited(self, work: Any) -> Any:

@@ -52,7 +52,7 @@ def serve_all(run: Run, model: Path, trial: bool, with_peer: bool) -> Metrics:
 
 def _start(run: Run, model: Path, stack: contextlib.ExitStack, started: list[LocalServices]) -> Metrics:
     began = time.monotonic()
-    services = stack.enter_context(_services(run, model))
+    services = stack.enter_context(services_of(run, model))
     metrics = {"start_s": time.monotonic() - began}
     run.limited(generate_burst(services.target, run.load.warm_up))
     started.append(services)
@@ -60,7 +60,7 @@ def _start(run: Run, model: Path, stack: contextlib.ExitStack, started: list[Loc
 
 
 @contextlib.contextmanager
-def _services(run: Run, model: Path) -> Iterator[LocalServices]:
+def services_of(run: Run, model: Path) -> Iterator[LocalServices]:
     """Both services on this shape; their logs go to a file."""
     with (
         (run.output.files / "services.log").open("a", encoding="utf-8") as log,

@@ -34,6 +34,8 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 512,
     "num_gpu_blocks": 64,
     "num_cpu_blocks": 4,
+    "speculative": "ngram",
+    "num_speculative_tokens": 3,
 }
 
 
@@ -74,11 +76,12 @@ def main(stub_folder: str, checkpoint: str) -> None:
         num_at_start = len(compiled)
         drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
         other = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)
-        first, second = sequence(0, [5] * 70, [3, 1], sampling=drawn), sequence(2, [7], [5], sampling=other)
+        first = sequence(0, [5] * 70, [3, 1], sampling=drawn, max_drafts=3)
+        second = sequence(2, [7], [5], sampling=other, max_drafts=3)
         steps: list[dict[str, Any]] = [
             {"admitted": (first,), "scheduled": scheduled((0, 60, False))},
             {"admitted": (second,), "scheduled": scheduled((0, 10, True), (2, 1, True))},
-            *({"decode_ready": True} for _ in range(3)),
+            *({"decode_ready": True, "max_drafts": most} for most in (0, 2, 3)),
         ]
         run(executor, steps)
     seen = {

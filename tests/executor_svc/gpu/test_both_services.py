@@ -31,16 +31,19 @@ REQUESTS = (
 )
 
 
-async def outputs(folder: Path, device: str) -> list[RequestOutput]:
+async def outputs(folder: Path, device: str, requests: Any = REQUESTS, **options: Any) -> list[RequestOutput]:
     """What the requests give, all there before the first step."""
-    gate = Gate()
+    gate, options = Gate(), LIMITS | options
     async with (
-        cadenza_services(folder, gate=gate, device=device, scheduler={"preemption": "swap"}, **LIMITS) as running,
+        cadenza_services(folder, gate=gate, device=device, scheduler={"preemption": "swap"}, **options) as running,
         AsyncClient(running.target) as client,
     ):
-        prompts, params = zip(*REQUESTS, strict=True)
+        prompts, params = zip(*requests, strict=True)
         found = await gate.generate(client, prompts, params)
         await running.wait_until_free()
+        if "speculative" in options:
+            (executor,) = (await client.server_info()).executors
+            assert executor.num_accepted_drafts > 0
     return found
 
 
@@ -50,3 +53,26 @@ async def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     for one, other in zip(found, expected, strict=True):
         assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in other.outputs]
     assert sum(output.metrics.num_preemptions for output in found) > 0
+
+
+DRAFTED = (
+    ([3, 9, 27, 81] * 5, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=30)),
+    ([7] * 20, SamplingParams(temperature=0.4, seed=3, frequency_penalty=0.2, n=2, ignore_eos=True, max_tokens=14)),
+    (
+        [5, 6] * 4,
+        SamplingParams(temperature=0.3, seed=4, logprobs=2, stop_token_ids=list(range(0, 131, 9)), min_tokens=7),
+    ),
+    ([8, 1, 1], SamplingParams(temperature=0.0, beam_width=2, n=2, max_tokens=3)),
+)
+
+
+@pytest.mark.parametrize("speculative", ["ngram", "suffix"])
+async def test_drafts_change_no_token(tmp_path: Path, speculative: str) -> None:
+    """With few blocks: sequences with drafts are swapped out and come back, and some have no room for drafts."""
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
+    limits = {"max_num_seqs": 16, "num_gpu_blocks": 16}
+    expected = await outputs(folder, "cpu", DRAFTED, **limits)
+    found = await outputs(folder, "cuda", DRAFTED, speculative=speculative, num_speculative_tokens=3, **limits)
+    for one, other in zip(found, expected, strict=True):
+        assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in other.outputs]
+        assert [sample.finish_detail for sample in one.outputs] == [sample.finish_detail for sample in other.outputs]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor_svc.gpu.graphs import CudaGraphs, decode_sizes, mixed_sizes, smallest_fitting
+from executor_svc.gpu.graphs import CudaGraphs, decode_sizes, draft_sizes, mixed_sizes, smallest_fitting
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 
 
@@ -23,6 +23,29 @@ def test_decodes_reach_the_most_sequences(most: int, last: list[int]) -> None:
     assert sizes == [StepSizes.decode(count) for count in counts]
     assert counts == sorted(set(counts))
     assert counts[-len(last) :] == last
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_drafts", "counts", "last"),
+    [
+        (256, 5, [1, 3, 5], [(128, 1), (64, 3), (42, 5)]),
+        (256, 4, [1, 3, 4], [(128, 1), (64, 3), (51, 4)]),
+        (6, 5, [1, 3, 5], [(3, 1), (1, 3), (1, 5)]),
+        (4, 64, [1, 3], [(2, 1), (1, 3)]),
+        (1, 3, [], []),
+        (256, 0, [], []),
+    ],
+)
+def test_decodes_with_drafts_have_graphs_within_the_rows_of_logits(
+    max_rows: int, max_drafts: int, counts: list[int], last: list[tuple[int, int]]
+) -> None:
+    sizes = draft_sizes(max_rows, max_drafts)
+    assert sorted({each.num_drafts for each in sizes}) == counts
+    for each in sizes:
+        assert each == StepSizes.decode(each.num_seqs, each.num_drafts)
+        assert each.num_logits == each.num_tokens == each.num_seqs * (1 + each.num_drafts) <= max_rows
+    assert [(max(one.num_seqs for one in sizes if one.num_drafts == count), count) for count in counts] == last
+    assert len(set(sizes)) == len(sizes) < 40
 
 
 def test_mixed_steps_are_of_few_sequences_or_many() -> None:

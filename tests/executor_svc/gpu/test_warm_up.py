@@ -24,6 +24,7 @@ from executor_svc.plan.description import limits_of
 from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepStatus
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.startup.build import run_trial
+from executor_svc.startup.speculation import make_draft_source
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
@@ -109,7 +110,10 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Gp
     monkeypatch.setattr(gpu_runner, "DirectReplayer", CapturedReplayer)
     pools = model.device.new_kv_cache(model.loaded.geometry, config)
     limits = limits_of(config, model.loaded.geometry, pools)
-    executor = GpuStepExecutor(model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager)
+    drafts = make_draft_source(config, limits, None, model.device, pools, None)
+    executor = GpuStepExecutor(
+        model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager, drafts=drafts
+    )
     run_steps(executor)
     return executor
 
@@ -120,24 +124,28 @@ def run(executor: GpuStepExecutor, steps: Sequence[dict[str, Any]]) -> list[Step
     return results
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize(("enforce_eager", "num_drafts"), [(False, 0), (True, 0), (False, 2), (True, 2)])
 def test_no_step_waits_for_a_compiler(
-    enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+    enforce_eager: bool, num_drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
-    executor = started(folder, monkeypatch, enforce_eager=enforce_eager, max_num_batched_tokens=24)
+    options: dict[str, Any] = {"enforce_eager": enforce_eager, "max_num_batched_tokens": 24}
+    if num_drafts:
+        options |= {"speculative": "ngram", "num_speculative_tokens": num_drafts, "max_num_seqs": 6}
+    executor = started(folder, monkeypatch, **options)
     known = set(compiled)
     drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2, num_prompt_logprobs=0)
-    first = sequence(0, list(range(30)), [3, 1, 9, 4], sampling=drawn)
-    second = sequence(2, [7], [5, 6], sampling=SequenceSampling(min_tokens=3, stop_token_ids=ints(4)))
+    first = sequence(0, list(range(30)), [3, 1, 9, 4], sampling=drawn, max_drafts=num_drafts)
+    edited = SequenceSampling(min_tokens=3, stop_token_ids=ints(4))
+    second = sequence(2, [7], [5, 6], sampling=edited, max_drafts=num_drafts)
     run(
         executor,
         [
             {"admitted": (first,), "scheduled": scheduled((0, 21, False))},
             {"admitted": (second,), "scheduled": scheduled((0, 9, True), (2, 1, True))},
-            {"decode_ready": True, "appends": columns((0, 11))},
-            {"decode_ready": True, "held_slots": ints(0)},
-            {"released_slots": ints(2), "resumed_slots": ints(0), "decode_ready": True},
+            {"decode_ready": True, "appends": columns((0, 11)), "max_drafts": num_drafts},
+            {"decode_ready": True, "held_slots": ints(0), "max_drafts": num_drafts},
+            {"released_slots": ints(2), "resumed_slots": ints(0), "decode_ready": True, "max_drafts": num_drafts},
         ],
     )
     assert compiled == known
@@ -173,9 +181,16 @@ def test_kernels_of_long_decodes_are_compiled_without_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
-    started(folder, monkeypatch, enforce_eager=True, max_model_len=300)
+    options = {"dtype": "bfloat16", "max_model_len": 300, "max_num_seqs": 4, "num_gpu_blocks": 40}
+    executor = started(folder, monkeypatch, enforce_eager=True, speculative="ngram", **options)
     names = {str(name).rpartition(".")[2] for known in compiled for name in known[:2]}
     assert {"attention_kernel", "split_kernel", "unite_kernel"} <= names
+    known = set(compiled)
+    # Of two tokens of a sequence, split too.
+    long = sequence(0, [5] * 270, list(range(36)), computed=269, max_drafts=3)
+    (result,) = run(executor, [{"admitted": (long,), "decode_ready": True, "max_drafts": 3}])
+    assert result.num_drafts.tolist() == [3]
+    assert compiled == known
 
 
 def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> None:

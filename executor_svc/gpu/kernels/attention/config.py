@@ -17,6 +17,8 @@ BLOCK_SIZES = (8, 16, 32, 64)
 """Supported block sizes, powers of 2: arguments of a launch."""
 COPIED_BLOCK = 64
 """Block size for which a Hopper GPU's copy engine loads keys and values: every tile is within one block."""
+DRAFTS_ROWS = 32
+"""Rows of the tile for all tokens of a sequence and the query heads of a KV head: 6 tokens of 4 heads, 4 of 8."""
 DECODE_ROWS = 16
 """Minimum rows of tensor cores' products: decodes have tiles of this size for up to as many query heads per KV head."""
 
@@ -28,6 +30,8 @@ class Phase(StrEnum):
     """Any mixture of sequences: many query tokens in a tile."""
     DECODE = "decode"
     """Batches of one token per sequence."""
+    DRAFTS = "drafts"
+    """Batches of a few tokens per sequence, which fit a tile; 16-bit queries only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,15 @@ _HOPPER_DECODE = _DECODE | {("16", 128): AttentionConfig(DECODE_ROWS, 64, 4, 4)}
 _HOPPER_DECODE_BF16 = _HOPPER_DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 32, 2, 4)}
 """With a window or in float16 these tiles spill registers."""
 _HOPPER_DECODE_COPIED = _HOPPER_DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 64, 4, 3)}
+_DRAFTS = {
+    ("16", 64): AttentionConfig(DRAFTS_ROWS, 64, 8, 3),
+    ("16", 128): AttentionConfig(DRAFTS_ROWS, 64, 8, 3),
+    ("16", 256): AttentionConfig(DRAFTS_ROWS, 32, 8, 3),
+    ("fp8", 64): AttentionConfig(DRAFTS_ROWS, 64, 8, 3),
+    ("fp8", 128): AttentionConfig(DRAFTS_ROWS, 64, 8, 3),
+    ("fp8", 256): AttentionConfig(DRAFTS_ROWS, 32, 8, 3),
+}
+"""With 4 warps, most of them spill."""
 _HOPPER_WIDE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 64, 8, 2),
@@ -150,7 +163,9 @@ def attention_config(kind: AttentionKind, phase: Phase, arch: int) -> AttentionC
         raise ValueError("kv_layer must not be in float8_e4m3fn below compute capability 90")
     width = "32" if kind.dtype == torch.float32 else "fp8" if kind.scales else "16"
     copies = _may_copy(kind, phase, arch)
-    config = _table(kind, phase, arch, copies)[width, padded(kind.head_size)]
+    config = _table(kind, phase, arch, copies).get((width, padded(kind.head_size)))
+    if config is None:
+        raise ValueError(f"q must not be in {kind.dtype} for {phase.value}")
     if kind.group > config.rows:
         raise ValueError(f"q has {kind.group} query heads for each KV head, at most {config.rows} fit a tile")
     return replace(config, copies=copies)
@@ -163,6 +178,8 @@ def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
 
 
 def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mapping[tuple[str, int], AttentionConfig]:
+    if phase is Phase.DRAFTS:
+        return _DRAFTS
     if phase is Phase.DECODE and not kind.wide:
         if arch // 10 == 9 and not kind.softcap:
             spills = kind.window or kind.dtype != torch.bfloat16

@@ -10,7 +10,7 @@ from torch import Tensor
 from executor_svc.device.kernels import AttentionShape, KVScales
 from executor_svc.gpu.kernels.attention.attention import attention
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.split import scratch_floats, split_attention, wants_split
+from executor_svc.gpu.kernels.attention.split import scratch_floats, split_attention, split_tokens, wants_split
 from executor_svc.gpu.kernels.slots.slots import StepBuffers
 
 _SMALLEST_BLOCK = 8
@@ -96,7 +96,8 @@ class GpuAttentionPlan:
             None if scales is None else scales.k,
             None if scales is None else scales.v,
         )
-        if wants_split(seqs, shape.num_kv_heads, self._max_query_len, self._max_seq_len, self._num_sms):
+        lengths = self._max_query_len, self._max_seq_len
+        if wants_split(seqs, shape.num_kv_heads, *lengths, self._num_sms, split_tokens(call.kind)):
             split_attention(call, self._arch, self._scratch, self._num_sms)
         else:
             attention(call, self._arch)

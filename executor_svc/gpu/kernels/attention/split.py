@@ -1,20 +1,29 @@
 """Decode attention for few sequences: keys are split into segments, whose results a second kernel merges.
 
-As in Flash-Decoding (Dao et al., 2023). Segments depend on the sequence's length, the model and the GPU, not on the
-batch; the number of programs depends on the batch.
+As in Flash-Decoding (Dao et al., 2023); a sequence has one token, or as many as fit a tile, such as drafts. Segments
+depend on the sequence's length, the model and the GPU, not on the batch; the number of programs depends on the batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, AttentionConfig, Phase, padded
+from executor_svc.gpu.kernels.attention.config import (
+    COPIED_BLOCK,
+    DRAFTS_ROWS,
+    AttentionConfig,
+    AttentionKind,
+    Phase,
+    padded,
+)
 from executor_svc.gpu.kernels.attention.keys import attend
 from executor_svc.gpu.kernels.attention.tile import (
     as_multiplied,
@@ -40,16 +49,31 @@ def max_segments(num_kv_heads: int, num_sms: int) -> int:
     return min(MAX_SEGMENTS, _power_of_2(_PROGRAMS_PER_SM * num_sms // num_kv_heads))
 
 
-def wants_split(num_seqs: int, num_kv_heads: int, max_query_len: int, max_seq_len: int, num_sms: int) -> bool:
-    """Return whether to split a batch: decodes too few to fill a GPU, and long enough."""
-    fits = max_query_len == 1 and max_seq_len > LEAST_KEYS
-    return fits and num_seqs > 0 and _parts(num_seqs, num_kv_heads, num_sms) > 1
+def wants_split(
+    num_seqs: int, num_kv_heads: int, max_query_len: int, max_seq_len: int, num_sms: int, tile_tokens: int = 1
+) -> bool:
+    """Return whether to split a batch: decodes too few to fill a GPU, and long enough.
+
+    tile_tokens: tokens of a sequence that fit a tile, as of `split_tokens`.
+    """
+    fits = 1 <= max_query_len <= tile_tokens and max_seq_len > LEAST_KEYS and num_seqs > 0
+    has_scratch = num_seqs * max_query_len <= _max_tokens(num_kv_heads, num_sms)
+    return fits and has_scratch and _parts(num_seqs, num_kv_heads, num_sms) > 1
+
+
+def split_tokens(kind: AttentionKind) -> int:
+    """Return the most tokens of a sequence in a batch that is split."""
+    return 1 if kind.dtype == torch.float32 else max(1, DRAFTS_ROWS // kind.group)
 
 
 def scratch_floats(num_heads: int, num_kv_heads: int, head_size: int, num_sms: int) -> int:
     """Return the floats of scratch memory that any batch with `wants_split` needs at most."""
-    max_seqs = _PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
-    return max_seqs * num_heads * max_segments(num_kv_heads, num_sms) * (head_size + 2)
+    return _max_tokens(num_kv_heads, num_sms) * num_heads * max_segments(num_kv_heads, num_sms) * (head_size + 2)
+
+
+def _max_tokens(num_kv_heads: int, num_sms: int) -> int:
+    """Return the most tokens of a batch that is split: as many as sequences of one token, in the same memory."""
+    return _PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
 
 
 def _parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
@@ -64,9 +88,14 @@ def _power_of_2(number: int) -> int:
 
 
 @triton.jit
-def segments_of(length, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return first key tile, tiles of a segment, and segments of a sequence; one segment without tiles if empty."""
-    begin = first_seen(length - 1, window, HAS_WINDOW) // TILE
+def segments_of(
+    length, position, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Return first key tile, tiles of a segment, and segments of a sequence; one segment without tiles if empty.
+
+    position: of the sequence's first token in the batch.
+    """
+    begin = first_seen(position, window, HAS_WINDOW) // TILE
     tiles = tl.cdiv(length, TILE) - begin
     size = tl.maximum(tl.cdiv(tiles, segments), LEAST_TILES)
     return begin, size, tl.maximum(tl.cdiv(tiles, size), 1)
@@ -81,6 +110,7 @@ def segments_of(length, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.co
         "block_bits",
         "parts",
         "segments",
+        "max_tokens",
         "window",
     ],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale"],
@@ -104,6 +134,7 @@ def split_kernel(
     block_bits,
     parts,
     segments,
+    max_tokens,
     scale,
     softcap,
     window,
@@ -117,11 +148,12 @@ def split_kernel(
     HAS_SCALES: tl.constexpr,
     COPIES: tl.constexpr,
     STAGES: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Process every parts-th segment of one sequence's KV head.
 
-    Writes weighted values to sums [S, H, segments, D], and maximum and sum of the weights to stats [S, H, segments, 2].
-    A sequence of one segment is finished here.
+    Writes weighted values to sums [S, KVH, max_tokens, H / KVH, segments, D], and maximum and sum of the weights to
+    stats [the same, 2]. A sequence of one segment is finished here. Without MANY max_tokens is 1.
     """
     program = tl.program_id(0)
     head = program % num_kv_heads
@@ -130,13 +162,22 @@ def split_kernel(
     length = tl.load(seq_lens + sequence)
     start = tl.load(query_start_loc + sequence)
     num_tokens = tl.load(query_start_loc + sequence + 1) - start
-    begin, size, count = segments_of(length, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
+    rows = tl.arange(0, ROWS)
+    if MANY:
+        token = rows // group
+        num_rows = num_tokens * group
+        position = length - num_tokens
+        records = max_tokens * group
+    else:
+        token = tl.zeros([ROWS], tl.int32)
+        num_rows = group
+        position = length - 1
+        records = group
+    begin, size, count = segments_of(length, position, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
     if (part >= count) | (num_tokens == 0):
         return
-    rows = tl.arange(0, ROWS)
-    token = tl.zeros([ROWS], tl.int32)
-    there = rows_and_columns(rows < group, HEAD_SIZE, PADDED)
-    low = first_seen(length - 1, window, HAS_WINDOW)
+    there = rows_and_columns(rows < num_rows, HEAD_SIZE, PADDED)
+    low = first_seen(position, window, HAS_WINDOW)
     for segment in range(part, count, parts):
         # Loaded again for each segment: kept values would need registers.
         q_places = query_places(q, rows, token, head, start, q_stride, group, HEAD_SIZE, PADDED)
@@ -148,13 +189,13 @@ def split_kernel(
             cache,
             head,
             block_tables + sequence.to(tl.int64) * table_stride,
-            length - 1 + token,
+            position + token,
             first,
             tl.minimum(first + size, tl.cdiv(length, TILE)),
             low,
             length,
-            tl.cdiv(low, TILE),
-            length // TILE,
+            tl.cdiv(first_seen(length - 1, window, HAS_WINDOW), TILE),
+            (position + 1) // TILE,
             num_kv_heads,
             block_size,
             block_bits,
@@ -176,16 +217,16 @@ def split_kernel(
             result = divided(acc, total, head, v_scale, HAS_SCALES)
             tl.store(places, result.to(out.dtype.element_ty), mask=there)
         else:
-            record = (sequence * num_kv_heads + head).to(tl.int64) * group * segments + segment
+            record = (sequence * num_kv_heads + head).to(tl.int64) * records * segments + segment
             within = rows * segments
             columns = tl.arange(0, PADDED)
             tl.store(sums + record * HEAD_SIZE + ((within * HEAD_SIZE)[:, None] + columns[None, :]), acc, mask=there)
-            tl.store(stats + record * 2 + within * 2, greatest, mask=rows < group)
-            tl.store(stats + record * 2 + within * 2 + 1, total, mask=rows < group)
+            tl.store(stats + record * 2 + within * 2, greatest, mask=rows < num_rows)
+            tl.store(stats + record * 2 + within * 2 + 1, total, mask=rows < num_rows)
 
 
 @triton.jit(
-    do_not_specialize=["num_heads", "group", "segments", "window"],
+    do_not_specialize=["num_heads", "group", "segments", "max_tokens", "window"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "v_scale"],
 )
 def unite_kernel(
@@ -198,6 +239,7 @@ def unite_kernel(
     num_heads,
     group,
     segments,
+    max_tokens,
     window,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -206,18 +248,30 @@ def unite_kernel(
     MOST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    MANY: tl.constexpr,
 ):
-    """Merge the segments of one sequence's query head, always in the same order, if there are several."""
+    """Merge the segments of one token's query head, always in the same order, if there are several."""
     program = tl.program_id(0)
-    sequence = program // num_heads
     head = program % num_heads
+    if MANY:
+        token = program // num_heads % max_tokens
+        sequence = program // (num_heads * max_tokens)
+    else:
+        token = 0
+        sequence = program // num_heads
     length = tl.load(seq_lens + sequence)
     start = tl.load(query_start_loc + sequence)
     num_tokens = tl.load(query_start_loc + sequence + 1) - start
-    _, _, count = segments_of(length, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
-    if (count == 1) | (num_tokens == 0):
+    if MANY:
+        position = length - num_tokens
+        first_row = (sequence * (num_heads // group) + head // group) * max_tokens * group
+        record = (first_row + token * group + head % group).to(tl.int64) * segments
+    else:
+        position = length - 1
+        record = program.to(tl.int64) * segments
+    _, _, count = segments_of(length, position, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
+    if (count == 1) | (token >= num_tokens):
         return
-    record = program.to(tl.int64) * segments
     every = tl.arange(0, MOST)
     greatest = tl.load(stats + (record + every) * 2, mask=every < count, other=float("-inf"))
     highest = tl.max(greatest, 0)
@@ -235,25 +289,27 @@ def unite_kernel(
     result = acc / total
     if HAS_SCALES:
         result *= tl.load(v_scale + head // group)
-    places = out + (start.to(tl.int64) * num_heads + head) * HEAD_SIZE + columns
+    places = out + ((start + token).to(tl.int64) * num_heads + head) * HEAD_SIZE + columns
     tl.store(places, result.to(out.dtype.element_ty), mask=columns < HEAD_SIZE)
 
 
 def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: int) -> None:
-    """Write `call.out` for a batch of at most one token per sequence, on a GPU of this capability and number of SMs.
+    """Write `call.out` for a batch of few tokens per sequence, on a GPU of this capability and number of SMs.
 
     scratch: `scratch_floats` float32 numbers, in use only until the next kernel of the stream. Raises ValueError.
     """
     call.check()
-    if call.max_query_len != 1:
-        raise ValueError("max_query_len must be 1 for attention to be split")
+    most = split_tokens(call.kind)
+    if call.max_query_len > most:
+        raise ValueError(f"max_query_len must be at most {most} for attention to be split")
     segments = max_segments(call.num_kv_heads, num_sms)
-    records = call.num_seqs * call.num_heads * segments
+    records = call.num_seqs * call.max_query_len * call.num_heads * segments
     if scratch.numel() < records * (call.head_size + 2) or scratch.dtype.itemsize != 4 or not scratch.is_contiguous():
         raise ValueError(f"scratch must be contiguous, of at least {records * (call.head_size + 2)} float32")
     if not call.num_seqs:
         return
-    config = call.config(Phase.DECODE, arch)
+    many = call.max_query_len > 1
+    config = call.config(Phase.DRAFTS if many else Phase.DECODE, arch)
     sums, stats = scratch, scratch[records * call.head_size :]
     parts = _parts(call.num_seqs, call.num_kv_heads, num_sms)
     scale, softcap = call.factors()
@@ -276,21 +332,24 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
         call.block_bits,
         parts,
         segments,
+        call.max_query_len,
         scale,
         softcap,
         call.window or 0,
-        **_split_constants(config),
+        **_split_constants(config, many),
         **call.constants(config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
-    _unite(call, config, sums, stats, segments)
+    _unite(call, config, sums, stats, segments, many)
 
 
-def _unite(call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Tensor, segments: int) -> None:
+def _unite(
+    call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Tensor, segments: int, many: bool
+) -> None:
     """Enqueue the second kernel, over the results of the first."""
-    unite_kernel[(call.num_seqs * call.num_heads,)](
+    unite_kernel[(call.num_seqs * call.max_query_len * call.num_heads,)](
         call.query_start_loc,
         call.seq_lens,
         call.out,
@@ -300,31 +359,39 @@ def _unite(call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Te
         call.num_heads,
         call.group,
         segments,
+        call.max_query_len,
         call.window or 0,
         HEAD_SIZE=call.head_size,
         PADDED=padded(call.head_size),
         HAS_WINDOW=call.window is not None,
         HAS_SCALES=call.k_scale is not None,
-        **_unite_constants(config),
+        **_unite_constants(config, many),
         num_warps=_UNITE_WARPS,
         num_stages=1,
         enable_fp_fusion=True,
     )
 
 
-def _split_constants(config: AttentionConfig) -> dict[str, Any]:
-    return {"LEAST_TILES": LEAST_KEYS // config.tile}
+def _split_constants(config: AttentionConfig, many: bool) -> dict[str, Any]:
+    return {"LEAST_TILES": LEAST_KEYS // config.tile, "MANY": many}
 
 
-def _unite_constants(config: AttentionConfig) -> dict[str, Any]:
-    return _split_constants(config) | {"TILE": config.tile, "MOST": MAX_SEGMENTS}
+def _unite_constants(config: AttentionConfig, many: bool) -> dict[str, Any]:
+    return _split_constants(config, many) | {"TILE": config.tile, "MOST": MAX_SEGMENTS}
 
 
 def variants() -> list[Variant]:
     """Return the variants compiled ahead of time: both kernels for each of `variants.cases`."""
+    return [*_variants(Phase.DECODE, ""), *_variants(Phase.DRAFTS, " drafts")]
+
+
+def _variants(phase: Phase, mark: str) -> list[Variant]:
     floats = {"sums": "*fp32", "stats": "*fp32"}
+    many = phase is Phase.DRAFTS
     # The second kernel reads no cache: it does not depend on how keys are loaded, nor on a softcap.
-    few = (case for case in cases(Phase.DECODE) if case.block_size != COPIED_BLOCK and not case.softcap)
-    split = variants_of(split_kernel, "attention split", Phase.DECODE, cases(Phase.DECODE), _split_constants, floats)
-    unite = variants_of(unite_kernel, "attention unite", Phase.DECODE, few, _unite_constants, floats)
-    return split + [replace(each, num_warps=_UNITE_WARPS, num_stages=1) for each in unite]
+    few = (case for case in cases(phase) if case.block_size != COPIED_BLOCK and not case.softcap)
+    split_constants, unite_constants = partial(_split_constants, many=many), partial(_unite_constants, many=many)
+    split = variants_of(split_kernel, f"attention split{mark}", phase, cases(phase), split_constants, floats)
+    unite = variants_of(unite_kernel, f"attention unite{mark}", phase, few, unite_constants, floats)
+    found = split + [replace(each, num_warps=_UNITE_WARPS, num_stages=1) for each in unite]
+    return [replace(each, quick=each.quick and not many) for each in found]

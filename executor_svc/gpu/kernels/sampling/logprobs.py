@@ -58,6 +58,11 @@ class DeviceLogprobs:
         words = torch.zeros(cls.num_words(num_rows, num_top), dtype=torch.int32, device=device)
         return cls.over(words, num_rows, num_top)
 
+    def of_rows(self, first: int, num_rows: int) -> DeviceLogprobs:
+        """Return the num_rows rows from `first` on, a multiple of 16, of the same words."""
+        views = (each[first : first + num_rows] for each in (self.chosen, self.ranks, self.top_ids, self.top))
+        return DeviceLogprobs(self.words, *views)
+
     @staticmethod
     def num_words(num_rows: int, num_top: int) -> int:
         """Return the words for `num_rows` rows with at most `num_top` best tokens each."""

@@ -23,7 +23,11 @@ NUM_COMPUTED_TOKENS = tl.constexpr(2)
 STOPPED = tl.constexpr(3)
 PROMPT_FAILED = tl.constexpr(4)
 MIN_TOKENS = tl.constexpr(5)
-NUM_NUMBERS = 6
+MAX_DRAFTS = tl.constexpr(6)
+MAX_LEN = tl.constexpr(7)
+NUM_DRAFTS = tl.constexpr(8)
+DRAFTS_END = tl.constexpr(9)
+NUM_NUMBERS = 10
 
 # Rows of the matrices of a step: by token, by sequence, by sampling row.
 TOKEN_IDS = tl.constexpr(0)
@@ -47,7 +51,7 @@ class SlotState:
     words: Tensor
     """[at most MAX_WORDS] int32."""
     numbers: Tensor
-    """[6, n padded] int32: the [n] tensors below, in the order of the constants above."""
+    """[NUM_NUMBERS, n padded] int32: the [n] tensors below, in the order of the constants above."""
     token_ids: Tensor
     """[n, max_model_len + 1] int32, contiguous."""
     block_tables: Tensor
@@ -122,6 +126,26 @@ class SlotState:
         """[n] int32: minimum output tokens, before which no stop id stops the sequence."""
         return self._number(MIN_TOKENS)
 
+    @property
+    def max_drafts(self) -> Tensor:
+        """[n] int32: the most drafts in one step."""
+        return self._number(MAX_DRAFTS)
+
+    @property
+    def max_len(self) -> Tensor:
+        """[n] int32: the number of tokens at which the sequence stops."""
+        return self._number(MAX_LEN)
+
+    @property
+    def num_drafts(self) -> Tensor:
+        """[n] int32: drafts behind the known tokens, in steps with drafts; in others without meaning."""
+        return self._number(NUM_DRAFTS)
+
+    @property
+    def drafts_end(self) -> Tensor:
+        """[n] int32: no draft is at this place of its sequence or behind it; without meaning if max_drafts is 0."""
+        return self._number(DRAFTS_END)
+
     def _number(self, row: tl.constexpr) -> Tensor:
         return self.numbers[row.value, : self.num_slots]
 
@@ -137,17 +161,25 @@ class StepSizes:
     num_logits: int
     """L, rows of logits."""
     num_rows: int
-    """R, slots that sample; more than L if there are forks."""
+    """R, slots that sample; more than L if there are forks, less if there are drafts."""
+    num_drafts: int = 0
+    """k, places for drafts behind a sequence's token; they and their rows of logits count in T and L."""
 
     @classmethod
-    def decode(cls, num_seqs: int) -> StepSizes:
-        """Return the sizes of a step with one token and one sample per sequence."""
-        return cls(num_seqs, num_seqs, num_seqs, num_seqs)
+    def decode(cls, num_seqs: int, num_drafts: int = 0) -> StepSizes:
+        """Return the sizes of a step with one token, places for drafts and one sampling row per sequence."""
+        num_tokens = num_seqs * (1 + num_drafts)
+        return cls(num_tokens, num_seqs, num_tokens, num_seqs, num_drafts)
 
     @property
     def num_words(self) -> int:
-        """The words of such a step that `step_inputs` reads."""
-        return 2 * self.num_seqs + 1 + self.num_logits + 4 * self.num_rows
+        """The words of such a step: those that `step_inputs` reads, and with drafts the most of a slot."""
+        return 2 * self.num_seqs + 1 + self.num_logits + 4 * self.num_rows + (self.num_drafts > 0)
+
+    @property
+    def num_results(self) -> int:
+        """The words of such a step's results, as in `StepBuffers`."""
+        return (3 * (1 + self.num_drafts) + (self.num_drafts > 0)) * self.num_rows
 
     def within(self, most: StepSizes) -> bool:
         """Return whether no size is larger than that of `most`."""
@@ -156,6 +188,7 @@ class StepSizes:
             and self.num_seqs <= most.num_seqs
             and self.num_logits <= most.num_logits
             and self.num_rows <= most.num_rows
+            and self.num_drafts <= most.num_drafts
         )
 
 
@@ -175,9 +208,12 @@ class StepBuffers:
     block_tables: Tensor
     """[S, max_blocks_per_seq] int32."""
     results: Tensor
-    """[3 * R] int32: results of R rows for the host: token ids, then errors, then positions."""
+    """[num_results] int32: results of R rows for the host: token ids, then errors, then positions; with drafts so for
+    each of 1 + k rounds, then the number of drafts of each row."""
     taken: Tensor
     """[R] int64: new known tokens, -1 for rows without one."""
+    words: Tensor
+    """[num_words] int32: the words of a step with drafts, as `draft_layout` writes them."""
 
     @classmethod
     def empty(cls, most: StepSizes, max_blocks_per_seq: int, device: torch.device) -> StepBuffers:
@@ -195,8 +231,9 @@ class StepBuffers:
             # Zeros, later the contents of earlier steps: entries after the end of a sequence are valid, but without
             # meaning.
             zeros(torch.int32, most.num_seqs, max_blocks_per_seq)[:, :max_blocks_per_seq],
-            zeros(torch.int32, 3 * most.num_rows),
+            zeros(torch.int32, most.num_results),
             zeros(torch.int64, most.num_rows),
+            zeros(torch.int32, most.num_words),
         )
 
     def inputs(self, sizes: StepSizes) -> StepInputs:
@@ -216,6 +253,7 @@ class StepBuffers:
             rows=rows[ROWS.value],
             sources=rows[SOURCES.value],
             sample_positions=rows[SAMPLE_POSITIONS.value],
+            row_slots=rows[ROW_SLOTS.value],
             taken=self.taken[: sizes.num_rows],
         )
 
@@ -250,6 +288,8 @@ class StepInputs:
     """[R] int32: logits row of each sampling slot; 0 for padding."""
     sample_positions: Tensor
     """[R] int32: position of the sampled token; 0 for padding."""
+    row_slots: Tensor
+    """[R] int32: as `rows`, but also of slots that had stopped before the step, and after the commit as before it."""
     taken: Tensor
     """[R] int64, after the commit: the new token of each row's slot; -1: none."""
 

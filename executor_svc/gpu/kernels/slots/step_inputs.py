@@ -59,7 +59,7 @@ def _is_live(numbers, number_stride, slot):
 
 
 @triton.jit
-def _owner(starts, token, num_seqs, search_steps):
+def owner_of(starts, token, num_seqs, search_steps):
     """Return the sequence s with starts[s] <= token < starts[s + 1], num_seqs if there is none."""
     low = tl.zeros_like(token)
     high = low + num_seqs
@@ -84,7 +84,7 @@ def _build_tokens(
         sequence = token
         start = token
     else:
-        sequence = _owner(starts, token, num_seqs, search_steps)
+        sequence = owner_of(starts, token, num_seqs, search_steps)
         start = tl.load(starts + sequence, within & (sequence < num_seqs), other=0)
     slot = tl.load(staging + sequence, within & (sequence < num_seqs), other=-1).to(tl.int64)
     live = _is_live(numbers, number_stride, slot)
@@ -183,7 +183,8 @@ def build_step(
     Args:
         staging: int32, contiguous; its first words are, in this order: slot of each sequence [S], -1 for padding;
             query_start_loc [S + 1]; logits rows [L]; slot of each sampling row [R], -1 for padding; slot whose logits
-            the row reads [R], different only for a fork; index of that logits row [R]; 1 if the row gets no token [R].
+            the row reads [R], different only for a fork; index of that logits row [R], with drafts of its first one; 1
+            if the row gets no token [R].
         state: by slot.
         buffers: for steps of at least these sizes.
         sizes: of the step.

@@ -140,6 +140,8 @@ def test_gpus_with_little_shared_memory(arch: int) -> None:
     for head_size, (dtype, kv_dtype), group in product(HEAD_SIZES, caches, (1, 17)):
         kind = AttentionKind(head_size, dtype, kv_dtype, COPIED_BLOCK, group)
         for phase in Phase:
+            if phase is Phase.DRAFTS and dtype == F32:
+                continue
             config = attention_config(kind, phase, arch)
             num_bytes = dtype.itemsize * config.rows + 2 * kv_dtype.itemsize * config.tile * (config.num_stages - 1)
             converted = dtype.itemsize * config.tile if kind.scales else 0

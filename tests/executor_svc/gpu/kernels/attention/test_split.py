@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from executor_svc.gpu.kernels.attention.attention import attention
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, HEAD_SIZES
+from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, HEAD_SIZES, AttentionKind
 from executor_svc.gpu.kernels.attention.split import (
     MAX_SEGMENTS,
     max_segments,
     scratch_floats,
     split_attention,
+    split_tokens,
     variants,
     wants_split,
 )
@@ -28,7 +29,7 @@ SMS = 4
 
 def scratch_for(call: AttentionCall, num_sms: int = SMS) -> torch.Tensor:
     """NaN wherever nothing was written."""
-    records = call.num_seqs * call.num_heads * max_segments(call.num_kv_heads, num_sms)
+    records = call.num_seqs * call.max_query_len * call.num_heads * max_segments(call.num_kv_heads, num_sms)
     return torch.full((records * (call.head_size + 2),), float("nan"), device=call.q.device)
 
 
@@ -84,9 +85,29 @@ def test_padding_and_sequences_without_tokens(device: torch.device) -> None:
     compare([(400, 1), (500, 0), (-1, 1), (-1, 0), (0, 1)], Sizes(), device)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [
+        (Sizes(2, 4), 4), (Sizes(1, 4, 128, COPIED_BLOCK), 6), (Sizes(2, 2, 128, 64, window=300), 6),
+        (Sizes(1, 8, 80, dtype=torch.float16, softcap=9.0), 4), (Sizes(2, 4, 128, kv_dtype=F8), 6),
+    ],
+)  # fmt: skip
+def test_few_tokens_of_a_sequence(sizes: Sizes, most: int, device: torch.device) -> None:
+    """As with drafts: over tiles and segments whose last keys the first tokens do not see, and in one segment."""
+    chunks = [(599, most), (253, 5), (511, 2), (508, most), (255, 1), (100, 3), (-1, 1)]
+    compare([(context, min(count, most)) for context, count in chunks], sizes, device)
+
+
+def test_how_many_tokens_fit() -> None:
+    kind = AttentionKind(128, torch.bfloat16, torch.bfloat16, 16, 4)
+    groups = {1: 32, 4: 8, 8: 4, 12: 2, 32: 1, 48: 1}
+    assert {group: split_tokens(replace(kind, group=group)) for group in groups} == groups
+    assert split_tokens(replace(kind, dtype=torch.float32, kv_dtype=torch.float32)) == 1
+
+
 @settings(max_examples=8)
 @given(
-    st.lists(st.tuples(st.integers(-1, 900), st.integers(0, 1)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(-1, 900), st.integers(0, 3)), min_size=1, max_size=4),
     st.integers(1, 12),
     st.builds(
         Sizes,
@@ -98,7 +119,8 @@ def test_padding_and_sequences_without_tokens(device: torch.device) -> None:
     ),
 )
 def test_any_decodes(device: torch.device, chunks: Chunks, num_sms: int, sizes: Sizes) -> None:
-    compare(chunks, sizes, device, num_sms)
+    most = split_tokens(AttentionKind(64, sizes.dtype, sizes.dtype, 16, sizes.group))
+    compare([(context, min(count, most)) for context, count in chunks], sizes, device, num_sms)
 
 
 def test_it_agrees_with_the_unsplit_kernel(device: torch.device) -> None:
@@ -128,6 +150,9 @@ def test_when_to_split() -> None:
     assert wants_split(33, 8, 1, 1024, 132)
     assert not wants_split(34, 8, 1, 1024, 132)  # a second program for each would be more than wanted
     assert not wants_split(1, 8, 2, 1024, 132)
+    assert wants_split(1, 8, 6, 1024, 132, 6)
+    assert wants_split(5, 8, 6, 1024, 132, 6)
+    assert not wants_split(6, 8, 6, 1024, 132, 6)  # over the scratch memory of 33 tokens
     assert not wants_split(1, 8, 1, 256, 132)
     assert not wants_split(0, 8, 1, 1024, 132)
 
@@ -146,8 +171,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     call = make_call([(300, 1)], Sizes(), device)
     with pytest.raises(ValueError, match=r"^scratch must"):
         split_attention(call, ARCH, scratch_for(call)[:-1], SMS)
-    with pytest.raises(ValueError, match=r"^max_query_len must"):
-        split_attention(replace(call, max_query_len=2), ARCH, scratch_for(call), SMS)
+    with pytest.raises(ValueError, match=r"^max_query_len must be at most 8"):
+        split_attention(replace(call, max_query_len=9), ARCH, scratch_for(call), SMS)
 
 
 def test_variants_name_every_argument() -> None:

@@ -1,0 +1,72 @@
+"""The choices of a step: sampled and committed in rounds of a token for each slot, one more than there are drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from executor_svc.batch.step_result import RowCandidates
+from executor_svc.gpu.device_slots import DeviceSlots
+from executor_svc.gpu.graphs import Replayer
+from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.runner import GpuRunner
+from executor_svc.gpu.sampling import GpuSampler, SamplingMetadata, StepLogprobs
+from executor_svc.gpu.sampling_state import SlotSamplingState
+
+HostChoice = Callable[[], RowCandidates | None]
+"""Chooses tokens on the host; returns the candidates of those that report some."""
+
+
+class SamplingRounds:
+    """Enqueues the rounds of a step, from its logits to the commits; with drafts as one graph, for usual parameters."""
+
+    def __init__(self, runner: GpuRunner, slots: DeviceSlots, sampling: SlotSamplingState, sampler: GpuSampler) -> None:
+        """Capture the graphs: of greedy rounds, and of draws with limits of likelihood, for any of them."""
+        self._runner, self._slots, self._sampling, self._sampler = runner, slots, sampling, sampler
+        # No slot takes a token while rounds are captured.
+        slots.buffers.by_row.fill_(-1)
+        self._sizes = frozenset(runner.drafted)
+        self._greedy, self._drawn = (
+            runner.replayer(runner.drafted, partial(self._run_alone, metadata))
+            for metadata in (SamplingMetadata.greedy(), SamplingMetadata.of_draws())
+        )
+
+    def enqueue(
+        self, sizes: StepSizes, metadata: SamplingMetadata, logprobs: StepLogprobs | None, on_host: HostChoice | None
+    ) -> RowCandidates | None:
+        """Enqueue the rounds of the step that ran last.
+
+        logprobs: buffers for those that are requested. on_host: called when the first round has chosen, to overwrite
+        tokens; returns candidates, and so does this.
+        """
+        if logprobs is None and on_host is None and (replayer := self._graph_of(sizes, metadata)) is not None:
+            replayer.replay(sizes)
+            return None
+        return self._run(sizes, metadata, logprobs, on_host)
+
+    def _graph_of(self, sizes: StepSizes, metadata: SamplingMetadata) -> Replayer | None:
+        if sizes not in self._sizes or metadata.edited or metadata.floored or metadata.counted:
+            return None
+        return self._drawn if metadata.drawn else self._greedy
+
+    @torch.inference_mode()
+    def _run_alone(self, metadata: SamplingMetadata, sizes: StepSizes) -> None:
+        self._run(sizes, metadata, None, None)
+
+    def _run(
+        self, sizes: StepSizes, metadata: SamplingMetadata, logprobs: StepLogprobs | None, on_host: HostChoice | None
+    ) -> RowCandidates | None:
+        inputs, (logits, best) = self._slots.inputs(sizes), self._runner.results(sizes)
+        candidates = None
+        for round in range(1 + sizes.num_drafts):
+            self._sampler.choose(logits, best, inputs, metadata)
+            if round == 0 and on_host is not None:
+                candidates = on_host()
+            if logprobs is not None:
+                self._sampler.compute_logprobs(logits, inputs, metadata, logprobs.of_round(round))
+            self._slots.launch_commit(sizes, *self._sampler.rows(inputs), round)
+            if metadata.counted:
+                self._sampling.count_taken(inputs)
+        return candidates

@@ -1,0 +1,257 @@
+"""Steps with drafts on the GPU's path, two in flight: the tokens, ends and logprobs of steps without drafts."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from executor_svc.gpu import sampling_state as gpu_sampling_state
+from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
+from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.staging import Upload
+from executor_svc.plan.plan import AdmittedSequence, Limits, StepResult, StepStatus
+from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.speculation.drafts import DraftSource
+from executor_svc.speculation.ngram import NgramSource
+from executor_svc.speculation.suffix import SuffixSource
+from executor_svc.worker.worker import Launched
+from tests.checkpoints import make_checkpoint
+from tests.executor_svc.driver import Model
+from tests.helpers.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.stepping import Stepper
+
+VOCAB = 131
+MAX_DRAFTS = 3
+SOURCES: dict[str, Callable[[Limits], DraftSource]] = {"ngram": NgramSource, "suffix": SuffixSource}
+WITH_DRAFTS: dict[str, Any] = {"max_drafts": MAX_DRAFTS, "max_num_seqs": 24, "num_slots": 24, "max_inflight_plans": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("llama"), "llama", vocab_size=VOCAB, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=64,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cpu(folder: Path) -> Model:
+    return Model(folder)
+
+
+@pytest.fixture(scope="module")
+def gpu(folder: Path) -> Model:
+    return Model(folder, device="cuda")
+
+
+class Outputs:
+    """What each slot's sequence has got."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.logprobs: dict[int, list[float]] = defaultdict(list)
+        self.top: dict[int, list[int]] = defaultdict(list)
+        self.ended: set[int] = set()
+        self.num_drafts = self.num_accepted = 0
+
+    def add(self, result: StepResult) -> None:
+        assert result.status == StepStatus.OK
+        counts = result.num_tokens if len(result.num_tokens) else np.ones(len(result.slots), np.int64)
+        for slot, token in zip(np.repeat(result.slots, counts).tolist(), result.token_ids.tolist(), strict=True):
+            self.tokens[slot].append(token)
+        for each in result.logprobs:
+            assert each.start == STARTS[each.slot] + len(self.logprobs[each.slot])
+            self.logprobs[each.slot] += each.chosen_logprobs.tolist()
+            self.top[each.slot] += each.top_token_ids.tolist()
+        self.num_drafts += int(result.num_drafts.sum())
+        self.num_accepted += int(result.num_accepted.sum())
+
+
+LAST = 28
+"""The number of tokens at which each sequence ends."""
+PERIODIC = [3, 9, 27, 81] * 3
+REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
+    (PERIODIC, {}),
+    ([5] * 9, {"temperature": 0.8, "seed": 5, "top_p": 0.9, "num_logprobs": 3}),
+    (PERIODIC[:9], {"num_logprobs": 2, "repetition_penalty": 1.3, "frequency_penalty": 0.4}),
+    ([7, 8, 7, 8, 7, 8], {"temperature": 0.3, "seed": 9, "min_tokens": 6, "stop_token_ids": ints(*range(0, VOCAB, 4))}),
+    ([1, 2, 3] * 5, {"bad_words": (ints(7), ints(3, 1)), "allowed_token_ids": ints(*range(12))}),
+]
+STARTS = [len(tokens) for tokens, _ in REQUESTS]
+
+
+def admissions(max_drafts: int) -> list[AdmittedSequence]:
+    return [
+        sequence(
+            slot,
+            tokens,
+            Stepper.blocks(slot),
+            sampling=SequenceSampling(**sampling),
+            max_drafts=max_drafts,
+            max_len=LAST,
+        )
+        for slot, (tokens, sampling) in enumerate(REQUESTS)
+    ]
+
+
+def outputs(stepper: Stepper, max_drafts: int) -> Outputs:
+    """Start one sequence after the other, each in two chunks, and run them to their ends."""
+    begun, found = deque[Launched](), Outputs()
+    waiting = deque(admissions(max_drafts or MAX_DRAFTS))
+    for step_id in range(1, 200):
+        fields: dict[str, Any] = {"decode_ready": True, "max_drafts": max_drafts}
+        if step_id % 4 == 1 and waiting:
+            fields |= {"admitted": (waiting[0],), "scheduled": scheduled((waiting[0].slot, 4, False))}
+        if step_id % 4 == 2 and waiting:
+            rest = len(waiting[0].token_ids) - 4
+            fields["scheduled"] = scheduled((waiting.popleft().slot, rest, True))
+        begun.append(stepper.executor.launch(plan(step_id=step_id, **fields), 0))
+        if len(begun) == 2:
+            found.add(begun.popleft().result())
+        slots = stepper.executor.slots  # type: ignore[attr-defined]
+        if not waiting and slots.stopped[: len(REQUESTS)].all():
+            break
+    while begun:
+        found.add(begun.popleft().result())
+    found.ended = set(np.flatnonzero(slots.stopped).tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(cpu: Model) -> Outputs:
+    return outputs(Stepper(cpu, max_drafts=MAX_DRAFTS), 0)
+
+
+@pytest.mark.parametrize(("kind", "enforce_eager"), [("ngram", False), ("ngram", True), ("suffix", False)])
+def test_tokens_are_those_without_drafts(
+    kind: str, enforce_eager: bool, folder: Path, gpu: Model, expected: Outputs
+) -> None:
+    model = Model(folder, device="cuda", enforce_eager=True) if enforce_eager else gpu
+    found = outputs(Stepper(model, drafts=SOURCES[kind], **WITH_DRAFTS), MAX_DRAFTS)
+    assert found.tokens == expected.tokens
+    assert found.ended == expected.ended == set(range(len(REQUESTS)))
+    assert found.top == expected.top
+    for slot, logprobs in expected.logprobs.items():
+        np.testing.assert_allclose(found.logprobs[slot], logprobs, atol=3e-5)
+    assert found.num_accepted > 10
+
+
+def tokens_by_slot(found: list[StepResult]) -> dict[int, list[int]]:
+    tokens = defaultdict(list)
+    for result in found:
+        counts = result.num_tokens if len(result.num_tokens) else np.ones(len(result.slots), np.int64)
+        for slot, token in zip(np.repeat(result.slots, counts).tolist(), result.token_ids.tolist(), strict=True):
+            tokens[slot].append(token)
+    return tokens
+
+
+def test_slots_beside_those_with_drafts(cpu: Model, gpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beam, lists that only the host has, a prompt with logprobs, in which step nobody has drafts, none allowed."""
+    monkeypatch.setattr(gpu_sampling_state, "LIST_CAPACITY", 2)
+    biased = SequenceSampling(
+        bias_token_ids=ints(3, 7, 9), biases=np.array([2.0, 90.0, 3.0], np.float32), num_logprobs=1
+    )
+    same = SequenceSampling(allowed_token_ids=ints(7))
+    beam, asking = SequenceSampling(num_candidates=4), SequenceSampling(num_prompt_logprobs=2)
+    admitted = [
+        sequence(0, [5, 9, 2], Stepper.blocks(0), sampling=beam),
+        sequence(1, [7] * 12, Stepper.blocks(1), sampling=same, max_drafts=3),
+        sequence(2, [7] * 12, Stepper.blocks(2), sampling=biased, max_drafts=3),
+        sequence(3, PERIODIC, Stepper.blocks(3)),
+        sequence(4, [4] * 8, Stepper.blocks(4), sampling=asking, max_drafts=3),
+    ]
+    plans: list[dict[str, Any]] = [
+        {
+            "admitted": tuple(admitted[:4]),
+            "scheduled": scheduled((0, 3, True), *((slot, 12, True) for slot in (1, 2, 3))),
+        },
+        {"given": columns((0, 9)), "decode_ready": True, "max_drafts": 3},
+        {"admitted": (admitted[4],), "scheduled": scheduled((4, 8, True)), "decode_ready": True, "max_drafts": 3},
+        {"given": columns((0, 50)), "decode_ready": True, "max_drafts": 2},
+        {"released_slots": ints(0, 2), "decode_ready": True, "max_drafts": 1},
+    ]
+    stepper = Stepper(gpu, drafts=NgramSource, **WITH_DRAFTS)
+    found = [stepper.step(**fields) for fields in plans]
+    stepper = Stepper(cpu, max_drafts=3)
+    # Steps more than the plans: of these sequences one token each.
+    expected = [stepper.step(**{**fields, "max_drafts": 0}) for fields in (*plans, *[{"decode_ready": True}] * 10)]
+    drafted = [dict(zip(each.slots.tolist(), each.num_drafts.tolist(), strict=False)) for each in found]
+    assert [{slot for slot, count in counts.items() if count} <= {1, 4} for counts in drafted] == [True] * 5
+    assert sum(drafted[1].values()) > 0
+    assert not drafted[2]
+    tokens, wanted = tokens_by_slot(found), tokens_by_slot(expected)
+    assert {slot: wanted[slot][: len(each)] for slot, each in tokens.items()} == tokens
+    assert len(tokens[1]) > 5
+    for one, other in zip(found, expected, strict=False):
+        assert [each.token_ids.tolist() for each in one.candidates] == [
+            each.token_ids.tolist() for each in other.candidates
+        ]
+        assert [each.slot for each in one.prompt_logprobs] == [each.slot for each in other.prompt_logprobs]
+
+
+def note_replays(monkeypatch: pytest.MonkeyPatch, kind: Any, into: list[StepSizes]) -> None:
+    replay = kind.replay
+
+    def noted(self: Any, sizes: StepSizes) -> None:
+        into.append(sizes)
+        replay(self, sizes)
+
+    monkeypatch.setattr(kind, "replay", noted)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3, "top_k": 5}], ids=["greedy", "drawn"])
+def test_the_same_decodes_with_drafts_send_nothing_and_are_two_graphs(
+    sampling: dict[str, Any], cpu: Model, gpu: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, replayed = [], list[StepSizes]()
+    send = Upload.send
+    monkeypatch.setattr(Upload, "send", lambda self, count: (sent.append(count), send(self, count))[1])
+    for kind in (DirectReplayer, CudaGraphs):
+        note_replays(monkeypatch, kind, replayed)
+    stepper = Stepper(gpu, drafts=NgramSource, **WITH_DRAFTS)
+    first = sequence(0, PERIODIC, Stepper.blocks(0), max_drafts=3)
+    second = sequence(1, [8, 9] * 3, Stepper.blocks(1), sampling=SequenceSampling(**sampling), max_drafts=2)
+    begin = {"admitted": (first, second), "scheduled": scheduled((0, 12, True), (1, 6, True))}
+    found = [stepper.step(**begin)]
+    replayed.clear()
+    numbers = []
+    for _ in range(4):
+        sent.clear()
+        found.append(result := stepper.step(decode_ready=True, max_drafts=2))
+        numbers.append(len(sent))
+        assert result.num_computed == 2 + int(result.num_drafts.sum())
+    assert numbers == [1, 0, 0, 0]
+    # Of 1 or 3 drafts, for 2 sequences: once for the tokens' logits, once for the choices.
+    assert replayed == [StepSizes.decode(2, 3)] * 8
+    stepper.step(decode_ready=True, max_drafts=1)
+    assert replayed[8:] == [StepSizes.decode(2, 1)] * 2
+    stepper = Stepper(cpu, max_drafts=3)
+    expected = tokens_by_slot([stepper.step(**begin), *(stepper.step(decode_ready=True) for _ in range(12))])
+    assert all(expected[slot][: len(tokens)] == tokens for slot, tokens in tokens_by_slot(found).items())
+
+
+def test_results_are_those_of_the_cpu_with_the_same_drafts(cpu: Model, gpu: Model) -> None:
+    """Counts and states of slots too, in steps of which each knows all tokens before it; blocks come as they must."""
+    repeat = SequenceSampling(
+        temperature=0.5, seed=3, allowed_token_ids=ints(7, 8), stop_token_ids=ints(8), min_tokens=9
+    )
+    first = sequence(0, [7] * 6, [0], sampling=repeat, max_drafts=3, max_len=30)
+    second = sequence(1, PERIODIC, [16, 17], max_drafts=2, max_len=40)
+    plans: list[dict[str, Any]] = [{"admitted": (first, second), "scheduled": scheduled((0, 6, True), (1, 12, True))}]
+    plans += [{"decode_ready": True, "max_drafts": most, "appends": columns()} for most in (3, 1, 2, 3, 0, 3, 3, 3)]
+    plans[2]["appends"], plans[3]["appends"], plans[5]["appends"] = columns((0, 1)), columns((1, 18)), columns((0, 2))
+    on_both = []
+    for model in (cpu, gpu):
+        stepper = Stepper(model, drafts=NgramSource, **WITH_DRAFTS)
+        on_both.append([stepper.step(debug_digest=True, **fields) for fields in plans])
+    for here, there in zip(*on_both, strict=True):
+        for name in ("slots", "num_tokens", "token_ids", "num_drafts", "num_accepted"):
+            assert getattr(there, name).tolist() == getattr(here, name).tolist(), name
+        assert (there.num_sequences, there.num_computed) == (here.num_sequences, here.num_computed)
+        assert there.debug_digest == here.debug_digest
+    assert sum(int(result.num_accepted.sum()) for result in on_both[0]) > 3

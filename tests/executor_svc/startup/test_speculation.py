@@ -1,0 +1,28 @@
+"""Which sources of drafts there are on which device."""
+
+from __future__ import annotations
+
+import pytest
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.startup.speculation import SpeculationError, check_speculation
+
+
+@pytest.mark.parametrize("kind", ["off", "ngram", "suffix", "auto"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "simulated"])
+def test_sources_without_a_model_are_everywhere(kind: str, device: str) -> None:
+    check_speculation(ExecutorConfig(model="x", speculative=kind), device)
+
+
+@pytest.mark.parametrize("kind", ["draft", "eagle3", "auto"])
+def test_models_and_heads_are_on_the_cpu(kind: str) -> None:
+    config = ExecutorConfig(model="x", speculative=kind, speculative_model="y")
+    check_speculation(config, "cpu")
+    with pytest.raises(SpeculationError, match=f"--speculative {kind}.* is not possible on a GPU so far"):
+        check_speculation(config, "cuda")
+
+
+def test_a_model_for_a_source_that_takes_none_is_refused_as_on_the_cpu() -> None:
+    for device in ("cpu", "cuda"):
+        with pytest.raises(SpeculationError, match="--speculative-model y: only with"):
+            check_speculation(ExecutorConfig(model="x", speculative="ngram", speculative_model="y"), device)

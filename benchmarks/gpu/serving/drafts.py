@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.common.benchmark import SEED
@@ -42,16 +43,21 @@ def serve_drafts(run: Run, model: Path, trial: bool) -> None:
             run.limited(generate_burst(services.target, run.load.warm_up))
             for count in COUNTS:
                 requests = repeating_requests(count, run.shape.vocab_size, trial)
+                measure = partial(_measured, run, services.target, requests)
                 found[kind, count] = run.stage(
-                    f"{count} sequences, {kind}", 0.0 if trial else _STAGE_S,
-                    lambda target=services.target, requests=requests: run.limited(_served(target, requests)), requests,
-                )  # fmt: skip
+                    f"{count} sequences, {kind}", 0.0 if trial else _STAGE_S, measure, requests
+                )
     for count in COUNTS:
         without, drafted = found["off", count], found["ngram", count]
         if without and drafted:
             ratio = {"ratio": drafted["tokens_per_s"] / without["tokens_per_s"]}
             goal = Goal("ratio", at_least=1.0)
-            run.stage(f"{count} sequences, drafts beside none", 0.0, lambda ratio=ratio: ratio, goal=goal)
+            run.stage(f"{count} sequences, drafts beside none", 0.0, partial(dict, ratio), goal=goal)
+
+
+def _measured(run: Run, target: str, requests: Sequence[Request]) -> Metrics:
+    metrics: Metrics = run.limited(_served(target, requests))
+    return metrics
 
 
 async def _served(target: str, requests: Sequence[Request]) -> Metrics:

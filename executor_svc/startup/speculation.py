@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from executor_svc.config import ExecutorConfig
@@ -26,6 +27,8 @@ from executor_svc.speculation.suffix import SuffixSource
 from executor_svc.worker.draft_model import DraftModelSource
 from executor_svc.worker.head_source import HeadSource
 from executor_svc.worker.step import Runner
+
+_log = logging.getLogger(__name__)
 
 Draft = LoadedDraft[Decoder] | LoadedDraft[Head]
 
@@ -64,6 +67,12 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
         )
     if kind == "mtp":
         check_mtp(config)
+    if kind != "off" and config.max_num_seqs <= config.num_speculative_tokens:
+        _log.warning(
+            "--max-num-seqs %d: a sequence that runs alone has at most %d drafts in a step, not the %d of "
+            "--num-speculative-tokens, as each takes a row of the batch",
+            config.max_num_seqs, config.max_num_seqs - 1, config.num_speculative_tokens,
+        )  # fmt: skip
 
 
 def load_speculative_model(config: ExecutorConfig, device: Device, target: LoadedModel) -> Draft | None:

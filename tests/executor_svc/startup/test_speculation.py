@@ -26,3 +26,17 @@ def test_a_model_for_a_source_that_takes_none_is_refused_as_on_the_cpu() -> None
     for device in ("cpu", "cuda"):
         with pytest.raises(SpeculationError, match="--speculative-model y: only with"):
             check_speculation(ExecutorConfig(model="x", speculative="ngram", speculative_model="y"), device)
+
+
+def test_a_head_of_the_checkpoint_is_on_the_cpu() -> None:
+    with pytest.raises(SpeculationError, match="--speculative mtp is not possible on a GPU so far"):
+        check_speculation(ExecutorConfig(model="x", speculative="mtp"), "cuda")
+
+
+@pytest.mark.parametrize(("max_num_seqs", "warned"), [(5, True), (6, False)])
+def test_too_few_rows_for_all_drafts_are_logged(
+    max_num_seqs: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ExecutorConfig(model="x", speculative="suffix", num_speculative_tokens=5, max_num_seqs=max_num_seqs)
+    check_speculation(config, "cpu")
+    assert ("at most 4 drafts" in caplog.text) == warned

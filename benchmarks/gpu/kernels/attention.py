@@ -17,6 +17,7 @@ MAX_CHECKED = 8192
 _BATCHES, _CONTEXTS = (1, 4, 16, 64, 256), (1024, 4096, 8192, 32768)
 _LENGTHS = (8192, 32768, 1024, 4096, 16384)
 TINY = Sizes(2, 40, num_kv_heads=2, group=2, head_size=64)
+DRAFTED = tuple(Sizes(batch, 8192, num_tokens=6) for batch in (1, 4, 16, 64))
 BLOCK_SIZES = (16, COPIED_BLOCK)
 DECODE_GOAL, PREFILL_GOAL = Goal("percent_of_copy", at_least=90), Goal("ratio", at_most=1.43)
 
@@ -28,12 +29,13 @@ TUNED_PREFILL = (Sizes(1, 8192, num_tokens=8192), Sizes(1, 32768, num_tokens=327
 
 
 def decode_cases(tiny: bool) -> Sequence[Case]:
-    """bf16 before fp8, GQA 4 before 8."""
-    return [_decode(each) for each in decode_sizes(tiny)]
+    """bf16 before fp8, GQA 4 before 8; then with 5 drafts, which the keys are read for at once."""
+    drafted = [replace(TINY, context=300, num_tokens=3)] if tiny else DRAFTED
+    return [_decode(each) for each in (*decode_sizes(tiny), *drafted)]
 
 
 def _decode(sizes: Sizes) -> Case:
-    return decode_case(sizes, _time_decode, 3.0, DECODE_GOAL)
+    return decode_case(sizes, _time_decode, 3.0, DECODE_GOAL if sizes.num_tokens == 1 else None)
 
 
 def decode_sizes(tiny: bool) -> list[Sizes]:
@@ -59,6 +61,8 @@ def decode_case(
         "kv_heads": sizes.num_kv_heads, "head_size": sizes.head_size, "block_size": sizes.block_size,
     }  # fmt: skip
     name = f"{kv} gqa{sizes.group} batch {sizes.batch} context {sizes.context} blocks of {sizes.block_size}"
+    if sizes.num_tokens > 1:
+        name, params = f"{name}, {sizes.num_tokens} tokens", {**params, "num_tokens": sizes.num_tokens}
     return Case(name, params, lambda bench: run(bench, sizes), estimate_s, goal)
 
 

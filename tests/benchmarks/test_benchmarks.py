@@ -308,5 +308,6 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "serving_burst",
         "simulate_fit",
         "simulate_speed",
+        "speculation",
         "tenants",
     ]

@@ -38,9 +38,10 @@ STEP_MS = ExecutorProfile(costs=StepCosts(step_us=1000), limits=ProfileLimits(ma
 """1 ms a step, whatever is in it, and 4 sequences."""
 REPEATED = [each for each in EXPERIMENTS if each.name in ("4-sharing", "7-served-ratio")]
 """All run on one simulator: drawn arrivals, drawn lengths, shared prefixes and several sizes are in these."""
+SIMULATED = [each for each in EXPERIMENTS if "simulate" in each.places]
 
 
-@pytest.fixture(scope="module", params=EXPERIMENTS, ids=lambda each: each.name)
+@pytest.fixture(scope="module", params=SIMULATED, ids=lambda each: each.name)
 def ran(request: pytest.FixtureRequest) -> tuple[Experiment, ExperimentResult]:
     each: Experiment = request.param
     return each, each.run(RunSettings("simulate", SEED, quick=True))

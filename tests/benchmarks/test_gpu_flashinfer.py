@@ -44,7 +44,8 @@ class Zeros(BatchDecodeWithPagedKVCacheWrapper):
 
 def test_flashinfer_has_the_bf16_batches_of_decode() -> None:
     found = [case.name for case in beside_flashinfer.cases(False)]
-    assert found == [case.name for case in attention.decode_cases(False) if case.params["kv"] == "bf16"]
+    single = [case for case in attention.decode_cases(False) if "num_tokens" not in case.params]
+    assert found == [case.name for case in single if case.params["kv"] == "bf16"]
     assert len(found) == 40
 
 

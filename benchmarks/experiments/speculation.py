@@ -57,7 +57,7 @@ def result_of(rows: Sequence[Row], settings: RunSettings) -> ExperimentResult:
 def _options(settings: RunSettings) -> argparse.Namespace:
     return argparse.Namespace(
         seed=settings.seed,
-        repeats=1 if settings.quick else 3,
+        repeats=1 if settings.quick else 2,
         quiet_wait_s=0 if settings.quick else 15,
         measure=[speculation.ORACLE, speculation.TEXTS],
         shape="10m" if settings.quick else "135m",

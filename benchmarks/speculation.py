@@ -31,7 +31,7 @@ ORACLE, TEXTS = "oracle", "texts"
 MOST = 7
 """Drafts of a sequence in one step."""
 _CONTEXT = 96
-_OUTPUT, _OUTPUT_OF_MANY = 160, 96
+_OUTPUT, _OUTPUT_OF_MANY = 160, 40
 """Output tokens of each sequence, of fewer than 16 and of 16 or more."""
 _ROWS = 512
 _ROUNDS = 9

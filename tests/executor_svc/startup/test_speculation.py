@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.startup.speculation import SpeculationError, check_speculation
+from executor_svc.startup.speculation import SpeculationError, check_speculation, load_speculative_model
 
 
 @pytest.mark.parametrize("kind", ["off", "ngram", "suffix", "auto"])
@@ -14,8 +17,22 @@ def test_sources_without_a_model_are_everywhere(kind: str, device: str) -> None:
     check_speculation(ExecutorConfig(model="x", speculative=kind), device)
 
 
-@pytest.mark.parametrize("kind", ["draft", "eagle3", "auto"])
-def test_models_and_heads_are_on_the_cpu(kind: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_draft_model_is_everywhere(device: str) -> None:
+    check_speculation(ExecutorConfig(model="x", speculative="draft", speculative_model="y"), device)
+    with pytest.raises(SpeculationError, match="--speculative draft needs --speculative-model"):
+        check_speculation(ExecutorConfig(model="x", speculative="draft"), device)
+
+
+def test_a_target_that_runs_through_transformers_has_no_draft_model_on_a_gpu() -> None:
+    target: Any = SimpleNamespace(recordable=False, geometry=SimpleNamespace(name="a/mamba"))
+    device: Any = SimpleNamespace(name="cuda")
+    with pytest.raises(SpeculationError, match="--speculative draft is not possible on a GPU with --model a/mamba"):
+        load_speculative_model(ExecutorConfig(model="x", speculative="draft", speculative_model="y"), device, target)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "auto"])
+def test_heads_and_models_behind_suffixes_are_on_the_cpu(kind: str) -> None:
     config = ExecutorConfig(model="x", speculative=kind, speculative_model="y")
     check_speculation(config, "cpu")
     with pytest.raises(SpeculationError, match=f"--speculative {kind}.* is not possible on a GPU so far"):

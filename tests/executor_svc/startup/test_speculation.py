@@ -44,7 +44,7 @@ def test_heads_are_on_the_cpu(tmp_path: Path) -> None:
     with pytest.raises(SpeculationError, match="^--speculative eagle3 is not possible on a GPU so far"):
         check_speculation(config, "cuda")
     head = make_head(tmp_path, HeadShape("old"))
-    with pytest.raises(SpeculationError, match=f"auto with the head --speculative-model {head} is not possible on a GPU"):
+    with pytest.raises(SpeculationError, match=f"auto with the head .*{head.name} is not possible on a GPU"):
         on_gpu("auto", str(head), recordable=True)
 
 

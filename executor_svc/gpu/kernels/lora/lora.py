@@ -40,11 +40,7 @@ def add_lora(x: Tensor, places: LoraPlaces, table: RowTable, workspace: Tensor, 
     check_rows("y", y, x.dtype, torch.float32)
     if x.shape[1] != shape.in_features or tuple(y.shape) != (num_rows, shape.out_features):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)}: must be [R, in] and [R, out] of {shape}")
-    if table.max_loras != places.max_loras or table.rows.numel() < num_rows:
-        raise ValueError(
-            f"table: of {table.rows.numel()} rows and {table.max_loras} places, "
-            f"not of {num_rows} and {places.max_loras}"
-        )
+    places.check_table(table, num_rows)
     sums = num_sums(num_rows, shape.in_features)
     needed = sums * num_rows * places.num_parts * places.blocks * RANKS
     if workspace.dtype != torch.float32 or workspace.numel() < needed or not workspace.is_contiguous():

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from executor_svc.gpu.kernels.lora.tables import RowTable
 from executor_svc.gpu.kernels.rows import DTYPES
 
 RANKS = 16
@@ -46,6 +47,16 @@ class Matrices(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Implements `Matrices`."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoraShape:
     """A linear and its parts: several linears of the checkpoint may run as one, and have adapters of their own."""
 
@@ -73,7 +84,7 @@ class LoraShape:
 
 @dataclass(frozen=True, slots=True)
 class LoraPlaces:
-    """The matrices of the adapters of one linear."""
+    """The matrices of the adapters of one linear; or b alone, with in_features 0, of a table of embeddings."""
 
     shape: LoraShape
     max_rank: int
@@ -130,7 +141,7 @@ class LoraPlaces:
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in (self.a, self.b, self.ranks, self.scales, self.out_tiles))
 
-    def write(self, place: int, parts: Sequence[Matrices]) -> None:
+    def load(self, place: int, parts: Sequence[Matrices]) -> None:
         """Put an adapter in a place, in place of what was there; numbers are rounded to the dtype of the places.
 
         Enqueues copies on the current stream: steps that were enqueued before still read the former adapter. Parts on
@@ -148,6 +159,14 @@ class LoraPlaces:
     def clear(self, place: int) -> None:
         """Take the adapter out of a place: rows of this place are then untouched."""
         self.ranks[place].zero_()
+
+    def check_table(self, table: RowTable, num_rows: int) -> None:
+        """Raise ValueError unless a table may be of so many rows, and of as many places as there are."""
+        if table.max_loras != self.max_loras or table.rows.numel() < num_rows:
+            raise ValueError(
+                f"table: of {table.rows.numel()} rows and {table.max_loras} places, "
+                f"not of {num_rows} and {self.max_loras}"
+            )
 
     def _part_of(self, part: Matrices) -> int:
         (rank, in_features), (num_rows, same) = part.a.shape, part.b.shape

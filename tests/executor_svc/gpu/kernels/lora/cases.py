@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from executor_svc.gpu.kernels.lora.lora import add_lora, workspace_size
-from executor_svc.gpu.kernels.lora.places import LoraPlaces, LoraShape
+from executor_svc.gpu.kernels.lora.places import LoraPlaces, LoraShape, Pair
 from executor_svc.gpu.kernels.lora.tables import RowTable, sort_rows
 
 UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -22,22 +21,14 @@ def ints(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.array(values, np.int32)).to(device)
 
 
-@dataclass(frozen=True)
-class Part:
-    a: Tensor
-    b: Tensor
-    scale: float
-    first_row: int
-
-
-Adapter = tuple[Part, ...]
+Adapter = tuple[Pair, ...]
 
 
 def adapter(shape: LoraShape, ranks: Sequence[int], dtype: torch.dtype, seed: int) -> Adapter:
     """Return an adapter with these ranks of the parts; 0: without the part."""
     random = torch.Generator().manual_seed(seed)
     return tuple(
-        Part(
+        Pair(
             torch.randn(rank, shape.in_features, generator=random).mul(shape.in_features**-0.5).to(dtype),
             torch.randn(end - first, rank, generator=random).to(dtype),
             2 / rank + 0.1 * seed,
@@ -66,7 +57,7 @@ def placed(
     for each in (places.a, places.b, places.scales):
         each.fill_(NAN)
     for place, parts in adapters.items():
-        places.write(place, parts)
+        places.load(place, parts)
     return places
 
 

@@ -48,8 +48,10 @@ def num_sums(num_rows: int, in_features: int) -> int:
 
 
 @triton.jit
-def _sum_columns(x_at, a_at, x_inside, a_inside, start, end, in_features, ROWS: tl.constexpr, RANKS: tl.constexpr,
-                 COLUMNS: tl.constexpr):  # fmt: skip
+def _sum_columns(
+    x_at, a_at, x_inside, a_inside, start, end, in_features, ROWS: tl.constexpr, RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Return the products [ROWS, RANKS] over columns from start on, in one chain."""
     total = tl.zeros((ROWS, RANKS), tl.float32)
     for first in range(start, end, COLUMNS):
@@ -91,8 +93,7 @@ def _shrink(
                 x_at, a_at, within[:, None], (which < rank)[:, None], begin,
                 tl.minimum(begin + split_columns, in_features), in_features, ROWS, RANKS, COLUMNS,
             )  # fmt: skip
-        # Ranks that the adapter does not have: 0 also for rows that are not finite.
-        total = tl.where((which < rank)[None, :], total, 0.0)
+        # 0 for ranks that the adapter does not have.
         at = first_split * num_rows + first + lane
         at = (at.to(tl.int64) * parts + part) * (blocks * RANKS)
         tl.store(sums + at[:, None] + which[None, :], total, within[:, None])

@@ -269,12 +269,13 @@ this machine's steps allow. The texts are the demo model's: copies of a phrase, 
 Where it came out otherwise:
 
 - Equation 1 is for drafts that are right independently of each other, without an end. With 7 drafts some steps near
-  the end of a sequence have fewer, and a recorded run is one sample of which drafts are right: 2.45 tokens a step where
-  2.77 are expected is 65 steps of one sequence.
-- On two cores without bf16 products a row is not free: a step of 8 rows takes twice the time of one with one row, and at
-  16 sequences twice the rows take 1.7 times the time. So drafts gain at 1 and 4 sequences, next to nothing from 16 on.
-  Measured gains over those of arithmetic at one sequence are gains in what lies between steps, which drafts have fewer of.
-- `auto` needs some dozen steps of each batch size to measure costs, and a run here has 20 to 150. On the texts a step of the
-  demo model takes about 1 ms, little more than what surrounds it, and answers are short: it drafts less than would pay.
+  the end of a sequence have fewer, and a recorded run of one sequence is one sample of which drafts are right: 2.45
+  tokens a step where 2.77 are expected.
+- On two cores without bf16 products a row is not free: a step of 8 rows takes twice the time of one row, and with 16
+  sequences a second row for each takes 1.7 times the time. So drafts gain with 1 and 4 sequences, next to nothing from
+  16 on. With one sequence more was gained than the steps' times allow, as there are fewer steps with something between
+  them.
+- `auto` needs some dozen steps of each batch size to measure costs, and a run here has 20 to 160. The demo model's
+  answers are short as well: there it drafts less than would pay.
 """,
 )

@@ -63,7 +63,7 @@ def load() -> list[Chat]:
 
 def check(rig: Rig, expected: dict[tuple[int, ...], float]) -> float:
     """Compare the outputs' frequencies with their probabilities; returns the share of drafts accepted."""
-    counts = Counter(tuple(told.token_ids) for told in rig.run(load()).values())
+    counts = Counter(tuple(output.token_ids) for output in rig.run(load()).values())
     assert counts.total() == NUM_REQUESTS
     observed, wanted = np.array([(counts[output], NUM_REQUESTS * share) for output, share in expected.items()]).T
     assert observed.sum() == NUM_REQUESTS

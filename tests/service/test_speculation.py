@@ -59,7 +59,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_head(tmp_path_factory.mktemp("head"), HeadShape("old", {"vocab_size": 300}))
 
 
-def told(result: RequestOutput) -> list[Any]:
+def summary(result: RequestOutput) -> list[Any]:
     """All that a client gets of the samples."""
     samples = [
         (each.token_ids, each.text, each.logprobs, each.finish_detail, each.stop_reason) for each in result.outputs
@@ -87,7 +87,7 @@ async def outputs(model: Path, **options: Any) -> tuple[list[Any], int]:
         )
         fingerprint = (await client.model_info()).fingerprint
         assert fingerprint
-        return [*(told(result) for (result,) in results), fingerprint], (await running.load()).num_steps
+        return [*(summary(result) for (result,) in results), fingerprint], (await running.load()).num_steps
 
 
 async def test_tokens_and_logprobs_are_those_without_in_fewer_steps(

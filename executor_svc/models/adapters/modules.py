@@ -12,7 +12,7 @@ EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
 
 LinearName = Literal["attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "lm_head"]
-"""As `models.base.Builder.prepare_linear` is told."""
+"""As the argument of `models.base.Builder.prepare_linear`."""
 
 _LINEARS: dict[str, LinearName] = {
     "q_proj": "attention.qkv",

@@ -12,7 +12,7 @@ def allowed_folder(path: str | Path, roots: Sequence[Path]) -> Path:
     """Return a folder without symbolic links or `..` in its path, if it is one of the roots or lies below one.
 
     A relative path is one of the process's working directory, never of a root. Roots that do not exist allow nothing.
-    Raises LoaderError; its message tells a path outside of the roots nothing about what is there.
+    Raises LoaderError; for a path outside of the roots its message does not say what is there.
     """
     found = _resolved(path, roots)
     if found is None or not found.is_dir():

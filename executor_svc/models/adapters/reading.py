@@ -94,7 +94,7 @@ def _weights_file(folder: Path, roots: Sequence[Path] | None) -> Path:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Return what tells a file from another one in its place."""
+    """Return what differs when another file is put in this one's place."""
     try:
         found = path.stat()
     except OSError as error:

@@ -112,7 +112,7 @@ def test_a_decode_only_plan_with_drafts_is_a_few_bytes(num_sequences: int) -> No
 
 def test_a_newcomer_counts_as_drafting_once_it_decodes() -> None:
     """Else a source would seem to find drafts for fewer sequences than it does. One with a prompt of one token decodes
-    at once: executors cannot tell it from the others."""
+    at once: to executors it looks like the others."""
     bench = bench_of()
     for name in "abc":
         bench.add(name, 5, 40)

@@ -18,6 +18,7 @@ from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.gpu.kernels.slots.commit import IDLE, commit_step
 from executor_svc.gpu.kernels.slots.draft_layout import lay_out_drafts
+from executor_svc.gpu.kernels.slots.draft_passes import first_pass, next_pass
 from executor_svc.gpu.kernels.slots.ngram_drafts import draft_ngrams
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepBuffers, StepInputs, StepSizes
@@ -136,8 +137,8 @@ class DeviceSlots:
         """Allocate slots for steps of at most `most` padded sizes, by default the limits.
 
         extra_words: words of `extra`, for other state by slot, written with `write`. ngrams: of the drafts that steps
-        make; None: drafts are given, with `put_drafts`. Raises ValueError for a staging buffer that is too small, and
-        for too many slots.
+        make; None: drafts are given, with `put_drafts`, or made in passes. Raises ValueError for a staging buffer that
+        is too small, and for too many slots.
         """
         if most is None:
             seqs = limits.max_num_seqs
@@ -250,6 +251,18 @@ class DeviceSlots:
             lay_out_drafts(words, self.state, self.buffers, sizes)
             words = self.buffers.words
         build_step(words, self.state, self.buffers, sizes, self.limits.block_size, one_each)
+
+    def launch_first_pass(self, sizes: StepSizes, num_seqs: int) -> None:
+        """Enqueue the building of a draft model's first pass over the last staged step, as `first_pass` does."""
+        first_pass(self._upload.on_device, self.state, self.buffers, sizes, num_seqs, self.limits.block_size)
+
+    def launch_next_pass(self, num_seqs: int, index: int, tokens: Tensor, errors: Tensor) -> None:
+        """Enqueue the commit of the drafts of a pass, and the building of the next one, as `next_pass` does."""
+        next_pass(tokens, errors, self.state, self.buffers, num_seqs, index, self.limits.block_size)
+
+    def staged_slots(self, num_seqs: int) -> Tensor:
+        """Return the slots [num_seqs] int32 of the last staged step's first sequences."""
+        return self._upload.on_device[:num_seqs]
 
     def commit(self, scheduled: Scheduled, sizes: StepSizes, tokens: Tensor, errors: Tensor) -> PendingTokens:
         """Enqueue the commit of sampled tokens to the slots, and the copy of the results to the host.

@@ -11,7 +11,7 @@ from torch import Tensor
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.device_slots import DeviceSlots
+from executor_svc.gpu.device_slots import DeviceSlots, is_decode
 from executor_svc.gpu.graphs import (
     CudaGraphs,
     DirectReplayer,
@@ -39,8 +39,13 @@ class GpuRunner:
         limits: Limits,
         slots: DeviceSlots,
         captures: bool = True,
+        follower: Callable[[StepSizes, int, int], object] | None = None,
     ) -> None:
-        """Record the model over the tensors of `slots`; captures: with CUDA graphs for steps of fixed sizes."""
+        """Record the model over the tensors of `slots`; captures: with CUDA graphs for steps of fixed sizes.
+
+        follower: enqueues the same steps for a draft model, as `GpuDraftModel.run` does, except decodes with drafts.
+        """
+        self._follower = follower
         self._model = loaded.model
         self._slots = slots
         self._max_logits = limits.max_num_seqs
@@ -96,14 +101,21 @@ class GpuRunner:
 
     @torch.inference_mode()
     def forward(
-        self, scheduled: Scheduled, sizes: StepSizes, max_seq_len: int, most_drafts: int = 0
+        self,
+        scheduled: Scheduled,
+        sizes: StepSizes,
+        max_seq_len: int,
+        most_drafts: int = 0,
+        make_drafts: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Enqueue a step: drafts, inputs, keys and values, hidden states, logits; returns its `results`.
 
         scheduled: with places for drafts, of which a slot has most_drafts at most. max_seq_len: of its longest
-        sequence, with this step's tokens.
+        sequence, with this step's tokens. make_drafts: enqueues the drafts of the step, once it is staged.
         """
         one_each = self._slots.stage(scheduled, sizes, most_drafts)
+        if make_drafts is not None:
+            make_drafts()
         if sizes in self._whole:
             self._replayer.replay(sizes)
         else:
@@ -113,7 +125,8 @@ class GpuRunner:
             if hidden in self._hidden and not one_each:
                 self._replayer.replay(hidden)
             else:
-                self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len)
+                drafted = sizes.num_drafts > 0 and is_decode(scheduled)
+                self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len, drafted)
             self._recorded.run(0, sizes.num_logits)
         return self.results(sizes)
 
@@ -135,13 +148,15 @@ class GpuRunner:
             self._run_hidden(sizes, sizes.num_tokens, longest)
             return
         self._slots.launch_build(sizes, one_each=not sizes.num_drafts)
-        self._run_hidden(sizes, 1 + sizes.num_drafts, longest)
+        self._run_hidden(sizes, 1 + sizes.num_drafts, longest, sizes.num_drafts > 0)
         self._recorded.run(0, sizes.num_logits)
 
-    def _run_hidden(self, sizes: StepSizes, max_query_len: int, max_seq_len: int) -> None:
-        """Enqueue keys, values and hidden states of the step in the input tensors."""
+    def _run_hidden(self, sizes: StepSizes, max_query_len: int, max_seq_len: int, drafted: bool = False) -> None:
+        """Enqueue keys, values and hidden states of the step in the input tensors; drafted: a decode with drafts."""
         inputs = self._slots.inputs(sizes)
         self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
         for plan in self._plans:
             plan.set_sizes(sizes.num_seqs, sizes.num_tokens, max_query_len, max_seq_len)
         self._recorded.run(sizes.num_tokens, 0)
+        if self._follower is not None and not drafted:
+            self._follower(StepSizes(sizes.num_tokens, sizes.num_seqs, 0, 0), max_query_len, max_seq_len)

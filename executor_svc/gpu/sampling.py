@@ -160,14 +160,20 @@ class GpuSampler:
         """Return the tensors that receive a step's tokens [R] int64 and errors [R] int32."""
         return self._tokens[: inputs.sizes.num_rows], self._errors[: inputs.sizes.num_rows]
 
-    def choose(self, logits: Tensor, best: Tensor, inputs: StepInputs, metadata: SamplingMetadata) -> None:
-        """Enqueue sampling for all rows; logits [L, vocab] float32, best [L] their most likely tokens."""
+    def choose(
+        self, logits: Tensor, best: Tensor, inputs: StepInputs, metadata: SamplingMetadata, *, guessed: bool = False
+    ) -> None:
+        """Enqueue sampling for all rows; logits [L, vocab] float32, best [L] their most likely tokens.
+
+        guessed: whether to sample behind the slots' drafts so far, as if they were known.
+        """
         tokens, errors = self.rows(inputs)
         if not (metadata.edited or metadata.drawn):
             take_best(best, inputs.rows, inputs.sources, tokens, errors)
             return
         sample(
-            logits, inputs.rows, inputs.sources, self.slots.state, self.workspace, tokens, errors,
+            logits, inputs.rows, inputs.sources, self.slots.guessed if guessed else self.slots.state, self.workspace,
+            tokens, errors,
             edited=metadata.edited, drawn=metadata.drawn, filtered=metadata.filtered, floored=metadata.floored,
         )  # fmt: skip
 

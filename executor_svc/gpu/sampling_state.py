@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.sampling.penalties import add_tokens, restart_counts
@@ -71,6 +73,8 @@ class SlotSamplingState:
             allowed_bits=parts[1][: n * num_words(vocab)].view(n, -1),
             lists=SamplingLists(bias_ids, biases.view(torch.float32), word_ids, word_following, stop_ids),
         )
+        self.guessed = replace(self.state, num_tokens=slots.state.num_guessed)
+        """The state behind the drafts that a draft model has made so far."""
         self._columns = parts[2:]
         self._applied: Applied | None = None
         self.lists_on_host: BoolArray = np.zeros(n, np.bool_)
@@ -98,14 +102,20 @@ class SlotSamplingState:
         """Enqueue counting the tokens of the sequences that the last plan admitted, after its changes were sent."""
         applied, self._applied = self._applied, None
         if applied is not None:
-            s = self.state
-            restart_counts(
-                s.counts, applied.slots, s.records, s.token_ids, s.num_tokens, s.num_prompt_tokens, applied.max_tokens
-            )
+            self.recount(applied.slots, applied.max_tokens)
 
     def count_taken(self, inputs: StepInputs) -> None:
         """Enqueue counting the tokens that a step's slots have taken in its last commit."""
         add_tokens(self.state.counts, inputs.row_slots, inputs.taken, self.state.records)
+
+    def count_guessed(self, inputs: StepInputs, tokens: Tensor) -> None:
+        """Enqueue counting the drafts [R] of a pass, until `recount`."""
+        add_tokens(self.state.counts, inputs.rows, tokens, self.state.records)
+
+    def recount(self, slots: Tensor, max_tokens: int) -> None:
+        """Enqueue counting the known tokens of these slots [S] int32, distinct, at most max_tokens of each."""
+        s = self.state
+        restart_counts(s.counts, slots, s.records, s.token_ids, s.num_tokens, s.num_prompt_tokens, max_tokens)
 
     def _admit(self, slot: int, sampling: SequenceSampling) -> None:
         lists = _lists(sampling)

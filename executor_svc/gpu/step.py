@@ -24,7 +24,9 @@ from executor_svc.batch.step_result import Computed, RowCandidates, SampledToken
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.gpu.device_slots import CommittedTokens, DeviceSlots, PendingTokens
-from executor_svc.gpu.drafting import GpuDrafting, Layout, ngrams_of
+from executor_svc.gpu.drafts.drafting import GpuDrafting, Layout, ngrams_of
+from executor_svc.gpu.drafts.model import GpuDraftModel
+from executor_svc.gpu.drafts.passes import DraftPasses
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.prompt_logprobs import GpuPromptLogprobs, PendingPrompts
 from executor_svc.gpu.rounds import SamplingRounds
@@ -33,6 +35,7 @@ from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, SamplingMetad
 from executor_svc.gpu.sampling_state import SlotSamplingState
 from executor_svc.gpu.staging import sent
 from executor_svc.gpu.timing import StepClock
+from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepTimings
@@ -132,10 +135,11 @@ class GpuStepExecutor:
         *,
         enforce_eager: bool = False,
         drafts: DraftSource | None = None,
+        draft_model: Decoder | None = None,
     ) -> None:
         """Allocate the slots, record the model, and capture its graphs, unless enforce_eager is set.
 
-        drafts: makes drafts, as in `GpuDrafting`.
+        drafts: makes drafts, as in `GpuDrafting`. draft_model: makes them instead; its layers are in `pools`.
         """
         torch_device = device.torch_device
         self.limits = limits
@@ -147,15 +151,28 @@ class GpuStepExecutor:
         self._device_slots = DeviceSlots(
             limits, torch_device, extra_words=SlotSamplingState.extra_words(limits), ngrams=ngrams_of(drafts)
         )
-        self._runner = GpuRunner(loaded, device, pools, limits, self._device_slots, captures=not enforce_eager)
+        draft = None
+        if draft_model is not None:
+            draft = GpuDraftModel(draft_model, device, pools, limits, self._device_slots)
+        self._runner = GpuRunner(
+            loaded, device, pools, limits, self._device_slots, not enforce_eager, None if draft is None else draft.run
+        )
         self._sampling = SlotSamplingState(limits, self._device_slots)
         self._sampler = GpuSampler(limits, self._sampling)
         self._prompts = GpuPromptLogprobs(
             self._runner.logits, self._sampler.workspace, self._device_slots.state.prompt_failed
         )
         self._drafting = GpuDrafting(
-            self.slots, self._device_slots, drafts, self._runner.sizes_of, self._runner.drafted
+            self.slots,
+            self._device_slots,
+            drafts,
+            self._runner.sizes_of,
+            self._runner.drafted,
+            passes=draft is not None,
         )
+        self._passes = None
+        if draft is not None:
+            self._passes = DraftPasses(draft, self._runner, self._device_slots, self._sampler)
         self._rounds = SamplingRounds(self._runner, self._device_slots, self._sampling, self._sampler)
         self._pending: deque[GpuStep] = deque()
         self._metadata: SamplingMetadata | None = None
@@ -249,10 +266,12 @@ class GpuStepExecutor:
         prompts = prompt_rows(self.slots, scheduled)
         on_host = self._sampling.lists_on_host | (self.slots.sampling["num_candidates"] > 0)
         layout = self._drafting.lay_out(plan, scheduled, on_host, none=prompts is not None)
+        longest, make_drafts = self._longest(layout.scheduled), None
+        if self._passes is not None:
+            metadata = self._metadata_of(scheduled.sampling_slots)
+            make_drafts = partial(self._passes.precede, layout, metadata, longest)
         with self._span("forward"):
-            logits, _ = self._runner.forward(
-                layout.scheduled, layout.sizes, self._longest(layout.scheduled), layout.most_drafts
-            )
+            logits, _ = self._runner.forward(layout.scheduled, layout.sizes, longest, layout.most_drafts, make_drafts)
         self._sampling.count_admitted()
         clock.mark()
         with self._span("sample"):

@@ -13,6 +13,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.interface import Device, DeviceError
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.plan.plan import Limits
@@ -22,9 +23,11 @@ from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.injected import InjectedStepExecutor
 from executor_svc.startup.speculation import (
+    Draft,
     check_speculation,
     load_speculative_model,
     make_draft_source,
+    model_on_gpu,
     state_layers_of,
 )
 from executor_svc.worker.device_errors import is_out_of_memory
@@ -45,12 +48,13 @@ def make_executor(
     inject: str | None = None,
     state_layers: Sequence[int] = (),
     drafts: Callable[[Runner | None], DraftSource | None] = lambda _: None,
+    draft_model: Decoder | None = None,
 ) -> Executor:
     """Return the executor of a model, for use by one thread.
 
     enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError. drafts:
     returns the source of drafts for the model's runner, which keeps the states of state_layers; on a GPU there is none,
-    and no source that needs one.
+    and no source that needs one. draft_model: on a GPU, makes drafts in place of a source; its layers are in `pools`.
     """
     if inject is not None:
         if device.name != "cpu":
@@ -60,7 +64,9 @@ def make_executor(
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
-        return GpuStepExecutor(loaded, device, pools, limits, enforce_eager=enforce_eager, drafts=drafts(None))
+        return GpuStepExecutor(
+            loaded, device, pools, limits, enforce_eager=enforce_eager, drafts=drafts(None), draft_model=draft_model
+        )
     on_gpu = device.torch_device.type == "cuda"
     runner = make_runner(loaded, device, pools, limits, state_layers)
     return StepExecutor(runner, pools, limits, on_gpu, drafts(runner))
@@ -75,8 +81,10 @@ def make_runner(
     return EagerRunner(loaded, device, pools, limits)
 
 
-def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> None:
+def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig, draft: Draft | None = None) -> None:
     """Run the largest steps on a GPU, with an executor of the same options but a cache of one block.
+
+    draft: runs in the same steps.
 
     Raises DeviceError, naming the options, if they do not fit into the GPU's memory.
     """
@@ -84,9 +92,10 @@ def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> No
 
     config = config.model_copy(update={"num_gpu_blocks": 1, "num_cpu_blocks": 0})
     try:
-        pools = device.new_kv_cache(loaded.geometry, config)
+        pools = device.new_kv_cache(loaded.geometry, config, 0, None if draft is None else draft.layers)
         limits = limits_of(config, loaded.geometry, pools)
-        run_largest_steps(make_executor(loaded, device, pools, limits, enforce_eager=True))
+        model = model_on_gpu(draft, device)
+        run_largest_steps(make_executor(loaded, device, pools, limits, enforce_eager=True, draft_model=model))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -113,13 +122,13 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
         geometry.name, geometry.architecture, geometry.num_parameters, geometry.dtype, geometry.weight_bytes,
         geometry.vocab_size, geometry.max_model_len,
     )  # fmt: skip
+    draft = load_speculative_model(config, device, loaded)
     on_gpu, step_bytes = device.torch_device.type == "cuda", 0
     if on_gpu:
         from executor_svc.gpu.memory import peak_bytes_of
 
-        step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config), device.torch_device)
+        step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config, draft), device.torch_device)
         _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
-    draft = load_speculative_model(config, device, loaded)
     pools = device.new_kv_cache(geometry, config, step_bytes, None if draft is None else draft.layers)
     prints = fingerprint(loaded, device, pools)
     limits = limits_of(config, geometry, pools)
@@ -138,6 +147,7 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
         inject=config.inject,
         state_layers=state_layers_of(draft),
         drafts=lambda runner: drafts or make_draft_source(config, limits, draft, device, pools, runner),
+        draft_model=model_on_gpu(draft, device),
     )
     if on_gpu:
         from executor_svc.gpu.warm_up import run_steps

@@ -35,8 +35,8 @@ Draft = LoadedDraft[Decoder] | LoadedDraft[Head]
 
 _NEEDS = {"draft": "the draft model", "eagle3": "the head"}
 """What --speculative-model must name, by --speculative."""
-_WITHOUT_MODEL = ("off", "ngram", "suffix", "auto")
-"""Values of --speculative that need neither a model nor a head."""
+_ON_GPU = ("off", "ngram", "suffix", "draft", "auto")
+"""Values of --speculative that are possible on a GPU."""
 
 
 class SpeculationError(StartError):
@@ -51,12 +51,8 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
     kind, model = config.speculative, config.speculative_model
     if device_name == "simulated":
         return
-    if device_name != "cpu" and (kind not in _WITHOUT_MODEL or (kind == "auto" and model is not None)):
-        raise SpeculationError(
-            f"--speculative {kind}{' with --speculative-model' if kind == 'auto' else ''} is not possible on a GPU so "
-            "far: drafts of models and heads need --device cpu; on a GPU there are ngram, suffix, and auto without a "
-            "model"
-        )
+    if device_name != "cpu" and kind not in _ON_GPU:
+        raise _no_head_on_gpu(f"--speculative {kind}")
     if kind in _NEEDS and model is None:
         raise SpeculationError(
             f"--speculative {kind} needs --speculative-model: the folder or hub id of {_NEEDS[kind]}"
@@ -78,9 +74,11 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
 def load_speculative_model(config: ExecutorConfig, device: Device, target: LoadedModel) -> Draft | None:
     """Load the draft model or head of the options, or that of the target's checkpoint; None if there is none.
 
-    Raises LoaderError.
+    Raises LoaderError; SpeculationError for a target that cannot have one on a GPU.
     """
     name = config.speculative_model
+    if name is not None and device.name != "cpu":
+        _check_on_gpu(name, config, target)
     if name is None:
         may_have_own = config.speculative == "auto" and device.name == "cpu"
         has_own = config.speculative == "mtp" or (may_have_own and has_mtp(config))
@@ -95,14 +93,42 @@ def state_layers_of(draft: Draft | None) -> Sequence[int]:
     return () if draft is None or isinstance(draft.model, Decoder) else draft.model.state_layers
 
 
+def model_on_gpu(draft: Draft | None, device: Device) -> Decoder | None:
+    """Return the draft model that runs on the GPU of its target, and needs no source; None for others."""
+    if draft is None or device.name == "cpu":
+        return None
+    assert isinstance(draft.model, Decoder)
+    return draft.model
+
+
+def _check_on_gpu(name: str, config: ExecutorConfig, target: LoadedModel) -> None:
+    """Raise SpeculationError unless the draft `name` can run on a GPU beside this target; LoaderError without it."""
+    if config.speculative == "auto" and _is_head(name):
+        raise _no_head_on_gpu(f"--speculative auto with the head --speculative-model {name}")
+    if not target.recordable:
+        raise SpeculationError(
+            f"--speculative-model {name} is not possible on a GPU with --model {target.geometry.name}, which runs "
+            "through transformers: it needs --device cpu, or a model of an architecture with code in Cadenza"
+        )
+
+
+def _no_head_on_gpu(options: str) -> SpeculationError:
+    return SpeculationError(
+        f"{options} is not possible on a GPU so far: drafts of heads need --device cpu; on a GPU there are ngram, "
+        "suffix, draft and auto"
+    )
+
+
 def make_draft_source(
     config: ExecutorConfig, limits: Limits, draft: Draft | None, device: Device, pools: KVCache, target: Runner | None
 ) -> DraftSource | None:
-    """Return the source of the options; None without speculative decoding.
+    """Return the source of the options; None without speculative decoding, and with a `model_on_gpu`.
 
     draft: its layers are in `pools`. target: the target's runner, with `state_layers_of` the draft; None: there is no
-    draft.
+    draft, or one on a GPU.
     """
+    if model_on_gpu(draft, device) is not None:
+        return None
     model = None
     if draft is not None:
         assert target is not None

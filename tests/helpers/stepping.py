@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.models.decoder import Decoder
+from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.plan.plan import Limits, StepResult, StepStatus
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.build import make_executor
@@ -26,12 +28,15 @@ class Stepper:
         num_slots: int = 8,
         max_drafts: int = 0,
         drafts: Callable[[Limits], DraftSource] | None = None,
+        draft: LoadedDraft[Decoder] | None = None,
         **limits_of_test: int,
     ) -> None:
-        """drafts: makes the source of drafts. limits_of_test: fields of Limits in place of the usual ones."""
+        """drafts: makes the source of drafts. draft: makes them on a GPU. limits_of_test: fields of Limits in place of the usual ones."""
         options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
         config = ExecutorConfig(**options)
-        self.pools = pools = model.device.new_kv_cache(model.loaded.geometry, config)
+        self.pools = pools = model.device.new_kv_cache(
+            model.loaded.geometry, config, 0, None if draft is None else draft.layers
+        )
         spoil(pools)
         vocab = model.loaded.geometry.vocab_size
         limits = Limits(
@@ -43,7 +48,7 @@ class Stepper:
             max_logprobs=vocab,
             block_size=BLOCK_SIZE,
             num_device_blocks=pools.num_device_blocks,
-            num_host_blocks=0,
+            num_host_blocks=pools.num_host_blocks,
             max_inflight_plans=1,
             max_drafts=max_drafts,
         )
@@ -51,6 +56,7 @@ class Stepper:
         self.executor = make_executor(
             model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager,
             drafts=lambda _: None if drafts is None else drafts(limits),
+            draft_model=None if draft is None else draft.model,
         )  # fmt: skip
         self._step_id = 0
 

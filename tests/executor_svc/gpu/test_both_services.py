@@ -44,6 +44,8 @@ async def outputs(folder: Path, device: str, requests: Any = REQUESTS, **options
         if "speculative" in options:
             (executor,) = (await client.server_info()).executors
             assert executor.num_accepted_drafts > 0
+            # Of the target's own weights.
+            assert options["speculative"] != "draft" or executor.num_accepted_drafts > 0.9 * executor.num_drafts
     return found
 
 
@@ -66,12 +68,14 @@ DRAFTED = (
 )
 
 
-@pytest.mark.parametrize("speculative", ["ngram", "suffix"])
+@pytest.mark.parametrize("speculative", ["ngram", "suffix", "draft"])
 async def test_drafts_change_no_token(tmp_path: Path, speculative: str) -> None:
     """With few blocks: sequences with drafts are swapped out and come back, and some have no room for drafts."""
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
-    limits = {"max_num_seqs": 16, "num_gpu_blocks": 16}
+    limits: dict[str, Any] = {"max_num_seqs": 16, "num_gpu_blocks": 16}
     expected = await outputs(folder, "cpu", DRAFTED, **limits)
+    if speculative == "draft":
+        limits["speculative_model"] = str(folder)
     found = await outputs(folder, "cuda", DRAFTED, speculative=speculative, num_speculative_tokens=3, **limits)
     for one, other in zip(found, expected, strict=True):
         assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in other.outputs]

@@ -24,7 +24,7 @@ from executor_svc.plan.description import limits_of
 from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepStatus
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.startup.build import run_trial
-from executor_svc.startup.speculation import make_draft_source
+from executor_svc.startup.speculation import load_speculative_model, make_draft_source, model_on_gpu
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
@@ -106,14 +106,16 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Gp
     }  # fmt: skip
     model = Model(folder, device="cuda", **sizes | options)
     config = ExecutorConfig(**model.options)
-    run_trial(model.loaded, model.device, config)
+    draft = load_speculative_model(config, model.device, model.loaded)
+    run_trial(model.loaded, model.device, config, draft)
     monkeypatch.setattr(gpu_runner, "DirectReplayer", CapturedReplayer)
-    pools = model.device.new_kv_cache(model.loaded.geometry, config)
+    pools = model.device.new_kv_cache(model.loaded.geometry, config, 0, None if draft is None else draft.layers)
     limits = limits_of(config, model.loaded.geometry, pools)
-    drafts = make_draft_source(config, limits, None, model.device, pools, None)
+    drafts = make_draft_source(config, limits, draft, model.device, pools, None)
     executor = GpuStepExecutor(
-        model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager, drafts=drafts
-    )
+        model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager, drafts=drafts,
+        draft_model=model_on_gpu(draft, model.device),
+    )  # fmt: skip
     run_steps(executor)
     return executor
 
@@ -124,14 +126,18 @@ def run(executor: GpuStepExecutor, steps: Sequence[dict[str, Any]]) -> list[Step
     return results
 
 
-@pytest.mark.parametrize(("enforce_eager", "num_drafts"), [(False, 0), (True, 0), (False, 2), (True, 2)])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("speculative", ["off", "ngram", "draft"])
 def test_no_step_waits_for_a_compiler(
-    enforce_eager: bool, num_drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+    enforce_eager: bool, speculative: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
     options: dict[str, Any] = {"enforce_eager": enforce_eager, "max_num_batched_tokens": 24}
+    num_drafts = 0 if speculative == "off" else 2
     if num_drafts:
-        options |= {"speculative": "ngram", "num_speculative_tokens": num_drafts, "max_num_seqs": 6}
+        options |= {"speculative": speculative, "num_speculative_tokens": num_drafts, "max_num_seqs": 6}
+    if speculative == "draft":
+        options["speculative_model"] = str(folder)
     executor = started(folder, monkeypatch, **options)
     known = set(compiled)
     drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2, num_prompt_logprobs=0)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.startup.speculation import SpeculationError, check_speculation
+from executor_svc.startup.speculation import SpeculationError, check_speculation, load_speculative_model
+from tests.helpers.eagle3_heads import HeadShape, make_head
 
 
 @pytest.mark.parametrize("kind", ["off", "ngram", "suffix", "auto"])
@@ -14,12 +19,38 @@ def test_sources_without_a_model_are_everywhere(kind: str, device: str) -> None:
     check_speculation(ExecutorConfig(model="x", speculative=kind), device)
 
 
-@pytest.mark.parametrize("kind", ["draft", "eagle3", "auto"])
-def test_models_and_heads_are_on_the_cpu(kind: str) -> None:
-    config = ExecutorConfig(model="x", speculative=kind, speculative_model="y")
+@pytest.mark.parametrize("kind", ["draft", "auto"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_draft_model_is_everywhere(kind: str, device: str) -> None:
+    check_speculation(ExecutorConfig(model="x", speculative=kind, speculative_model="y"), device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_draft_model_must_be_named(device: str) -> None:
+    with pytest.raises(SpeculationError, match="--speculative draft needs --speculative-model"):
+        check_speculation(ExecutorConfig(model="x", speculative="draft"), device)
+
+
+def on_gpu(kind: str, head: str, *, recordable: bool) -> None:
+    """Load a draft beside a target on a GPU, as far as it goes without them."""
+    target: Any = SimpleNamespace(recordable=recordable, geometry=SimpleNamespace(name="a/mamba"))
+    device: Any = SimpleNamespace(name="cuda")
+    load_speculative_model(ExecutorConfig(model="x", speculative=kind, speculative_model=head), device, target)
+
+
+def test_heads_are_on_the_cpu(tmp_path: Path) -> None:
+    config = ExecutorConfig(model="x", speculative="eagle3", speculative_model="y")
     check_speculation(config, "cpu")
-    with pytest.raises(SpeculationError, match=f"--speculative {kind}.* is not possible on a GPU so far"):
+    with pytest.raises(SpeculationError, match="^--speculative eagle3 is not possible on a GPU so far"):
         check_speculation(config, "cuda")
+    head = make_head(tmp_path, HeadShape("old"))
+    with pytest.raises(SpeculationError, match=f"auto with the head --speculative-model {head} is not possible on a GPU"):
+        on_gpu("auto", str(head), recordable=True)
+
+
+def test_a_target_that_runs_through_transformers_has_no_draft_model_on_a_gpu() -> None:
+    with pytest.raises(SpeculationError, match="--speculative-model y is not possible on a GPU with --model a/mamba"):
+        on_gpu("draft", "y", recordable=False)
 
 
 def test_a_model_for_a_source_that_takes_none_is_refused_as_on_the_cpu() -> None:

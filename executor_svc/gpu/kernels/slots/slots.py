@@ -27,7 +27,8 @@ MAX_DRAFTS = tl.constexpr(6)
 MAX_LEN = tl.constexpr(7)
 NUM_DRAFTS = tl.constexpr(8)
 DRAFTS_END = tl.constexpr(9)
-NUM_NUMBERS = 10
+NUM_GUESSED = tl.constexpr(10)
+NUM_NUMBERS = 11
 
 # Rows of the matrices of a step: by token, by sequence, by sampling row.
 TOKEN_IDS = tl.constexpr(0)
@@ -145,6 +146,11 @@ class SlotState:
     def drafts_end(self) -> Tensor:
         """[n] int32: no draft is at this place of its sequence or behind it; without meaning if max_drafts is 0."""
         return self._number(DRAFTS_END)
+
+    @property
+    def num_guessed(self) -> Tensor:
+        """[n] int32: known tokens and drafts, while a draft model makes further drafts; else without meaning."""
+        return self._number(NUM_GUESSED)
 
     def _number(self, row: tl.constexpr) -> Tensor:
         return self.numbers[row.value, : self.num_slots]

@@ -53,7 +53,7 @@ _SIZES = ("num_tokens", "num_seqs", "num_logits", "num_rows", "block_size", "tok
 
 
 @triton.jit
-def _is_live(numbers, number_stride, slot):
+def is_live(numbers, number_stride, slot):
     """Return whether there is a slot that has not stopped."""
     return tl.load(numbers + STOPPED * number_stride + slot, slot >= 0, other=1) == 0
 
@@ -87,7 +87,7 @@ def _build_tokens(
         sequence = owner_of(starts, token, num_seqs, search_steps)
         start = tl.load(starts + sequence, within & (sequence < num_seqs), other=0)
     slot = tl.load(staging + sequence, within & (sequence < num_seqs), other=-1).to(tl.int64)
-    live = _is_live(numbers, number_stride, slot)
+    live = is_live(numbers, number_stride, slot)
     computed = tl.load(numbers + NUM_COMPUTED_TOKENS * number_stride + slot, live, other=0)
     prompt = tl.load(numbers + NUM_PROMPT_TOKENS * number_stride + slot, live, other=0)
     position = tl.where(live, computed + token - start, 0)
@@ -108,7 +108,7 @@ def _gather_table(
     """Copy every parts-th tile of the used part of a sequence's block table."""
     sequence = program // parts
     slot = tl.load(staging + sequence).to(tl.int64)
-    if _is_live(numbers, number_stride, slot):
+    if is_live(numbers, number_stride, slot):
         starts = staging + num_seqs + sequence
         computed = tl.load(numbers + NUM_COMPUTED_TOKENS * number_stride + slot)
         num_blocks = tl.cdiv(computed + tl.load(starts + 1) - tl.load(starts), block_size)
@@ -127,7 +127,7 @@ def _list_sequences(at, staging, numbers, number_stride, by_seq, by_seq_stride, 
     start = tl.load(staging + num_seqs + at, at <= num_seqs, other=0)
     end = tl.load(staging + num_seqs + at + 1, within, other=0)
     slot = tl.load(staging + at, within, other=-1)
-    live = _is_live(numbers, number_stride, slot)
+    live = is_live(numbers, number_stride, slot)
     computed = tl.load(numbers + NUM_COMPUTED_TOKENS * number_stride + slot, live, other=0)
     tl.store(by_seq + QUERY_START_LOC * by_seq_stride + at, start, at <= num_seqs)
     tl.store(by_seq + SEQ_LENS * by_seq_stride + at, tl.where(live, computed + end - start, 0), within)
@@ -139,7 +139,7 @@ def _list_rows(at, row_words, numbers, number_stride, by_row, by_row_stride, num
     within = at < num_rows
     slot = tl.load(row_words + at, within, other=-1)
     source_slot = tl.load(row_words + num_rows + at, within, other=-1)
-    live = _is_live(numbers, number_stride, slot) & _is_live(numbers, number_stride, source_slot)
+    live = is_live(numbers, number_stride, slot) & is_live(numbers, number_stride, source_slot)
     position = tl.load(numbers + NUM_TOKENS * number_stride + slot, live, other=0)
     tl.store(by_row + ROWS * by_row_stride + at, tl.where(live, slot, -1), within)
     tl.store(by_row + SOURCES * by_row_stride + at, tl.load(row_words + 2 * num_rows + at, within), within)

@@ -15,6 +15,7 @@ from executor_svc.batch.mirror_slots import MirrorSlots
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.gpu.device_slots import DeviceSlots, NgramLengths, is_decode
+from executor_svc.gpu.kernels.slots.draft_passes import FIRST_TOKENS
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import StepPlan
@@ -50,13 +51,17 @@ class GpuDrafting:
         source: DraftSource | None,
         sizes_of: Callable[[Scheduled], StepSizes],
         graphs: Sequence[StepSizes],
+        *,
+        passes: bool = False,
     ) -> None:
-        """source: needs no report of computed steps; n-grams are drafted on the device. None: there are no drafts.
+        """source: needs no report of computed steps; n-grams are drafted on the device. None: there are no drafts, but
+        those of a draft model, if passes is set.
 
         sizes_of: returns the padded sizes of a step. graphs: sizes with a graph, of decodes with drafts.
         """
         self._slots, self._on_device = slots, on_device
-        self._there = ngrams_of(source) is not None
+        self._there = passes or ngrams_of(source) is not None
+        self._tokens_of_pass = FIRST_TOKENS if passes else 0
         self._here = None if source is None or self._there else Drafting(slots, source)
         self._sizes_of, self._graphs = sizes_of, graphs
 
@@ -96,7 +101,8 @@ class GpuDrafting:
         In a graph each slot with drafts has as many places as the graph: so the next step has the same layout, and
         sends nothing.
         """
-        if not counts.any():
+        # All sequences of a step take part in a draft model's first pass.
+        if not counts.any() or len(counts) * self._tokens_of_pass > self._slots.limits.max_num_batched_tokens:
             return None
         sizes = self._graph(scheduled, int(counts.max()))
         if sizes is not None:

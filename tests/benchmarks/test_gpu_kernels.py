@@ -318,6 +318,7 @@ def child(*arguments: str, packages: tuple[Path, ...] = ()) -> list[dict[str, An
         ("tune-decode", "us"),
         ("linears", "speedup"),
         ("few-bits", "speedup"),
+        ("lora", "overhead_percent"),
         ("ceilings", "ms"),
     ],
 )

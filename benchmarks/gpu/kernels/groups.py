@@ -11,6 +11,7 @@ from benchmarks.gpu.kernels import (
     elementwise,
     few_bits,
     linears,
+    lora,
     steps,
 )
 
@@ -23,6 +24,7 @@ ORDER: tuple[Group, ...] = (
     elementwise.GROUP,
     linears.GROUP,
     few_bits.GROUP,
+    lora.GROUP,
     attention.BLOCKS,
     attention_tiles.TUNE_PREFILL,
     attention_tiles.TUNE_DECODE,

@@ -90,14 +90,6 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         """Return the description, which is constant."""
         return self._description
 
-    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: _Context) -> NoReturn:
-        """Reserved."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "LoadAdapter: LoRA adapters are not built yet")
-
-    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: _Context) -> NoReturn:
-        """Reserved."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "UnloadAdapter: LoRA adapters are not built yet")
-
     async def Execute(  # type: ignore[override]  # messages as bytes; the stub's type knows no handlers that write
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> None:

@@ -113,6 +113,9 @@ class GpuStep:
 class GpuStepExecutor:
     """Implements `worker.Executor` on a GPU."""
 
+    adapters = None
+    """Plans may name none yet."""
+
     def __init__(
         self, loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits, *, enforce_eager: bool = False
     ) -> None:

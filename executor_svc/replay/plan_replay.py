@@ -26,7 +26,8 @@ from executor_svc.replay.checks import contradictions, first_difference, numeric
 from executor_svc.replay.recorded_drafts import RecordedDrafts
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.service.description import description_to_wire
-from executor_svc.worker.worker import RejectedPlan, Session, Worker
+from executor_svc.worker.session import RejectedPlan, Session
+from executor_svc.worker.worker import Worker
 
 _STOP_S = 10.0
 _OF_AN_EXECUTOR = ("session_opened", "plan_step", "apply_result", "step_failed")

@@ -9,7 +9,7 @@ from scheduler_svc.core.adapters.table import AdapterTable
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.placement.candidates import able_lanes
+from scheduler_svc.core.placement.candidates import able_lanes, holding_lanes
 from scheduler_svc.core.placement.placer import Placer
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
@@ -159,7 +159,7 @@ class RequestTable:
         It is not placed on a pool of this size again.
         """
         larger = [each for each in self.lanes.values() if each.num_kv_tokens > lane.num_kv_tokens]
-        if not able_lanes(group, larger):
+        if not holding_lanes(group, larger):
             return False
         group.outgrown_kv_tokens = max(group.outgrown_kv_tokens, lane.num_kv_tokens)
         return True

@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps planned since the start."""
+        """Number of steps since the start."""
         return self.counts.num_steps
 
     @property
@@ -291,13 +291,12 @@ class Scheduler:
         """All adapters, and the requests that wait for theirs."""
         return self._requests.adapters
 
-    @property
-    def refused(self) -> list[tuple[RequestKey, AdapterError]]:
-        """Unfinished requests whose adapter no executor can ever load, with the reasons."""
-        return adapter_changes.refused(self._requests)
+    def adapter_refusal(self, index: int, content_hash: bytes = b"") -> AdapterError | None:
+        """Why no executor can ever run requests with a known adapter, or one with this content; None: one may."""
+        return adapter_changes.refusal(self._requests, index, content_hash) if index else None
 
     def adapter_event(self, event: AdapterEvent, executor_id: int = 0) -> None:
-        """Something happened to an adapter; executor_id: where it was loaded or unloaded. See `refused`."""
+        """Something happened to an adapter; executor_id: where it was loaded or unloaded."""
         adapter_changes.apply_event(self._requests, event, self.lanes.get(executor_id))
 
     def adapter_commands(self, executor_id: int) -> AdapterCommands:

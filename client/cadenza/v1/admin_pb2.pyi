@@ -768,9 +768,9 @@ class LoadAdapterRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name, which requests use: 1 to 128 characters, none of them a control character or a slash."""
+    """Its name, which requests use: at most 128 characters, without control characters, slashes, commas and equals signs."""
     path: _builtins.str
-    """The absolute path of its folder, where the executors run."""
+    """The absolute path of its folder, where the executors run; at most 4096 characters."""
     def __init__(
         self,
         *,
@@ -817,7 +817,7 @@ class UnloadAdapterRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """Its name; at most 128 characters."""
     def __init__(
         self,
         *,

@@ -35,6 +35,8 @@ class AdapterTable:
         """Groups outside of the queue, since no executor has their adapter loaded; whether they were queued before."""
         self.num_changes = 0
         """Grows with each change after which an executor may be told something else."""
+        self.num_answers = 0
+        """Number of answers of executors, and of sessions."""
         self._last_index = 0
 
     def register(self, registered: AdapterRegistered) -> None:

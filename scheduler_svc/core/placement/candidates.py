@@ -93,9 +93,15 @@ def count_field(spec: RequestSpec) -> str:
 def able_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
     """The lanes that can hold a waiting group to its end, or further than all others: its tokens must not depend on
     where it runs. They have its adapter loaded."""
+    return [lane for lane in holding_lanes(group, lanes) if has_adapter(lane, group)]
+
+
+def holding_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
+    """As `able_lanes`, with those that may yet load its adapter."""
+    index = group.spec.adapter_index
     able = [lane for lane in lanes if may_continue(lane, group) and holds_present_tokens(lane, group)]
-    if group.spec.adapter_index:
-        able = [lane for lane in able if has_adapter(lane, group)]
+    if index:
+        able = [lane for lane in able if lane.adapters.may_have(index)]
     limits = [group.length_limit(lane.spec.max_model_len)[0] for lane in able]
     longest = max(limits, default=0)
     return [lane for lane, limit in zip(able, limits, strict=True) if limit == longest]

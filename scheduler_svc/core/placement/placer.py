@@ -14,7 +14,7 @@ from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.placement.candidates import able_lanes, has_adapter, may_continue
+from scheduler_svc.core.placement.candidates import able_lanes, has_adapter, holding_lanes, may_continue
 from scheduler_svc.core.policies.placement import Candidate, PlacementPolicy, expected_s
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.queues import WaitingQueue
@@ -270,10 +270,11 @@ class Placer:
         holder, able = self._holder(group), able_lanes(group, self._lanes.values())
         if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
             return self._candidate(group, holder)
-        if not able and any(may_continue(lane, group) for lane in self._lanes.values()):
+        lanes = self._lanes.values()
+        if not holding_lanes(group, lanes) and any(may_continue(lane, group) for lane in lanes):
             # Nothing can ever hold it: the largest pool finishes it, as far as its tokens go.
-            lanes = [lane for lane in self._open_lanes() or self._lanes.values() if has_adapter(lane, group)]
-            able = [max(lanes, key=lambda lane: lane.spec.num_blocks)] if lanes else []
+            ready = [lane for lane in self._open_lanes() or lanes if has_adapter(lane, group)]
+            able = [max(ready, key=lambda lane: lane.spec.num_blocks)] if ready else []
         candidates = [self._candidate(group, lane) for lane in able if lane.is_open and not lane.draining]
         if not candidates and group.lane_id is not None and (former := self._lanes.get(group.lane_id)) in able:
             # What no other lane can hold ends on the draining one, where it ran.

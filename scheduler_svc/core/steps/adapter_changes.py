@@ -15,7 +15,6 @@ from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import SequenceGroup
-from scheduler_svc.core.types import RequestKey
 
 _NO_ADAPTERS = AdapterError(FAILED_PRECONDITION, "the executor has no LoRA adapters")
 
@@ -27,16 +26,19 @@ def apply_event(requests: RequestTable, event: AdapterEvent, lane: Lane | None) 
     elif isinstance(event, AdapterRemoved):
         requests.adapters.remove(event.index)
     elif lane is not None and isinstance(event, AdapterLoaded):
+        requests.adapters.num_answers += 1
         if _take(requests, lane, event):
             requests.placer.on_adapter_loaded()
             for group in [each for each in requests.adapters.parked if each.spec.adapter_index == event.index]:
                 requests.unpark(group)
     elif lane is not None:
+        requests.adapters.num_answers += 1
         lane.adapters.on_unloaded(event.index)
 
 
 def adopt_loaded(requests: RequestTable, lane: Lane, answers: Collection[AdapterLoaded]) -> None:
     """Forget what an executor had, and take what it has, at the start of a session; nothing without one."""
+    requests.adapters.num_answers += 1
     lane.adapters.reset()
     for answer in answers:
         lane.adapters.start_load(answer.index)
@@ -54,16 +56,20 @@ def sort_waiting(requests: RequestTable) -> None:
         requests.unpark(group)
 
 
-def refused(requests: RequestTable) -> list[tuple[RequestKey, AdapterError]]:
-    """Unfinished requests whose adapter no executor can ever load, or has another content than they began with."""
-    if not requests.adapters.users or not requests.lanes:
-        return []
-    found = []
-    for key, group in requests.groups.items():
-        error = _refusal(requests, group) if group.spec.adapter_index else None
-        if error is not None:
-            found.append((key, error))
-    return found
+def refusal(requests: RequestTable, index: int, wanted_hash: bytes = b"") -> AdapterError | None:
+    """Why no executor can ever run requests with an adapter; None: one may.
+
+    wanted_hash: the content that the adapter must have; empty: any.
+    """
+    known = requests.adapters.adapters[index].content_hash
+    if wanted_hash and known and wanted_hash != known:
+        message = f"its files have changed since the request began: {known.hex()[:16]} is not {wanted_hash.hex()[:16]}"
+        return AdapterError(FAILED_PRECONDITION, message)
+    lanes = requests.lanes.values()
+    if not lanes or any(lane.adapters.may_have(index) for lane in lanes):
+        return None
+    states = [lane.adapters.state(index) for lane in lanes]
+    return next((each.error for each in states if each is not None and each.error is not None), _NO_ADAPTERS)
 
 
 def _take(requests: RequestTable, lane: Lane, answer: AdapterLoaded) -> bool:
@@ -78,15 +84,3 @@ def _take(requests: RequestTable, lane: Lane, answer: AdapterLoaded) -> bool:
 
 def _has_lane(requests: RequestTable, group: SequenceGroup) -> bool:
     return any(lane.adapters.has(group.spec.adapter_index) for lane in requests.lanes.values())
-
-
-def _refusal(requests: RequestTable, group: SequenceGroup) -> AdapterError | None:
-    index, wanted = group.spec.adapter_index, group.spec.adapter_hash
-    known = requests.adapters.adapters[index].content_hash
-    if wanted and known and wanted != known:
-        message = f"its files have changed since the request began: {known.hex()[:16]} is not {wanted.hex()[:16]}"
-        return AdapterError(FAILED_PRECONDITION, message)
-    if any(lane.adapters.may_have(index) for lane in requests.lanes.values()):
-        return None
-    states = [lane.adapters.state(index) for lane in requests.lanes.values()]
-    return next((each.error for each in states if each is not None and each.error is not None), _NO_ADAPTERS)

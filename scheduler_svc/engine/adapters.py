@@ -65,13 +65,16 @@ class Adapters:
 
     # --- names -------------------------------------------------------------------------------------------------------
 
-    def register(self, name: str, path: str) -> int:
-        """Give an adapter a name; executors load it from now on. Returns its index; raises AdapterExistsError."""
+    def register(self, name: str, path: str, *, wanted: bool = False) -> int:
+        """Give an adapter a name; executors load it from now on, while they have places, or first if it is `wanted`.
+
+        Returns its index; raises AdapterExistsError.
+        """
         if name in self._names:
             raise AdapterExistsError(f"there is an adapter {name!r} already: unload it first")
         self._last_index += 1
         self._names[name] = self._last_index
-        self._core.adapter_event(AdapterRegistered(self._last_index, name, path))
+        self._core.adapter_event(AdapterRegistered(self._last_index, name, path, wanted))
         return self._last_index
 
     def register_all(self, entries: Iterable[str]) -> None:

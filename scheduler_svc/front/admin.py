@@ -120,7 +120,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             check_limits(request)
             path = adapter_path(request.path, self._front.config.lora_root)
             adapters = self._front.engine.adapters
-            adapters.register(adapter_name(request.name), path)
+            adapters.register(adapter_name(request.name), path, wanted=True)
             self._front.engine.executors.wake()
             info = await self._until_stop(adapters.loaded(request.name))
         except Exception as exc:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.core.adapters.events import (
@@ -124,7 +126,7 @@ def event_message(event: AdapterEvent, executor_id: int) -> pb.AdapterEventCall:
     """Return the wire form of an event of an adapter."""
     match event:
         case AdapterRegistered():
-            return pb.AdapterEventCall(registered=adapters.load_message(event))
+            return pb.AdapterEventCall(registered=adapters.load_message(event), wanted=event.wanted)
         case AdapterRemoved():
             return pb.AdapterEventCall(removed=execution_pb2.UnloadAdapter(adapter_index=event.index))
         case AdapterLoaded():
@@ -138,7 +140,7 @@ def adapter_event(message: pb.AdapterEventCall) -> AdapterEvent:
     """Return an event from the log."""
     match message.WhichOneof("event"):
         case "registered":
-            return adapters.registered_adapter(message.registered)
+            return replace(adapters.registered_adapter(message.registered), wanted=message.wanted)
         case "removed":
             return AdapterRemoved(message.removed.adapter_index)
         case "loaded":

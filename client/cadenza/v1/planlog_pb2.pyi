@@ -955,8 +955,11 @@ class AdapterEventCall(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     UNLOADED_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.int
     """The executor's index; only with loaded and unloaded."""
+    wanted: _builtins.bool
+    """With registered: whether it is loaded as if a request needed it, until an executor has loaded it once."""
     @_builtins.property
     def registered(self) -> _execution_pb2.LoadAdapter:
         """The adapter got a name and an index."""
@@ -981,10 +984,11 @@ class AdapterEventCall(_message.Message):
         removed: _execution_pb2.UnloadAdapter | None = ...,
         loaded: _execution_pb2.AdapterLoaded | None = ...,
         unloaded: _execution_pb2.AdapterUnloaded | None = ...,
+        wanted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "executor_id", b"executor_id", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "executor_id", b"executor_id", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "removed", "loaded", "unloaded"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

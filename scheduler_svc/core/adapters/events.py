@@ -20,6 +20,8 @@ class AdapterRegistered:
     index: int
     name: str
     path: str
+    wanted: bool = False
+    """Whether it is loaded as if a request needed it, until an executor has loaded it once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ class AdapterTable:
         self.adapters: dict[int, Adapter] = {}
         self.users: dict[int, int] = {}
         """Number of unfinished groups by adapter, the adapter that was needed first first."""
+        self._wanted: dict[int, None] = {}
+        """Adapters that are to be loaded once, whether or not a request needs them."""
         self.parked: dict[SequenceGroup, bool] = {}
         """Groups outside of the queue, since no executor has their adapter loaded; whether they were queued before."""
         self.num_changes = 0
@@ -46,12 +48,22 @@ class AdapterTable:
         self._last_index = registered.index
         self.num_changes += 1
         self.adapters[registered.index] = Adapter(registered)
+        if registered.wanted:
+            self._wanted[registered.index] = None
+
+    def on_loaded(self, index: int, content_hash: bytes) -> None:
+        """An executor has loaded an adapter."""
+        self._wanted.pop(index, None)
+        adapter = self.adapters.get(index)
+        if adapter is not None:
+            adapter.content_hash = content_hash
 
     def remove(self, index: int) -> None:
         """Take an adapter's name away."""
         adapter = self.adapters.get(index)
         if adapter is not None:
             adapter.has_name = False
+            self._wanted.pop(index, None)
             self.num_changes += 1
             self._forget_unused(index)
 
@@ -85,7 +97,7 @@ class AdapterTable:
         names = {index: None for index, adapter in self.adapters.items() if adapter.has_name}
         lane.forget_errors(self.adapters)
         unloads = lane.to_unload(self.users, names)
-        needed = [index for index in self.users if lane.state(index) is None]
+        needed = [index for index in {**self.users, **self._wanted} if lane.state(index) is None]
         num_short = min(len(needed), MAX_LOADING - lane.num_loading) - lane.num_places - len(unloads)
         if num_short > 0:
             unused = [index for index in lane.least_recently_used(self.users) if index not in unloads]

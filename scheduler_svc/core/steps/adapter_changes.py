@@ -77,8 +77,7 @@ def _take(requests: RequestTable, lane: Lane, answer: AdapterLoaded) -> bool:
     adapter = requests.adapters.adapters.get(answer.index)
     if not lane.adapters.on_loaded(answer, adapter.content_hash if adapter is not None else b""):
         return False
-    if adapter is not None:
-        adapter.content_hash = answer.content_hash
+    requests.adapters.on_loaded(answer.index, answer.content_hash)
     return True
 
 

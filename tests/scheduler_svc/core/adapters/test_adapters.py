@@ -87,6 +87,20 @@ def test_adapters_with_names_are_loaded_while_there_are_places_a_few_at_once() -
     assert rig.commands() == ([], []), "there are no more places"
 
 
+def test_an_adapter_that_an_operator_loads_takes_a_place_like_a_request() -> None:
+    rig = Rig(max_cpu_loras=2)
+    rig.register(1, 2)
+    rig.load_all()
+    rig.core.adapter_event(AdapterRegistered(3, "a3", "/a", wanted=True))
+    assert rig.commands() == ([], [1])
+    rig.core.adapter_event(AdapterUnloaded(1))
+    assert rig.commands() == ([3], [])
+    rig.core.adapter_event(AdapterLoaded(3, b"3"))
+    assert rig.commands() == ([], [])
+    rig.add(1)
+    assert rig.commands() == ([], [2])
+
+
 def test_a_request_takes_the_place_of_the_least_recently_used() -> None:
     rig = Rig(max_cpu_loras=3)
     rig.register(1, 2, 3, 4)

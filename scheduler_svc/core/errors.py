@@ -15,6 +15,12 @@ class RequestRejectedError(SchedulerError):
         self.field = field
 
 
+class UnknownAdapterError(SchedulerError):
+    """There is no adapter of this name; `field` is the field that names it."""
+
+    field = "adapter"
+
+
 class PreconditionError(SchedulerError):
     """The service's configuration does not support this; `field` is the path of the field that needs it."""
 

@@ -11,6 +11,7 @@ from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, SequenceState
 
 PROMPT_LOGPROBS, LOGITS_PROCESSORS, SAMPLES, BEAMS = "prompt_logprobs", "logits_processors", "samples", "beams"
+ADAPTERS = "adapters"
 """Features that an executor may lack (ExecutorSpec.lacks)."""
 _LOGITS_PROCESSORS = frozenset(
     {
@@ -32,6 +33,8 @@ def needed_features(spec: RequestSpec) -> frozenset[str]:
         needed.append(PROMPT_LOGPROBS)
     if not _LOGITS_PROCESSORS.isdisjoint(spec.sampling.values):
         needed.append(LOGITS_PROCESSORS)
+    if spec.adapter_index:
+        needed.append(ADAPTERS)
     if spec.beams is not None:
         needed.append(BEAMS)
     elif spec.num_samples > 1:
@@ -89,8 +92,16 @@ def count_field(spec: RequestSpec) -> str:
 
 def able_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
     """The lanes that can hold a waiting group to its end, or further than all others: its tokens must not depend on
-    where it runs."""
+    where it runs. They have its adapter loaded."""
+    return [lane for lane in holding_lanes(group, lanes) if has_adapter(lane, group)]
+
+
+def holding_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
+    """As `able_lanes`, with those that may yet load its adapter."""
+    index = group.spec.adapter_index
     able = [lane for lane in lanes if may_continue(lane, group) and holds_present_tokens(lane, group)]
+    if index:
+        able = [lane for lane in able if lane.adapters.may_have(index)]
     limits = [group.length_limit(lane.spec.max_model_len)[0] for lane in able]
     longest = max(limits, default=0)
     return [lane for lane, limit in zip(able, limits, strict=True) if limit == longest]
@@ -101,6 +112,11 @@ def may_continue(lane: Lane, group: SequenceGroup) -> bool:
     if lane.spec.lacks and not lane.spec.lacks.isdisjoint(needed_features(group.spec)):
         return False
     return not group.numerics or group.numerics == lane.spec.numerics or not group.has_output
+
+
+def has_adapter(lane: Lane, group: SequenceGroup) -> bool:
+    """Whether the executor has the group's adapter loaded, or the group has none."""
+    return lane.adapters.has(group.spec.adapter_index)
 
 
 def holds_present_tokens(lane: Lane, group: SequenceGroup) -> bool:

@@ -111,12 +111,8 @@ class _Request:
     def stream(self, prompt: _Prompt) -> AsyncIterator[RequestOutput]:
         """The answer in pieces."""
         if self.applies_template:
-            return self.client.stream_chat(
-                _messages(prompt), self.params, speculation=self.speculation, adapter=self.adapter
-            )
-        return self.client.stream(
-            prompt.token_ids or prompt.text, self.params, speculation=self.speculation, adapter=self.adapter
-        )
+            return self.client.stream_chat(_messages(prompt), self.params, **self.choices)
+        return self.client.stream(prompt.token_ids or prompt.text, self.params, **self.choices)
 
     def shown(self, sample: CompletionOutput) -> str:
         """What a piece of an answer shows: its text, or its token ids."""

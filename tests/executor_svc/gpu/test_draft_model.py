@@ -162,7 +162,9 @@ def test_the_same_decodes_send_nothing_and_are_three_graphs(
     monkeypatch.setattr(Upload, "send", lambda self, count: (sent.append(count), send(self, count))[1])
     for kind in (DirectReplayer, CudaGraphs):
         replay = kind.replay
-        monkeypatch.setattr(kind, "replay", lambda self, each, replay=replay: (replayed.append(each), replay(self, each)))
+        monkeypatch.setattr(
+            kind, "replay", lambda self, each, replay=replay: (replayed.append(each), replay(self, each))
+        )
     stepper, found = drafting(gpu, folder), Outputs()
     first = sequence(0, PERIODIC, Stepper.blocks(0), max_drafts=3, sampling=sampling)
     found.add(stepper.step(admitted=(first,), scheduled=scheduled((0, 12, True))))

@@ -61,15 +61,19 @@ def match_adapters(adapters: object, count: int, where: str = "adapter") -> list
     return [adapter_name(item, f"{where} {index}") for index, item in enumerate(items)]
 
 
-def lora_requests(requests: object) -> dict[str, str]:
-    """The paths of LoRARequests by name, in the order of their first use."""
-    given = [requests] if hasattr(requests, "lora_name") or not isinstance(requests, Iterable) else list(requests)
-    found: dict[str, str] = {}
-    for request in given:
-        path = getattr(request, "lora_path", None)
-        if path:
-            found.setdefault(adapter_name(request, "lora_request"), str(path))
-    return found
+def lora_requests(requests: object) -> tuple[str | list[str | None], dict[str, str]]:
+    """The names of one LoRARequest or of a list of them, and the paths by name, in the order of their first use.
+
+    Raises ValueError.
+    """
+    many = isinstance(requests, Iterable) and not isinstance(requests, (str, bytes, Mapping))
+    given = list(requests) if many and isinstance(requests, Iterable) else [requests]
+    names = [adapter_name(each, f"lora_request{f' {index}' if many else ''}") for index, each in enumerate(given)]
+    paths: dict[str, str] = {}
+    for name, request in zip(names, given, strict=True):
+        if path := getattr(request, "lora_path", None):
+            paths.setdefault(name, str(path))
+    return [name or None for name in names] if many else names[0], paths
 
 
 def adapter_from_proto(message: admin_pb2.AdapterInfo) -> AdapterInfo:

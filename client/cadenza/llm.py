@@ -201,12 +201,12 @@ class LLM:
             return adapter
         if adapter is not None:
             raise ValueError("give an adapter or a lora_request, not both")
-        wanted = lora_requests(lora_request)
+        names, wanted = lora_requests(lora_request)
         known = {each.name for each in self._guarded(self._client.adapters)} if wanted else set()
         for name, path in wanted.items():
             if name not in known:
                 self._guarded(partial(self._client.load_adapter, name, os.path.abspath(path)))
-        return lora_request
+        return names
 
     def _count_output_tokens(self) -> int:
         return self._client.server_info().load.num_output_tokens

@@ -61,16 +61,27 @@ class AdapterDesk:
         """Return the loaded adapters for SessionOpened."""
         return [] if self._loader is None else [_loaded(each) for each in self._loader.loaded]
 
-    def take(self, request: pb.ExecuteRequest, session: Session, send: Send) -> bool:
-        """Begin a load or an unload, which is answered by `send`; False if there are too many, or no adapters."""
-        if self._loader is None or self._num_waiting >= _MAX_WAITING:
-            return False
+    def take(self, request: pb.ExecuteRequest, session: Session, send: Send) -> str:
+        """Begin a load or an unload, which is answered by `send`; returns why it is refused, and the stream ends."""
+        is_load = request.HasField("load_adapter")
+        index = request.load_adapter.adapter_index if is_load else request.unload_adapter.adapter_index
+        if self._loader is None:
+            return "the executor has no adapters"
+        if not index:
+            return "adapter_index must be 1 or more"
+        if self._num_waiting >= _MAX_WAITING:
+            return f"over {_MAX_WAITING} loads and unloads of adapters wait"
         self._num_waiting += 1
-        if request.HasField("load_adapter"):
+        if is_load:
             self._load(self._loader, request.load_adapter, session, send)
         else:
-            self._unload(self._loader, request.unload_adapter.adapter_index, session, send)
-        return True
+            self._unload(self._loader, index, session, send)
+        return ""
+
+    def close(self) -> None:
+        """Begin no more loads: the executor stops."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, loader: AdapterLoader, message: pb.LoadAdapter, session: Session, send: Send) -> None:
         assert self._pool is not None

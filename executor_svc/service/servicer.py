@@ -123,6 +123,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         """
         refusal = Refusal(grpc.StatusCode.UNAVAILABLE, "the executor stops")
         self.leases.close(refusal)
+        self._adapters.close()
         finished = asyncio.wrap_future(self._worker.finish())
         stopping = asyncio.create_task(at_once.wait())
         await asyncio.wait((finished, stopping), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -224,8 +225,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                     self._worker.submit(session, plan, received_ns)
                     traces.on_plan(plan)
                 elif kind in ("load_adapter", "unload_adapter"):
-                    if not self._adapters.take(request, session, outbox.put_nowait):
-                        problem = "over 1024 loads and unloads of adapters wait, or there are no adapters"
+                    if problem := self._adapters.take(request, session, outbox.put_nowait):
                         break
                 elif kind != "heartbeat":
                     problem = "a session can be opened once only" if kind == "open" else "a message must hold something"

@@ -20,7 +20,7 @@ from scheduler_svc.core.errors import (
     UnknownAdapterError,
     UnknownRequestError,
 )
-from scheduler_svc.engine.adapters import AdapterExistsError, AdapterWaitError
+from scheduler_svc.engine.adapters import AdapterExistsError
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.tenants.errors import AdminNeededError, UnauthenticatedError
@@ -69,7 +69,6 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     UnknownAdapterError: grpc.StatusCode.NOT_FOUND,
     ForbiddenPathError: grpc.StatusCode.PERMISSION_DENIED,
     AdapterExistsError: grpc.StatusCode.ALREADY_EXISTS,
-    AdapterWaitError: grpc.StatusCode.UNAVAILABLE,
     UnknownExecutorError: grpc.StatusCode.NOT_FOUND,
     ExecutorExistsError: grpc.StatusCode.ALREADY_EXISTS,
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
@@ -93,7 +92,7 @@ def status_of(exc: Exception) -> status_pb2.Status:
             return make_status(code, f"the message cannot be read: {message}")
         case QueueFullError():
             return make_status(code, message, [retry_info(exc.retry_after_s)])
-        case DrainingError() | NotServingError() | AdapterWaitError():
+        case DrainingError() | NotServingError():
             return make_status(code, message, [retry_info(_RETRY_AFTER_S)])
     if code is grpc.StatusCode.INTERNAL:
         _LOG.error("a call failed; its client has the message, which may quote the request\n%s", without_messages(exc))

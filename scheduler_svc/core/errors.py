@@ -16,9 +16,11 @@ class RequestRejectedError(SchedulerError):
 
 
 class UnknownAdapterError(SchedulerError):
-    """There is no adapter of this name; `field` is the field that names it."""
+    """There is no adapter of this name; `field` is the field that has it."""
 
-    field = "adapter"
+    def __init__(self, name: str, field: str = "adapter") -> None:
+        super().__init__(f"there is no adapter {name!r}")
+        self.field = field
 
 
 class PreconditionError(SchedulerError):

@@ -23,10 +23,6 @@ class AdapterExistsError(Exception):
     """There is an adapter of this name."""
 
 
-class AdapterWaitError(Exception):
-    """A request's adapter was not loaded in time; another one may be."""
-
-
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
     """An adapter that has a name; fields as in admin.proto."""
@@ -87,14 +83,14 @@ class Adapters:
         """Take an adapter's name away; raises UnknownAdapterError. Its requests go on."""
         index = self._names.pop(name, None)
         if index is None:
-            raise UnknownAdapterError(f"there is no adapter {name!r}")
+            raise UnknownAdapterError(name, "name")
         self._core.adapter_event(AdapterRemoved(index))
 
     def index_of(self, name: str) -> int:
         """The index of the adapter with this name; raises UnknownAdapterError."""
         index = self._names.get(name)
         if index is None:
-            raise UnknownAdapterError(f"there is no adapter {name!r}")
+            raise UnknownAdapterError(name)
         return index
 
     async def loaded(self, name: str) -> AdapterInfo:
@@ -155,7 +151,7 @@ class Adapters:
         if was_waiting and is_connected and self._waits(key):
             name = self._core.adapters.adapters[live.request.spec.adapter_index].registered.name
             text = f"adapter {name!r} was not loaded within {self._load_timeout_s:g} s"
-            self._fail(live, AdapterWaitError(text))
+            self._fail(live, PreconditionError(FIELD, text))
         else:
             self._watch(key, arrival_ns)
 

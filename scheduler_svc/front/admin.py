@@ -118,11 +118,11 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         try:
             self._front.check_serving()
             check_limits(request)
-            path = adapter_path(request.path, self._front.config.lora_root)
+            name, path = adapter_name(request.name), adapter_path(request.path, self._front.config.lora_root)
             adapters = self._front.engine.adapters
-            adapters.register(adapter_name(request.name), path, wanted=True)
+            adapters.register(name, path, wanted=True)
             self._front.engine.executors.wake()
-            info = await self._until_stop(adapters.loaded(request.name))
+            info = await self._until_stop(adapters.loaded(name))
         except Exception as exc:
             await abort_with(context, exc)
         return pb.LoadAdapterResponse(adapter=self._adapter(info))

@@ -68,7 +68,6 @@ def lacking_features(model: ModelDescription) -> frozenset[str]:
         "logits_processors": model.has_logits_processors,
         "samples": model.can_fork and model.can_copy,
         "beams": model.gives_candidates and model.can_copy,
-        "adapters": model.max_loras > 0,
     }
     return frozenset(name for name, there in has.items() if not there)
 

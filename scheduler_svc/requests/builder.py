@@ -41,7 +41,7 @@ _DEADLINE_SLACK_S = 1.0
 
 def no_adapters(name: str) -> int:
     """Raise UnknownAdapterError."""
-    raise UnknownAdapterError(f"there is no adapter {name!r}")
+    raise UnknownAdapterError(name)
 
 
 class RequestBuilder:

@@ -11,7 +11,6 @@ from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, SequenceState
 
 PROMPT_LOGPROBS, LOGITS_PROCESSORS, SAMPLES, BEAMS = "prompt_logprobs", "logits_processors", "samples", "beams"
-ADAPTERS = "adapters"
 """Features that an executor may lack (ExecutorSpec.lacks)."""
 _LOGITS_PROCESSORS = frozenset(
     {
@@ -33,8 +32,6 @@ def needed_features(spec: RequestSpec) -> frozenset[str]:
         needed.append(PROMPT_LOGPROBS)
     if not _LOGITS_PROCESSORS.isdisjoint(spec.sampling.values):
         needed.append(LOGITS_PROCESSORS)
-    if spec.adapter_index:
-        needed.append(ADAPTERS)
     if spec.beams is not None:
         needed.append(BEAMS)
     elif spec.num_samples > 1:

@@ -269,8 +269,7 @@ class LLMOptions(TypedDict, total=False):
     docs/decisions/0038-adapters.md."""
 
     lora_load_timeout_s: float | None
-    """How long a request waits for its LoRA adapter to be loaded; then it ends with FAILED_PRECONDITION. [default:
-    60.0]"""
+    """How long a request waits for its LoRA adapter to be loaded; then it ends with an error. [default: 60.0]"""
 
     record: str | None
     """File to write a plan log to: every call into the scheduler's core, every plan and result, for replay;

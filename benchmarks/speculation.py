@@ -31,7 +31,8 @@ ORACLE, TEXTS = "oracle", "texts"
 MOST = 7
 """Drafts of a sequence in one step."""
 _CONTEXT = 96
-_OUTPUT = 160
+_OUTPUT, _OUTPUT_OF_MANY = 160, 96
+"""Output tokens of each sequence, of fewer than 16 and of 16 or more."""
 _ROWS = 512
 _ROUNDS = 9
 
@@ -76,9 +77,14 @@ def _oracle(options: argparse.Namespace) -> Iterator[Row]:
 
 def _record(off: Served, folder: Path, batch: int, seed: int) -> tuple[list[Request], list[list[int]]]:
     requests = [
-        Request(each.request_id, each.prompt, _OUTPUT) for each in decode_workload(batch, seed, vocab_size(folder))
+        Request(each.request_id, each.prompt, _output_len(batch))
+        for each in decode_workload(batch, seed, vocab_size(folder))
     ]
     return requests, off.decode(requests).tokens
+
+
+def _output_len(batch: int) -> int:
+    return _OUTPUT if batch < 16 else _OUTPUT_OF_MANY
 
 
 @contextlib.contextmanager
@@ -117,7 +123,7 @@ def _oracle_row(
         other_cores.append(other.cores)
     params = {
         "measure": ORACLE, "shape": options.shape, "batch": batch, "acceptance": acceptance, "num_drafts": best,
-        "output_tokens": _OUTPUT, "expected_tokens_per_step": arithmetic.tokens_per_step(acceptance, best),
+        "output_tokens": _output_len(batch), "expected_tokens_per_step": arithmetic.tokens_per_step(acceptance, best),
         "step_ms": 1e3 * times[batch, 0], "step_with_drafts_ms": 1e3 * times[batch, best],
     }  # fmt: skip
     return make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=other_cores)

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from benchmarks import speculation
-from benchmarks.common.rows import BenchmarkError, Row
+from benchmarks.common.benchmark import progress
+from benchmarks.common.rows import BenchmarkError, Row, append_row
 from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Series, Table
 from benchmarks.speculative.texts import DRAFT_MODEL
 
@@ -19,8 +20,14 @@ _COPIES = ("edits", "again")
 
 
 def run(settings: RunSettings) -> ExperimentResult:
-    """Measure on the CPU, with the benchmark `speculation`."""
-    return result_of(list(speculation.BENCHMARK.run(_options(settings))), settings)
+    """Measure on the CPU, with the benchmark `speculation`, whose rows it records."""
+    rows = []
+    for row in speculation.BENCHMARK.run(_options(settings)):
+        progress(speculation.BENCHMARK.describe(row))
+        if not settings.quick:
+            append_row(row)
+        rows.append(row)
+    return result_of(rows, settings)
 
 
 def result_of(rows: Sequence[Row], settings: RunSettings) -> ExperimentResult:

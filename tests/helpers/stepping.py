@@ -31,9 +31,8 @@ class Stepper:
         draft: LoadedDraft[Decoder] | None = None,
         **limits_of_test: int,
     ) -> None:
-        """drafts: makes the source of drafts. draft: makes them on a GPU.
-
-        limits_of_test: fields of Limits in place of the usual ones.
+        """drafts: makes the source of drafts. draft: makes them on a GPU. limits_of_test: fields of Limits in place of
+        the usual ones.
         """
         options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
         config = ExecutorConfig(**options)

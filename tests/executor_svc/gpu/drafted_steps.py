@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.plan.plan import AdmittedSequence, StepResult, StepStatus
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
@@ -102,3 +104,13 @@ def outputs(stepper: Stepper, max_drafts: int) -> Outputs:
         found.add(begun.popleft().result())
     found.ended = set(np.flatnonzero(slots.stopped).tolist())
     return found
+
+
+def note_replays(monkeypatch: pytest.MonkeyPatch, kind: Any, into: list[StepSizes]) -> None:
+    replay = kind.replay
+
+    def noted(self: Any, sizes: StepSizes) -> None:
+        into.append(sizes)
+        replay(self, sizes)
+
+    monkeypatch.setattr(kind, "replay", noted)

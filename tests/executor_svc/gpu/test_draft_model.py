@@ -27,6 +27,7 @@ from tests.executor_svc.gpu.drafted_steps import (
     WITH_DRAFTS,
     Outputs,
     make_model,
+    note_replays,
     outputs,
 )
 from tests.helpers.plans import ints, scheduled, sequence
@@ -161,10 +162,7 @@ def test_the_same_decodes_send_nothing_and_are_three_graphs(
     send = Upload.send
     monkeypatch.setattr(Upload, "send", lambda self, count: (sent.append(count), send(self, count))[1])
     for kind in (DirectReplayer, CudaGraphs):
-        replay = kind.replay
-        monkeypatch.setattr(
-            kind, "replay", lambda self, each, replay=replay: (replayed.append(each), replay(self, each))
-        )
+        note_replays(monkeypatch, kind, replayed)
     stepper, found = drafting(gpu, folder), Outputs()
     first = sequence(0, PERIODIC, Stepper.blocks(0), max_drafts=3, sampling=sampling)
     found.add(stepper.step(admitted=(first,), scheduled=scheduled((0, 12, True))))

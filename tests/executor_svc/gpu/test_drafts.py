@@ -27,6 +27,7 @@ from tests.executor_svc.gpu.drafted_steps import (
     WITH_DRAFTS,
     Outputs,
     make_model,
+    note_replays,
     outputs,
 )
 from tests.helpers.plans import columns, ints, scheduled, sequence
@@ -120,16 +121,6 @@ def test_slots_beside_those_with_drafts(cpu: Model, gpu: Model, monkeypatch: pyt
             each.token_ids.tolist() for each in other.candidates
         ]
         assert [each.slot for each in one.prompt_logprobs] == [each.slot for each in other.prompt_logprobs]
-
-
-def note_replays(monkeypatch: pytest.MonkeyPatch, kind: Any, into: list[StepSizes]) -> None:
-    replay = kind.replay
-
-    def noted(self: Any, sizes: StepSizes) -> None:
-        into.append(sizes)
-        replay(self, sizes)
-
-    monkeypatch.setattr(kind, "replay", noted)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3, "top_k": 5}], ids=["greedy", "drawn"])

@@ -99,8 +99,8 @@ def _first_pass(
     every = (ahead >= 0) & there
     token = tl.load(token_ids + slot * token_stride + position, every, other=0)
     _write_tokens(
-        sequence * _FIRST_TOKENS + ahead, slot + tl.zeros_like(ahead), position, token, every, ahead >= 0,
-        block_tables, table_stride, numbers, number_stride, by_token, by_token_stride, block_size,
+        sequence * _FIRST_TOKENS + ahead, slot + tl.zeros_like(ahead), position, token, every, ahead >= 0, block_tables,
+        table_stride, numbers, number_stride, by_token, by_token_stride, block_size,
     )  # fmt: skip
     start = by_seq + QUERY_START_LOC * by_seq_stride + sequence
     tl.store(start, 0, sequence == 0)

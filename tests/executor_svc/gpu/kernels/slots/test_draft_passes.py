@@ -20,7 +20,7 @@ def ints(values: list[int], device: torch.device) -> torch.Tensor:
 
 @pytest.fixture
 def state(device: torch.device) -> SlotState:
-    """Six slots of 17 tokens, the last to compute: token p of slot s is 100 s + p; blocks are 10 s, 10 s + 1, ..."""
+    """Six slots of 17 tokens, token p of slot s is 100 s + p, in the blocks 10 s, 10 s + 1, ...: one to compute."""
     state = SlotState.empty(6, 640, 60, 5, device)
     state.words.fill_(POISON)
     slots, places = torch.arange(6, device=device)[:, None], torch.arange(60, device=device)

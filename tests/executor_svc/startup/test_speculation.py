@@ -41,7 +41,7 @@ def on_gpu(kind: str, head: str, *, recordable: bool) -> None:
 def test_heads_are_on_the_cpu(tmp_path: Path) -> None:
     config = ExecutorConfig(model="x", speculative="eagle3", speculative_model="y")
     check_speculation(config, "cpu")
-    with pytest.raises(SpeculationError, match="^--speculative eagle3 is not possible on a GPU so far"):
+    with pytest.raises(SpeculationError, match=r"^--speculative eagle3 is not possible on a GPU so far"):
         check_speculation(config, "cuda")
     head = make_head(tmp_path, HeadShape("old"))
     with pytest.raises(SpeculationError, match=f"auto with the head .*{head.name} is not possible on a GPU"):

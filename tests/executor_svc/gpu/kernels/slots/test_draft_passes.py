@@ -53,7 +53,7 @@ def test_passes_of_slots_with_other_numbers_of_drafts(device: torch.device, stat
     before = state.token_ids.clone()
     first_pass(staged(seqs, sizes, 3, device), state, buffers, sizes, 6, SIZE)
     assert state.num_drafts.tolist() == [3, 1, 3, 0, 0, POISON]
-    assert state.num_guessed.tolist() == [17] * 5 + [POISON]
+    assert state.num_guessed.tolist() == [17] * 4 + [0, POISON]
     found = tensors_of(buffers, 12, 6)
     assert found.token_ids.tolist() == [15, 16, 115, 116, 215, 216] + [0] * 6
     assert found.positions.tolist() == [15, 16] * 3 + [0] * 6

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza.settings.help import about
-from cadenza.settings.service import ServiceSettings
+from cadenza.settings.service import ServiceSettings, split_list
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 
 _GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
@@ -205,6 +206,25 @@ class ExecutorConfig(ServiceSettings):
         description="With --speculative: the most drafts of a sequence in one step.",
         json_schema_extra=about("Speculation", "tokens"),
     )
+    max_loras: int = Field(
+        8,
+        ge=0,
+        description="Maximum LoRA adapters in one batch; 0: no adapters.",
+        json_schema_extra=about("Adapters", "adapters"),
+    )
+    max_cpu_loras: int = Field(
+        64,
+        ge=0,
+        validate_default=False,
+        description="Maximum LoRA adapters that are loaded, at least max_loras.",
+        json_schema_extra=about("Adapters", "adapters"),
+    )
+    lora_root: Annotated[list[str], NoDecode] = Field(
+        [],
+        description="Folder below which LoRA adapters may be read; several times, or with commas, for several ones; "
+        "default: any that the scheduler names.",
+        json_schema_extra=about("Adapters"),
+    )
     enforce_eager: bool = Field(
         False,
         description="Captures no CUDA graphs on a GPU and launches every kernel of every step: steps are slower, the "
@@ -266,6 +286,23 @@ class ExecutorConfig(ServiceSettings):
                 f"{value} is less than max_num_seqs {max_num_seqs}: a step computes a token for each sequence"
             )
         return value
+
+    @field_validator("lora_root", mode="before")
+    @classmethod
+    def _split_roots(cls, value: object) -> object:
+        return split_list(value)
+
+    @field_validator("max_cpu_loras")
+    @classmethod
+    def _check_max_cpu_loras(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("max_loras", 0):
+            raise ValueError(f"{value} is less than max_loras {info.data['max_loras']}")
+        return value
+
+    @property
+    def adapter_roots(self) -> tuple[Path, ...] | None:
+        """The folders below which adapters may be read; None: any."""
+        return tuple(map(Path, self.lora_root)) or None
 
     def sized_for(self, device: str) -> ExecutorConfig:
         """Return the options with the default step sizes of a device: "cpu", "cuda" or "simulated"."""

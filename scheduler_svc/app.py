@@ -258,6 +258,8 @@ class Service:
         _log_model(model, tokenizer, self._model.max_model_len)
         if tokenizer is None and not config.skip_tokenizer_init:
             _LOG.warning("%s", _NO_TOKENIZER)
+        if config.lora and not model.max_loras:
+            _LOG.warning("--lora: the executor has no LoRA adapters; requests that name one are refused")
         if config.preemption != "recompute" and not model.num_host_blocks:
             _LOG.warning("--preemption %s: the executor has no host blocks (--num-cpu-blocks)", config.preemption)
 

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza.settings.help import about
-from cadenza.settings.service import ServiceSettings
+from cadenza.settings.service import ServiceSettings, split_list
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 
 
@@ -208,6 +208,37 @@ class SchedulerConfig(ServiceSettings):
         "new ones; the executor with its running step. 0, SIGINT (Ctrl-C) or a second signal: not at all.",
         json_schema_extra=about("Scheduling", "s"),
     )
+    lora: Annotated[list[str], NoDecode] = Field(
+        [],
+        description="NAME=PATH of a LoRA adapter's folder, where the executors run; several times, or with commas, for "
+        "several ones; docs/decisions/0038-adapters.md.",
+        json_schema_extra=about("Adapters"),
+    )
+    lora_root: Annotated[list[str], NoDecode] = Field(
+        [],
+        description="Folder below which LoRA adapters may be loaded while serving; several times, or with commas, for "
+        "several ones; default: none.",
+        json_schema_extra=about("Adapters"),
+    )
+    max_loras: int | None = Field(
+        None,
+        ge=0,
+        description="Maximum LoRA adapters in one batch; default: the executor's limit; 0: no adapters.",
+        json_schema_extra=about("Adapters", "adapters"),
+    )
+    max_cpu_loras: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum LoRA adapters that an executor has loaded; default: the executor's limit.",
+        json_schema_extra=about("Adapters", "adapters"),
+    )
+    lora_load_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="How long a request waits for its LoRA adapter to be loaded; then it ends with an error.",
+        json_schema_extra=about("Adapters", "s"),
+    )
     executor_ca: str | None = Field(
         None,
         min_length=1,
@@ -255,6 +286,22 @@ class SchedulerConfig(ServiceSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
     )
+
+    @field_validator("lora", "lora_root", mode="before")
+    @classmethod
+    def _split_adapters(cls, value: object) -> object:
+        return split_list(value)
+
+    @field_validator("lora")
+    @classmethod
+    def _check_adapters(cls, value: list[str]) -> list[str]:
+        names = [entry.partition("=")[0] for entry in value]
+        for entry, name in zip(value, names, strict=True):
+            if not name or not entry.partition("=")[2]:
+                raise ValueError(f"{entry!r} is not NAME=PATH")
+            if names.count(name) > 1:
+                raise ValueError(f"{name} is given twice")
+        return value
 
     @field_validator("executor", mode="before")
     @classmethod

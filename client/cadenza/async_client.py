@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import grpc
 
 from cadenza import convert
+from cadenza.adapters import Adapter, AdapterInfo, Adapters, adapter_from_proto, adapter_name
 from cadenza.credentials import authorized, call_metadata, check_connection, chosen_token
 from cadenza.errors import UnavailableError, from_rpc_error
 from cadenza.forks import claim_grpc
@@ -43,7 +44,8 @@ from cadenza.short_interrupts import shorten_interrupts
 from cadenza.tls import TLS
 from cadenza.tls_client import client_files, client_tls, explained_unavailable
 from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
-from cadenza.v1 import generation_pb2
+from cadenza.v1 import admin_pb2, generation_pb2
+from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
@@ -124,6 +126,7 @@ class AsyncClient:
         *,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Complete prompts, as text or token ids, without a chat template; returns results in the order of prompts.
 
@@ -132,8 +135,9 @@ class AsyncClient:
         raised, with `prompt_index`, `errors` and `outputs`. Without `enable_prefix_caching` the prompts neither use nor
         fill the prefix cache. `speculation`: the most draft tokens of a step for each prompt, up to 64, if the server
         has speculative decoding; 0: none; None: as the server is set. With exact numerics it changes no token.
+        `adapter`: the name of a LoRA adapter for all prompts, or a list with one, or None, for each.
         """
-        return await self._run(parse_prompts(prompts), params, CallOptions(enable_prefix_caching, speculation))
+        return await self._run(parse_prompts(prompts), params, CallOptions(enable_prefix_caching, speculation, adapter))
 
     async def chat(
         self,
@@ -144,6 +148,7 @@ class AsyncClient:
         continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list, as in vLLM.
 
@@ -152,7 +157,7 @@ class AsyncClient:
         `continue_final_message` to True. The rest is as in `generate`.
         """
         chats = parse_chats(messages, ChatOptions(add_generation_prompt, continue_final_message))
-        return await self._run(chats, params, CallOptions(enable_prefix_caching, speculation))
+        return await self._run(chats, params, CallOptions(enable_prefix_caching, speculation, adapter))
 
     def stream(
         self,
@@ -162,12 +167,13 @@ class AsyncClient:
         *,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
+        adapter: Adapter = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt and yield deltas: each holds only text, tokens and logprobs that are new.
 
         The request starts when the first delta is requested. Raises QueueFullError when the server's queue is full.
         """
-        options = CallOptions(enable_prefix_caching, speculation)
+        options = CallOptions(enable_prefix_caching, speculation, adapter)
         return self._stream(parse_prompt(prompt), match_params(params, 1)[0], parse_request_id(request_id), options)
 
     def stream_chat(
@@ -180,10 +186,11 @@ class AsyncClient:
         continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
+        adapter: Adapter = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation as `chat` does, and yield deltas as `stream` does."""
         prompt = parse_chat(messages, ChatOptions(add_generation_prompt, continue_final_message))
-        options = CallOptions(enable_prefix_caching, speculation)
+        options = CallOptions(enable_prefix_caching, speculation, adapter)
         return self._stream(prompt, match_params(params, 1)[0], parse_request_id(request_id), options)
 
     async def tokenize(
@@ -224,6 +231,23 @@ class AsyncClient:
         response = await self._call(self._stub().GetServerInfo(generation_pb2.GetServerInfoRequest()))
         return convert.server_info_from_proto(response)
 
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Give a LoRA adapter's folder, where the executors run, a name; returns once an executor has loaded it."""
+        stub: Any = self.stub_of(AdminServiceStub)
+        request = admin_pb2.LoadAdapterRequest(name=adapter_name(name), path=path)
+        return adapter_from_proto((await self._call(stub.LoadAdapter(request))).adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter's name away; its requests go on."""
+        stub: Any = self.stub_of(AdminServiceStub)
+        await self._call(stub.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name=adapter_name(name))))
+
+    async def adapters(self) -> list[AdapterInfo]:
+        """The LoRA adapters of the server."""
+        stub: Any = self.stub_of(AdminServiceStub)
+        found = await self._call(stub.ListAdapters(admin_pb2.ListAdaptersRequest()))
+        return [adapter_from_proto(each) for each in found.adapters]
+
     @property
     def channel(self) -> grpc.aio.Channel:
         """The connection, for stubs without a token on the same server (health, reflection); others: `stub_of`."""
@@ -251,13 +275,15 @@ class AsyncClient:
         self, prompts: list[Prompt], params: Params, options: CallOptions, on_output: OnOutput | None = None
     ) -> list[RequestOutput]:
         items = []
-        for prompt, each in zip(prompts, match_params(params, len(prompts)), strict=True):
+        matched = zip(match_params(params, len(prompts)), options.adapters(len(prompts)), strict=True)
+        for prompt, (each, adapter) in zip(prompts, matched, strict=True):
             request = convert.request_to_proto(
                 _new_id(),
                 prompt,
                 each,
                 final_only=True,
                 options=options,
+                adapter=adapter,
                 resume_grace_s=grace_s(self._reconnect_timeout_s),
             )
             items.append(BatchItem(request, _collector(request.request_id, prompt)))
@@ -279,6 +305,7 @@ class AsyncClient:
             params,
             final_only=False,
             options=options,
+            adapter=options.adapters(1)[0],
             resume_grace_s=grace_s(self._reconnect_timeout_s),
         )
         collector = _collector(request.request_id, prompt)

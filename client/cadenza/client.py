@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from types import TracebackType
 from typing import Literal
 
+from cadenza.adapters import Adapter, AdapterInfo, Adapters
 from cadenza.async_client import AsyncClient
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.loop_thread import LoopThread
@@ -69,6 +70,7 @@ class Client:
         *,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Complete prompts, without a chat template; see `AsyncClient.generate`."""
         return self._loop.call(
@@ -77,6 +79,7 @@ class Client:
                 params,
                 enable_prefix_caching=enable_prefix_caching,
                 speculation=speculation,
+                adapter=adapter,
             )
         )
 
@@ -89,6 +92,7 @@ class Client:
         continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list; see
         `AsyncClient.chat`."""
@@ -100,6 +104,7 @@ class Client:
                 continue_final_message=continue_final_message,
                 enable_prefix_caching=enable_prefix_caching,
                 speculation=speculation,
+                adapter=adapter,
             )
         )
 
@@ -111,6 +116,7 @@ class Client:
         *,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
+        adapter: Adapter = None,
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt and yield deltas; closing or dropping the generator aborts the request."""
         deltas = self._client.stream(
@@ -119,6 +125,7 @@ class Client:
             request_id,
             enable_prefix_caching=enable_prefix_caching,
             speculation=speculation,
+            adapter=adapter,
         )
         return self._pull(deltas)
 
@@ -132,6 +139,7 @@ class Client:
         continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
+        adapter: Adapter = None,
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation and yield deltas; closing or dropping the generator aborts the request."""
         deltas = self._client.stream_chat(
@@ -142,6 +150,7 @@ class Client:
             continue_final_message=continue_final_message,
             enable_prefix_caching=enable_prefix_caching,
             speculation=speculation,
+            adapter=adapter,
         )
         return self._pull(deltas)
 
@@ -178,6 +187,18 @@ class Client:
     def server_info(self) -> ServerInfo:
         """Describe the server: its options, load and executors."""
         return self._loop.call(lambda: self._client.server_info())
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Give a LoRA adapter's folder a name; see `AsyncClient.load_adapter`."""
+        return self._loop.call(lambda: self._client.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Take an adapter's name away; its requests go on."""
+        self._loop.call(lambda: self._client.unload_adapter(name))
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The LoRA adapters of the server."""
+        return self._loop.call(lambda: self._client.adapters())
 
     def _run(
         self, prompts: list[Prompt], params: Params, options: CallOptions, on_output: OnOutput

@@ -70,6 +70,7 @@ def request_to_proto(
     *,
     final_only: bool,
     options: CallOptions = _DEFAULT_OPTIONS,
+    adapter: str = "",
     resume_grace_s: float = 0.0,
 ) -> generation_pb2.GenerateRequest:
     """Return a new request; with `final_only` the server sends one response per sample instead of deltas."""
@@ -83,6 +84,7 @@ def request_to_proto(
         cache_salt=(prompt.cache_salt or "").encode(),
         enable_prefix_caching=None if options.enable_prefix_caching else False,
         speculation=_speculation(options.speculation),
+        adapter=adapter,
         resume_grace_s=resume_grace_s or None,
         traceparent=current_traceparent(),
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TypeVar, Unpack
 
+from cadenza.adapters import Adapters, lora_requests
 from cadenza.client import Client
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.llm_options import LLMOptions
@@ -118,19 +120,20 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, without a chat template; returns a list in the order of prompts.
 
         Prompts are a str, {"prompt": str}, a list of token ids, {"prompt_token_ids": [...]}, or a list of these; one
         SamplingParams for all or a list with one for each. `use_tqdm` shows a progress bar on stderr; it may also be a
-        callable that makes one from the arguments of `tqdm`. `lora_request` must be None. The rest is as in
-        `AsyncClient.generate`.
+        callable that makes one from the arguments of `tqdm`. `lora_request`: one of vLLM's LoRARequests for all
+        prompts, or a list with one, or None, for each; the adapter of a new name is loaded from its `lora_path`, if
+        that is below the option `lora_root`. The rest is as in `AsyncClient.generate`.
         """
-        _refuse_lora(lora_request)
-        options = CallOptions(enable_prefix_caching, speculation)
+        options = CallOptions(enable_prefix_caching, speculation, self._adapter(adapter, lora_request))
         return self._run(parse_prompts(prompts), sampling_params, use_tqdm, options)
 
     def chat(
@@ -138,21 +141,22 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list.
 
         `use_tqdm` and `lora_request` are those of `generate`, and positional as in vLLM; the rest is as in
         `AsyncClient.chat`.
         """
-        _refuse_lora(lora_request)
         chats = parse_chats(messages, ChatOptions(add_generation_prompt, continue_final_message))
-        return self._run(chats, sampling_params, use_tqdm, CallOptions(enable_prefix_caching, speculation))
+        options = CallOptions(enable_prefix_caching, speculation, self._adapter(adapter, lora_request))
+        return self._run(chats, sampling_params, use_tqdm, options)
 
     def tokenize(
         self,
@@ -191,6 +195,19 @@ class LLM:
         with prompts_bar(len(prompts), use_tqdm, self._count_output_tokens) as on_output:
             return self._guarded(lambda: self._client._run(prompts, params, options, on_output))
 
+    def _adapter(self, adapter: Adapters, lora_request: Adapters) -> Adapters:
+        """The adapter of a call; loads those of LoRARequests whose names are new. Raises ValueError for both."""
+        if lora_request is None:
+            return adapter
+        if adapter is not None:
+            raise ValueError("give an adapter or a lora_request, not both")
+        names, wanted = lora_requests(lora_request)
+        known = {each.name for each in self._guarded(self._client.adapters)} if wanted else set()
+        for name, path in wanted.items():
+            if name not in known:
+                self._guarded(partial(self._client.load_adapter, name, os.path.abspath(path)))
+        return names
+
     def _count_output_tokens(self) -> int:
         return self._client.server_info().load.num_output_tokens
 
@@ -198,8 +215,3 @@ class LLM:
         """Run a call; if a service was given up, raise its error in place of the lost connection's."""
         with self._services.naming_failure():
             return call()
-
-
-def _refuse_lora(lora_request: object) -> None:
-    if lora_request is not None:
-        raise ValueError("lora_request: LoRA adapters are not supported yet; give None")

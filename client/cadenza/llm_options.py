@@ -153,6 +153,19 @@ class LLMOptions(TypedDict, total=False):
     num_speculative_tokens: int | None
     """With --speculative: the most drafts of a sequence in one step. [default: 5]"""
 
+    max_loras: int | None
+    """executor: Maximum LoRA adapters in one batch; 0: no adapters. [default: 8] scheduler: Maximum LoRA adapters in
+    one batch; default: the executor's limit; 0: no adapters."""
+
+    max_cpu_loras: int | None
+    """executor: Maximum LoRA adapters that are loaded, at least max_loras. [default: 64] scheduler: Maximum LoRA
+    adapters that an executor has loaded; default: the executor's limit."""
+
+    lora_root: str | None
+    """executor: Folder below which LoRA adapters may be read; several times, or with commas, for several ones; default:
+    any that the scheduler names. scheduler: Folder below which LoRA adapters may be loaded while serving; several
+    times, or with commas, for several ones; default: none."""
+
     enforce_eager: bool | None
     """Captures no CUDA graphs on a GPU and launches every kernel of every step: steps are slower, the start is faster,
     and profiles are easier to read. [default: off]"""
@@ -250,6 +263,13 @@ class LLMOptions(TypedDict, total=False):
     restart_grace_s: float | None
     """How long requests restored from the journal wait for their streams to come back before they are aborted.
     [default: 30.0]"""
+
+    lora: str | None
+    """NAME=PATH of a LoRA adapter's folder, where the executors run; several times, or with commas, for several ones;
+    docs/decisions/0038-adapters.md."""
+
+    lora_load_timeout_s: float | None
+    """How long a request waits for its LoRA adapter to be loaded; then it ends with an error. [default: 60.0]"""
 
     record: str | None
     """File to write a plan log to: every call into the scheduler's core, every plan and result, for replay;

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict
 
+from cadenza.adapters import Adapters, match_adapters
 from cadenza.sampling_params import SamplingParams
 from cadenza.sendable import sendable
 
@@ -55,6 +56,11 @@ class CallOptions:
 
     enable_prefix_caching: bool = True  # use and fill the prefix cache
     speculation: int | None = None  # the most draft tokens in one step; 0 and False: none; None: as the server is set
+    adapter: Adapters = None  # a LoRA adapter's name for all prompts, or a list with one for each
+
+    def adapters(self, count: int) -> list[str]:
+        """The adapter of each of `count` prompts; empty: none. Raises ValueError."""
+        return match_adapters(self.adapter, count)
 
     def __post_init__(self) -> None:
         value: object = self.speculation

@@ -64,6 +64,6 @@ def check_admission(sequence: AdmittedSequence, limits: Limits) -> None:
         raise InvalidPlan(f"{where}: max_drafts {sequence.max_drafts} is not 0 to {limits.max_drafts}")
     if sequence.max_len and not num_tokens < sequence.max_len <= limits.max_model_len:
         raise InvalidPlan(f"{where}: max_len {sequence.max_len} is not {num_tokens + 1} to {limits.max_model_len}")
-    if sequence.adapter_index:
+    if sequence.adapter_index and not limits.max_loras:
         raise InvalidPlan(f"{where}: not supported by this executor: adapter_index")
     check_sampling(sequence.sampling, limits, where)

@@ -36,6 +36,8 @@ class Slots:
         self.num_computed_tokens = np.zeros(n, np.int64)
         self.num_blocks = np.zeros(n, np.int64)
         self.max_drafts = np.zeros(n, np.int64)
+        # The slot's LoRA adapter; 0: none.
+        self.adapter_index = np.zeros(n, np.int64)
         # The number of tokens at which a slot with drafts stops.
         self.max_len = np.zeros(n, np.int64)
         self.admitted = np.zeros(n, np.bool_)
@@ -70,11 +72,20 @@ class Slots:
         else:
             for sequence in plan.admitted:
                 self._admit(sequence)
+        self._check_adapters(plan)
         self._append_blocks(plan.appends)
         self._hold(plan.held_slots, True, "held_slots")
         self._hold(plan.resumed_slots, False, "resumed_slots")
         self._append_given(plan.given)
         return plan
+
+    def _check_adapters(self, plan: StepPlan) -> None:
+        """Check the number of distinct adapters of admitted slots, after admissions that bring any."""
+        if not any(sequence.adapter_index for sequence in plan.admitted):
+            return
+        count = len(np.unique(self.adapter_index[self.admitted & (self.adapter_index != 0)]))
+        if count > self.limits.max_loras:
+            raise InvalidPlan(f"admitted: slots have {count} adapters, over max_loras {self.limits.max_loras}")
 
     def _check_admitted(self, slots: IntArray, part: str) -> None:
         check_range(slots, self.limits.num_slots, f"{part}: slot")
@@ -106,6 +117,8 @@ class Slots:
                     f"{where} {source.slot} has {num_tokens} prompt tokens and {num_blocks} blocks, not "
                     f"{source.num_tokens} and {source.num_blocks}"
                 )
+            if sequence.adapter_index != self.adapter_index[source.slot]:
+                raise InvalidPlan(f"{where} {source.slot} has another adapter than {sequence.adapter_index}")
             first_ids = self.token_ids[source.slot, : source.num_tokens]
             first_blocks = self.block_tables[source.slot, : source.num_blocks]
             sequence = replace(
@@ -130,6 +143,7 @@ class Slots:
         self.num_computed_tokens[slot] = sequence.num_computed_tokens
         self.num_blocks[slot] = num_blocks
         self.max_drafts[slot] = sequence.max_drafts
+        self.adapter_index[slot] = sequence.adapter_index
         self.max_len[slot] = sequence.max_len or self.limits.max_model_len
         self.admitted[slot] = True
         self.held[slot] = sequence.held

@@ -126,6 +126,9 @@ class GpuStep:
 class GpuStepExecutor:
     """Implements `worker.Executor` on a GPU."""
 
+    adapters = None
+    """Plans may name none yet."""
+
     def __init__(
         self,
         loaded: LoadedModel,

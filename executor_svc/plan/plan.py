@@ -52,6 +52,10 @@ class Limits:
     max_inflight_plans: int
     max_drafts: int = 0
     """The most drafts of a slot in one step; 0: no speculative decoding."""
+    max_loras: int = 0
+    """The most distinct adapters of admitted slots; 0: no adapters."""
+    max_cpu_loras: int = 0
+    """The most loaded adapters."""
     adaptive_drafts: bool = False
     """Whether the scheduler chooses the number of drafts by what steps have cost and accepted."""
 

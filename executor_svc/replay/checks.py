@@ -44,6 +44,8 @@ def recorded_arguments(recorded: pb.DescribeResponse, given: Sequence[str]) -> l
     if recorded.limits.max_drafts:
         # Whatever made the drafts: a replay takes them from the results.
         options |= {"speculative": "ngram", "num_speculative_tokens": recorded.limits.max_drafts}
+    if recorded.limits.max_loras:
+        options |= {"max_loras": recorded.limits.max_loras, "max_cpu_loras": recorded.limits.max_cpu_loras}
     return [f"{flag(name)}={value}" for name, value in options.items() if flag(name) not in names]
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 from cadenza.settings import service as settings
 from cadenza.v1 import execution_pb2 as pb
-from cadenza.v1.planlog_pb2 import PlanLogRecord
+from cadenza.v1.planlog_pb2 import AdapterCommandsCall, PlanLogRecord
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
@@ -26,10 +26,12 @@ from executor_svc.replay.checks import contradictions, first_difference, numeric
 from executor_svc.replay.recorded_drafts import RecordedDrafts
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.service.description import description_to_wire
-from executor_svc.worker.worker import RejectedPlan, Session, Worker
+from executor_svc.worker.adapters import AdapterRefused
+from executor_svc.worker.session import RejectedPlan, Session
+from executor_svc.worker.worker import Worker
 
 _STOP_S = 10.0
-_OF_AN_EXECUTOR = ("session_opened", "plan_step", "apply_result", "step_failed")
+_OF_AN_EXECUTOR = ("session_opened", "plan_step", "apply_result", "step_failed", "adapter_commands")
 
 
 class ReplayError(Exception):
@@ -47,7 +49,7 @@ class _Executor:
         self._drafts = RecordedDrafts()
         self._worker = Worker(lambda: build_executor(config, described, self._drafts))
         self._worker.start()
-        self._worker.ready.result()
+        self._adapters = self._worker.ready.result().adapters
         self.description = description_to_wire(described.result())
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
 
@@ -66,6 +68,21 @@ class _Executor:
             plan = RejectedPlan(message.step_id, str(exc))
         self._worker.submit(self._session, plan, time.monotonic_ns())
         return result_to_wire(self._results.get(), message.epoch, self.description.incarnation)
+
+    def load(self, message: pb.LoadAdapter) -> str:
+        """Load an adapter; returns why it cannot be, as the service answers then."""
+        try:
+            if self._adapters is None:
+                return "the executor has no adapters"
+            self._adapters.load(message.adapter_index, message.name, message.path)
+        except AdapterRefused as exc:
+            return str(exc)
+        return ""
+
+    def unload(self, index: int) -> None:
+        """Unload an adapter after the plans so far, which have run."""
+        if self._adapters is not None:
+            self._adapters.unload(index)
 
     def stop(self) -> None:
         """End the thread, so that its memory can be freed."""
@@ -90,6 +107,10 @@ class PlanReplay:
         self._executor: _Executor | None = None
         self._incarnation = 0
         self._exact = True
+        self._adapters: dict[int, pb.LoadAdapter] = {}
+        """By index: all that had names so far."""
+        self._unloads: list[tuple[int, int]] = []
+        """(step id, index) of adapters to unload once the plans up to this step have run."""
         self._waiting: deque[pb.StepPlan] = deque()
         """Plans whose results come later in the log: a plan runs once its recorded result is known."""
         self.num_plans = 0
@@ -105,6 +126,10 @@ class PlanReplay:
         if kind == "executor_described":
             self._descriptions[record.executor_described.executor_id] = record.executor_described.executor
             return ""
+        if kind == "adapter_event" and record.adapter_event.HasField("registered"):
+            registered = record.adapter_event.registered
+            self._adapters[registered.adapter_index] = registered
+            return ""
         if kind == "add_executor" and self.executor_id is None:
             self.executor_id = record.add_executor.executor_id
         if kind not in _OF_AN_EXECUTOR or getattr(record, kind).executor_id != self.executor_id:
@@ -116,6 +141,8 @@ class PlanReplay:
                 if self._executor is None:
                     raise ReplayError(f"the plan of step {record.plan_step.plan.step_id} comes before any session")
                 self._waiting.append(record.plan_step.plan)
+            case "adapter_commands":
+                self._load(record.adapter_commands)
             case "apply_result":
                 return self._compare(record.apply_result.result)
             case "step_failed":
@@ -136,6 +163,26 @@ class PlanReplay:
             self._executor = self._build()
             self._incarnation = incarnation
         self._executor.open(epoch)
+
+    def _load(self, commands: AdapterCommandsCall) -> None:
+        """Load adapters, and unload others once the plans that may name them have run: loads may come before that."""
+        last = self._waiting[-1].step_id if self._waiting else 0
+        self._unloads += [(last, index) for index in commands.unloads]
+        self._unload()
+        if self._executor is None:
+            return
+        for index in commands.loads:
+            reason = self._executor.load(self._adapters[index])
+            if reason:
+                print(f"{self._path}: adapter {index} is not loaded here: {reason}", file=sys.stderr)
+
+    def _unload(self) -> None:
+        """Unload what no plan that waits may name."""
+        first = self._waiting[0].step_id if self._waiting else None
+        for step_id, index in [each for each in self._unloads if first is None or each[0] < first]:
+            self._unloads.remove((step_id, index))
+            if self._executor is not None:
+                self._executor.unload(index)
 
     def _build(self) -> _Executor:
         """Build an executor like the recorded one, with the overrides of `arguments`."""
@@ -187,5 +234,6 @@ class PlanReplay:
         self.num_plans += 1
         self.num_results += 1
         self.num_tokens += len(replayed.token_ids)
+        self._unload()
         difference = first_difference(recorded, replayed, exact=self._exact)
         return f"step {recorded.step_id}: {difference}" if difference else ""

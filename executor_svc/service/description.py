@@ -21,6 +21,8 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
     ]
     if limits.max_drafts:
         features.append(pb.EXECUTOR_FEATURE_DRAFTS)
+    if limits.max_loras:
+        features.append(pb.EXECUTOR_FEATURE_ADAPTERS)
     if limits.num_host_blocks:
         features.append(pb.EXECUTOR_FEATURE_SWAP)
     if description.shares_prefixes:
@@ -61,6 +63,8 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
             max_inflight_plans=limits.max_inflight_plans,
             max_drafts=limits.max_drafts,
             adaptive_drafts=limits.adaptive_drafts,
+            max_loras=limits.max_loras,
+            max_cpu_loras=limits.max_cpu_loras,
         ),
         features=sorted(features),
         fingerprint=_fingerprint(description.fingerprint),

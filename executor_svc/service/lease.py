@@ -49,6 +49,11 @@ class Lease:
         self._clock = clock
         self._renewed_at = clock()
 
+    @property
+    def process(self) -> tuple[str, int]:
+        """The process that holds it: scheduler id and incarnation."""
+        return self.scheduler_id, self.scheduler_incarnation
+
     def renew(self) -> None:
         """Record a message of the scheduler."""
         self.silence.heard()

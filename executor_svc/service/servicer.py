@@ -27,12 +27,14 @@ from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
+from executor_svc.service.adapters import AdapterDesk
 from executor_svc.service.convert import plan_in_slices, response_in_slices
 from executor_svc.service.description import description_to_wire
 from executor_svc.service.lease import Lease, Leases, Refusal
 from executor_svc.service.pieces import request_in_slices
 from executor_svc.service.step_traces import StepTraces
-from executor_svc.worker.worker import Activity, RejectedPlan, Session, Worker
+from executor_svc.worker.session import Activity, RejectedPlan, Session
+from executor_svc.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         silence_s: float,
         spans: SpanSink | None = None,
     ) -> None:
+        self._adapters = AdapterDesk(worker)
         self._worker = worker
         self._incarnation = description.incarnation
         self._description = description_to_wire(description)
@@ -89,14 +92,6 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
         """Return the description, which is constant."""
         return self._description
-
-    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: _Context) -> NoReturn:
-        """Reserved."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "LoadAdapter: LoRA adapters are not built yet")
-
-    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: _Context) -> NoReturn:
-        """Reserved."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "UnloadAdapter: LoRA adapters are not built yet")
 
     async def Execute(  # type: ignore[override]  # messages as bytes; the stub's type knows no handlers that write
         self, request_iterator: AsyncIterator[bytes], context: _Context
@@ -128,6 +123,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         """
         refusal = Refusal(grpc.StatusCode.UNAVAILABLE, "the executor stops")
         self.leases.close(refusal)
+        self._adapters.close()
         finished = asyncio.wrap_future(self._worker.finish())
         stopping = asyncio.create_task(at_once.wait())
         await asyncio.wait((finished, stopping), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -158,7 +154,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             scheduler_id=lease.scheduler_id,
         )
         lease.announce_stop = lambda: outbox.put_nowait(pb.ExecuteResponse(stopping=pb.ExecutorStopping()))
-        opened = asyncio.wrap_future(cleared)
+        opened = asyncio.ensure_future(self._adapters.open(lease.process, asyncio.wrap_future(cleared)))
         traces = StepTraces(self._spans, self._incarnation)
         # All of them before the session is open: that waits for the running step, for minutes at worst.
         helpers = [
@@ -194,6 +190,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             last_completed_step_id=last_completed,
             resident_bytes=resident_bytes(),
             sole_since_epoch=session.sole_since_epoch,
+            adapters=self._adapters.loaded(),
         )
         outbox.put_nowait(pb.ExecuteResponse(opened=answer))
 
@@ -227,6 +224,9 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                     plan = await _plan_or_rejection(request.plan)
                     self._worker.submit(session, plan, received_ns)
                     traces.on_plan(plan)
+                elif kind in ("load_adapter", "unload_adapter"):
+                    if problem := self._adapters.take(request, session, outbox.put_nowait):
+                        break
                 elif kind != "heartbeat":
                     problem = "a session can be opened once only" if kind == "open" else "a message must hold something"
                     break

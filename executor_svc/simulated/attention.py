@@ -22,6 +22,8 @@ class Attention:
         places = np.arange(slots.limits.max_blocks_per_seq * pools.block_size)
         self._keys = position_keys(places).reshape(-1, pools.block_size)
         self._offsets = np.arange(pools.block_size)
+        self.adapter_keys: U64 = np.zeros(slots.limits.num_slots, np.uint64)
+        """By slot: `hashing.adapter_key` of its adapter."""
 
     def write(self, scheduled: Scheduled) -> None:
         """Write the digests of all scheduled tokens to their slots' blocks.
@@ -32,7 +34,8 @@ class Attention:
         context = self._slots.num_computed_tokens[rows]
         owner, positions = spans(context, counts)
         slots = rows[owner]
-        added = token_hashes(self._slots.token_ids[slots, positions].astype(np.int64), positions)
+        token_ids = self._slots.token_ids[slots, positions].astype(np.int64)
+        added = token_hashes(token_ids, positions, self.adapter_keys[slots])
         running: U64 = added.cumsum()
         first = counts.cumsum() - counts
         before = np.zeros(len(rows), np.uint64)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.plan.description import Description, describe, limits_of
+from executor_svc.simulated.adapters import SimulatedAdapters
 from executor_svc.simulated.clock import sharpen_sleep
 from executor_svc.simulated.costs import read_costs
 from executor_svc.simulated.drafts import AcceptanceSource
@@ -35,10 +37,14 @@ def build_simulated(
     geometry = model.geometry
     sizes = _pool_sizes(config, geometry.max_model_len)
     limits = limits_of(config, geometry, sizes)
+    limits = replace(limits, max_loras=config.max_loras, max_cpu_loras=config.max_cpu_loras)
+    adapters = SimulatedAdapters(limits.max_cpu_loras, costs, roots=config.adapter_roots)
     try:
         if drafts is None and config.speculative != "off":
-            drafts = AcceptanceSource(geometry.vocab_size, costs.draft_acceptance)
-        executor = SimulatedStepExecutor(limits, costs, injection=injection, poison=poison, drafts=drafts)
+            drafts = AcceptanceSource(geometry.vocab_size, costs.draft_acceptance, adapters.hash_of)
+        executor = SimulatedStepExecutor(
+            limits, costs, injection=injection, poison=poison, drafts=drafts, adapters=adapters
+        )
     except MemoryError as error:
         raise StartError(
             f"--num-gpu-blocks {sizes.num_device_blocks} and --num-cpu-blocks {sizes.num_host_blocks} need "

@@ -46,6 +46,8 @@ class StepCosts(BaseModel):
     moved_block_us: float = Field(default=0.0, ge=0, description="Per swapped or copied block.")
     kv_token_us: float = Field(default=0.0, ge=0, description="Per position whose KV a sequence reads in the step.")
     hidden_tokens: float = Field(default=0.0, ge=0, description="Tokens of each step that cost no token_us.")
+    adapter_load_us: float = Field(default=0.0, ge=0, description="Per loaded adapter, beside the steps.")
+    adapter_mb_us: float = Field(default=0.0, ge=0, description="Per MB of a loaded adapter's files.")
     draft_acceptance: float = Field(
         default=0.7, ge=0, le=1, description="Probability that a draft is right, with --speculative; no cost."
     )
@@ -65,6 +67,10 @@ class StepCosts(BaseModel):
         us = self.step_us + self.token_us * max(0.0, work.tokens - self.hidden_tokens)
         us += self.context_token_us * work.context_tokens + self.kv_token_us * work.kv_tokens
         return round(1000 * us)
+
+    def adapter_ns(self, num_bytes: int) -> int:
+        """Return the nanoseconds of loading an adapter whose files have so many bytes."""
+        return round(1000 * (self.adapter_load_us + self.adapter_mb_us * num_bytes / 1e6))
 
     def sample_ns(self, work: StepWork) -> int:
         """Return the nanoseconds of sampling."""

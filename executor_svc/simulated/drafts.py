@@ -6,6 +6,7 @@ tokens, bad words, min_tokens) are not known to it, so that a few drafts more ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 
 import numpy as np
@@ -25,18 +26,21 @@ _RESOLUTION = 1 << 24
 class AcceptanceSource:
     """Implements `DraftSource`. Which drafts are right depends on the tokens before them alone."""
 
-    def __init__(self, vocab_size: int, acceptance: float) -> None:
-        """acceptance: probability that a draft is right, if those before it are; 0 to 1."""
+    def __init__(self, vocab_size: int, acceptance: float, hash_of: Callable[[int], bytes] = lambda index: b"") -> None:
+        """acceptance: probability that a draft is right, if those before it are; 0 to 1. hash_of: an adapter's content
+        by its index."""
+        self._hash_of = hash_of
         self._vocab_size = vocab_size
         self._threshold = round(acceptance * _RESOLUTION)
-        self._contexts: dict[int, SimulatedContext] = {}
+        self._contexts: dict[int, SimulatedContext | None] = {}
+        """By slot; None: it has had no drafts yet."""
 
     def follow(self, plan: StepPlan) -> None:
         """As in `DraftSource`."""
 
     def admitted(self, slot: int, scope: int) -> None:
         """As in `DraftSource`."""
-        self._contexts[slot] = SimulatedContext()
+        self._contexts[slot] = None
 
     def released(self, slots: IntArray) -> None:
         """As in `DraftSource`."""
@@ -55,6 +59,9 @@ class AcceptanceSource:
         drafts: list[int] = []
         for slot, count in zip(rows.tolist(), most.tolist(), strict=True):
             context = self._contexts[slot]
+            if context is None:
+                context = SimulatedContext(adapter_hash=self._hash_of(int(slots.adapter_index[slot])))
+                self._contexts[slot] = context
             for token_id in slots.token_ids[slot, context.length : slots.num_tokens[slot]].tolist():
                 context.append(token_id)
             drafts += self._draft(slots, slot, copy(context), count)

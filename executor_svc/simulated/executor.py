@@ -15,6 +15,7 @@ from executor_svc.batch.step_result import Computed, Finished, SampledTokens, ma
 from executor_svc.plan.arrays import BoolArray
 from executor_svc.plan.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.logits_edits import logits_edits
+from executor_svc.simulated.adapters import SimulatedAdapters
 from executor_svc.simulated.attention import Attention
 from executor_svc.simulated.clock import sleep_until
 from executor_svc.simulated.costs import StepCosts, StepWork
@@ -27,6 +28,7 @@ from executor_svc.simulated.token_choice import best_candidates, choose, prompt_
 from executor_svc.speculation.drafting import Drafting
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.verification import accept_drafts
+from executor_svc.worker.adapters import AdapterLoader
 
 
 class SimulatedStepExecutor:
@@ -43,10 +45,11 @@ class SimulatedStepExecutor:
         injection: Injection | None = None,
         poison: Poison | None = None,
         drafts: DraftSource | None = None,
+        adapters: SimulatedAdapters | None = None,
     ) -> None:
         """wait: returns at a moment of the monotonic clock in ns; not called if all costs are 0.
 
-        drafts: makes drafts, as many as the plans allow; None: there are none.
+        drafts: makes drafts, as many as the plans allow; None: there are none. adapters: those that plans may name.
         """
         self.limits = limits
         self.slots = Slots(limits)
@@ -57,6 +60,8 @@ class SimulatedStepExecutor:
         self._wait = wait
         self._injection = injection
         self._poison = poison
+        self.adapters: AdapterLoader | None = adapters
+        self._adapters = adapters or SimulatedAdapters(0)
         # The end of all steps so far, in modelled time.
         self._free_ns = 0
 
@@ -86,7 +91,10 @@ class SimulatedStepExecutor:
         received_ns = started if received_ns is None else received_ns
         if self._injection is not None:
             self._injection.before_step()
+        keys = [self._adapters.key_of(sequence.adapter_index) for sequence in plan.admitted]
         self.slots.apply(plan)
+        if keys:
+            self._attention.adapter_keys[[sequence.slot for sequence in plan.admitted]] = np.array(keys, np.uint64)
         self._drafting.follow(plan)
         scheduled = self._drafting.add(plan, self.slots.schedule(plan))
         if self._poison is not None:

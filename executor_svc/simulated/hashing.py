@@ -38,9 +38,17 @@ def mix(x: U64) -> U64:
     return x
 
 
-def token_hashes(token_ids: IntArray, positions: IntArray) -> U64:
-    """Return [n] the hashes that tokens add, at their positions, to the previous position's digest."""
-    return mix(mix(token_ids.astype(np.uint64) + _GAMMA) + positions.astype(np.uint64) * _GAMMA)
+def token_hashes(token_ids: IntArray, positions: IntArray, adapter_keys: U64) -> U64:
+    """Return [n] the hashes that tokens add, at their positions, to the previous position's digest.
+
+    adapter_keys: [n] from the contents of their sequences' adapters; 0: none.
+    """
+    return mix(mix(token_ids.astype(np.uint64) + _GAMMA + adapter_keys) + positions.astype(np.uint64) * _GAMMA)
+
+
+def adapter_key(content_hash: bytes) -> int:
+    """Return what an adapter's content adds to each token before it is mixed; 0 without an adapter, never with one."""
+    return int.from_bytes(content_hash[:8], "little") or 1 if content_hash else 0
 
 
 def position_keys(positions: IntArray) -> U64:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from executor_svc.plan.sampling import SequenceSampling
-from executor_svc.simulated.hashing import GAMMA, MIX_1, MIX_2
+from executor_svc.simulated.hashing import GAMMA, MIX_1, MIX_2, adapter_key
 from executor_svc.simulated.ranking import strides
 
 _MASK = (1 << 64) - 1
@@ -20,8 +20,10 @@ _MASK = (1 << 64) - 1
 class SimulatedContext:
     """The state of the simulated model after a sequence of tokens."""
 
-    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, token_ids: Sequence[int] = (), adapter_hash: bytes = b"") -> None:
+        """adapter_hash: the content of the sequence's adapter; empty: none."""
         self.length = 0
+        self._adapter_key = adapter_key(adapter_hash)
         self._digest = 0
         self._sum = 0
         for token_id in token_ids:
@@ -29,7 +31,7 @@ class SimulatedContext:
 
     def append(self, token_id: int) -> None:
         """Append the next token."""
-        token = _mix((int(token_id) + GAMMA) & _MASK)
+        token = _mix((int(token_id) + GAMMA + self._adapter_key) & _MASK)
         self._digest = (self._digest + _mix((token + self.length * GAMMA) & _MASK)) & _MASK
         self._sum = (self._sum + _mix((self._digest + _position_key(self.length)) & _MASK)) & _MASK
         self.length += 1
@@ -47,12 +49,13 @@ def expected_tokens(
     *,
     sample_index: int = 0,
     output: Sequence[int] = (),
+    adapter_hash: bytes = b"",
 ) -> list[int]:
     """Return the next `count` tokens after prompt and output; fewer after a stop token or if no token is allowed.
 
-    `sample_index` selects the sample; the one in `sampling` is ignored.
+    `sample_index` selects the sample; the one in `sampling` is ignored. `adapter_hash`: as in SimulatedContext.
     """
-    context, tokens = SimulatedContext([*prompt, *output]), [int(token) for token in output]
+    context, tokens = SimulatedContext([*prompt, *output], adapter_hash), [int(token) for token in output]
     stops = set(map(int, sampling.stop_token_ids))
     key = _mix((int(sampling.seed) + _mix((sample_index + GAMMA) & _MASK)) & _MASK)
     while len(tokens) < len(output) + count:
@@ -70,19 +73,24 @@ def expected_tokens(
 
 
 def expected_candidates(
-    prompt: Sequence[int], output: Sequence[int], sampling: SequenceSampling, count: int, vocab_size: int
+    prompt: Sequence[int],
+    output: Sequence[int],
+    sampling: SequenceSampling,
+    count: int,
+    vocab_size: int,
+    adapter_hash: bytes = b"",
 ) -> list[tuple[int, float]]:
     """Return the `count` best (token id, logprob) after prompt and output, best first; fewer if fewer are allowed."""
-    value = SimulatedContext([*prompt, *output]).logits_hash()
+    value = SimulatedContext([*prompt, *output], adapter_hash).logits_hash()
     ranked = _allowed(value, sampling, output, vocab_size)
     return [(token, rank_logprob(value, rank, vocab_size)) for (token, rank), _ in zip(ranked, range(count))]  # noqa: B905
 
 
 def expected_logprobs(
-    token_ids: Sequence[int], index: int, num_top: int, vocab_size: int
+    token_ids: Sequence[int], index: int, num_top: int, vocab_size: int, adapter_hash: bytes = b""
 ) -> tuple[float, int, list[int], list[float]]:
     """Return logprob and rank, from 1, of token_ids[index], the best token ids and their logprobs; index: from 1."""
-    value = SimulatedContext(token_ids[:index]).logits_hash()
+    value = SimulatedContext(token_ids[:index], adapter_hash).logits_hash()
     ranks = range(min(num_top, vocab_size))
     rank = _rank(value, int(token_ids[index]), vocab_size)
     return (

@@ -51,6 +51,9 @@ class Runner(Protocol):
 class StepExecutor:
     """Executes plans on the slots, with a runner. Implements `worker.Executor`."""
 
+    adapters = None
+    """Plans may name none yet."""
+
     def __init__(
         self,
         runner: Runner,

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from executor_svc.worker.worker import Activity
+from executor_svc.worker.session import Activity
 
 _log = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from executor_svc.plan.plan import InvalidPlan, Limits, StepPlan, StepResult, StepStatus, StepTimings
+from executor_svc.worker.adapters import AdapterLoader
+from executor_svc.worker.session import Activity, RejectedPlan, Session
 from executor_svc.worker.step_numbers import StepNumbers
 from executor_svc.worker.trace_requests import StartTrace, TraceRequests
 
@@ -45,6 +47,11 @@ class Executor(Protocol):
 
     limits: Limits
 
+    @property
+    def adapters(self) -> AdapterLoader | None:
+        """Loads adapters that plans may name; None: it has none."""
+        ...
+
     def clear(self) -> None:
         """Free all slots, after the launched steps; KV stays."""
         ...
@@ -74,45 +81,6 @@ class Executor(Protocol):
         ...
 
 
-class Session:
-    """The session of one plan stream, opened and closed by the worker.
-
-    Only the device thread changes failed, failed_running and last_step_id.
-    """
-
-    def __init__(
-        self, epoch: int, on_result: Callable[[StepResult], None], announce: Callable[[int], Future[None]] | None = None
-    ) -> None:
-        self.epoch = epoch
-        # The epoch since which every session was of the same scheduler.
-        self.sole_since_epoch = epoch
-        self.on_result = on_result
-        self.announce = announce
-        self.closed = False
-        self.failed = False
-        # Whether a step has failed after its launch.
-        self.failed_running = False
-        self.num_unanswered = 0
-        self.last_step_id: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedPlan:
-    """An unreadable plan; its answer, in order, is INVALID_PLAN."""
-
-    step_id: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """The current work of the device thread. step_id 0: no step runs."""
-
-    step_id: int
-    age_ns: int
-    num_queued: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Open:
     session: Session
@@ -124,6 +92,15 @@ class _Step:
     session: Session
     plan: StepPlan | RejectedPlan
     received_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Action:
+    """Something that is done between two steps."""
+
+    session: Session
+    act: Callable[[], None]
+    done: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +143,7 @@ class Worker:
         self.lost: Future[BaseException] = Future()
         self._build = build
         self._changed = threading.Condition()
-        self._queue: deque[_Open | _Step] = deque()
+        self._queue: deque[_Open | _Step | _Action] = deque()
         self._session: Session | None = None
         self._scheduler_id = ""
         self._stopping = False
@@ -247,6 +224,16 @@ class Worker:
             self._queue.append(_Step(session, plan, received_ns))
             self._changed.notify()
 
+    def submit_action(self, session: Session, act: Callable[[], None], done: Callable[[], None]) -> None:
+        """Queue what is done on the device thread after the plans so far, and before those that come; drop it if the
+        session has ended. `done` is called after it; neither may raise.
+        """
+        with self._changed:
+            if session.closed or self._finished is not None:
+                return
+            self._queue.append(_Action(session, act, done))
+            self._changed.notify()
+
     def close_session(self, session: Session) -> None:
         """Drop the session's queued plans; results of its running steps are not delivered."""
         with self._changed:
@@ -291,6 +278,9 @@ class Worker:
                 if executor.start_trace is not None:
                     self._tracing.before_step(executor.start_trace)
                 begun.append(self._begin(executor, item))
+            elif isinstance(item, _Action):
+                item.act()
+                item.done()
             else:
                 result = self._finish(executor, item)
                 self.numbers.on_result(result)
@@ -300,11 +290,14 @@ class Worker:
             # A step that was launched ahead starts when the one before it has ended.
             self._running = (begun[0].step.plan.step_id, max(begun[0].started_ns, ended_ns)) if begun else None
 
-    def _next(self, begun: deque[_LaunchedStep]) -> _Open | _Step | _LaunchedStep | None:
-        """Wait for the next work: a step to finish, a step to launch, or a session to open; None: stop."""
+    def _next(self, begun: deque[_LaunchedStep]) -> _Open | _Step | _Action | _LaunchedStep | None:
+        """Wait for the next work: a step to finish, a step to launch, an action, or a session to open; None: stop."""
         with self._changed:
             while not self._stopping:
                 if begun and begun[0].is_done():
+                    return begun.popleft()
+                if self._queue and isinstance(self._queue[0], _Action) and begun:
+                    # No step may run meanwhile.
                     return begun.popleft()
                 if self._queue and (len(begun) < _MAX_LAUNCHED_STEPS or isinstance(self._queue[0], _Open)):
                     return self._queue.popleft()

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from cadenza.slices import SLICE_ITEMS, Work
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
-from scheduler_svc.plan_loop.ports import Load, SequenceBlockTable, StepRecord
+from scheduler_svc.core.adapters.lane_adapters import AdapterState
+from scheduler_svc.engine.adapters import AdapterInfo
+from scheduler_svc.plan_loop.ports import ExecutorState, Load, SequenceBlockTable, StepRecord
 
 
 def watch_response(
@@ -95,3 +97,29 @@ def _load(load: Load) -> pb.StepLoad:
         num_blocks=load.num_device_blocks,
         num_stored_tokens=load.num_stored_tokens,
     )
+
+
+def adapter_info(info: AdapterInfo, executors: Sequence[ExecutorState]) -> pb.AdapterInfo:
+    """An adapter, with its state on each executor that has adapters."""
+    targets = {executor.index: executor.target for executor in executors}
+    return pb.AdapterInfo(
+        name=info.name,
+        path=info.path,
+        adapter_index=info.index,
+        content_hash=info.content_hash,
+        num_requests=info.num_requests,
+        executors=[
+            pb.AdapterOnExecutor(target=targets[executor_id], state=_ADAPTER_STATES[state], error=error)
+            for executor_id, state, error in info.states
+            if executor_id in targets
+        ],
+    )
+
+
+_ADAPTER_STATES: dict[AdapterState | None, pb.AdapterState.ValueType] = {
+    None: pb.ADAPTER_STATE_NOT_LOADED,
+    AdapterState.LOADING: pb.ADAPTER_STATE_LOADING,
+    AdapterState.LOADED: pb.ADAPTER_STATE_LOADED,
+    AdapterState.UNLOADING: pb.ADAPTER_STATE_UNLOADING,
+    AdapterState.FAILED: pb.ADAPTER_STATE_FAILED,
+}

@@ -17,8 +17,10 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     RequestExistsError,
     RequestRejectedError,
+    UnknownAdapterError,
     UnknownRequestError,
 )
+from scheduler_svc.engine.adapters import AdapterExistsError
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.tenants.errors import AdminNeededError, UnauthenticatedError
@@ -42,6 +44,10 @@ class AbortedEarlyError(Exception):
     """The request was aborted before it was submitted."""
 
 
+class ForbiddenPathError(Exception):
+    """A path is not below an allowed folder."""
+
+
 class UnreadableMessageError(Exception):
     """The bytes cannot be parsed; the message is the parser's reason."""
 
@@ -60,6 +66,9 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     AbortedEarlyError: grpc.StatusCode.CANCELLED,
     ModelChangedError: grpc.StatusCode.FAILED_PRECONDITION,
     JournalUnavailableError: grpc.StatusCode.UNAVAILABLE,
+    UnknownAdapterError: grpc.StatusCode.NOT_FOUND,
+    ForbiddenPathError: grpc.StatusCode.PERMISSION_DENIED,
+    AdapterExistsError: grpc.StatusCode.ALREADY_EXISTS,
     UnknownExecutorError: grpc.StatusCode.NOT_FOUND,
     ExecutorExistsError: grpc.StatusCode.ALREADY_EXISTS,
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
@@ -77,7 +86,7 @@ def status_of(exc: Exception) -> status_pb2.Status:
     """The status of an error for the client; unexpected errors are logged and become INTERNAL."""
     code, message = code_of(exc), _truncate(str(exc))
     match exc:
-        case RequestRejectedError() | PreconditionError():
+        case RequestRejectedError() | PreconditionError() | UnknownAdapterError():
             return make_status(code, f"{exc.field}: {message}", [field_violation(exc.field, message)])
         case UnreadableMessageError():
             return make_status(code, f"the message cannot be read: {message}")

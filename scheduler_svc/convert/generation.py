@@ -91,6 +91,7 @@ def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) 
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
         num_draft_tokens=message.speculation.num_draft_tokens if message.HasField("speculation") else None,
         traceparent=message.traceparent,
+        adapter=message.adapter,
         later_fields=_later_request_fields(message),
         body=body,
         # An id that the service drew is never sent twice, so its body needs no digest.
@@ -301,7 +302,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 def _later_request_fields(message: pb.GenerateRequest) -> tuple[str, ...]:
     requested = {
-        "adapter": bool(message.adapter),
         "extra_hash_keys": bool(message.extra_hash_keys),
     }
     return tuple(name for name, is_set in requested.items() if is_set)

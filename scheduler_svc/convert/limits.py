@@ -46,6 +46,10 @@ _ID = Limit(length=128, is_id=True)
 
 LIMITS: Mapping[str, Limit] = {
     "GenerateRequest.request_id": _ID,
+    "GenerateRequest.adapter": _ID,
+    "LoadAdapterRequest.name": _ID,
+    "LoadAdapterRequest.path": Limit(length=4096, is_id=True),
+    "UnloadAdapterRequest.name": _ID,
     "GenerateRequest.cache_salt": Limit(length=128),
     "GenerateRequest.prompt": Limit(items=1024),
     "GenerateRequest.traceparent": Limit(length=128),

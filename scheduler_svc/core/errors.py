@@ -15,6 +15,14 @@ class RequestRejectedError(SchedulerError):
         self.field = field
 
 
+class UnknownAdapterError(SchedulerError):
+    """There is no adapter of this name; `field` is the field that has it."""
+
+    def __init__(self, name: str, field: str = "adapter") -> None:
+        super().__init__(f"there is no adapter {name!r}")
+        self.field = field
+
+
 class PreconditionError(SchedulerError):
     """The service's configuration does not support this; `field` is the path of the field that needs it."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+from scheduler_svc.core.adapters.table import AdapterTable
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.placement.candidates import able_lanes
+from scheduler_svc.core.placement.candidates import able_lanes, holding_lanes
 from scheduler_svc.core.placement.placer import Placer
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
@@ -52,6 +53,7 @@ class RequestTable:
         self.placer = Placer(self.waiting, self.lanes, policies.order, placement)
         self.draining = False
         """No new requests are expected, so batches start without waiting for more."""
+        self.adapters = AdapterTable()
         self.groups: dict[RequestKey, SequenceGroup] = {}
         self.suspects: dict[SequenceGroup, Suspicion] = {}
         """Requests that may have killed an executor."""
@@ -96,8 +98,28 @@ class RequestTable:
     def add(self, group: SequenceGroup) -> None:
         """Queue a new group."""
         self.groups[group.key] = group
-        self.waiting.add(group)
+        self.adapters.on_added(group)
+        self.enqueue(group)
+
+    def enqueue(self, group: SequenceGroup, *, again: bool = False) -> None:
+        """Queue a group, or put it aside while no executor has its adapter; `again`: it was queued before."""
+        index = group.spec.adapter_index
+        if index:
+            if not any(lane.adapters.has(index) for lane in self.lanes.values()):
+                self.adapters.parked[group] = again
+                return
+            group.adapter_hash = self.adapters.adapters[index].content_hash
+        self.waiting.add(group, again=again)
         self.placer.on_queued(group)
+
+    def park(self, group: SequenceGroup) -> None:
+        """Take a group out of the waiting queue until an executor has its adapter."""
+        self._leave_queue(group)
+        self.adapters.parked[group] = True
+
+    def unpark(self, group: SequenceGroup) -> None:
+        """Put a group that waited for its adapter into the waiting queue, or back into it."""
+        self.enqueue(group, again=self.adapters.parked.pop(group))
 
     def lane_of(self, group: SequenceGroup) -> Lane | None:
         """The lane that runs a group, or ran it last; None: it has never run, or its executor was removed."""
@@ -137,7 +159,7 @@ class RequestTable:
         It is not placed on a pool of this size again.
         """
         larger = [each for each in self.lanes.values() if each.num_kv_tokens > lane.num_kv_tokens]
-        if not able_lanes(group, larger):
+        if not holding_lanes(group, larger):
             return False
         group.outgrown_kv_tokens = max(group.outgrown_kv_tokens, lane.num_kv_tokens)
         return True
@@ -148,6 +170,8 @@ class RequestTable:
             self._leave_queue(group)
         elif group.queued:
             self.placer.on_bound(group, lane)
+        if group.spec.adapter_index:
+            lane.adapters.on_admitted(group)
         if not group.was_admitted:
             group.was_admitted = True
             self.policies.order.on_admission(group)
@@ -158,6 +182,8 @@ class RequestTable:
         lane_id, numerics, on_admission = lane.executor_id, lane.spec.numerics, self.policies.order.on_admission
         for group in groups:
             group.lane_id, group.numerics, group.was_admitted = lane_id, numerics, True
+            if group.spec.adapter_index:
+                lane.adapters.on_admitted(group)
             on_admission(group)
 
     def requeue(self, sequence: Sequence, *, swapped: bool = False) -> None:
@@ -171,9 +197,8 @@ class RequestTable:
             sequence.reset_computed_tokens()
             sequence.change_state(SequenceState.WAITING)
         group = sequence.group
-        if not group.queued:
-            self.waiting.add(group, again=True)
-            self.placer.on_queued(group)
+        if not group.queued and group not in self.adapters.parked:
+            self.enqueue(group, again=True)
 
     def _leave_queue(self, group: SequenceGroup) -> None:
         self.placer.on_left(group)
@@ -201,6 +226,7 @@ class RequestTable:
                 del self.suspects[group]
         if group.finished:
             del self.groups[group.key]
+            self.adapters.on_finished(group)
             for lane in self.lanes.values():
                 if group in lane.unexplained:
                     lane.unexplained -= {group}
@@ -227,6 +253,8 @@ class RequestTable:
         for sequence in sequences:
             sequence.finish = outputs[sequence] = finishes[sequence]
             del groups[sequence.group.key]
+            if sequence.group.spec.adapter_index:
+                self.adapters.on_finished(sequence.group)
             on_finish(sequence)
 
     def finish_group(self, group: SequenceGroup, finish: Finish) -> None:

@@ -12,8 +12,10 @@ requests.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterError, AdapterEvent, AdapterLoaded
+from scheduler_svc.core.adapters.table import AdapterTable
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
@@ -25,7 +27,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.steps import lane_changes
+from scheduler_svc.core.steps import adapter_changes, lane_changes
 from scheduler_svc.core.steps.beam_scheduling import finish_early, start_beam_search
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES, MAX_GROUP_TOKENS
 from scheduler_svc.core.steps.drafted_results import observe_drafts
@@ -97,7 +99,7 @@ class Scheduler:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps planned since the start."""
+        """Number of steps since the start."""
         return self.counts.num_steps
 
     @property
@@ -139,6 +141,7 @@ class Scheduler:
             forget_kv(self._requests, former)
             lane.succeed(former)
         self.lanes[executor_id] = lane
+        adapter_changes.sort_waiting(self._requests)
         self._note_limits()
         self._requests.placer.on_lane_changed(executor_id)
 
@@ -159,16 +162,18 @@ class Scheduler:
         executor_id: int = 0,
         same_incarnation: bool = False,
         keeps_kv: bool = False,
+        adapters: Collection[AdapterLoaded] = (),
     ) -> StepOutputs:
         """A session was opened: step ids continue after those that the executor ran, perhaps for an earlier scheduler.
 
         `same_incarnation`: the executor's, as in the last session; otherwise that one has died, and a request that is
         found to kill executors finishes with EXECUTOR_ERROR (see `suspects`). `keeps_kv`: it is the same, and no other
-        scheduler has used it since.
+        scheduler has used it since. `adapters`: those that it has loaded.
         """
         lane = self.lanes[executor_id]
         lane.counts.last_step_id = max(lane.counts.last_step_id, last_completed_step_id)
-        lane_changes.open_again(self._requests, lane, same_incarnation=same_incarnation, keeps_kv=keeps_kv)
+        known = {"same_incarnation": same_incarnation, "keeps_kv": keeps_kv}
+        lane_changes.open_again(self._requests, lane, **known, adapters=adapters)
         return self.take_outputs()
 
     def give_up_executor(self, executor_id: int, now: float) -> StepOutputs:
@@ -218,6 +223,8 @@ class Scheduler:
         """Queue a request; raises RequestRejectedError, RequestExistsError."""
         if spec.key in self._requests.groups:
             raise RequestExistsError(f"request {spec.request_id!r} is being served already")
+        if spec.adapter_index and spec.adapter_index not in self.adapters.adapters:
+            raise RequestRejectedError("adapter", "the adapter was unloaded")
         count = spec.num_sequences
         _check_fits(spec, self._executors, count)
         group = SequenceGroup(spec, self._num_arrivals, now, self._max_model_len)
@@ -277,6 +284,25 @@ class Scheduler:
         """Replace the weights of tenants in the fair order, over 0; 1 for all others."""
         self._requests.policies.order.set_weights(weights)
 
+    # --- adapters ----------------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> AdapterTable:
+        """All adapters, and the requests that wait for theirs."""
+        return self._requests.adapters
+
+    def adapter_refusal(self, index: int, content_hash: bytes = b"") -> AdapterError | None:
+        """Why no executor can ever run requests with a known adapter, or one with this content; None: one may."""
+        return adapter_changes.refusal(self._requests, index, content_hash) if index else None
+
+    def adapter_event(self, event: AdapterEvent, executor_id: int = 0) -> None:
+        """Something happened to an adapter; executor_id: where it was loaded or unloaded."""
+        adapter_changes.apply_event(self._requests, event, self.lanes.get(executor_id))
+
+    def adapter_commands(self, executor_id: int) -> AdapterCommands:
+        """What an executor with a session must be told before its next plan."""
+        return self.adapters.commands(self.lanes[executor_id].adapters)
+
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def look_ahead(self, executor_id: int, now: float) -> Generator[None, None, None]:
@@ -334,6 +360,8 @@ class Scheduler:
         queued = {id(group) for group in self.waiting}
         for lane in self.lanes.values():
             queued |= {id(sequence.group) for sequence in (*lane.running, *lane.finishing)}
+        queued |= {id(group) for group in self.adapters.parked}
+        self.adapters.check_integrity(self.groups.values())
         if queued != {id(group) for group in self.groups.values()}:
             raise InvariantError("a group is in no queue, or a queue holds an unknown group")
         suspected = {sequence for suspicion in self._requests.suspects.values() for sequence in suspicion.positions}

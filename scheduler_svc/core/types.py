@@ -131,6 +131,10 @@ class RequestSpec:
     """The client's estimate, used by orders that sort by length."""
     max_drafts: int | None = None
     """The most drafts of a sequence in one step; 0: no speculative decoding; None: as many as the executor allows."""
+    adapter_index: int = 0
+    """Its LoRA adapter; 0: none."""
+    adapter_hash: bytes = b""
+    """The content that its adapter must have, as in the process that began it; empty: any."""
     known_outputs: tuple[tuple[int, ...], ...] = ()
     """The output of each sample that an earlier process has generated, not that of beams; empty: none."""
 
@@ -172,6 +176,10 @@ class ExecutorSpec:
     """The most drafts of a sequence in one step; 0: no speculative decoding."""
     adaptive_drafts: bool = False
     """Whether the number of drafts follows from what steps have cost and accepted; otherwise as many as fit."""
+    max_loras: int = 0
+    """The most distinct adapters of running groups; 0: no adapters."""
+    max_cpu_loras: int = 0
+    """The most loaded adapters."""
     lacks: frozenset[str] = frozenset()
     """Names of features that it lacks: see `core.placement.candidates`."""
 
@@ -205,6 +213,8 @@ class AdmittedSequence:
     """The most drafts in one step."""
     max_len: int = 0
     """With drafts: the number of tokens at which the executor stops it."""
+    adapter_index: int = 0
+    """Its LoRA adapter; 0: none."""
     draft_scope: int = 0
     """With drafts: sequences with the same number may get drafts from each other's tokens; 0: from its own only."""
 

@@ -23,6 +23,7 @@ from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import FinishDetail, RequestKey, StepResult
 from scheduler_svc.engine.activity_log import ActivityLog
+from scheduler_svc.engine.adapters import Adapters
 from scheduler_svc.engine.apply_outputs import apply_outputs
 from scheduler_svc.engine.deadlines import Deadlines
 from scheduler_svc.engine.faults import Fault, Faults
@@ -30,7 +31,7 @@ from scheduler_svc.engine.fleet.executor_set import ExecutorSet
 from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
 from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.kept_requests import KeptRequests
-from scheduler_svc.engine.lane_views import block_tables, current_load, retry_after_s
+from scheduler_svc.engine.lane_views import block_tables, current_load, num_queued, retry_after_s
 from scheduler_svc.engine.live_request import Listener, LiveRequest, record_planned
 from scheduler_svc.engine.model_events import ModelEvents
 from scheduler_svc.engine.restored_requests import RestoredRequests
@@ -84,6 +85,7 @@ class Engine:
         self.served_model = ServedModel(core, allow_fingerprint_change=config.allow_fingerprint_change)
         models = ModelEvents(core, self.served_model, self.journal, self._live, self.fail)
         self.executors = ExecutorSet(core, config, clock, self, models, self.faults, connect)
+        self.adapters = Adapters(core, clock, self._live, self.fail, load_timeout_s=config.lora_load_timeout_s)
         self._traces = request_traces(clock, spans, self.executors)
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(
@@ -115,6 +117,7 @@ class Engine:
         Raises LimitsError for options that contradict every executor's limits, ExecutorLostError if no executor can be
         used, ExecutorFencedError if another scheduler holds them.
         """
+        self.adapters.register_all(self._config.lora)
         self.executors.start()
         await self.executors.started.wait()
         error = self.failure or self.executors.start_error
@@ -189,8 +192,9 @@ class Engine:
             return known
         if self.draining:
             raise DrainingError("the service is draining and takes no new requests")
-        self.quotas.check(spec, len(self._core.waiting), retry_after_s(self._core, self.executors.max_num_seqs))
+        self.quotas.check(spec, num_queued(self._core), retry_after_s(self._core, self.executors.max_num_seqs))
         self.served_model.check(request, self.model)
+        self.adapters.check(spec)
         self.journal.check_admission()
         live = LiveRequest(request, self.clock.monotonic_ns())
         self.add(live)
@@ -213,6 +217,7 @@ class Engine:
         self._freed_memory.on_arrival(spec)
         self._idle.clear()
         self._deadlines.set(live.request)
+        self.adapters.on_added(live)
         self.executors.wake()
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
@@ -312,6 +317,8 @@ class Engine:
         """Apply outputs to the live requests, then notify each one's listener once."""
         if outputs:
             self._apply(outputs)
+        if self.adapters.on_outputs():
+            self.executors.wake()
         # At once: there may be no executor, and no result for hours.
         finished = self._core.take_finished()
         self._recorder.on_finished(finished)

@@ -21,7 +21,7 @@ def current_load(core: Scheduler) -> Load:
     counts, num_swapped = core.counts, core.num_swapped
     return replace(
         total,
-        num_waiting=len(core.waiting) - num_swapped,
+        num_waiting=num_queued(core) - num_swapped,
         num_swapped=num_swapped,
         # Executors that were removed count too.
         num_steps=counts.num_steps,
@@ -33,6 +33,11 @@ def current_load(core: Scheduler) -> Load:
         num_drafts=counts.drafts.num_drafts,
         num_accepted_drafts=counts.drafts.num_accepted,
     )
+
+
+def num_queued(core: Scheduler) -> int:
+    """Number of groups that wait, those that wait for their adapter included."""
+    return len(core.waiting) + len(core.adapters.parked)
 
 
 def lane_load(core: Scheduler, lane: Lane) -> Load:

@@ -147,6 +147,7 @@ class LiveRequest:
     """A request with its samples, times and listener."""
 
     __slots__ = (
+        "adapter_hash",
         "catches_up",
         "counts",
         "ended",
@@ -168,6 +169,8 @@ class LiveRequest:
         self.request = request
         self.times = RequestTimes(arrival_ns=arrival_ns)
         self.counts = RequestCounts()
+        self.adapter_hash = b""
+        """The content of its adapter, known once it is part of a step; empty: none."""
         self.ended = False
         self.executor_id: int | None = None
         """The executor that runs it, or ran it last; None: none has in this process."""
@@ -289,6 +292,7 @@ def record_planned(
             continue
         if not live.times.first_plan_ns:
             live.times.first_plan_ns = now_ns
+            live.adapter_hash = sequence.group.adapter_hash
             # The first sample to join computes the prompt for all samples.
             live.counts.num_cached_tokens = sequence.num_hit_tokens
             started.append(live)

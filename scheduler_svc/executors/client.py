@@ -30,7 +30,9 @@ from cadenza.transport import (
 )
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.types import StepPlan, StepResult
+from scheduler_svc.executors.adapters import command_messages, loaded_adapter, unloaded_adapter
 from scheduler_svc.executors.convert import ProtocolError, model_description, request_in_slices
 from scheduler_svc.executors.results import result_in_slices, step_result
 from scheduler_svc.metrics.buckets import PLAN_BYTES
@@ -227,7 +229,10 @@ class GrpcPlanStream:
         if message.WhichOneof("message") != "opened" or message.opened.epoch != self._epoch:
             raise ExecutorLostError("the answer to OpenSession is not this session's SessionOpened")
         self.opened = SessionOpened(
-            message.opened.incarnation, message.opened.last_completed_step_id, message.opened.sole_since_epoch
+            message.opened.incarnation,
+            message.opened.last_completed_step_id,
+            message.opened.sole_since_epoch,
+            tuple(map(loaded_adapter, message.opened.adapters)),
         )
         self.resident_bytes = message.opened.resident_bytes
 
@@ -239,12 +244,22 @@ class GrpcPlanStream:
         request = await run_in_slices(work) if plan.admitted else run_at_once(work)
         self._plan_bytes.observe(await self._write(request))
 
-    async def results(self) -> AsyncIterator[StepResult]:
-        """Yield results in plan order; raises ExecutorLostError when the stream ends."""
+    async def send_adapters(self, commands: AdapterCommands) -> None:
+        """Send loads and unloads; raises ExecutorLostError."""
+        for message in command_messages(commands):
+            await self._write(message)
+
+    async def results(self) -> AsyncIterator[StepResult | AdapterLoaded | AdapterUnloaded]:
+        """Yield results in plan order, and answers about adapters; raises ExecutorLostError when the stream ends."""
         while True:
             message = await self._read()
-            if message.HasField("result"):
+            kind = message.WhichOneof("message")
+            if kind == "result":
                 yield await self._result(message.result)
+            elif kind == "adapter_loaded":
+                yield loaded_adapter(message.adapter_loaded)
+            elif kind == "adapter_unloaded":
+                yield unloaded_adapter(message.adapter_unloaded)
 
     async def close(self) -> None:
         """End the session; safe to call twice."""

@@ -70,6 +70,8 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         shares_prefixes=pb.EXECUTOR_FEATURE_SHARED_PREFIXES in message.features,
         max_drafts=limits.max_drafts if pb.EXECUTOR_FEATURE_DRAFTS in message.features else 0,
         adaptive_drafts=limits.adaptive_drafts,
+        max_loras=limits.max_loras if pb.EXECUTOR_FEATURE_ADAPTERS in message.features else 0,
+        max_cpu_loras=limits.max_cpu_loras if pb.EXECUTOR_FEATURE_ADAPTERS in message.features else 0,
     )
 
 
@@ -207,6 +209,8 @@ def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, 
     _fill_sampling(message.sampling, sampling, sequence.sample_index)
     if sequence.held:
         message.held = True
+    if sequence.adapter_index:
+        message.adapter_index = sequence.adapter_index
     if sequence.max_drafts:
         message.max_drafts, message.max_len = sequence.max_drafts, sequence.max_len
         message.draft_scope = sequence.draft_scope

@@ -14,7 +14,9 @@ from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
+from scheduler_svc.engine.adapters import AdapterInfo
 from scheduler_svc.executors.addresses import executor_address, is_same_listener
+from scheduler_svc.front.adapter_paths import adapter_name, adapter_path
 from scheduler_svc.front.front import Front, abort_with
 from scheduler_svc.tenants.registry import Caller
 
@@ -110,6 +112,42 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         except Exception as exc:
             await abort_with(context, exc)
         return pb.RemoveExecutorResponse()
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
+        """Give an adapter a name; returns once an executor has loaded it. The load goes on if the caller leaves."""
+        try:
+            self._front.check_serving()
+            check_limits(request)
+            name, path = adapter_name(request.name), adapter_path(request.path, self._front.config.lora_root)
+            adapters = self._front.engine.adapters
+            adapters.register(name, path, wanted=True)
+            self._front.engine.executors.wake()
+            info = await self._until_stop(adapters.loaded(name))
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.LoadAdapterResponse(adapter=self._adapter(info))
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:
+        """Take an adapter's name away; its requests go on."""
+        try:
+            self._front.check_serving()
+            check_limits(request)
+            self._front.engine.adapters.unload(request.name)
+            self._front.engine.executors.wake()
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Any) -> pb.ListAdaptersResponse:
+        """The adapters that have names."""
+        try:
+            self._front.check_serving()
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.ListAdaptersResponse(adapters=map(self._adapter, self._front.engine.adapters.infos()))
+
+    def _adapter(self, info: AdapterInfo) -> pb.AdapterInfo:
+        return convert.adapter_info(info, self._front.engine.executor_infos())
 
     async def _watch(self, include_block_tables: bool, caller: Caller, context: Any) -> None:
         """Stream records until the caller leaves, or its token is revoked: unlike others, this stream has no end."""

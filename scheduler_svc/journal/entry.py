@@ -88,7 +88,7 @@ class Entry:
         if self.admission is not None:
             batch.admitted.append(self.admission)
         if self.started and not self.recorded_started:
-            batch.started.append(number)
+            batch.started.append((self.live.adapter_hash, number))
         if self.rewritten is not None:
             batch.rewritten.append((*self.rewritten, number))
         num_tokens, finished = list(self.recorded_tokens), list(self.recorded_finished)

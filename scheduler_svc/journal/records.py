@@ -1,6 +1,6 @@
 """What a journal keeps of a request, as rows; columns of token ids and logprobs are packed into bytes.
 
-Adapters and grammars have no columns, because requests cannot name them yet.
+An adapter's name is in the request's body. Grammars have no columns, because requests cannot name them yet.
 """
 
 from __future__ import annotations
@@ -124,6 +124,8 @@ class StoredRequest:
     admission: RequestRecord
     started: bool
     """Whether it was part of a step, so that output may have been shown."""
+    adapter_hash: bytes = b""
+    """The content of its adapter then; empty: it has none."""
     end: EndRecord | None = None
     samples: dict[int, SampleRecord] = field(default_factory=dict)
     """Finished samples by index."""

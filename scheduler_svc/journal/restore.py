@@ -154,7 +154,9 @@ class Restorer:
             sampling=replace(fields.sampling, truncate_prompt_tokens=None),
         )
         builder = self._builder.with_end_ids(unpack_tokens(admission.end_token_ids))
-        return self._as_admitted(builder.build(fields, now=0.0, time_left_s=None), stored)
+        request = self._as_admitted(builder.build(fields, now=0.0, time_left_s=None), stored)
+        # It goes on only with the content that it began with.
+        return replace(request, spec=replace(request.spec, adapter_hash=stored.adapter_hash))
 
     def _tenant(self, stored: StoredRequest) -> Tenant:
         """The tenant as it is now, or its name alone if it has left the tenants file."""

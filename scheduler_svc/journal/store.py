@@ -26,7 +26,7 @@ from scheduler_svc.journal.records import (
 
 APPLICATION_ID = 0x43414A4E
 """Identifies the file as a journal of this service; SQLite keeps it in the file's header."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PROBE_BYTES = 65536
 """A journal that could not be written is taken for usable only when this much can be written."""
 _LOG_PAGES, _PAGE_BYTES = 256, 4096
@@ -39,7 +39,8 @@ CREATE TABLE requests (
   number INTEGER PRIMARY KEY, tenant TEXT NOT NULL, request_id TEXT NOT NULL, body BLOB NOT NULL,
   body_digest BLOB NOT NULL, prompt_token_ids BLOB NOT NULL, seed BLOB NOT NULL, end_token_ids BLOB NOT NULL,
   fingerprint BLOB NOT NULL, vocab_size INTEGER NOT NULL, stores_tokens INTEGER NOT NULL, arrived_ns INTEGER NOT NULL,
-  deadline_ns INTEGER, resume_grace_s REAL NOT NULL, started INTEGER NOT NULL DEFAULT 0);
+  deadline_ns INTEGER, resume_grace_s REAL NOT NULL, started INTEGER NOT NULL DEFAULT 0,
+  adapter_hash BLOB NOT NULL DEFAULT x'');
 CREATE TABLE tokens (
   number INTEGER, sample_index INTEGER, first_token INTEGER, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
   PRIMARY KEY (number, sample_index, first_token)) WITHOUT ROWID;
@@ -62,7 +63,8 @@ class Batch:
     deleted: list[int] = field(default_factory=list)
     """Numbers of requests."""
     admitted: list[RequestRecord] = field(default_factory=list)
-    started: list[int] = field(default_factory=list)
+    started: list[tuple[bytes, int]] = field(default_factory=list)
+    """(content hash of the adapter, number); the hash is empty without an adapter."""
     rewritten: list[tuple[bytes, int, int]] = field(default_factory=list)
     """(fingerprint, vocabulary size, number) of requests whose tokens are stored from now on."""
     tokens: list[NewTokens] = field(default_factory=list)
@@ -183,7 +185,7 @@ def _write(database: sqlite3.Connection, batch: Batch) -> None:
         for table in ("requests", "tokens", "samples", "ends"):
             database.execute(f"DELETE FROM {table} WHERE number = ?", (number,))
     _insert(database, "requests", RequestRecord, batch.admitted)
-    database.executemany("UPDATE requests SET started = 1 WHERE number = ?", [(number,) for number in batch.started])
+    database.executemany("UPDATE requests SET started = 1, adapter_hash = ? WHERE number = ?", batch.started)
     database.executemany(
         "UPDATE requests SET stores_tokens = 1, fingerprint = ?, vocab_size = ? WHERE number = ?", batch.rewritten
     )
@@ -232,10 +234,10 @@ def _values(row: Any) -> tuple[Any, ...]:
 def _load(database: sqlite3.Connection) -> tuple[list[StoredRequest], int]:
     """All requests in order of arrival, and the largest number that was ever used."""
     found: dict[int, StoredRequest] = {}
-    for row in _rows(database, "requests", RequestRecord, "number", more=("started",)):
-        values, started = row[:-1], row[-1]
+    for row in _rows(database, "requests", RequestRecord, "number", more=("started", "adapter_hash")):
+        *values, started, adapter_hash = row
         admission = RequestRecord(*values)
-        found[admission.number] = StoredRequest(admission, bool(started))
+        found[admission.number] = StoredRequest(admission, bool(started), adapter_hash)
     for row in _rows(database, "ends", EndRecord, "number"):
         found[row[0]].end = EndRecord(*row)
     for row in _rows(database, "samples", SampleRecord, "number, sample_index"):

@@ -50,6 +50,8 @@ def fleet_model(served: ModelDescription, models: Iterable[ModelDescription]) ->
         max_num_seqs=max(model.max_num_seqs for model in models),
         max_num_batched_tokens=max(model.max_num_batched_tokens for model in models),
         max_logprobs=min(model.max_logprobs for model in models),
+        max_loras=max(model.max_loras for model in models),
+        max_cpu_loras=max(model.max_cpu_loras for model in models),
         gives_prompt_logprobs=any(model.gives_prompt_logprobs for model in models),
         has_logits_processors=any(model.has_logits_processors for model in models),
         # Beams and samples need two features of one executor.
@@ -97,8 +99,14 @@ def executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorS
         numerics=promised_numerics(model, allows_other_numerics=config.allow_fingerprint_change),
         max_drafts=model.max_drafts,
         adaptive_drafts=model.adaptive_drafts,
+        max_loras=_least(config.max_loras, model.max_loras),
+        max_cpu_loras=_least(config.max_cpu_loras, model.max_cpu_loras),
         lacks=lacking_features(model),
     )
+
+
+def _least(option: int | None, limit: int) -> int:
+    return limit if option is None else min(option, limit)
 
 
 def _weights(model: ModelDescription) -> str:

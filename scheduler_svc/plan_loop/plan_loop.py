@@ -214,6 +214,7 @@ class PlanLoop:
                 executor_id=self._executor_id,
                 same_incarnation=same_incarnation,
                 keeps_kv=keeps_kv,
+                adapters=opened.adapters,
             )
         )
         self._stream, self.failed_step_id = stream, 0
@@ -281,6 +282,8 @@ class PlanLoop:
             await self._wait_until_due()
             if len(self._core.waiting):
                 await run_in_slices(self._core.look_ahead(self._executor_id, self._clock.monotonic()))
+            if commands := self._core.adapter_commands(self._executor_id):
+                await stream.send_adapters(commands)
             now = self._clock.monotonic()
             plan = self._core.plan_step(self._executor_id, now)
             self._undelivered.append(partial(self._listener.on_outputs, self._core.take_outputs()))
@@ -329,6 +332,12 @@ class PlanLoop:
 
     async def _receive_results(self, stream: PlanStream) -> None:
         async for result in stream.results():
+            if not isinstance(result, StepResult):
+                self._core.adapter_event(result, self._executor_id)
+                self._undelivered.append(partial(self._listener.on_outputs, self._core.take_outputs()))
+                self.deliver()
+                self._wake.set()
+                continue
             if result.status is not StepStatus.OK:
                 self.failed_step_id = result.step_id
                 raise ExecutorLostError(f"step {result.step_id} ended {result.status.name}: {result.error_message}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cadenza.telemetry.trace_context import TraceContext
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
 
 
@@ -55,6 +56,9 @@ class ModelDescription:
     gives_candidates: bool = True
     """Whether it returns candidate tokens and accepts given tokens, for beam search."""
     gives_debug_digest: bool = True
+    max_loras: int = 0
+    """The most distinct adapters of admitted slots; 0: no adapters."""
+    max_cpu_loras: int = 0
     max_drafts: int = 0
     """The most drafts of a sequence in one step; 0: no speculative decoding."""
     adaptive_drafts: bool = False
@@ -69,6 +73,8 @@ class SessionOpened:
     last_completed_step_id: int
     sole_since_epoch: int = 0
     """The epoch since which only this scheduler has had sessions with the incarnation; 0: unknown."""
+    adapters: tuple[AdapterLoaded, ...] = ()
+    """Those that it has loaded."""
 
 
 class ExecutorLostError(Exception):
@@ -116,8 +122,11 @@ class PlanStream(Protocol):
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan; raises ExecutorLostError."""
 
-    def results(self) -> AsyncIterator[StepResult]:
-        """Results in plan order; raises ExecutorLostError when the stream ends."""
+    async def send_adapters(self, commands: AdapterCommands) -> None:
+        """Send loads and unloads of adapters, after the plans so far; raises ExecutorLostError."""
+
+    def results(self) -> AsyncIterator[StepResult | AdapterLoaded | AdapterUnloaded]:
+        """Results in plan order, and answers about adapters; raises ExecutorLostError when the stream ends."""
 
     async def close(self) -> None:
         """End the session; safe to call twice."""

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
+from scheduler_svc.core.adapters.events import (
+    AdapterEvent,
+    AdapterLoaded,
+    AdapterRegistered,
+    AdapterRemoved,
+    AdapterUnloaded,
+)
 from scheduler_svc.core.types import (
     BeamSpec,
     Candidates,
@@ -14,6 +23,7 @@ from scheduler_svc.core.types import (
     StepResult,
     TokenLogprobs,
 )
+from scheduler_svc.executors import adapters
 from scheduler_svc.executors import convert as execution
 
 _STOPPING = {
@@ -40,6 +50,8 @@ def executor_message(spec: ExecutorSpec) -> pb.RecordedExecutor:
         lacks=sorted(spec.lacks),
         max_drafts=spec.max_drafts,
         adaptive_drafts=spec.adaptive_drafts,
+        max_loras=spec.max_loras,
+        max_cpu_loras=spec.max_cpu_loras,
     )
 
 
@@ -59,6 +71,8 @@ def executor_spec(message: pb.RecordedExecutor) -> ExecutorSpec:
         lacks=frozenset(message.lacks),
         max_drafts=message.max_drafts,
         adaptive_drafts=message.adaptive_drafts,
+        max_loras=message.max_loras,
+        max_cpu_loras=message.max_cpu_loras,
     )
 
 
@@ -79,6 +93,8 @@ def request_message(spec: RequestSpec) -> pb.RecordedRequest:
         priority=spec.priority,
         expected_output_tokens=spec.expected_output_tokens,
         max_drafts=spec.max_drafts,
+        adapter_index=spec.adapter_index,
+        adapter_hash=spec.adapter_hash,
         known_outputs=[types_pb2.TokenIds(ids=output) for output in spec.known_outputs],
     )
 
@@ -100,8 +116,37 @@ def request_spec(message: pb.RecordedRequest) -> RequestSpec:
         priority=message.priority,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
         max_drafts=message.max_drafts if message.HasField("max_drafts") else None,
+        adapter_index=message.adapter_index,
+        adapter_hash=message.adapter_hash,
         known_outputs=tuple(tuple(output.ids) for output in message.known_outputs),
     )
+
+
+def event_message(event: AdapterEvent, executor_id: int) -> pb.AdapterEventCall:
+    """Return the wire form of an event of an adapter."""
+    match event:
+        case AdapterRegistered():
+            return pb.AdapterEventCall(registered=adapters.load_message(event), wanted=event.wanted)
+        case AdapterRemoved():
+            return pb.AdapterEventCall(removed=execution_pb2.UnloadAdapter(adapter_index=event.index))
+        case AdapterLoaded():
+            return pb.AdapterEventCall(executor_id=executor_id, loaded=adapters.loaded_message(event))
+        case AdapterUnloaded():
+            unloaded = execution_pb2.AdapterUnloaded(adapter_index=event.index)
+            return pb.AdapterEventCall(executor_id=executor_id, unloaded=unloaded)
+
+
+def adapter_event(message: pb.AdapterEventCall) -> AdapterEvent:
+    """Return an event from the log."""
+    match message.WhichOneof("event"):
+        case "registered":
+            return replace(adapters.registered_adapter(message.registered), wanted=message.wanted)
+        case "removed":
+            return AdapterRemoved(message.removed.adapter_index)
+        case "loaded":
+            return adapters.loaded_adapter(message.loaded)
+        case _:
+            return adapters.unloaded_adapter(message.unloaded)
 
 
 def session_end(message: pb.ExecutorLostCall) -> SessionEnd | None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterEvent, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
@@ -63,6 +65,8 @@ class _Recording:
         self._models: dict[int, ModelDescription] = {}
         self._sessions: dict[int, tuple[int, int]] = {}
         self._weights: dict[str, float] = {}
+        self._early: list[tuple[AdapterEvent, int]] = []
+        """Events of adapters before the header."""
 
     def open(self) -> None:
         """Open the file unless it is open; raises OSError."""
@@ -83,6 +87,8 @@ class _Recording:
             self.write(lambda: records.header(options, model, cadenza_version=version, started_unix_ns=now))
             if self._weights:
                 self.write(lambda: records.set_weights(self._weights))
+            for event in self._early:
+                self.write(partial(records.adapter_event, *event))
         elif known != model:
             self.write(lambda: records.executor_described(executor_id, model))
 
@@ -91,6 +97,13 @@ class _Recording:
         changed, self._weights = self._weights != weights, dict(weights)
         if changed and self._models:
             self.write(lambda: records.set_weights(weights))
+
+    def keep(self, event: AdapterEvent, executor_id: int) -> bool:
+        """Keep an event of an adapter for after the header; False if the header is written."""
+        if self._models:
+            return False
+        self._early.append((event, executor_id))
+        return True
 
     def opened(self, executor_id: int, epoch: int, incarnation: int) -> None:
         """Keep the epoch and the incarnation of a session."""
@@ -141,9 +154,12 @@ class _RecordedScheduler(Scheduler):
         executor_id: int = 0,
         same_incarnation: bool = False,
         keeps_kv: bool = False,
+        adapters: Collection[AdapterLoaded] = (),
     ) -> StepOutputs:
         log, last = self._log, last_completed_step_id
-        known = {"same_incarnation": same_incarnation, "keeps_kv": keeps_kv}
+        known: dict[str, Any] = {
+            "same_incarnation": same_incarnation, "keeps_kv": keeps_kv, "adapters": adapters,
+        }  # fmt: skip
         with log.call(lambda: records.session_opened(executor_id, last, *log.session(executor_id), **known)):
             return super().session_opened(last, executor_id=executor_id, **known)
 
@@ -182,6 +198,19 @@ class _RecordedScheduler(Scheduler):
     def set_weights(self, weights: Mapping[str, float]) -> None:
         self._log.weighted(weights)
         super().set_weights(weights)
+
+    def adapter_event(self, event: AdapterEvent, executor_id: int = 0) -> None:
+        if self._log.keep(event, executor_id):
+            super().adapter_event(event, executor_id)
+            return
+        with self._log.call(lambda: records.adapter_event(event, executor_id)):
+            super().adapter_event(event, executor_id)
+
+    def adapter_commands(self, executor_id: int) -> AdapterCommands:
+        commands = super().adapter_commands(executor_id)
+        if commands:
+            self._log.write(lambda: records.adapter_commands(executor_id, commands))
+        return commands
 
     def plan_step(self, executor_id: int, now: float) -> StepPlan | None:
         plan: StepPlan | None = None
@@ -246,11 +275,15 @@ class _RecordedStream:
         """Send the next plan."""
         await self._stream.send(plan)
 
-    async def results(self) -> AsyncIterator[StepResult]:
-        """Yield results in plan order."""
+    async def send_adapters(self, commands: AdapterCommands) -> None:
+        """Send loads and unloads of adapters."""
+        await self._stream.send_adapters(commands)
+
+    async def results(self) -> AsyncIterator[StepResult | AdapterLoaded | AdapterUnloaded]:
+        """Yield results in plan order, and answers about adapters."""
         log, executor_id = self._log, self._executor_id
         async for result in self._stream.results():
-            if result.status is not StepStatus.OK:
+            if isinstance(result, StepResult) and result.status is not StepStatus.OK:
                 log.write(partial(records.step_failed, executor_id, result, *log.session(executor_id)))
             yield result
 

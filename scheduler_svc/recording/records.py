@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -11,6 +11,7 @@ from cadenza.plan_log import FORMAT_VERSION, MAGIC
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterEvent, AdapterLoaded
 from scheduler_svc.core.types import (
     ExecutorSpec,
     FinishDetail,
@@ -20,9 +21,10 @@ from scheduler_svc.core.types import (
     StepPlan,
     StepResult,
 )
+from scheduler_svc.executors.adapters import loaded_message
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.plan_loop.ports import ModelDescription
-from scheduler_svc.recording.recorded import executor_message, request_message, result_message
+from scheduler_svc.recording.recorded import event_message, executor_message, request_message, result_message
 
 MakeRecord = Callable[[], pb.PlanLogRecord]
 """Builds a record; called only if the record is written."""
@@ -81,6 +83,7 @@ def session_opened(
     *,
     same_incarnation: bool = False,
     keeps_kv: bool = False,
+    adapters: Collection[AdapterLoaded] = (),
 ) -> pb.PlanLogRecord:
     """Return the record of an opened session."""
     call = pb.SessionOpenedCall(
@@ -90,6 +93,7 @@ def session_opened(
         incarnation=incarnation,
         same_incarnation=same_incarnation,
         keeps_kv=keeps_kv,
+        adapters=map(loaded_message, adapters),
     )
     return pb.PlanLogRecord(session_opened=call)
 
@@ -145,6 +149,18 @@ def stop_sample(key: RequestKey, sample_index: int) -> pb.PlanLogRecord:
     return pb.PlanLogRecord(
         stop_sample=pb.StopSampleCall(tenant=tenant, request_id=request_id, sample_index=sample_index)
     )
+
+
+def adapter_event(event: AdapterEvent, executor_id: int) -> pb.PlanLogRecord:
+    """Return the record of what happened to an adapter."""
+    return pb.PlanLogRecord(adapter_event=event_message(event, executor_id))
+
+
+def adapter_commands(executor_id: int, commands: AdapterCommands) -> pb.PlanLogRecord:
+    """Return the record of what an executor is told to load and unload."""
+    loads = [registered.index for registered in commands.loads]
+    call = pb.AdapterCommandsCall(executor_id=executor_id, loads=loads, unloads=commands.unloads)
+    return pb.PlanLogRecord(adapter_commands=call)
 
 
 def drain(draining: bool) -> pb.PlanLogRecord:
@@ -217,6 +233,7 @@ def _description(model: ModelDescription) -> execution_pb2.DescribeResponse:
         execution_pb2.EXECUTOR_FEATURE_SAMPLE_FORK: model.can_fork,
         execution_pb2.EXECUTOR_FEATURE_BEAMS: model.gives_candidates,
         execution_pb2.EXECUTOR_FEATURE_DRAFTS: model.max_drafts > 0,
+        execution_pb2.EXECUTOR_FEATURE_ADAPTERS: model.max_loras > 0,
         execution_pb2.EXECUTOR_FEATURE_DEBUG_DIGEST: model.gives_debug_digest,
         execution_pb2.EXECUTOR_FEATURE_SHARED_PREFIXES: model.shares_prefixes,
     }
@@ -249,6 +266,8 @@ def _description(model: ModelDescription) -> execution_pb2.DescribeResponse:
             max_inflight_plans=model.max_inflight_plans,
             max_drafts=model.max_drafts,
             adaptive_drafts=model.adaptive_drafts,
+            max_loras=model.max_loras,
+            max_cpu_loras=model.max_cpu_loras,
         ),
         features=[feature for feature, has_it in features.items() if has_it],
         fingerprint=types_pb2.NumericsFingerprint.FromString(model.fingerprint),

@@ -10,15 +10,17 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from cadenza.plan_log import PlanLogError
 from cadenza.settings.service import reason
-from cadenza.v1.planlog_pb2 import PlanLogHeader, PlanLogRecord
+from cadenza.v1.planlog_pb2 import AdapterCommandsCall, PlanLogHeader, PlanLogRecord
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.adapters.events import AdapterCommands
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import FinishDetail, StepPlan
 from scheduler_svc.engine.policies_from_options import policies_from_options
+from scheduler_svc.executors.adapters import loaded_adapter
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result
-from scheduler_svc.recording.recorded import executor_spec, request_spec, session_end
-from scheduler_svc.recording.records import differences, error_text, recorded_options
+from scheduler_svc.recording.recorded import adapter_event, executor_spec, request_spec, session_end
+from scheduler_svc.recording.records import adapter_commands, differences, error_text, recorded_options
 
 _OLD_WEIGHTS = "tenant_weights"
 """An option of earlier versions, which had no set_weights records: NAME=WEIGHT,…"""
@@ -48,6 +50,8 @@ class CoreReplay:
         """Create the core with the recorded options; raises PlanLogError if this version does not know them."""
         self._core = Scheduler(policies_from_options(_config(header)))
         self._core.set_weights(_weights(header))
+        self._commands = AdapterCommands()
+        """Those of the last call."""
         self.num_calls = 0
         self.num_plans = 0
         self.num_requests = 0
@@ -72,7 +76,13 @@ class CoreReplay:
         self._core.take_finished()
         if error != record.error:
             return [f"error: recorded {record.error or 'none'}, now {error or 'none'}"]
+        if record.HasField("adapter_commands"):
+            return self._compare_commands(record.adapter_commands)
         return self._compare(record, plan) if record.HasField("plan_step") else []
+
+    def _compare_commands(self, recorded: AdapterCommandsCall) -> list[str]:
+        made = adapter_commands(recorded.executor_id, self._commands).adapter_commands
+        return list(differences(recorded, made))
 
     def _compare(self, record: PlanLogRecord, plan: StepPlan | None) -> list[str]:
         recorded = record.plan_step
@@ -114,7 +124,12 @@ class CoreReplay:
                     executor_id=opened.executor_id,
                     same_incarnation=opened.same_incarnation,
                     keeps_kv=opened.keeps_kv,
+                    adapters=list(map(loaded_adapter, opened.adapters)),
                 )
+            case "adapter_event":
+                core.adapter_event(adapter_event(record.adapter_event), record.adapter_event.executor_id)
+            case "adapter_commands":
+                self._commands = core.adapter_commands(record.adapter_commands.executor_id)
             case "executor_lost":
                 lost = record.executor_lost
                 core.executor_lost(lost.executor_id, lost.now, session_end(lost))

@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from cadenza.slices import SLICE_ITEMS, Work, run_at_once, run_in_slices, slices_of
 from cadenza.telemetry.trace_context import parse_traceparent
-from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, UnknownAdapterError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.executor_features import NO_ADAPTERS
 from scheduler_svc.requests.field_rules import PATH, finite
 from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields
 from scheduler_svc.requests.sample_counts import beam_spec, check_counts
@@ -38,6 +39,11 @@ _DEADLINE_SLACK_S = 1.0
 """The call's deadline cancels it; the engine's deadline is later, in case the cancellation is lost."""
 
 
+def no_adapters(name: str) -> int:
+    """Raise UnknownAdapterError."""
+    raise UnknownAdapterError(name)
+
+
 class RequestBuilder:
     """Validates requests against the model, tokenizes them, and fills in defaults and seeds."""
 
@@ -48,8 +54,13 @@ class RequestBuilder:
         *,
         max_model_len: int,
         model_number: int | None = None,
+        adapter_index: Callable[[str], int] = no_adapters,
     ) -> None:
-        """`model_number`: the number of this description, for the requests; None: it never changes."""
+        """`model_number`: the number of this description, for the requests; None: it never changes.
+
+        `adapter_index`: gives the index of an adapter by its name; raises UnknownAdapterError.
+        """
+        self._adapter_index = adapter_index
         self._model = model
         self._model_number = model_number
         self.tokenizer = tokenizer
@@ -58,7 +69,14 @@ class RequestBuilder:
     def with_end_ids(self, eos_token_ids: Sequence[int]) -> RequestBuilder:
         """The same, for a model whose outputs end with these token ids."""
         model = replace(self._model, eos_token_ids=tuple(eos_token_ids))
-        return RequestBuilder(model, self.tokenizer, max_model_len=self.max_model_len, model_number=self._model_number)
+        number, adapter_index = self._model_number, self._adapter_index
+        return RequestBuilder(
+            model,
+            self.tokenizer,
+            max_model_len=self.max_model_len,
+            model_number=number,
+            adapter_index=adapter_index,
+        )
 
     def _check(self, fields: RequestFields) -> Work[None]:
         """Check everything that needs no tokenization; raises RequestRejectedError, PreconditionError."""
@@ -72,6 +90,8 @@ class RequestBuilder:
         if (fields.num_draft_tokens or 0) > MAX_DRAFTS:
             raise RequestRejectedError("speculation.num_draft_tokens", f"must be at most {MAX_DRAFTS}")
         _check_grace(fields.resume_grace_s)
+        if fields.adapter and not self._model.max_loras:
+            raise PreconditionError("adapter", NO_ADAPTERS)
         check_sampling(fields.sampling, self._model, has_tokenizer=self.tokenizer is not None)
         check_counts(fields.sampling, self._model)
         yield from self.check_prompt_in_slices(fields.prompt)
@@ -149,6 +169,7 @@ class RequestBuilder:
             shared_prefixes=fields.shared_prefixes,
             expected_output_tokens=fields.expected_output_tokens,
             max_drafts=fields.num_draft_tokens,
+            adapter_index=self._adapter_index(fields.adapter) if fields.adapter else 0,
         )
         limits = [] if fields.timeout_s is None else [fields.timeout_s]
         if time_left_s is not None:

@@ -8,6 +8,7 @@ from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import PATH
 from scheduler_svc.requests.sampling_fields import FIELD_RULES
 
+NO_ADAPTERS = "the executor has no LoRA adapters"
 _FIELDS = {"bias_token_ids": "logit_bias", "biases": "logit_bias"}
 """Where a value for executors has another name than the field that it comes from."""
 
@@ -24,6 +25,8 @@ def check_features(spec: RequestSpec, model: ModelDescription) -> None:
         raise PreconditionError(PATH + "beam_width", "the executor can do no beam search")
     if spec.beams is None and spec.num_samples > 1 and not (model.can_fork and model.can_copy):
         raise PreconditionError(PATH + "n", "the executor cannot share a prompt's KV blocks among samples")
+    if spec.adapter_index and not model.max_loras:
+        raise PreconditionError("adapter", NO_ADAPTERS)
     if not model.has_logits_processors:
         _check_values(spec)
 

@@ -60,6 +60,8 @@ class RequestFields:
     enable_prefix_caching: bool = True
     expected_output_tokens: int | None = None
     num_draft_tokens: int | None = None
+    adapter: str = ""
+    """Name of its LoRA adapter; empty: none."""
     later_fields: tuple[str, ...] = ()
     """Fields that are set but not supported yet."""
     body: bytes = b""

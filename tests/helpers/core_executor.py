@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from cadenza.v1 import execution_pb2
 from executor_svc.plan.plan import Limits
 from executor_svc.service.convert import plan_from_wire, result_to_wire
+from executor_svc.simulated.adapters import SimulatedAdapters
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.drafts import AcceptanceSource
 from executor_svc.simulated.executor import SimulatedStepExecutor
+from executor_svc.worker.adapters import LoadedAdapter
 from scheduler_svc.core.types import ExecutorSpec, StepPlan, StepResult
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result
@@ -44,9 +46,19 @@ class CoreExecutor:
             num_host_blocks=spec.num_host_blocks,
             max_inflight_plans=4,
             max_drafts=spec.max_drafts,
+            max_loras=spec.max_loras,
+            max_cpu_loras=spec.max_cpu_loras,
         )
-        drafts = AcceptanceSource(vocab_size, acceptance) if spec.max_drafts else None
-        self.inner = SimulatedStepExecutor(limits, costs, wait=lambda moment_ns: None, drafts=drafts)
+        self.adapters = SimulatedAdapters(spec.max_cpu_loras)
+        drafts = AcceptanceSource(vocab_size, acceptance, self.adapters.hash_of) if spec.max_drafts else None
+        self.inner = SimulatedStepExecutor(
+            limits, costs, wait=lambda moment_ns: None, drafts=drafts, adapters=self.adapters
+        )
+
+    def load(self, index: int, content_hash: bytes) -> None:
+        """Load an adapter with this content; an executor that is full refuses it."""
+        assert len(self.adapters.loaded) < self.inner.limits.max_cpu_loras, "more loads than places"
+        self.adapters.add(LoadedAdapter(index, content_hash, 1, 1))
 
     @property
     def slots(self) -> list[int]:

@@ -43,6 +43,8 @@ def executors(draw: st.DrawFn) -> ExecutorSpec:
         watermark=draw(st.sampled_from([0.0, 0.1])),
         num_host_blocks=draw(st.sampled_from([30, 0, 6, 30])),
         max_drafts=draw(st.sampled_from([0, 3, 1, 0, 6])),
+        max_loras=(max_loras := draw(st.sampled_from([2, 1, 3]))),
+        max_cpu_loras=max_loras + draw(st.sampled_from([1, 0, 4])),
     )
 
 

@@ -63,6 +63,13 @@ CALLS = {
     "DrainExecutor": Call("AdminService", admin_pb2.DrainExecutorRequest, _NOWHERE, admin_pb2.DrainExecutorResponse),
     "ResumeExecutor": Call("AdminService", admin_pb2.ResumeExecutorRequest, _NOWHERE, admin_pb2.ResumeExecutorResponse),
     "RemoveExecutor": Call("AdminService", admin_pb2.RemoveExecutorRequest, _NOWHERE, admin_pb2.RemoveExecutorResponse),
+    "LoadAdapter": Call(
+        "AdminService", admin_pb2.LoadAdapterRequest, {"name": "a", "path": "/nowhere"}, admin_pb2.LoadAdapterResponse
+    ),
+    "UnloadAdapter": Call(
+        "AdminService", admin_pb2.UnloadAdapterRequest, {"name": "none"}, admin_pb2.UnloadAdapterResponse
+    ),
+    "ListAdapters": Call("AdminService", admin_pb2.ListAdaptersRequest, {}, admin_pb2.ListAdaptersResponse),
     "Profile": Call("ExecutorAdminService", admin_pb2.ProfileRequest, {}, admin_pb2.ProfileResponse),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from hashlib import sha256
 
 from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
@@ -14,12 +15,22 @@ from tests.helpers.core_sampling import for_executor
 VOCAB_SIZE = 50
 
 
+def adapter_hash(index: int) -> bytes:
+    """The content of an adapter: every third has the same; 0: no adapter."""
+    return sha256(f"adapter {index % 3}".encode()).digest() if index else b""
+
+
 def known_sample(spec: RequestSpec, max_model_len: int, sample_index: int = 0) -> tuple[list[int], FinishDetail]:
     """The tokens of a sample, and how it ends."""
     limit, length_detail = _length_limit(spec, max_model_len)
     sampling = spec.sampling
     tokens = expected_tokens(
-        spec.prompt_token_ids, for_executor(sampling), limit, VOCAB_SIZE, sample_index=sample_index
+        spec.prompt_token_ids,
+        for_executor(sampling),
+        limit,
+        VOCAB_SIZE,
+        sample_index=sample_index,
+        adapter_hash=adapter_hash(spec.adapter_index),
     )
     if tokens and tokens[-1] in sampling.stop_token_ids and len(tokens) >= sampling.min_tokens:
         return tokens, FinishDetail.EOS if tokens[-1] in spec.eos_token_ids else FinishDetail.STOP_TOKEN
@@ -37,9 +48,12 @@ def known_cuts(spec: RequestSpec, max_model_len: int, detail: FinishDetail) -> l
     return [search.best(spec.num_samples, outputs, detail) for search, outputs in _search(spec, max_model_len)]
 
 
-def known_prompt_logprobs(prompt: Sequence[int], num_top: int, start: int = 1) -> PromptLogprobs:
+def known_prompt_logprobs(
+    prompt: Sequence[int], num_top: int, start: int = 1, adapter_index: int = 0
+) -> PromptLogprobs:
     """Those of the prompt tokens from `start` on, as the wire carries them."""
-    rows = [expected_logprobs(prompt, index, num_top, VOCAB_SIZE) for index in range(start, len(prompt))]
+    content = adapter_hash(adapter_index)
+    rows = [expected_logprobs(prompt, index, num_top, VOCAB_SIZE, content) for index in range(start, len(prompt))]
     return PromptLogprobs(
         start=start,
         logprobs=_float32([logprob for logprob, _, _, _ in rows]),
@@ -82,7 +96,8 @@ def _search(spec: RequestSpec, max_model_len: int) -> Iterator[tuple[BeamSearch,
 
 
 def _candidates(spec: RequestSpec, output: list[int], count: int) -> Candidates:
-    candidates = expected_candidates(spec.prompt_token_ids, output, for_executor(spec.sampling), count, VOCAB_SIZE)
+    sampling, content = for_executor(spec.sampling), adapter_hash(spec.adapter_index)
+    candidates = expected_candidates(spec.prompt_token_ids, output, sampling, count, VOCAB_SIZE, content)
     return Candidates([token_id for token_id, _ in candidates], _float32([logprob for _, logprob in candidates]))
 
 

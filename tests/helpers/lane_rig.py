@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 
+from scheduler_svc.core.adapters.events import AdapterError, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import ExecutorSpec, RequestKey, SessionEnd, StepPlan
 from tests.helpers.core_executor import CoreExecutor
 from tests.helpers.digest import check_mirror
-from tests.helpers.known import VOCAB_SIZE
+from tests.helpers.known import VOCAB_SIZE, adapter_hash
+
+BROKEN = "/broken"
+"""The path of adapters that cannot be loaded."""
 
 
 class LaneRig:
@@ -26,6 +30,8 @@ class LaneRig:
         self.plans: deque[StepPlan] = deque()
         self._is_other = False
         """Whether another process has taken the place of the one that the last session was with."""
+        self.answers: deque[AdapterLoaded | AdapterUnloaded] = deque()
+        """To loads and unloads that were sent, in the order in which they come."""
         core.add_executor(executor_id, spec)
 
     @property
@@ -34,13 +40,38 @@ class LaneRig:
         return self.core.lanes[self.executor_id].is_open
 
     def plan(self, now: float) -> bool:
-        """Plan a step; whether there was one."""
+        """Plan a step; whether there was one. Unloads take effect after the plans before them, loads at once."""
+        self.send_adapters()
         plan = self.core.plan_step(self.executor_id, now)
         if plan is None:
             return False
         plan.debug_digest = self.depth == 1
         self.plans.append(plan)
         return True
+
+    def send_adapters(self) -> None:
+        """Send what the core wants to have loaded and unloaded."""
+        commands = self.core.adapter_commands(self.executor_id)
+        for index in commands.unloads:
+            lane = self.core.lanes[self.executor_id]
+            assert index not in lane.running.num_by_adapter, "an adapter of a running group is unloaded"
+            self.answers.append(AdapterUnloaded(index))
+        for registered in commands.loads:
+            if registered.path == BROKEN:
+                self.answers.append(AdapterLoaded(registered.index, error=AdapterError(3, "it is broken")))
+            else:
+                self.answers.append(AdapterLoaded(registered.index, adapter_hash(registered.index), 1, 1))
+
+    def answer(self) -> None:
+        """Let the oldest load or unload be done, once the plans before an unload have run."""
+        if not self.answers:
+            return
+        found = self.answers.popleft()
+        if isinstance(found, AdapterUnloaded):
+            self.executor.adapters.unload(found.index)
+        elif found.error is None:
+            self.executor.load(found.index, found.content_hash)
+        self.core.adapter_event(found, self.executor_id)
 
     def apply(self, now: float) -> StepOutputs:
         """Run the oldest plan and apply its result."""
@@ -69,6 +100,7 @@ class LaneRig:
             for plan in list(self.plans)[:num_run]:
                 self.executor.run(plan)
         self.plans.clear()
+        self.answers.clear()
         if how == "process":
             self.executor, self._is_other = CoreExecutor(self.spec, VOCAB_SIZE), True
         else:
@@ -80,7 +112,10 @@ class LaneRig:
     def open_again(self) -> StepOutputs:
         """A new session, with the same process or its successor."""
         same, self._is_other = not self._is_other, False
-        return self.core.session_opened(0, executor_id=self.executor_id, same_incarnation=same, keeps_kv=same)
+        loaded = [AdapterLoaded(each.index, each.content_hash, 1, 1) for each in self.executor.adapters.loaded]
+        return self.core.session_opened(
+            0, executor_id=self.executor_id, same_incarnation=same, keeps_kv=same, adapters=loaded
+        )
 
     def change(self, spec: ExecutorSpec) -> None:
         """Another process with other limits takes its place, while there is no session."""

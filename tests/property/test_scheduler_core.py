@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler_svc.core.adapters.events import AdapterRegistered, AdapterRemoved
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
@@ -28,7 +29,7 @@ from scheduler_svc.core.types import (
 )
 from tests.helpers.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
 from tests.helpers.known import as_lists, known_beams, known_cuts, known_prompt_logprobs, known_sample
-from tests.helpers.lane_rig import LaneRig, fits_one
+from tests.helpers.lane_rig import BROKEN, LaneRig, fits_one
 
 ENDED_EARLY = (FinishDetail.ABORTED, FinishDetail.EXECUTOR_ERROR)
 MANY_STEPS = 5_000
@@ -55,6 +56,7 @@ class CoreMachine(RuleBasedStateMachine):
         self, spec: ExecutorSpec, others: list[ExecutorSpec], policies: Policies, depth: int, tick: float
     ) -> None:
         self.core = Scheduler(policies)
+        self.num_adapters = 0
         self.depth, self.tick = depth, tick
         self.rigs: dict[int, LaneRig] = {}
         self.num_joined = 0
@@ -118,6 +120,9 @@ class CoreMachine(RuleBasedStateMachine):
         spec = data.draw(requests(f"r{len(self.specs)}", prompt))
         if former is not None:
             spec = replace(spec, tenant=former.tenant, cache_salt=former.cache_salt)
+        named = [index for index, each in self.core.adapters.adapters.items() if each.has_name]
+        if any(rig.spec.max_loras for rig in self.rigs.values()) and named:
+            spec = replace(spec, adapter_index=data.draw(st.sampled_from([0, *named])))
         fits = fits_one(self.rigs.values(), prompt, spec.num_sequences)
         try:
             self.core.add_request(spec, self.now)
@@ -131,6 +136,43 @@ class CoreMachine(RuleBasedStateMachine):
             self.outputs |= {(spec.key, index): [] for index in range(spec.num_samples)}
             self.prompt_logprobs[spec.key] = []
 
+    @rule(count=st.integers(1, 3))
+    @precondition(lambda self: self.num_adapters < 12)
+    def register(self, count: int) -> None:
+        """Adapters come, now and then one that cannot be loaded."""
+        for _ in range(count):
+            self.num_adapters += 1
+            path = BROKEN if self.num_adapters % 7 == 6 else "/adapter"
+            self.core.adapter_event(AdapterRegistered(self.num_adapters, f"a{self.num_adapters}", path))
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.core.adapters.adapters)
+    def remove_adapter(self, pick: int) -> None:
+        """An adapter loses its name; its requests go on."""
+        indexes = list(self.core.adapters.adapters)
+        self.core.adapter_event(AdapterRemoved(indexes[pick % len(indexes)]))
+
+    @rule(pick=PICK)
+    def answer(self, pick: int) -> None:
+        """A load or an unload is done."""
+        rig = self.rig(pick)
+        if rig.is_open:
+            self.answer_one(rig)
+
+    def answer_one(self, rig: LaneRig) -> None:
+        self.intact = False
+        rig.answer()
+        self.end_refused()
+        self.core.check_integrity()
+        self.intact = True
+
+    def end_refused(self) -> None:
+        """As the engine does: what no executor can load ends."""
+        for key, group in list(self.core.groups.items()):
+            if self.core.adapter_refusal(group.spec.adapter_index) is not None:
+                self.aborted.add(key)
+                self.take(self.core.abort(key, FinishDetail.ABORTED))
+
     @rule(pick=PICK)
     def plan(self, pick: int) -> None:
         rig = self.rig(pick)
@@ -140,10 +182,22 @@ class CoreMachine(RuleBasedStateMachine):
     def plan_one(self, rig: LaneRig) -> bool:
         self.now, self.intact = self.now + self.tick, False
         planned = rig.plan(self.now)
+        self.check_adapters(rig)
         self.take(self.core.take_outputs())
         self.core.check_integrity()
         self.intact = True
         return planned
+
+    def check_adapters(self, rig: LaneRig) -> None:
+        """No more adapters run than may, and those are loaded; what waits for one waits outside of the queue."""
+        lanes = self.core.lanes.values()
+        running = self.core.lanes[rig.executor_id].running.num_by_adapter
+        assert len(running) <= rig.spec.max_loras
+        assert running.keys() <= {each.index for each in rig.executor.adapters.loaded}
+        for group in self.core.waiting:
+            assert any(lane.adapters.has(group.spec.adapter_index) for lane in lanes)
+        for group in self.core.adapters.parked:
+            assert not any(lane.adapters.has(group.spec.adapter_index) for lane in lanes)
 
     @rule(pick=PICK)
     def apply(self, pick: int) -> None:
@@ -171,6 +225,8 @@ class CoreMachine(RuleBasedStateMachine):
                     pass
                 if rig.plans:
                     self.apply_one(rig)
+                elif rig.is_open:
+                    self.answer_one(rig)
 
     @rule(what=st.sampled_from(["abort", "stop", "lose", "lose", "drain"]), pick=PICK)
     @precondition(lambda self: self.core.groups)
@@ -206,6 +262,7 @@ class CoreMachine(RuleBasedStateMachine):
         elif what == "give up" and not rig.is_open:
             self.take(self.core.give_up_executor(executor_id, self.now))
         self.end_misfits()
+        self.end_refused()
         self.core.check_integrity()
         self.intact = True
 
@@ -325,7 +382,8 @@ class CoreMachine(RuleBasedStateMachine):
             assert part.start == end
             assert num_top is not None
             end = part.end
-            assert as_lists(part) == known_prompt_logprobs(spec.prompt_token_ids[:end], num_top, part.start)
+            known = known_prompt_logprobs(spec.prompt_token_ids[:end], num_top, part.start, spec.adapter_index)
+            assert as_lists(part) == known
         if num_top is not None and any(self.outputs[spec.key, index] for index in range(spec.num_samples)):
             assert end == len(spec.prompt_token_ids)
 

@@ -17,8 +17,6 @@ _TOO_LONG = _UNKNOWN * (MAX_SHORT_BYTES // len(_UNKNOWN) + 1)
 _EXECUTE = "/cadenza.v1.ExecutionService/Execute"
 _METHODS = {
     "/cadenza.v1.ExecutionService/Describe": pb.DescribeRequest(),
-    "/cadenza.v1.ExecutionService/LoadAdapter": pb.LoadAdapterRequest(),
-    "/cadenza.v1.ExecutionService/UnloadAdapter": pb.UnloadAdapterRequest(),
     "/cadenza.v1.ExecutorAdminService/Profile": admin_pb2.ProfileRequest(),
     "/grpc.health.v1.Health/Check": health_pb2.HealthCheckRequest(),
     "/grpc.health.v1.Health/Watch": health_pb2.HealthCheckRequest(),

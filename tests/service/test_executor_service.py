@@ -72,16 +72,6 @@ async def test_health_and_reflection(fake: Harness) -> None:
     call.cancel()
 
 
-async def test_reserved_calls_say_so(fake: Harness) -> None:
-    for call in (
-        fake.stub.LoadAdapter(pb.LoadAdapterRequest()),
-        fake.stub.UnloadAdapter(pb.UnloadAdapterRequest()),
-    ):
-        with pytest.raises(grpc.aio.AioRpcError, match="not built yet") as caught:
-            await call
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_a_trace_on_request(fake: Harness) -> None:
     """Steps go on until it has its number of them; meanwhile another is refused."""
     admin = admin_pb2_grpc.ExecutorAdminServiceStub(fake.channel)

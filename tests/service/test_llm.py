@@ -119,9 +119,9 @@ def test_a_failure_leaves_the_bar_and_is_raised(llm, capsys):
     [
         (
             lambda llm: llm.generate("a", FEW, lora_request=object()),
-            r"^lora_request: .* not supported yet; give None$",
+            r"^lora_request must be a name of 1 to 128 characters, or a LoRARequest, not <object ",
         ),
-        (lambda llm: llm.chat(CHAT, FEW, True, object()), r"^lora_request: "),
+        (lambda llm: llm.chat(CHAT, FEW, True, object()), r"^lora_request must be a name "),
         (lambda llm: llm.generate([]), "at least one"),
         (lambda llm: llm.chat([{"role": "user"}]), "^message 0: content is missing"),
         (lambda llm: llm.generate("a", FEW, speculation=65), "^speculation must be 0 "),

@@ -18,7 +18,8 @@ from benchmarks.common.rows import BenchmarkError
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.plan import AdmittedSequence, Limits, ScheduledTokens, StepPlan, StepResult, StepStatus
 from executor_svc.plan.sampling import SequenceSampling
-from executor_svc.worker.worker import Executor, Session, Worker
+from executor_svc.worker.session import Session
+from executor_svc.worker.worker import Executor, Worker
 
 _IN_FLIGHT = 2
 _EPOCH = 1

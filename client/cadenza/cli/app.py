@@ -15,7 +15,21 @@ from typing import Annotated, Any
 import typer
 
 from cadenza import __version__
-from cadenza.cli import certs, chat, drain, executors, fit_costs, generate, loadtest, report, simulate, tenants, top, up
+from cadenza.cli import (
+    certs,
+    chat,
+    drain,
+    executors,
+    fit_costs,
+    generate,
+    loadtest,
+    lora,
+    report,
+    simulate,
+    tenants,
+    top,
+    up,
+)
 from cadenza.cli.connection import with_connection
 from cadenza.cli.credentials import with_credentials
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
@@ -41,6 +55,7 @@ What it is doing, and an end without a lost request:
   cadenza drain
 The executors behind it, and whom it serves:
   cadenza executors list
+  cadenza lora list
   cadenza tenants list --file tenants.toml
 Certificates for TLS:
   cadenza certs DIR
@@ -117,6 +132,7 @@ def make_app(requested: str) -> typer.Typer:
     app.callback()(cadenza)
     app.command("demo")(demo)
     app.add_typer(executors.make_group(context_settings=_CONTEXT), name="executors")
+    app.add_typer(lora.make_group(context_settings=_CONTEXT), name="lora")
     app.add_typer(tenants.make_group(context_settings=_CONTEXT), name="tenants")
     for name, command in _COMMANDS.items():
         fields = command.fields() if name == requested else ()
@@ -212,7 +228,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _check_command(name: str) -> None:
     """Raise OptionError for an unknown command; an empty name is none."""
-    known = ["demo", *_COMMANDS, "executors", "tenants"]
+    known = ["demo", *_COMMANDS, "executors", "lora", "tenants"]
     if not name or name in known:
         return
     if name in _ELSEWHERE:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import typer
 
@@ -60,10 +60,18 @@ Speculation = Annotated[
     int | None,
     _option("INTEGER", "Most draft tokens in one step, up to 64; 0: none.  [default: as the server is set]"),
 ]
+Adapter = Annotated[str | None, _option("NAME", "LoRA adapter of the answers.")]
 Ids = Annotated[
     list[str] | None,
     typer.Option("--ids", metavar="IDS", help="A prompt as token ids, such as 5,6,7; may be given several times."),
 ]
+
+
+class _Choices(TypedDict):
+    """Arguments of the client's calls beside prompts and parameters."""
+
+    speculation: int | None
+    adapter: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,7 @@ class _Request:
 
     client: AsyncClient
     params: SamplingParams
-    speculation: int | None
+    choices: _Choices
     applies_template: bool
     shows_ids: bool  # the model has no tokenizer
 
@@ -96,15 +104,15 @@ class _Request:
         """The whole answers; raises CadenzaError, which has the answers of the others if a prompt failed."""
         if self.applies_template:
             chats = [_messages(prompt) for prompt in prompts]
-            return await self.client.chat(chats, self.params, speculation=self.speculation)
+            return await self.client.chat(chats, self.params, **self.choices)
         given = [prompt.token_ids or prompt.text for prompt in prompts]
-        return await self.client.generate(given, self.params, speculation=self.speculation)
+        return await self.client.generate(given, self.params, **self.choices)
 
     def stream(self, prompt: _Prompt) -> AsyncIterator[RequestOutput]:
         """The answer in pieces."""
         if self.applies_template:
-            return self.client.stream_chat(_messages(prompt), self.params, speculation=self.speculation)
-        return self.client.stream(prompt.token_ids or prompt.text, self.params, speculation=self.speculation)
+            return self.client.stream_chat(_messages(prompt), self.params, **self.choices)
+        return self.client.stream(prompt.token_ids or prompt.text, self.params, **self.choices)
 
     def shown(self, sample: CompletionOutput) -> str:
         """What a piece of an answer shows: its text, or its token ids."""
@@ -126,6 +134,7 @@ def generate(
     stop: Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the answer.")] = False,
     speculation: Speculation = None,
+    adapter: Adapter = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt, at the end.")] = False,
     **options: Any,
 ) -> None:
@@ -141,8 +150,9 @@ def generate(
         ignore_eos=ignore_eos,
     )
     check_speculation(speculation)
+    choices: _Choices = {"speculation": speculation, "adapter": adapter}
     with serving(target, model, config, options) as address:
-        asyncio.run(_generate(address, given, params, speculation, raw=raw, as_json=as_json))
+        asyncio.run(_generate(address, given, params, choices, raw=raw, as_json=as_json))
 
 
 def make_params(**values: Any) -> SamplingParams:
@@ -186,7 +196,13 @@ def _parse_ids(given: str) -> Iterator[int]:
 
 
 async def _generate(
-    address: str, prompts: list[_Prompt], params: SamplingParams, speculation: int | None, *, raw: bool, as_json: bool
+    address: str,
+    prompts: list[_Prompt],
+    params: SamplingParams,
+    choices: _Choices,
+    *,
+    raw: bool,
+    as_json: bool,
 ) -> None:
     async with AsyncClient(address) as client:
         info = await client.model_info()
@@ -196,7 +212,7 @@ async def _generate(
             notice("the model has no chat template: prompts are continued as they are (--raw)")
             raw = True
         applies_template, shows_ids = not raw and not has_ids, not info.has_tokenizer
-        request = _Request(client, params, speculation, applies_template, shows_ids)
+        request = _Request(client, params, choices, applies_template, shows_ids)
         if as_json:
             await _print_json(request, prompts)
         else:

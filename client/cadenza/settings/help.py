@@ -10,7 +10,18 @@ from pydantic.fields import FieldInfo
 
 from cadenza.settings.names import flag
 
-GROUPS = ("Basics", "Model", "Memory", "Batching", "Speculation", "Scheduling", "Security", "Logging", "Simulation")
+GROUPS = (
+    "Basics",
+    "Model",
+    "Memory",
+    "Batching",
+    "Speculation",
+    "Adapters",
+    "Scheduling",
+    "Security",
+    "Logging",
+    "Simulation",
+)
 """Headings of --help and of docs/options.md, in this order."""
 COMMON = ("executors", "device", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "log_requests")
 """Options that `cadenza up --help` shows first, beside its own: model, host, port and config."""

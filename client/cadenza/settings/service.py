@@ -192,6 +192,13 @@ def read_config(config: type[_Config], arguments: list[str], fail: Callable[[str
     return None
 
 
+def split_list(value: object) -> object:
+    """Return the entries of a list option: given once for each, or joined by commas."""
+    if not isinstance(value, str):
+        return value
+    return [entry for part in value.strip("[] ").split(",") if (entry := part.strip(' "'))]
+
+
 def reason(problem: ErrorDetails) -> str:
     """The problem with a value, and the value unless the message of a Cadenza check already has it."""
     if problem["type"] in ("value_error", "missing"):

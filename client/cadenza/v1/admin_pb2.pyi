@@ -8,6 +8,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +19,42 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _AdapterState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AdapterStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdapterState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ADAPTER_STATE_UNSPECIFIED: _AdapterState.ValueType  # 0
+    """Not known."""
+    ADAPTER_STATE_NOT_LOADED: _AdapterState.ValueType  # 1
+    """Not loaded: it is loaded when a request needs it."""
+    ADAPTER_STATE_LOADING: _AdapterState.ValueType  # 2
+    """Being loaded."""
+    ADAPTER_STATE_LOADED: _AdapterState.ValueType  # 3
+    """Loaded."""
+    ADAPTER_STATE_UNLOADING: _AdapterState.ValueType  # 4
+    """Being unloaded."""
+    ADAPTER_STATE_FAILED: _AdapterState.ValueType  # 5
+    """It cannot be loaded."""
+
+class AdapterState(_AdapterState, metaclass=_AdapterStateEnumTypeWrapper):
+    """AdapterState is the state of an adapter on an executor."""
+
+ADAPTER_STATE_UNSPECIFIED: AdapterState.ValueType  # 0
+"""Not known."""
+ADAPTER_STATE_NOT_LOADED: AdapterState.ValueType  # 1
+"""Not loaded: it is loaded when a request needs it."""
+ADAPTER_STATE_LOADING: AdapterState.ValueType  # 2
+"""Being loaded."""
+ADAPTER_STATE_LOADED: AdapterState.ValueType  # 3
+"""Loaded."""
+ADAPTER_STATE_UNLOADING: AdapterState.ValueType  # 4
+"""Being unloaded."""
+ADAPTER_STATE_FAILED: AdapterState.ValueType  # 5
+"""It cannot be loaded."""
+Global___AdapterState: _TypeAlias = AdapterState  # noqa: Y015
 
 @_typing.final
 class WatchStepsRequest(_message.Message):
@@ -721,3 +758,207 @@ class RemoveExecutorResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RemoveExecutorResponse: _TypeAlias = RemoveExecutorResponse  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    """LoadAdapterRequest names an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, which requests use: at most 128 characters, no control characters, slashes, commas or equals signs."""
+    path: _builtins.str
+    """The absolute path of its folder, where the executors run: at most 4,096 characters, no control characters."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    """LoadAdapterResponse is the loaded adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> Global___AdapterInfo:
+        """The adapter."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___AdapterInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    """UnloadAdapterRequest names an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name: at most 128 characters, no control characters."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    """UnloadAdapterResponse confirms that the name is free."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class ListAdaptersRequest(_message.Message):
+    """ListAdaptersRequest requests the adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListAdaptersResponse(_message.Message):
+    """ListAdaptersResponse lists the adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterInfo]:
+        """The adapters, in the order in which they got their names."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___AdapterInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class AdapterInfo(_message.Message):
+    """AdapterInfo describes an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    ADAPTER_INDEX_FIELD_NUMBER: _builtins.int
+    CONTENT_HASH_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    EXECUTORS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    path: _builtins.str
+    """The folder of its files."""
+    adapter_index: _builtins.int
+    """Its index in plans."""
+    content_hash: _builtins.bytes
+    """Hash of what it computes; empty until an executor has loaded it."""
+    num_requests: _builtins.int
+    """Number of unfinished requests that use it."""
+    @_builtins.property
+    def executors(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterOnExecutor]:
+        """Its state on each executor that has adapters."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        adapter_index: _builtins.int = ...,
+        content_hash: _builtins.bytes = ...,
+        num_requests: _builtins.int = ...,
+        executors: _abc.Iterable[Global___AdapterOnExecutor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "content_hash", b"content_hash", "executors", b"executors", "name", b"name", "num_requests", b"num_requests", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterInfo: _TypeAlias = AdapterInfo  # noqa: Y015
+
+@_typing.final
+class AdapterOnExecutor(_message.Message):
+    """AdapterOnExecutor is the state of an adapter on one executor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """The executor's address."""
+    state: Global___AdapterState.ValueType
+    """The state."""
+    error: _builtins.str
+    """Why it cannot be loaded."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        state: Global___AdapterState.ValueType = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "state", b"state", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterOnExecutor: _TypeAlias = AdapterOnExecutor  # noqa: Y015

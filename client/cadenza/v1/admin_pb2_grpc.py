@@ -76,6 +76,21 @@ class AdminServiceStub(object):
                 request_serializer=cadenza_dot_v1_dot_admin__pb2.RemoveExecutorRequest.SerializeToString,
                 response_deserializer=cadenza_dot_v1_dot_admin__pb2.RemoveExecutorResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/cadenza.v1.AdminService/LoadAdapter',
+                request_serializer=cadenza_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/cadenza.v1.AdminService/UnloadAdapter',
+                request_serializer=cadenza_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/cadenza.v1.AdminService/ListAdapters',
+                request_serializer=cadenza_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -142,6 +157,29 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter gives a LoRA adapter a name, and returns once an executor has loaded it. ALREADY_EXISTS if the name is
+        taken, PERMISSION_DENIED for a path that is not below --lora-root, INVALID_ARGUMENT where its files are wrong.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter takes an adapter's name away. Its requests go on; it is unloaded after the last one. NOT_FOUND if
+        there is none of this name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """ListAdapters returns the adapters that have names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -184,6 +222,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RemoveExecutor,
                     request_deserializer=cadenza_dot_v1_dot_admin__pb2.RemoveExecutorRequest.FromString,
                     response_serializer=cadenza_dot_v1_dot_admin__pb2.RemoveExecutorResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=cadenza_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=cadenza_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=cadenza_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -404,6 +457,87 @@ class AdminService(object):
             '/cadenza.v1.AdminService/RemoveExecutor',
             cadenza_dot_v1_dot_admin__pb2.RemoveExecutorRequest.SerializeToString,
             cadenza_dot_v1_dot_admin__pb2.RemoveExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cadenza.v1.AdminService/LoadAdapter',
+            cadenza_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            cadenza_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cadenza.v1.AdminService/UnloadAdapter',
+            cadenza_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            cadenza_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cadenza.v1.AdminService/ListAdapters',
+            cadenza_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            cadenza_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,16 @@ class AdminServiceStub:
     """RemoveExecutor ends the session with an executor and forgets it; its requests move to other executors.
     FAILED_PRECONDITION for the last one.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
+    """LoadAdapter gives a LoRA adapter a name, and returns once an executor has loaded it. ALREADY_EXISTS if the name is
+    taken, PERMISSION_DENIED for a path that is not below --lora-root, INVALID_ARGUMENT where its files are wrong.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
+    """UnloadAdapter takes an adapter's name away. Its requests go on; it is unloaded after the last one. NOT_FOUND if
+    there is none of this name.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
+    """ListAdapters returns the adapters that have names."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -87,6 +97,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """RemoveExecutor ends the session with an executor and forgets it; its requests move to other executors.
     FAILED_PRECONDITION for the last one.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """LoadAdapter gives a LoRA adapter a name, and returns once an executor has loaded it. ALREADY_EXISTS if the name is
+    taken, PERMISSION_DENIED for a path that is not below --lora-root, INVALID_ARGUMENT where its files are wrong.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """UnloadAdapter takes an adapter's name away. Its requests go on; it is unloaded after the last one. NOT_FOUND if
+    there is none of this name.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """ListAdapters returns the adapters that have names."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
@@ -162,6 +182,34 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """RemoveExecutor ends the session with an executor and forgets it; its requests move to other executors.
         FAILED_PRECONDITION for the last one.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _admin_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
+        """LoadAdapter gives a LoRA adapter a name, and returns once an executor has loaded it. ALREADY_EXISTS if the name is
+        taken, PERMISSION_DENIED for a path that is not below --lora-root, INVALID_ARGUMENT where its files are wrong.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
+        """UnloadAdapter takes an adapter's name away. Its requests go on; it is unloaded after the last one. NOT_FOUND if
+        there is none of this name.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
+        """ListAdapters returns the adapters that have names."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -9,6 +9,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.rpc import status_pb2 as _status_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -47,7 +48,7 @@ class _ExecutorFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Execu
     EXECUTOR_FEATURE_GRAMMAR: _ExecutorFeature.ValueType  # 9
     """Grammars."""
     EXECUTOR_FEATURE_ADAPTERS: _ExecutorFeature.ValueType  # 10
-    """LoRA adapters."""
+    """LoRA adapters: LoadAdapter, UnloadAdapter and adapter_index."""
     EXECUTOR_FEATURE_KV_TRANSFER: _ExecutorFeature.ValueType  # 11
     """KV export and import."""
     EXECUTOR_FEATURE_MEDIA: _ExecutorFeature.ValueType  # 12
@@ -81,7 +82,7 @@ EXECUTOR_FEATURE_DRAFTS: ExecutorFeature.ValueType  # 8
 EXECUTOR_FEATURE_GRAMMAR: ExecutorFeature.ValueType  # 9
 """Grammars."""
 EXECUTOR_FEATURE_ADAPTERS: ExecutorFeature.ValueType  # 10
-"""LoRA adapters."""
+"""LoRA adapters: LoadAdapter, UnloadAdapter and adapter_index."""
 EXECUTOR_FEATURE_KV_TRANSFER: ExecutorFeature.ValueType  # 11
 """KV export and import."""
 EXECUTOR_FEATURE_MEDIA: ExecutorFeature.ValueType  # 12
@@ -402,6 +403,8 @@ class ExecutorLimits(_message.Message):
     MAX_INFLIGHT_PLANS_FIELD_NUMBER: _builtins.int
     MAX_DRAFTS_FIELD_NUMBER: _builtins.int
     ADAPTIVE_DRAFTS_FIELD_NUMBER: _builtins.int
+    MAX_LORAS_FIELD_NUMBER: _builtins.int
+    MAX_CPU_LORAS_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     """Batch slots, ids 0 to this minus 1: max_num_seqs plus spare ones that pipelining needs."""
     max_num_seqs: _builtins.int
@@ -418,6 +421,10 @@ class ExecutorLimits(_message.Message):
     """Whether the scheduler chooses the number of drafts by what steps have cost and accepted; otherwise each step has as
     many as fit.
     """
+    max_loras: _builtins.int
+    """Maximum distinct adapters of the admitted slots; 0: no adapters."""
+    max_cpu_loras: _builtins.int
+    """Maximum adapters that are loaded at once."""
     def __init__(
         self,
         *,
@@ -428,10 +435,12 @@ class ExecutorLimits(_message.Message):
         max_inflight_plans: _builtins.int = ...,
         max_drafts: _builtins.int = ...,
         adaptive_drafts: _builtins.bool = ...,
+        max_loras: _builtins.int = ...,
+        max_cpu_loras: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "max_drafts", b"max_drafts", "max_inflight_plans", b"max_inflight_plans", "max_logprobs", b"max_logprobs", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_slots", b"num_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "max_cpu_loras", b"max_cpu_loras", "max_drafts", b"max_drafts", "max_inflight_plans", b"max_inflight_plans", "max_logprobs", b"max_logprobs", "max_loras", b"max_loras", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_slots", b"num_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -446,6 +455,8 @@ class ExecuteRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    LOAD_ADAPTER_FIELD_NUMBER: _builtins.int
+    UNLOAD_ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenSession:
         """Opens the session; must be the first message, and only the first."""
@@ -458,18 +469,28 @@ class ExecuteRequest(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """Heartbeat, every 500 ms."""
 
+    @_builtins.property
+    def load_adapter(self) -> Global___LoadAdapter:
+        """Load an adapter: answered by an AdapterLoaded, while plans run."""
+
+    @_builtins.property
+    def unload_adapter(self) -> Global___UnloadAdapter:
+        """Unload an adapter after the last plan before this message: answered by an AdapterUnloaded."""
+
     def __init__(
         self,
         *,
         open: Global___OpenSession | None = ...,
         plan: Global___StepPlan | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        load_adapter: Global___LoadAdapter | None = ...,
+        unload_adapter: Global___UnloadAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "open", b"open", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "load_adapter", b"load_adapter", "message", b"message", "open", b"open", "plan", b"plan", "unload_adapter", b"unload_adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "open", b"open", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "load_adapter", b"load_adapter", "message", b"message", "open", b"open", "plan", b"plan", "unload_adapter", b"unload_adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan", "heartbeat", "load_adapter", "unload_adapter"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -485,6 +506,8 @@ class ExecuteResponse(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
+    ADAPTER_LOADED_FIELD_NUMBER: _builtins.int
+    ADAPTER_UNLOADED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___SessionOpened:
         """Answers OpenSession. Only heartbeats may come before it."""
@@ -503,6 +526,14 @@ class ExecuteResponse(_message.Message):
     def stopping(self) -> Global___ExecutorStopping:
         """A signal has stopped the executor. The last message: the scheduler closes the stream."""
 
+    @_builtins.property
+    def adapter_loaded(self) -> Global___AdapterLoaded:
+        """The answer to a LoadAdapter, in any order with results: plans that are sent after it may name the adapter."""
+
+    @_builtins.property
+    def adapter_unloaded(self) -> Global___AdapterUnloaded:
+        """The answer to an UnloadAdapter."""
+
     def __init__(
         self,
         *,
@@ -510,16 +541,134 @@ class ExecuteResponse(_message.Message):
         result: Global___StepResult | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         stopping: Global___ExecutorStopping | None = ...,
+        adapter_loaded: Global___AdapterLoaded | None = ...,
+        adapter_unloaded: Global___AdapterUnloaded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_loaded", b"adapter_loaded", "adapter_unloaded", b"adapter_unloaded", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loaded", b"adapter_loaded", "adapter_unloaded", b"adapter_unloaded", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "result", "heartbeat", "stopping"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "result", "heartbeat", "stopping", "adapter_loaded", "adapter_unloaded"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
+
+@_typing.final
+class LoadAdapter(_message.Message):
+    """LoadAdapter loads a LoRA adapter. One that is loaded already is answered at once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_INDEX_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    adapter_index: _builtins.int
+    """The scheduler's number of the adapter: 1 or more, never used for another one."""
+    name: _builtins.str
+    """Its name, for messages."""
+    path: _builtins.str
+    """The folder of its files, where the executor runs."""
+    def __init__(
+        self,
+        *,
+        adapter_index: _builtins.int = ...,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapter: _TypeAlias = LoadAdapter  # noqa: Y015
+
+@_typing.final
+class AdapterLoaded(_message.Message):
+    """AdapterLoaded reports that an adapter is loaded, or why it cannot be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_INDEX_FIELD_NUMBER: _builtins.int
+    CONTENT_HASH_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    adapter_index: _builtins.int
+    """Its index."""
+    content_hash: _builtins.bytes
+    """Hash of what it computes: adapters with equal hashes give equal tokens. Empty with an error."""
+    num_bytes: _builtins.int
+    """Bytes of its weights in memory."""
+    rank: _builtins.int
+    """Its largest rank."""
+    @_builtins.property
+    def error(self) -> _status_pb2.Status:
+        """Why it cannot be loaded: NOT_FOUND or INVALID_ARGUMENT where its files are to blame, RESOURCE_EXHAUSTED where
+        max_cpu_loras are loaded. Absent: it is loaded.
+        """
+
+    def __init__(
+        self,
+        *,
+        adapter_index: _builtins.int = ...,
+        content_hash: _builtins.bytes = ...,
+        num_bytes: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        error: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "content_hash", b"content_hash", "error", b"error", "num_bytes", b"num_bytes", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterLoaded: _TypeAlias = AdapterLoaded  # noqa: Y015
+
+@_typing.final
+class UnloadAdapter(_message.Message):
+    """UnloadAdapter unloads an adapter. No slot that a later plan schedules may have it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_INDEX_FIELD_NUMBER: _builtins.int
+    adapter_index: _builtins.int
+    """Its index."""
+    def __init__(
+        self,
+        *,
+        adapter_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapter: _TypeAlias = UnloadAdapter  # noqa: Y015
+
+@_typing.final
+class AdapterUnloaded(_message.Message):
+    """AdapterUnloaded reports that an adapter is not loaded any more, or was not loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_INDEX_FIELD_NUMBER: _builtins.int
+    adapter_index: _builtins.int
+    """Its index."""
+    def __init__(
+        self,
+        *,
+        adapter_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterUnloaded: _TypeAlias = AdapterUnloaded  # noqa: Y015
 
 @_typing.final
 class ExecutorStopping(_message.Message):
@@ -622,6 +771,7 @@ class SessionOpened(_message.Message):
     LAST_COMPLETED_STEP_ID_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     SOLE_SINCE_EPOCH_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The session's epoch."""
     incarnation: _builtins.int
@@ -634,6 +784,12 @@ class SessionOpened(_message.Message):
     """The epoch since which only this scheduler has had sessions: what its sessions since then have computed is still
     there. 0: unknown.
     """
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterLoaded]:
+        """The adapters that are loaded: those of earlier sessions of the same scheduler process with this incarnation. None of
+        another process's are left.
+        """
+
     def __init__(
         self,
         *,
@@ -642,10 +798,11 @@ class SessionOpened(_message.Message):
         last_completed_step_id: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
         sole_since_epoch: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___AdapterLoaded] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_completed_step_id", b"last_completed_step_id", "resident_bytes", b"resident_bytes", "sole_since_epoch", b"sole_since_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "epoch", b"epoch", "incarnation", b"incarnation", "last_completed_step_id", b"last_completed_step_id", "resident_bytes", b"resident_bytes", "sole_since_epoch", b"sole_since_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -840,7 +997,7 @@ class AdmittedSequence(_message.Message):
     num_computed_tokens: _builtins.int
     """Number of tokens whose KV is in the blocks already; less than all."""
     adapter_index: _builtins.int
-    """LoRA adapter; 0: none. Reserved: later wave."""
+    """Index of its LoRA adapter, which must be loaded; 0: none. That of its source, if it has one."""
     held: _builtins.bool
     """Held from the start: excluded from decode_ready until resumed."""
     max_drafts: _builtins.int
@@ -1437,90 +1594,3 @@ class StepTimings(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepTimings: _TypeAlias = StepTimings  # noqa: Y015
-
-@_typing.final
-class LoadAdapterRequest(_message.Message):
-    """LoadAdapterRequest names an adapter. Reserved."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    PATH_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """Its name."""
-    path: _builtins.str
-    """Folder or hub id."""
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        path: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
-
-@_typing.final
-class LoadAdapterResponse(_message.Message):
-    """LoadAdapterResponse returns the adapter's index. Reserved."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ADAPTER_INDEX_FIELD_NUMBER: _builtins.int
-    adapter_index: _builtins.int
-    """Its index, 1 or more, never used before."""
-    def __init__(
-        self,
-        *,
-        adapter_index: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
-
-@_typing.final
-class UnloadAdapterRequest(_message.Message):
-    """UnloadAdapterRequest names an adapter. Reserved."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ADAPTER_INDEX_FIELD_NUMBER: _builtins.int
-    adapter_index: _builtins.int
-    """Its index."""
-    def __init__(
-        self,
-        *,
-        adapter_index: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
-
-@_typing.final
-class UnloadAdapterResponse(_message.Message):
-    """UnloadAdapterResponse confirms the unloading. Reserved."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015

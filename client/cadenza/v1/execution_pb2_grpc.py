@@ -45,16 +45,6 @@ class ExecutionServiceStub(object):
                 request_serializer=cadenza_dot_v1_dot_execution__pb2.ExecuteRequest.SerializeToString,
                 response_deserializer=cadenza_dot_v1_dot_execution__pb2.ExecuteResponse.FromString,
                 _registered_method=True)
-        self.LoadAdapter = channel.unary_unary(
-                '/cadenza.v1.ExecutionService/LoadAdapter',
-                request_serializer=cadenza_dot_v1_dot_execution__pb2.LoadAdapterRequest.SerializeToString,
-                response_deserializer=cadenza_dot_v1_dot_execution__pb2.LoadAdapterResponse.FromString,
-                _registered_method=True)
-        self.UnloadAdapter = channel.unary_unary(
-                '/cadenza.v1.ExecutionService/UnloadAdapter',
-                request_serializer=cadenza_dot_v1_dot_execution__pb2.UnloadAdapterRequest.SerializeToString,
-                response_deserializer=cadenza_dot_v1_dot_execution__pb2.UnloadAdapterResponse.FromString,
-                _registered_method=True)
 
 
 class ExecutionServiceServicer(object):
@@ -75,20 +65,6 @@ class ExecutionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LoadAdapter(self, request, context):
-        """LoadAdapter loads a LoRA adapter under a new index. Reserved: UNIMPLEMENTED so far.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UnloadAdapter(self, request, context):
-        """UnloadAdapter unloads an adapter; its index is never reused. Reserved: UNIMPLEMENTED so far.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_ExecutionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -101,16 +77,6 @@ def add_ExecutionServiceServicer_to_server(servicer, server):
                     servicer.Execute,
                     request_deserializer=cadenza_dot_v1_dot_execution__pb2.ExecuteRequest.FromString,
                     response_serializer=cadenza_dot_v1_dot_execution__pb2.ExecuteResponse.SerializeToString,
-            ),
-            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.LoadAdapter,
-                    request_deserializer=cadenza_dot_v1_dot_execution__pb2.LoadAdapterRequest.FromString,
-                    response_serializer=cadenza_dot_v1_dot_execution__pb2.LoadAdapterResponse.SerializeToString,
-            ),
-            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.UnloadAdapter,
-                    request_deserializer=cadenza_dot_v1_dot_execution__pb2.UnloadAdapterRequest.FromString,
-                    response_serializer=cadenza_dot_v1_dot_execution__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -168,60 +134,6 @@ class ExecutionService(object):
             '/cadenza.v1.ExecutionService/Execute',
             cadenza_dot_v1_dot_execution__pb2.ExecuteRequest.SerializeToString,
             cadenza_dot_v1_dot_execution__pb2.ExecuteResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LoadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/cadenza.v1.ExecutionService/LoadAdapter',
-            cadenza_dot_v1_dot_execution__pb2.LoadAdapterRequest.SerializeToString,
-            cadenza_dot_v1_dot_execution__pb2.LoadAdapterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UnloadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/cadenza.v1.ExecutionService/UnloadAdapter',
-            cadenza_dot_v1_dot_execution__pb2.UnloadAdapterRequest.SerializeToString,
-            cadenza_dot_v1_dot_execution__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,10 +37,6 @@ class ExecutionServiceStub:
     """Describe returns the executor's model and limits."""
     Execute: _grpc.StreamStreamMultiCallable[_execution_pb2.ExecuteRequest, _execution_pb2.ExecuteResponse]
     """Execute is the plan stream: it opens a session, then carries plans one way and results the other, in order."""
-    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_execution_pb2.LoadAdapterRequest, _execution_pb2.LoadAdapterResponse]
-    """LoadAdapter loads a LoRA adapter under a new index. Reserved: UNIMPLEMENTED so far."""
-    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_execution_pb2.UnloadAdapterRequest, _execution_pb2.UnloadAdapterResponse]
-    """UnloadAdapter unloads an adapter; its index is never reused. Reserved: UNIMPLEMENTED so far."""
 
 @_typing.type_check_only
 class ExecutionServiceAsyncStub(ExecutionServiceStub):
@@ -51,10 +47,6 @@ class ExecutionServiceAsyncStub(ExecutionServiceStub):
     """Describe returns the executor's model and limits."""
     Execute: _aio.StreamStreamMultiCallable[_execution_pb2.ExecuteRequest, _execution_pb2.ExecuteResponse]  # type: ignore[assignment]
     """Execute is the plan stream: it opens a session, then carries plans one way and results the other, in order."""
-    LoadAdapter: _aio.UnaryUnaryMultiCallable[_execution_pb2.LoadAdapterRequest, _execution_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """LoadAdapter loads a LoRA adapter under a new index. Reserved: UNIMPLEMENTED so far."""
-    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_execution_pb2.UnloadAdapterRequest, _execution_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """UnloadAdapter unloads an adapter; its index is never reused. Reserved: UNIMPLEMENTED so far."""
 
 class ExecutionServiceServicer(metaclass=_abc_1.ABCMeta):
     """ExecutionService is served by every executor: GPU, CPU and simulated."""
@@ -74,21 +66,5 @@ class ExecutionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_execution_pb2.ExecuteResponse], _abc.AsyncIterator[_execution_pb2.ExecuteResponse]]:
         """Execute is the plan stream: it opens a session, then carries plans one way and results the other, in order."""
-
-    @_abc_1.abstractmethod
-    def LoadAdapter(
-        self,
-        request: _execution_pb2.LoadAdapterRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_execution_pb2.LoadAdapterResponse, _abc.Awaitable[_execution_pb2.LoadAdapterResponse]]:
-        """LoadAdapter loads a LoRA adapter under a new index. Reserved: UNIMPLEMENTED so far."""
-
-    @_abc_1.abstractmethod
-    def UnloadAdapter(
-        self,
-        request: _execution_pb2.UnloadAdapterRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_execution_pb2.UnloadAdapterResponse, _abc.Awaitable[_execution_pb2.UnloadAdapterResponse]]:
-        """UnloadAdapter unloads an adapter; its index is never reused. Reserved: UNIMPLEMENTED so far."""
 
 def add_ExecutionServiceServicer_to_server(servicer: ExecutionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -47,6 +47,8 @@ class PlanLogRecord(_message.Message):
     DRAIN_EXECUTOR_FIELD_NUMBER: _builtins.int
     REMOVE_EXECUTOR_FIELD_NUMBER: _builtins.int
     SET_WEIGHTS_FIELD_NUMBER: _builtins.int
+    ADAPTER_EVENT_FIELD_NUMBER: _builtins.int
+    ADAPTER_COMMANDS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     error: _builtins.str
     """Type and message of the exception that the call raised; empty: none."""
@@ -114,6 +116,14 @@ class PlanLogRecord(_message.Message):
     def set_weights(self) -> Global___SetWeightsCall:
         """The tenants' weights in the fair order were read, or read again."""
 
+    @_builtins.property
+    def adapter_event(self) -> Global___AdapterEventCall:
+        """Something happened to an adapter."""
+
+    @_builtins.property
+    def adapter_commands(self) -> Global___AdapterCommandsCall:
+        """The next loads and unloads of an executor were decided."""
+
     def __init__(
         self,
         *,
@@ -133,13 +143,15 @@ class PlanLogRecord(_message.Message):
         drain_executor: Global___DrainExecutorCall | None = ...,
         remove_executor: Global___RemoveExecutorCall | None = ...,
         set_weights: Global___SetWeightsCall | None = ...,
+        adapter_event: Global___AdapterEventCall | None = ...,
+        adapter_commands: Global___AdapterCommandsCall | None = ...,
         error: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "set_weights", b"set_weights", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "adapter_commands", b"adapter_commands", "adapter_event", b"adapter_event", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "set_weights", b"set_weights", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "error", b"error", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "set_weights", b"set_weights", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "adapter_commands", b"adapter_commands", "adapter_event", b"adapter_event", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "error", b"error", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "set_weights", b"set_weights", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["header", "add_executor", "session_opened", "executor_lost", "add_request", "abort", "stop_sample", "drain", "plan_step", "apply_result", "executor_described", "step_failed", "give_up_executor", "drain_executor", "remove_executor", "set_weights"]  # noqa: Y015
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["header", "add_executor", "session_opened", "executor_lost", "add_request", "abort", "stop_sample", "drain", "plan_step", "apply_result", "executor_described", "step_failed", "give_up_executor", "drain_executor", "remove_executor", "set_weights", "adapter_event", "adapter_commands"]  # noqa: Y015
     _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
 
@@ -268,6 +280,8 @@ class RecordedExecutor(_message.Message):
     LACKS_FIELD_NUMBER: _builtins.int
     MAX_DRAFTS_FIELD_NUMBER: _builtins.int
     ADAPTIVE_DRAFTS_FIELD_NUMBER: _builtins.int
+    MAX_LORAS_FIELD_NUMBER: _builtins.int
+    MAX_CPU_LORAS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per KV block."""
     num_blocks: _builtins.int
@@ -292,6 +306,10 @@ class RecordedExecutor(_message.Message):
     """Maximum draft tokens of a sequence in one step; 0: no speculative decoding."""
     adaptive_drafts: _builtins.bool
     """Whether the number of drafts is chosen by what steps have cost and accepted."""
+    max_loras: _builtins.int
+    """Maximum distinct adapters of running requests; 0: no adapters."""
+    max_cpu_loras: _builtins.int
+    """Maximum loaded adapters."""
     @_builtins.property
     def lacks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of features that it lacks, ascending."""
@@ -312,10 +330,12 @@ class RecordedExecutor(_message.Message):
         lacks: _abc.Iterable[_builtins.str] | None = ...,
         max_drafts: _builtins.int = ...,
         adaptive_drafts: _builtins.bool = ...,
+        max_loras: _builtins.int = ...,
+        max_cpu_loras: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "block_size", b"block_size", "lacks", b"lacks", "max_drafts", b"max_drafts", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "block_size", b"block_size", "lacks", b"lacks", "max_cpu_loras", b"max_cpu_loras", "max_drafts", b"max_drafts", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -333,6 +353,7 @@ class SessionOpenedCall(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     SAME_INCARNATION_FIELD_NUMBER: _builtins.int
     KEEPS_KV_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.int
     """The executor's index."""
     last_completed_step_id: _builtins.int
@@ -345,6 +366,10 @@ class SessionOpenedCall(_message.Message):
     """Whether it is the incarnation of the session before."""
     keeps_kv: _builtins.bool
     """Whether it still has the KV of that session, with which the scheduler goes on."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_execution_pb2.AdapterLoaded]:
+        """The adapters that it has loaded."""
+
     def __init__(
         self,
         *,
@@ -354,10 +379,11 @@ class SessionOpenedCall(_message.Message):
         incarnation: _builtins.int = ...,
         same_incarnation: _builtins.bool = ...,
         keeps_kv: _builtins.bool = ...,
+        adapters: _abc.Iterable[_execution_pb2.AdapterLoaded] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "executor_id", b"executor_id", "incarnation", b"incarnation", "keeps_kv", b"keeps_kv", "last_completed_step_id", b"last_completed_step_id", "same_incarnation", b"same_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "epoch", b"epoch", "executor_id", b"executor_id", "incarnation", b"incarnation", "keeps_kv", b"keeps_kv", "last_completed_step_id", b"last_completed_step_id", "same_incarnation", b"same_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -556,6 +582,8 @@ class RecordedRequest(_message.Message):
     KNOWN_OUTPUTS_FIELD_NUMBER: _builtins.int
     SHARED_PREFIXES_FIELD_NUMBER: _builtins.int
     MAX_DRAFTS_FIELD_NUMBER: _builtins.int
+    ADAPTER_INDEX_FIELD_NUMBER: _builtins.int
+    ADAPTER_HASH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     tenant: _builtins.str
@@ -576,6 +604,10 @@ class RecordedRequest(_message.Message):
     """Tenants with the same value share cached prefixes; empty: the tenant shares with no other."""
     max_drafts: _builtins.int
     """The most draft tokens in one step; absent: as many as the executor allows."""
+    adapter_index: _builtins.int
+    """Index of its adapter; 0: none."""
+    adapter_hash: _builtins.bytes
+    """The content hash that the adapter must have; empty: any."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt; [num_prompt_tokens]."""
@@ -614,10 +646,12 @@ class RecordedRequest(_message.Message):
         known_outputs: _abc.Iterable[_types_pb2.TokenIds] | None = ...,
         shared_prefixes: _builtins.str = ...,
         max_drafts: _builtins.int | None = ...,
+        adapter_index: _builtins.int = ...,
+        adapter_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_drafts", b"_max_drafts", "_max_tokens", b"_max_tokens", "beams", b"beams", "expected_output_tokens", b"expected_output_tokens", "max_drafts", b"max_drafts", "max_tokens", b"max_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_drafts", b"_max_drafts", "_max_tokens", b"_max_tokens", "beams", b"beams", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "expected_output_tokens", b"expected_output_tokens", "known_outputs", b"known_outputs", "max_drafts", b"max_drafts", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "shared_prefixes", b"shared_prefixes", "tenant", b"tenant", "uses_prefix_cache", b"uses_prefix_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_drafts", b"_max_drafts", "_max_tokens", b"_max_tokens", "adapter_hash", b"adapter_hash", "adapter_index", b"adapter_index", "beams", b"beams", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "expected_output_tokens", b"expected_output_tokens", "known_outputs", b"known_outputs", "max_drafts", b"max_drafts", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "shared_prefixes", b"shared_prefixes", "tenant", b"tenant", "uses_prefix_cache", b"uses_prefix_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
@@ -909,3 +943,89 @@ class StepFailed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepFailed: _TypeAlias = StepFailed  # noqa: Y015
+
+@_typing.final
+class AdapterEventCall(_message.Message):
+    """AdapterEventCall records what happened to an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXECUTOR_ID_FIELD_NUMBER: _builtins.int
+    REGISTERED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
+    UNLOADED_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    executor_id: _builtins.int
+    """The executor's index; only with loaded and unloaded."""
+    wanted: _builtins.bool
+    """With registered: whether it is loaded as if a request needed it, until an executor has loaded it once."""
+    @_builtins.property
+    def registered(self) -> _execution_pb2.LoadAdapter:
+        """The adapter got a name and an index."""
+
+    @_builtins.property
+    def removed(self) -> _execution_pb2.UnloadAdapter:
+        """The adapter's name was taken away; it is unloaded when no request uses it."""
+
+    @_builtins.property
+    def loaded(self) -> _execution_pb2.AdapterLoaded:
+        """The executor answered a load."""
+
+    @_builtins.property
+    def unloaded(self) -> _execution_pb2.AdapterUnloaded:
+        """The executor answered an unload."""
+
+    def __init__(
+        self,
+        *,
+        executor_id: _builtins.int = ...,
+        registered: _execution_pb2.LoadAdapter | None = ...,
+        removed: _execution_pb2.UnloadAdapter | None = ...,
+        loaded: _execution_pb2.AdapterLoaded | None = ...,
+        unloaded: _execution_pb2.AdapterUnloaded | None = ...,
+        wanted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "executor_id", b"executor_id", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "removed", "loaded", "unloaded"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___AdapterEventCall: _TypeAlias = AdapterEventCall  # noqa: Y015
+
+@_typing.final
+class AdapterCommandsCall(_message.Message):
+    """AdapterCommandsCall decides what an executor loads and unloads next."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXECUTOR_ID_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    UNLOADS_FIELD_NUMBER: _builtins.int
+    executor_id: _builtins.int
+    """The executor's index."""
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indexes to load, in this order; [n]."""
+
+    @_builtins.property
+    def unloads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indexes to unload, in this order, before the loads; [m]."""
+
+    def __init__(
+        self,
+        *,
+        executor_id: _builtins.int = ...,
+        loads: _abc.Iterable[_builtins.int] | None = ...,
+        unloads: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "loads", b"loads", "unloads", b"unloads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterCommandsCall: _TypeAlias = AdapterCommandsCall  # noqa: Y015

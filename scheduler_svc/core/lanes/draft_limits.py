@@ -28,6 +28,7 @@ def draft_scope(sequence: Sequence) -> int:
     """A number for all sequences that may see each other's tokens, as in the prefix cache; 0: no others."""
     if not sequence.group.spec.uses_prefix_cache:
         return 0
-    owner, salt, _ = root_of(sequence)
-    digest = blake2b(owner.encode(), digest_size=8, key=blake2b(salt, digest_size=32).digest()).digest()
+    owner, salt, adapter_hash = root_of(sequence)
+    key = blake2b(salt, digest_size=32, person=adapter_hash[:16]).digest()
+    digest = blake2b(owner.encode(), digest_size=8, key=key).digest()
     return int.from_bytes(digest, "little") or 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, KeysView
 
+from scheduler_svc.core.adapters.lane_adapters import LaneAdapters
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.batching_state import BatchingState
 from scheduler_svc.core.lanes.draft_control import DraftControl
@@ -23,8 +24,7 @@ from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, SequenceState, StepResult
 
-_NO_TOKENS: list[int] = []
-"""Stands for the tokens of a slot from which none are expected."""
+_NO_TOKENS: list[int] = []  # of a slot from which none are expected
 
 
 class Lane:
@@ -47,9 +47,9 @@ class Lane:
         self._caching = prefix_caching and spec.shares_prefixes
         self.rates = MeasuredRates()
         self.turnover = Turnover()
+        self.adapters = LaneAdapters(spec.max_loras, spec.max_cpu_loras)
         self.draft_control = DraftControl(spec.max_drafts, adaptive=spec.adaptive_drafts)
-        self.last_result_at = 0.0
-        """When the last result was applied."""
+        self.last_result_at = 0.0  # when the last result was applied
         self.inflight: deque[PlannedStep] = deque()
         self.reset()
 

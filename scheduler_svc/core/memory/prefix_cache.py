@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.errors import InvariantError
 
-Root = tuple[str, bytes, int]
-"""Owner, cache salt and adapter index: only chains with the same root share blocks. The owner is a tenant, or a name
-under which tenants share prefixes, after a NUL: tenants have none in their names."""
+Root = tuple[str, bytes, bytes]
+"""Owner, cache salt and hash of the adapter's content: only chains with the same root share blocks. The owner is a
+tenant, or a name under which tenants share prefixes, after a NUL: tenants have none in their names."""
 Parent = int | Root
 """The predecessor of a block of tokens: another node, or a root."""
 _MAX_CHANGES = 16_384

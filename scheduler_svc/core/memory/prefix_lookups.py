@@ -16,7 +16,6 @@ from scheduler_svc.core.memory.block_tiers import BlockTiers
 from scheduler_svc.core.memory.prefix_cache import CachedPrefix, Parent, host_place, pack_blocks
 from scheduler_svc.core.sequences.sequence import Sequence
 
-_NO_ADAPTER = 0
 _MAX_LOOKUPS = 4096
 _MAX_NODES = 262_144
 """Maximum number of nodes in all remembered lookups: about 6 MB. The least recently used lookups are dropped."""
@@ -206,8 +205,8 @@ def _is_replaced(sequence: Sequence) -> bool:
     return sequence.is_beam and sequence.num_output_tokens > 0
 
 
-def root_of(sequence: Sequence) -> tuple[str, bytes, int]:
+def root_of(sequence: Sequence) -> tuple[str, bytes, bytes]:
     """The root of the chains of a sequence in the prefix cache."""
     spec = sequence.group.spec
     owner = f"\0{spec.shared_prefixes}" if spec.shared_prefixes else spec.tenant
-    return owner, spec.cache_salt, _NO_ADAPTER
+    return owner, spec.cache_salt, sequence.group.adapter_hash

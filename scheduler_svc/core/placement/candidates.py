@@ -89,8 +89,16 @@ def count_field(spec: RequestSpec) -> str:
 
 def able_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
     """The lanes that can hold a waiting group to its end, or further than all others: its tokens must not depend on
-    where it runs."""
+    where it runs. They have its adapter loaded."""
+    return [lane for lane in holding_lanes(group, lanes) if has_adapter(lane, group)]
+
+
+def holding_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
+    """As `able_lanes`, with those that may yet load its adapter."""
+    index = group.spec.adapter_index
     able = [lane for lane in lanes if may_continue(lane, group) and holds_present_tokens(lane, group)]
+    if index:
+        able = [lane for lane in able if lane.adapters.may_have(index)]
     limits = [group.length_limit(lane.spec.max_model_len)[0] for lane in able]
     longest = max(limits, default=0)
     return [lane for lane, limit in zip(able, limits, strict=True) if limit == longest]
@@ -101,6 +109,11 @@ def may_continue(lane: Lane, group: SequenceGroup) -> bool:
     if lane.spec.lacks and not lane.spec.lacks.isdisjoint(needed_features(group.spec)):
         return False
     return not group.numerics or group.numerics == lane.spec.numerics or not group.has_output
+
+
+def has_adapter(lane: Lane, group: SequenceGroup) -> bool:
+    """Whether the executor has the group's adapter loaded, or the group has none."""
+    return lane.adapters.has(group.spec.adapter_index)
 
 
 def holds_present_tokens(lane: Lane, group: SequenceGroup) -> bool:

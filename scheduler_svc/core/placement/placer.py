@@ -14,7 +14,7 @@ from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.placement.candidates import able_lanes, may_continue
+from scheduler_svc.core.placement.candidates import able_lanes, has_adapter, holding_lanes, may_continue
 from scheduler_svc.core.policies.placement import Candidate, PlacementPolicy, expected_s
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.queues import WaitingQueue
@@ -88,6 +88,11 @@ class Placer:
         if self._is_active:
             self._unplaced[group] = None
 
+    def on_adapter_loaded(self) -> None:
+        """A lane has loaded an adapter: groups that no open lane could hold may run there."""
+        self._unplaced |= self._stranded
+        self._stranded.clear()
+
     def on_lane_changed(self, executor_id: int | None = None) -> None:
         """A lane has opened, closed, come or gone: place again what waits for it, and what waited for any lane.
 
@@ -155,38 +160,38 @@ class Placer:
     def heads(self, lane: Lane, now: float, passed: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
         """The groups that a lane may admit next, one of which it takes or stops at: the first that is not in `passed`.
 
-        `passed`: groups of other lanes that this lane has no room for now.
+        `passed`: groups of other lanes that this lane has no room for now, and groups whose adapters have no place.
         """
         head = self._waiting.head(now)
         if head is None:
             return
         if not self._is_active:
-            own = self.own_head(lane, now)
+            own = self.own_head(lane, now, passed)
             found = self._in_order(lane, head, passed) if len(self._lanes) > 1 else own
             yield from () if found is None else (found,)
             return
         is_overdue = self._rebalances and head.arrival + MAX_PASS_OVER_S <= now
         if is_overdue and head not in passed and self._may_move(head, lane):
             yield head
-        own = self.own_head(lane, now)
+        own = self.own_head(lane, now, passed)
         if own is not None:
             yield own
         elif self._rebalances:
             yield from (group for group in self._sooner_here(lane, now) if group not in passed)
 
-    def own_head(self, lane: Lane, now: float) -> SequenceGroup | None:
+    def own_head(self, lane: Lane, now: float, passed: Collection[SequenceGroup] = ()) -> SequenceGroup | None:
         """The next of the groups that wait for this lane; with one lane, or without placement, the next of all.
 
         A single lane that drains only takes back what it has preempted.
         """
         if not self._is_active:
-            head = self._waiting.head(now)
+            head = self._waiting.head(now, passed)
             if lane.draining and head is not None and len(self._lanes) == 1:
                 ran_here = (group for group in (head, *self._waiting) if group.lane_id == lane.executor_id)
-                return next(ran_here, None)
+                return next((group for group in ran_here if group not in passed), None)
             return head
         queue = self._queues.get(lane.executor_id)
-        return None if queue is None else queue.head(now)
+        return None if queue is None else queue.head(now, passed)
 
     def takes_all(self, lane: Lane) -> bool:
         """Whether a lane takes the groups of the waiting queue one after the other: it is the only one, and stays."""
@@ -265,9 +270,11 @@ class Placer:
         holder, able = self._holder(group), able_lanes(group, self._lanes.values())
         if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
             return self._candidate(group, holder)
-        if not able and any(may_continue(lane, group) for lane in self._lanes.values()):
+        lanes = self._lanes.values()
+        if not holding_lanes(group, lanes) and any(may_continue(lane, group) for lane in lanes):
             # Nothing can ever hold it: the largest pool finishes it, as far as its tokens go.
-            able = [max(self._open_lanes() or self._lanes.values(), key=lambda lane: lane.spec.num_blocks)]
+            ready = [lane for lane in self._open_lanes() or lanes if has_adapter(lane, group)]
+            able = [max(ready, key=lambda lane: lane.spec.num_blocks)] if ready else []
         candidates = [self._candidate(group, lane) for lane in able if lane.is_open and not lane.draining]
         if not candidates and group.lane_id is not None and (former := self._lanes.get(group.lane_id)) in able:
             # What no other lane can hold ends on the draining one, where it ran.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from operator import attrgetter
 
 from scheduler_svc.core.errors import InvariantError
@@ -13,6 +14,8 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 
 _arrival_number = attrgetter("arrival_number")
 _order_key = attrgetter("order_key")
+MAX_PASSED_OVER = 128
+"""Groups from the head that are looked at for one that is not passed over."""
 
 
 class WaitingQueue:
@@ -48,12 +51,20 @@ class WaitingQueue:
         """The group that arrived first."""
         return self._by_arrival[0] if self._by_arrival else None
 
-    def head(self, now: float) -> SequenceGroup | None:
-        """The group to admit next."""
+    def head(self, now: float, passed: Collection[SequenceGroup] = ()) -> SequenceGroup | None:
+        """The group to admit next, without those that are passed over; None also if only they are near the head."""
+        if passed:
+            return self._head_after(now, passed)
         oldest = self.oldest
         if oldest is None or self._subqueues is None or self.is_overdue(oldest, now):
             return oldest
         return self._subqueues.head
+
+    def _head_after(self, now: float, passed: Collection[SequenceGroup]) -> SequenceGroup | None:
+        oldest = next((group for group in islice(self._by_arrival, MAX_PASSED_OVER) if group not in passed), None)
+        if oldest is None or self._subqueues is None or self.is_overdue(oldest, now):
+            return oldest
+        return self._subqueues.head_after(passed, MAX_PASSED_OVER)
 
     @property
     def is_by_arrival(self) -> bool:
@@ -109,6 +120,8 @@ class RunningQueue:
         self._is_sorted = True
         self.shared_groups: dict[SequenceGroup, int] = {}
         """Groups of several sequences, each with the number of those that are here."""
+        self.num_by_adapter: dict[int, int] = {}
+        """Number of sequences here by adapter, without those that have none."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -152,6 +165,8 @@ class RunningQueue:
         else:
             self._last_key = key
         self._members[sequence] = None
+        if group.spec.adapter_index:
+            self._count_adapter(group, 1)
         if len(group.sequences) > 1:
             self.shared_groups[group] = self.shared_groups.get(group, 0) + 1
 
@@ -164,6 +179,8 @@ class RunningQueue:
                 self._is_sorted = False
             else:
                 self._last_key = key
+            if sequence.group.spec.adapter_index:
+                self._count_adapter(sequence.group, 1)
         self._members.update(dict.fromkeys(sequences))
 
     def remove(self, sequence: Sequence) -> None:
@@ -176,6 +193,8 @@ class RunningQueue:
         try:
             for sequence in sequences:
                 del self._members[sequence]
+                if self.num_by_adapter and sequence.group.spec.adapter_index:
+                    self._count_adapter(sequence.group, -1)
         except KeyError as exc:
             raise InvariantError(f"sequence {sequence.sequence_id} is not running") from exc
 
@@ -184,9 +203,17 @@ class RunningQueue:
         if sequence not in self._members:
             return False
         del self._members[sequence]
+        if sequence.group.spec.adapter_index:
+            self._count_adapter(sequence.group, -1)
         if sequence.group in self.shared_groups:
             self._count_out(sequence.group)
         return True
+
+    def _count_adapter(self, group: SequenceGroup, change: int) -> None:
+        index = group.spec.adapter_index
+        self.num_by_adapter[index] = self.num_by_adapter.get(index, 0) + change
+        if not self.num_by_adapter[index]:
+            del self.num_by_adapter[index]
 
     def _count_out(self, group: SequenceGroup) -> None:
         self.shared_groups[group] -= 1

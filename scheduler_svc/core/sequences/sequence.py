@@ -265,6 +265,7 @@ class SequenceGroup:
     """A sequence group: one request with its sequences and its arrival number."""
 
     __slots__ = (
+        "adapter_hash",
         "arrival",
         "arrival_number",
         "beam_search",
@@ -292,6 +293,8 @@ class SequenceGroup:
     def __init__(self, spec: RequestSpec, arrival_number: int, arrival: float, max_model_len: int) -> None:
         """max_model_len: the largest limit of the executors when it arrived; it never has more tokens."""
         self.spec = spec
+        self.adapter_hash = b""
+        """The content of its adapter, which its KV depends on; known once it is queued. Empty: none."""
         self.max_model_len = max_model_len
         self.key = spec.key
         self.arrival_number = arrival_number

@@ -34,6 +34,7 @@ def admit(
     """
     fully_planned: list[Sequence] = []
     memory_is_full, order, num_before = False, requests.policies.order, admissions.num_admitted
+    lane.adapters.turns.refresh(lane.executor_id)
     admit_new(requests, lane, step, budget, admissions)
     passed: set[SequenceGroup] = set()
     while admissions.num_groups > 0 and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
@@ -45,6 +46,10 @@ def admit(
             break
         if max_rank is not None and order.rank(order.subqueue(group)) >= max_rank:
             break
+        if not lane.adapters.has_place(group, lane.running.num_by_adapter, step.planned_at):
+            lane.adapters.turns.pass_over(group, step.planned_at)
+            passed.add(group)
+            continue
         is_free = requests.is_free_for(group, lane) and not (
             step.swapped_out and any(each.group is group for each in step.swapped_out)
         )

@@ -175,5 +175,6 @@ def _describe(
             max_drafts=max_drafts,
             max_len=sequence.max_len if max_drafts else 0,
             draft_scope=draft_scope(sequence) if max_drafts else 0,
+            adapter_index=sequence.group.spec.adapter_index,
         )
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from scheduler_svc.core.adapters.events import AdapterLoaded
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.request_table import RequestTable
+from scheduler_svc.core.steps.adapter_changes import adopt_loaded, sort_waiting
 from scheduler_svc.core.steps.kept_kv import forget_kv, keep_kv
 from scheduler_svc.core.steps.suspects import begun_steps, record_death
 from scheduler_svc.core.types import SessionEnd
@@ -27,12 +31,20 @@ def close(requests: RequestTable, lane: Lane, end: SessionEnd | None) -> None:
 
 
 def open_again(
-    requests: RequestTable, lane: Lane, *, same_incarnation: bool, keeps_kv: bool, opens: bool = True
+    requests: RequestTable,
+    lane: Lane,
+    *,
+    same_incarnation: bool,
+    keeps_kv: bool,
+    opens: bool = True,
+    adapters: Collection[AdapterLoaded] = (),
 ) -> None:
     """It is known what became of an executor whose session ended: it is the same, with or without its KV, or has died.
 
-    Without `opens` there is no new session: it is not waited for.
+    Without `opens` there is no new session: it is not waited for. `adapters`: those that it has loaded.
     """
+    loaded = {answer.index for answer in adapters}
+    keeps_kv = keeps_kv and all(index in loaded for index in lane.running.num_by_adapter)
     begun = requests.begun.pop(lane.executor_id, None)
     lane.unexplained = frozenset()
     if not keeps_kv:
@@ -40,6 +52,7 @@ def open_again(
     if begun is not None and not same_incarnation:
         record_death(requests, begun)
     lane.is_open = opens
+    adopt_loaded(requests, lane, adapters)
     requests.placer.on_lane_changed(lane.executor_id)
 
 
@@ -55,4 +68,5 @@ def remove(requests: RequestTable, lane: Lane) -> None:
             for sequence in group.sequences:
                 sequence.last_slot = None
     del requests.lanes[lane.executor_id]
+    sort_waiting(requests)
     requests.placer.on_lane_changed(lane.executor_id)

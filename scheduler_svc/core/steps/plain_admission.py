@@ -36,6 +36,7 @@ def admit_new(
         if not (
             admissions.allows(group)
             and _is_new(group, lane)
+            and (not group.spec.adapter_index or _runs_already(group, lane))
             and _take_blocks(requests, lane, budget, group.sequences[0], alone=alone)
         ):
             break
@@ -44,6 +45,11 @@ def admit_new(
     if joining:
         _start(lane, step, [group.sequences[0] for group in joining])
         requests.record_new_admissions(joining, lane)
+
+
+def _runs_already(group: SequenceGroup, lane: Lane) -> bool:
+    """Whether a group's adapter has a place on a lane, and no other group waits for one."""
+    return group.spec.adapter_index in lane.running.num_by_adapter and lane.adapters.turns.waits is None
 
 
 def _is_new(group: SequenceGroup, lane: Lane) -> bool:
@@ -97,6 +103,7 @@ def _start(lane: Lane, step: PlannedStep, sequences: list[Sequence]) -> None:
         if sequence.max_drafts:
             admitted.max_drafts, admitted.max_len = sequence.max_drafts, sequence.max_len
             admitted.draft_scope = draft_scope(sequence)
+        admitted.adapter_index = spec.adapter_index
         plan.admitted.append(admitted)
         written = block_ids[num_hit // size : -(-num_prompt // size)]
         step.chunks.append(Chunk(sequence, slot, num_prompt - num_hit, num_hit, True, written, num_hit % size))

@@ -43,6 +43,8 @@ def preempt_for_admission(requests: RequestTable, lane: Lane, step: PlannedStep)
     head, order = requests.placer.own_head(lane, step.planned_at), requests.policies.order
     if head is None or not head.has_all_results or not len(lane.running):
         return
+    if not lane.adapters.has_place(head, lane.running.num_by_adapter, step.planned_at):
+        return
     level = order.level(head)
     if order.level(lane.running.last.group) <= level:
         return

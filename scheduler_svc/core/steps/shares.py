@@ -58,6 +58,8 @@ def preempt_for_share(requests: RequestTable, lane: Lane, step: PlannedStep) -> 
     order, head = requests.policies.order, requests.placer.own_head(lane, step.planned_at)
     if head is None or not head.has_all_results:
         return
+    if not lane.adapters.has_place(head, lane.running.num_by_adapter, step.planned_at):
+        return
     own = order.subqueue(head)
     holdings = _Holdings(lane, order, own)
     if holdings.names == {own}:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from executor_svc.worker.session import Activity
 from executor_svc.worker.watchdog import StepWatchdog
-from executor_svc.worker.worker import Activity
 
 SECOND = 1_000_000_000
 

@@ -16,8 +16,9 @@ import torch
 from executor_svc.plan.plan import AdmittedSequence, StepPlan, StepResult, StepStatus
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.simulated.executor import SimulatedStepExecutor
+from executor_svc.worker.session import RejectedPlan, Session
 from executor_svc.worker.step import StepExecutor
-from executor_svc.worker.worker import RejectedPlan, Session, Worker
+from executor_svc.worker.worker import Worker
 from tests.helpers.fake_executor import LIMITS, CountingRunner, RecordingPools
 
 

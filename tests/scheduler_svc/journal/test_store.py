@@ -98,7 +98,7 @@ def test_a_journal_of_another_version_is_refused_and_left_alone(tmp_path: Path) 
         database.execute("PRAGMA user_version = 7")
     database.close()
     before = path.read_bytes()
-    with pytest.raises(JournalError, match=r"journal.sqlite: has version 7, and this scheduler reads version 1: "):
+    with pytest.raises(JournalError, match=r"journal.sqlite: has version 7, and this scheduler reads version 2: "):
         opened_store(tmp_path)
     assert path.read_bytes() == before
 

@@ -1,0 +1,48 @@
+"""Sessions of the worker: one for each plan stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from executor_svc.plan.plan import StepResult
+
+
+class Session:
+    """The session of one plan stream, opened and closed by the worker.
+
+    Only the device thread changes failed, failed_running and last_step_id.
+    """
+
+    def __init__(
+        self, epoch: int, on_result: Callable[[StepResult], None], announce: Callable[[int], Future[None]] | None = None
+    ) -> None:
+        self.epoch = epoch
+        # The epoch since which every session was of the same scheduler.
+        self.sole_since_epoch = epoch
+        self.on_result = on_result
+        self.announce = announce
+        self.closed = False
+        self.failed = False
+        # Whether a step has failed after its launch.
+        self.failed_running = False
+        self.num_unanswered = 0
+        self.last_step_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedPlan:
+    """An unreadable plan; its answer, in order, is INVALID_PLAN."""
+
+    step_id: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """The current work of the device thread. step_id 0: no step runs."""
+
+    step_id: int
+    age_ns: int
+    num_queued: int

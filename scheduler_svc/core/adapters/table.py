@@ -1,0 +1,128 @@
+"""All adapters: names, contents, and the requests that use them or wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterRegistered
+from scheduler_svc.core.adapters.lane_adapters import LaneAdapters
+from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+
+MAX_LOADING = 4
+"""Loads that an executor has at once: one reads files while the others wait for it, and a request may come first."""
+
+
+@dataclass(slots=True)
+class Adapter:
+    """An adapter that has a name, or that an unfinished request uses."""
+
+    registered: AdapterRegistered
+    content_hash: bytes = b""
+    """What the first executor answered that loaded it; empty: none has."""
+    has_name: bool = True
+
+
+class AdapterTable:
+    """Adapters by index, and their requests."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[int, Adapter] = {}
+        self.users: dict[int, int] = {}
+        """Number of unfinished groups by adapter, the adapter that was needed first first."""
+        self._wanted: dict[int, None] = {}
+        """Adapters that are to be loaded once, whether or not a request needs them."""
+        self.parked: dict[SequenceGroup, bool] = {}
+        """Groups outside of the queue, since no executor has their adapter loaded; whether they were queued before."""
+        self.num_changes = 0
+        """Grows with each change after which an executor may be told something else."""
+        self.num_answers = 0
+        """Number of answers of executors, and of sessions."""
+        self._last_index = 0
+
+    def register(self, registered: AdapterRegistered) -> None:
+        """Add an adapter; raises InvariantError for an index that was used before."""
+        if registered.index <= self._last_index:
+            raise InvariantError(f"adapter index {registered.index} is used again")
+        self._last_index = registered.index
+        self.num_changes += 1
+        self.adapters[registered.index] = Adapter(registered)
+        if registered.wanted:
+            self._wanted[registered.index] = None
+
+    def on_loaded(self, index: int, content_hash: bytes) -> None:
+        """An executor has loaded an adapter."""
+        self._wanted.pop(index, None)
+        adapter = self.adapters.get(index)
+        if adapter is not None:
+            adapter.content_hash = content_hash
+
+    def remove(self, index: int) -> None:
+        """Take an adapter's name away."""
+        adapter = self.adapters.get(index)
+        if adapter is not None:
+            adapter.has_name = False
+            self._wanted.pop(index, None)
+            self.num_changes += 1
+            self._forget_unused(index)
+
+    def on_added(self, group: SequenceGroup) -> None:
+        """An unfinished group uses its adapter."""
+        index = group.spec.adapter_index
+        if index:
+            self.num_changes += index not in self.users
+            self.users[index] = self.users.get(index, 0) + 1
+
+    def on_finished(self, group: SequenceGroup) -> None:
+        """A group has ended."""
+        index = group.spec.adapter_index
+        if not index:
+            return
+        self.parked.pop(group, None)
+        self.users[index] -= 1
+        if not self.users[index]:
+            del self.users[index]
+            self.num_changes += 1
+            self._forget_unused(index)
+
+    def commands(self, lane: LaneAdapters) -> AdapterCommands:
+        """What an executor with a session is to load and unload now; recorded as sent.
+
+        Adapters of requests come first, in the order in which they were needed, and take the places of those that no
+        request uses, the least recently used first. Then those with names, while there are free places.
+        """
+        if not lane.max_loras or not lane.take_change(self.num_changes):
+            return AdapterCommands()
+        names = {index: None for index, adapter in self.adapters.items() if adapter.has_name}
+        lane.forget_errors(self.adapters)
+        unloads = lane.to_unload(self.users, names)
+        needed = [index for index in {**self.users, **self._wanted} if lane.state(index) is None]
+        num_short = min(len(needed), MAX_LOADING - lane.num_loading) - lane.num_places - len(unloads)
+        if num_short > 0:
+            unused = [index for index in lane.least_recently_used(self.users) if index not in unloads]
+            unloads += unused[:num_short]
+        most = min(MAX_LOADING - lane.num_loading, lane.num_places)
+        loads = needed[: max(0, most)]
+        if not needed:
+            loads = [index for index in names if lane.state(index) is None][: max(0, most)]
+        for index in unloads:
+            lane.start_unload(index)
+        for index in loads:
+            lane.start_load(index)
+        return AdapterCommands(tuple(unloads), tuple(self.adapters[index].registered for index in loads))
+
+    def check_integrity(self, groups: Iterable[SequenceGroup]) -> None:
+        """Check the counts of requests and the parked groups; raises InvariantError."""
+        users: dict[int, int] = {}
+        for group in groups:
+            if group.spec.adapter_index:
+                users[group.spec.adapter_index] = users.get(group.spec.adapter_index, 0) + 1
+        if users != self.users:
+            raise InvariantError("the requests of adapters are miscounted")
+        if any(group.queued or not group.spec.adapter_index for group in self.parked):
+            raise InvariantError("a group waits for its adapter although it is queued or has none")
+
+    def _forget_unused(self, index: int) -> None:
+        if not self.adapters[index].has_name and index not in self.users:
+            del self.adapters[index]

@@ -1,0 +1,85 @@
+"""Events of adapters: which requests may run, which wait outside of the queue, and which can never run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from scheduler_svc.core.adapters.events import (
+    AdapterError,
+    AdapterEvent,
+    AdapterLoaded,
+    AdapterRegistered,
+    AdapterRemoved,
+)
+from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.request_table import RequestTable
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+
+_NO_ADAPTERS = AdapterError(FAILED_PRECONDITION, "the executor has no LoRA adapters")
+
+
+def apply_event(requests: RequestTable, event: AdapterEvent, lane: Lane | None) -> None:
+    """Apply an event; lane: the executor that answers. Raises InvariantError for an index that was used before."""
+    if isinstance(event, AdapterRegistered):
+        requests.adapters.register(event)
+    elif isinstance(event, AdapterRemoved):
+        requests.adapters.remove(event.index)
+    elif lane is not None and isinstance(event, AdapterLoaded):
+        requests.adapters.num_answers += 1
+        if _take(requests, lane, event):
+            requests.placer.on_adapter_loaded()
+            for group in [each for each in requests.adapters.parked if each.spec.adapter_index == event.index]:
+                requests.unpark(group)
+    elif lane is not None:
+        requests.adapters.num_answers += 1
+        lane.adapters.on_unloaded(event.index)
+
+
+def adopt_loaded(requests: RequestTable, lane: Lane, answers: Collection[AdapterLoaded]) -> None:
+    """Forget what an executor had, and take what it has, at the start of a session; nothing without one."""
+    requests.adapters.num_answers += 1
+    lane.adapters.reset()
+    for answer in answers:
+        lane.adapters.start_load(answer.index)
+        _take(requests, lane, answer)
+    sort_waiting(requests)
+
+
+def sort_waiting(requests: RequestTable) -> None:
+    """Queue the groups whose adapter an executor has, and no others."""
+    if not requests.adapters.users:
+        return
+    for group in [each for each in requests.waiting if not _has_lane(requests, each)]:
+        requests.park(group)
+    for group in [each for each in requests.adapters.parked if _has_lane(requests, each)]:
+        requests.unpark(group)
+
+
+def refusal(requests: RequestTable, index: int, wanted_hash: bytes = b"") -> AdapterError | None:
+    """Why no executor can ever run requests with an adapter; None: one may.
+
+    wanted_hash: the content that the adapter must have; empty: any.
+    """
+    known = requests.adapters.adapters[index].content_hash
+    if wanted_hash and known and wanted_hash != known:
+        message = f"its files have changed since the request began: {known.hex()[:16]} is not {wanted_hash.hex()[:16]}"
+        return AdapterError(FAILED_PRECONDITION, message)
+    lanes = requests.lanes.values()
+    if not lanes or any(lane.adapters.may_have(index) for lane in lanes):
+        return None
+    states = [lane.adapters.state(index) for lane in lanes]
+    return next((each.error for each in states if each is not None and each.error is not None), _NO_ADAPTERS)
+
+
+def _take(requests: RequestTable, lane: Lane, answer: AdapterLoaded) -> bool:
+    """Take an executor's answer; returns whether plans may name the adapter from now on."""
+    adapter = requests.adapters.adapters.get(answer.index)
+    if not lane.adapters.on_loaded(answer, adapter.content_hash if adapter is not None else b""):
+        return False
+    requests.adapters.on_loaded(answer.index, answer.content_hash)
+    return True
+
+
+def _has_lane(requests: RequestTable, group: SequenceGroup) -> bool:
+    return any(lane.adapters.has(group.spec.adapter_index) for lane in requests.lanes.values())

@@ -1,0 +1,258 @@
+"""What executors are told to load and unload, and for how long a group waits for its adapter's turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_svc.core.adapters.events import (
+    AdapterError,
+    AdapterLoaded,
+    AdapterRegistered,
+    AdapterRemoved,
+    AdapterUnloaded,
+)
+from scheduler_svc.core.adapters.turns import MAX_PASSED, MAX_PASSED_S
+from scheduler_svc.core.errors import InvariantError, RequestRejectedError
+from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.queues.orders import PriorityOrder
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling, StepPlan, StepResult
+
+KEPT = FinishDetail.ABORTED
+
+
+class Rig:
+    """A core with one executor or more; results come at once, so that a request runs until it is ended."""
+
+    def __init__(
+        self, max_loras: int = 2, max_cpu_loras: int = 4, num_lanes: int = 1, policies: Policies | None = None
+    ) -> None:
+        self.core = Scheduler(policies)
+        self.now = 0.0
+        self.num_requests = 0
+        for lane in range(num_lanes):
+            spec = ExecutorSpec(
+                16, 1000, 64, 32, 512, 4096, max_loras=max_loras, max_cpu_loras=max_cpu_loras, shares_prefixes=True
+            )
+            self.core.add_executor(lane, spec)
+
+    def register(self, *indexes: int) -> None:
+        for index in indexes:
+            self.core.adapter_event(AdapterRegistered(index, f"a{index}", "/a"))
+
+    def commands(self, lane: int = 0) -> tuple[list[int], list[int]]:
+        """Loads and unloads."""
+        found = self.core.adapter_commands(lane)
+        return [each.index for each in found.loads], list(found.unloads)
+
+    def load_all(self, lane: int = 0) -> None:
+        while (loads := self.commands(lane)[0]) or False:
+            for index in loads:
+                self.core.adapter_event(AdapterLoaded(index, b"%d" % index), lane)
+
+    def add(self, adapter: int, *, priority: int = 0) -> str:
+        self.num_requests += 1
+        name = f"r{self.num_requests}"
+        spec = RequestSpec(name, (1, 2, 3), Sampling(), 4000, adapter_index=adapter, priority=priority)
+        self.core.add_request(spec, self.now)
+        return name
+
+    def step(self, lane: int = 0) -> StepPlan | None:
+        """Plan a step and apply its result: one token for each that runs."""
+        plan = self.core.plan_step(lane, self.now)
+        if plan is not None:
+            slots = self.core.lanes[lane].inflight[-1].sampling_slots
+            self.core.apply_result(lane, StepResult(plan.step_id, slots=slots, token_ids=[7] * len(slots)), self.now)
+        self.core.take_outputs()
+        self.core.check_integrity()
+        return plan
+
+    def end(self, name: str) -> None:
+        self.core.abort(("", name), KEPT)
+
+    @property
+    def running(self) -> set[str]:
+        return {sequence.group.key[1] for lane in self.core.lanes.values() for sequence in lane.running}
+
+
+def test_adapters_with_names_are_loaded_while_there_are_places_a_few_at_once() -> None:
+    rig = Rig(max_cpu_loras=5)
+    rig.register(*range(1, 9))
+    assert rig.commands() == ([1, 2, 3, 4], [])
+    assert rig.commands() == ([], [])
+    rig.core.adapter_event(AdapterLoaded(2, b"2"))
+    assert rig.commands() == ([5], [])
+    for index in (1, 3, 4, 5):
+        rig.core.adapter_event(AdapterLoaded(index, b"%d" % index))
+    assert rig.commands() == ([], []), "there are no more places"
+
+
+def test_an_adapter_that_an_operator_loads_takes_a_place_like_a_request() -> None:
+    rig = Rig(max_cpu_loras=2)
+    rig.register(1, 2)
+    rig.load_all()
+    rig.core.adapter_event(AdapterRegistered(3, "a3", "/a", wanted=True))
+    assert rig.commands() == ([], [1])
+    rig.core.adapter_event(AdapterUnloaded(1))
+    assert rig.commands() == ([3], [])
+    rig.core.adapter_event(AdapterLoaded(3, b"3"))
+    assert rig.commands() == ([], [])
+    rig.add(1)
+    assert rig.commands() == ([], [2])
+
+
+def test_a_request_takes_the_place_of_the_least_recently_used() -> None:
+    rig = Rig(max_cpu_loras=3)
+    rig.register(1, 2, 3, 4)
+    rig.load_all()
+    names = [rig.add(index) for index in (1, 2)]
+    rig.step()
+    rig.add(4)
+    assert len(rig.core.adapters.parked) == 1
+    assert rig.commands() == ([], [3]), "1 and 2 are in use"
+    assert rig.commands() == ([], []), "the place is free only when the executor says so"
+    rig.core.adapter_event(AdapterUnloaded(3))
+    assert rig.commands() == ([4], [])
+    rig.core.adapter_event(AdapterLoaded(4, b"4"))
+    assert not rig.core.adapters.parked
+    for name in names:
+        rig.end(name)
+    rig.step()
+    assert rig.running == {"r3"}
+    # Unloaded adapters are loaded anew when they are needed: 1 was used before 2.
+    rig.add(3)
+    assert rig.commands() == ([], [1])
+
+
+def test_an_adapter_without_a_name_is_unloaded_after_its_last_request() -> None:
+    rig = Rig()
+    rig.register(1, 2)
+    rig.load_all()
+    name = rig.add(1)
+    rig.core.adapter_event(AdapterRemoved(1))
+    rig.core.adapter_event(AdapterRemoved(2))
+    assert rig.commands() == ([], [2])
+    rig.step()
+    assert rig.running == {name}
+    rig.end(name)
+    assert rig.commands() == ([], [1])
+    with pytest.raises(RequestRejectedError, match="unloaded"):
+        rig.add(1)
+    with pytest.raises(InvariantError, match="used again"):
+        rig.register(2)
+
+
+def test_a_request_runs_where_its_adapter_is_and_is_refused_where_it_fails_everywhere() -> None:
+    rig = Rig(num_lanes=2)
+    rig.register(1)
+    assert rig.commands(0) == rig.commands(1) == ([1], [])
+    name = rig.add(1)
+    rig.step(0)
+    rig.step(1)
+    assert not rig.running
+    error = AdapterError(3, "tensor x is wrong")
+    rig.core.adapter_event(AdapterLoaded(1, error=error), 0)
+    assert rig.core.adapter_refusal(1) is None
+    rig.core.adapter_event(AdapterLoaded(1, b"one"), 1)
+    rig.step(0)
+    rig.step(1)
+    assert rig.running == {name}
+    assert rig.core.groups["", name].lane_id == 1
+    assert rig.core.adapter_refusal(1, b"one") is None
+    assert "have changed" in rig.core.adapter_refusal(1, b"other").message  # type: ignore[union-attr]
+    rig.end(name)
+    rig.core.remove_executor(1, rig.now)
+    assert rig.core.adapter_refusal(1) == error
+
+
+def test_another_content_is_refused_and_unloaded() -> None:
+    rig = Rig(num_lanes=2)
+    rig.register(1)
+    rig.load_all(0)
+    assert rig.commands(1) == ([1], [])
+    rig.core.adapter_event(AdapterLoaded(1, b"another"), 1)
+    assert not rig.core.lanes[1].adapters.has(1)
+    assert rig.commands(1) == ([], [1])
+    rig.core.adapter_event(AdapterUnloaded(1), 1)
+    assert rig.commands(1) == ([], []), "it is not loaded again"
+    assert rig.core.adapter_refusal(1) is None, "the other executor has it"
+
+
+def test_no_more_adapters_run_than_may_and_those_without_pass() -> None:
+    rig = Rig(max_loras=2)
+    rig.register(1, 2, 3)
+    rig.load_all()
+    names = [rig.add(index) for index in (1, 2, 3, 1, 0, 3)]
+    rig.step()
+    assert rig.running == {names[0], names[1], names[3], names[4]}
+    rig.end(names[1])
+    rig.step()
+    assert rig.running == {names[0], names[3], names[4], names[2], names[5]}
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+def test_a_group_is_passed_over_so_many_times_at_most(order: str) -> None:
+    """Requests of the adapter that runs come again and again, and the smallest priority goes first."""
+    rig = Rig(max_loras=1, policies=Policies(order=PriorityOrder()) if order == "priority" else None)
+    rig.register(1, 2)
+    rig.load_all()
+    running = [rig.add(1)]
+    rig.step()
+    waits = rig.add(2)
+    num_passed = 0
+    for _ in range(3 * MAX_PASSED):
+        running.append(rig.add(1, priority=-1))
+        rig.step()
+        if waits in rig.running:
+            break
+        num_passed += running[-1] in rig.running
+        # The oldest ends: there is always one that runs, unless the others have to wait.
+        rig.end(next(name for name in running if name in rig.running))
+    assert waits in rig.running
+    # In the order of priority the first of them is admitted before the group heads the queue.
+    assert num_passed == MAX_PASSED + (order == "priority")
+    rig.end(waits)
+    rig.step()
+    assert running[-1] in rig.running, "what had to wait goes on"
+
+
+def test_a_group_is_passed_over_for_so_long_at_most() -> None:
+    rig = Rig(max_loras=1)
+    rig.register(1, 2)
+    rig.load_all()
+    first = rig.add(1)
+    rig.step()
+    waits = rig.add(2)
+    rig.step()
+    rig.now += MAX_PASSED_S / 2
+    passes = rig.add(1)
+    rig.step()
+    assert rig.running == {first, passes}
+    rig.now += MAX_PASSED_S / 2
+    late, base = rig.add(1), rig.add(0)
+    rig.step()
+    assert rig.running == {first, passes, base}, "only those without an adapter pass from now on"
+    rig.end(first)
+    rig.end(passes)
+    rig.step()
+    assert rig.running == {base, waits}
+    rig.end(waits)
+    rig.step()
+    assert rig.running == {base, late}
+
+
+def test_a_turn_ends_with_its_group() -> None:
+    rig = Rig(max_loras=1)
+    rig.register(1, 2)
+    rig.load_all()
+    first = rig.add(1)
+    rig.step()
+    waits = rig.add(2)
+    rig.step()
+    rig.now += MAX_PASSED_S
+    late = rig.add(1)
+    rig.step()
+    assert rig.running == {first}
+    rig.end(waits)
+    rig.step()
+    assert rig.running == {first, late}

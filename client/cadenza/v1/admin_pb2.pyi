@@ -768,9 +768,9 @@ class LoadAdapterRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name, which requests use: at most 128 characters, without control characters, slashes, commas and equals signs."""
+    """Its name, which requests use: at most 128 characters, no control characters, slashes, commas or equals signs."""
     path: _builtins.str
-    """The absolute path of its folder, where the executors run; at most 4096 characters."""
+    """The absolute path of its folder, where the executors run: at most 4,096 characters, no control characters."""
     def __init__(
         self,
         *,
@@ -817,7 +817,7 @@ class UnloadAdapterRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name; at most 128 characters."""
+    """Its name: at most 128 characters, no control characters."""
     def __init__(
         self,
         *,

@@ -143,6 +143,8 @@ def _type_texts(annotation: Any) -> list[str]:
     """The alternatives of a type, each as it is written in Python."""
     if get_origin(annotation) is Literal:
         return [f"Literal[{', '.join(map(json.dumps, get_args(annotation)))}]"]
+    if get_origin(annotation) is list:
+        return [f"list[{' | '.join(text for kind in get_args(annotation) for text in _type_texts(kind))}]"]
     return [text for kind in get_args(annotation) for text in _type_texts(kind)] or [
         "None" if annotation is type(None) else annotation.__name__
     ]

@@ -236,7 +236,7 @@ class SchedulerConfig(ServiceSettings):
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="How long a request waits for its LoRA adapter to be loaded; then it ends with an error.",
+        description="How long a request waits for its LoRA adapter before it ends with FAILED_PRECONDITION.",
         json_schema_extra=about("Adapters", "s"),
     )
     executor_ca: str | None = Field(

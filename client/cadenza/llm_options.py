@@ -140,11 +140,11 @@ class LLMOptions(TypedDict, total=False):
     max_num_seqs. [default: 512] scheduler: Token budget of one step; default: the executor's limit."""
 
     speculative: Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp", "auto"] | None
-    """Speculative decoding: where drafts of the next tokens come from; ngram: earlier places of the same text; suffix:
-    these and other requests' texts, by frequency; draft: a smaller model; eagle3: a head that reads the model's hidden
-    states; mtp: such a head in the model's own checkpoint; auto: suffix, else the smaller model or head if there is
-    one, with as many drafts as pay. Heads only on the CPU. Tokens are the same with each of them (docs/speculation.md).
-    [default: off]"""
+    """Speculative decoding, on the CPU: where drafts of the next tokens come from; ngram: earlier places of the same
+    text; suffix: these and other requests' texts, by frequency; draft: a smaller model; eagle3: a head that reads the
+    model's hidden states; mtp: such a head in the model's own checkpoint; auto: suffix, else the smaller model or head
+    if there is one, with as many drafts as pay. Tokens are the same with each of them (docs/speculation.md). [default:
+    off]"""
 
     speculative_model: str | None
     """With --speculative draft, eagle3 or auto: folder, GGUF file or hub id of a smaller model with the same
@@ -161,7 +161,7 @@ class LLMOptions(TypedDict, total=False):
     """executor: Maximum LoRA adapters that are loaded, at least max_loras. [default: 64] scheduler: Maximum LoRA
     adapters that an executor has loaded; default: the executor's limit."""
 
-    lora_root: str | None
+    lora_root: list[str] | None
     """executor: Folder below which LoRA adapters may be read; several times, or with commas, for several ones; default:
     any that the scheduler names. scheduler: Folder below which LoRA adapters may be loaded while serving; several
     times, or with commas, for several ones; default: none."""
@@ -264,12 +264,12 @@ class LLMOptions(TypedDict, total=False):
     """How long requests restored from the journal wait for their streams to come back before they are aborted.
     [default: 30.0]"""
 
-    lora: str | None
+    lora: list[str] | None
     """NAME=PATH of a LoRA adapter's folder, where the executors run; several times, or with commas, for several ones;
     docs/decisions/0038-adapters.md."""
 
     lora_load_timeout_s: float | None
-    """How long a request waits for its LoRA adapter to be loaded; then it ends with an error. [default: 60.0]"""
+    """How long a request waits for its LoRA adapter before it ends with FAILED_PRECONDITION. [default: 60.0]"""
 
     record: str | None
     """File to write a plan log to: every call into the scheduler's core, every plan and result, for replay;

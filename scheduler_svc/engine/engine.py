@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from cadenza.telemetry.spans import SpanSink
@@ -278,11 +279,9 @@ class Engine:
     async def drain(self, timeout_s: float | None) -> int:
         """Reject new requests until `resume` and wait for the others; returns the number left at the timeout."""
         self._set_draining(True)
-        try:
+        with suppress(TimeoutError):
             async with self.clock.timeout(timeout_s):
                 await self._idle.wait()
-        except TimeoutError:
-            pass
         return len(self._live)
 
     def resume(self) -> None:

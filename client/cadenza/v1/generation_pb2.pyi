@@ -143,9 +143,7 @@ class GenerateRequest(_message.Message):
     enable_prefix_caching: _builtins.bool
     """Whether the request may use and fill the prefix cache; default true."""
     adapter: _builtins.str
-    """Name of a LoRA adapter: at most 128 characters, no control characters; empty: none. NOT_FOUND if there is none of
-    this name.
-    """
+    """Name of a LoRA adapter: at most 128 characters, no control characters; empty: none. NOT_FOUND if it is unknown."""
     expected_output_tokens: _builtins.int
     """Expected number of output tokens, 1 or more: a hint for orders that sort by length; ignored by others."""
     traceparent: _builtins.str

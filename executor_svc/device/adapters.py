@@ -7,7 +7,7 @@ says which place each of its rows uses. `device.reference.add_adapters` defines 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,18 +41,50 @@ class AdapterPart(Protocol):
         ...
 
 
+class EmbeddingPair(Protocol):
+    """Two matrices that add scale * (a[token] @ b.T) to a token's row of a table of embeddings."""
+
+    @property
+    def a(self) -> Tensor:
+        """[vocabulary, r], as those of `AdapterPart`."""
+        ...
+
+    @property
+    def b(self) -> Tensor:
+        """[hidden, r]"""
+        ...
+
+    @property
+    def scale(self) -> float: ...
+
+
+class ReplacedRows(Protocol):
+    """Rows in place of those of a table of embeddings, or of a linear's weight."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[n] int64, ascending: which rows."""
+        ...
+
+    @property
+    def rows(self) -> Tensor:
+        """[n, in_features], on the CPU."""
+        ...
+
+
 class AdapterPlaces(Protocol):
     """What the adapters in all places add to one linear."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all places, taken when this was made."""
+        """Memory of all places, taken when this was made, and that of replaced rows, taken when they are loaded."""
         ...
 
-    def load(self, place: int, parts: Sequence[AdapterPart]) -> None:
+    def load(self, place: int, parts: Sequence[AdapterPart], replaced: ReplacedRows | None = None) -> None:
         """Put an adapter's parts into a place, rounded to the model's dtype; any thread may, if no step uses it.
 
-        Raises ValueError for parts that do not fit: too many, of too large a rank, or of another shape.
+        What the parts add comes on top of replaced rows. Raises ValueError for parts that do not fit: too many, of too
+        large a rank, or of another shape, and for replaced rows of a linear that was made without.
         """
         ...
 
@@ -69,8 +101,8 @@ class EmbeddingPlaces(Protocol):
         """Memory of the adapters that are loaded: of this kind it is taken when one is loaded."""
         ...
 
-    def load(self, place: int, a: Tensor, b: Tensor, scale: float) -> None:
-        """Put a [vocabulary, r] and b [hidden, r] into a place; conditions as those of `AdapterPlaces.load`."""
+    def load(self, place: int, pair: EmbeddingPair | None, replaced: ReplacedRows | None = None) -> None:
+        """Put an adapter's pair and rows into a place; as `AdapterPlaces.load`."""
         ...
 
     def clear(self, place: int) -> None: ...
@@ -90,6 +122,7 @@ class AdapterRows(Protocol):
         ...
 
 
+@runtime_checkable
 class AdapterKernels(Kernels, Protocol):
     """The operations of a device that runs adapters."""
 
@@ -98,11 +131,18 @@ class AdapterKernels(Kernels, Protocol):
         ...
 
     def new_adapter_places(
-        self, num_places: int, max_rank: int, in_features: int, part_columns: Sequence[int], dtype: torch.dtype
+        self,
+        num_places: int,
+        max_rank: int,
+        in_features: int,
+        part_columns: Sequence[int],
+        dtype: torch.dtype,
+        replaces_rows: bool = False,
     ) -> AdapterPlaces:
         """Return empty places of a linear whose result has parts of so many columns, each with its own adapter pair.
 
-        An adapter's parts must each fit one of these; max_rank: of each part.
+        An adapter's parts must each fit one of these; max_rank: of each part; replaces_rows: whether adapters may
+        replace rows of the weight.
         """
         ...
 
@@ -115,6 +155,8 @@ class AdapterKernels(Kernels, Protocol):
     def add_adapters(self, x: Tensor, y: Tensor, places: AdapterPlaces, rows: AdapterRows) -> Tensor:
         """Add to y [T, out_features] what the rows' adapters make of x [T, in_features], in place; return y.
 
+        First, columns whose rows of the weight an adapter replaces become the product of x and these.
+
         y is in the dtype of x, or float32 that holds numbers of that dtype. The sums are in fp32 and in one order, the
         result is rounded once to the dtype of x. A row's bits depend on nothing but its x, its y and its adapter; a row
         without an adapter stays as it is. Parts of places that hold nothing add nothing.
@@ -124,7 +166,10 @@ class AdapterKernels(Kernels, Protocol):
     def add_embedding_adapters(
         self, token_ids: Tensor, y: Tensor, places: EmbeddingPlaces, rows: AdapterRows
     ) -> Tensor:
-        """Add scale * (a[token] @ b.T) of the rows' adapters to y [T, hidden], likewise; token_ids: [T] int64."""
+        """Replace rows of y [T, hidden] by those of the rows' adapters and add their pairs, as `add_adapters`.
+
+        token_ids: [T] int64.
+        """
         ...
 
     def scale_rows(self, x: Tensor, scale: float) -> Tensor:

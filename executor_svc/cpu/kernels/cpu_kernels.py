@@ -19,12 +19,10 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
-from executor_svc.cpu.kernels.lora.expand import expand
+from executor_svc.cpu.kernels.lora.launches import AdapterLaunches
 from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces, CpuEmbeddingPlaces
-from executor_svc.cpu.kernels.lora.rows import TILE_ROWS, CpuAdapterRows
-from executor_svc.cpu.kernels.lora.shrink import HALVES, shrink
-from executor_svc.cpu.kernels.lora.tables import scale_rows, take_sums
-from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs, has_tiles, widen_rows
+from executor_svc.cpu.kernels.lora.rows import CpuAdapterRows
+from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_rows
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.panels import PanelWriter
 from executor_svc.cpu.kernels.quantized import embedding_rows
@@ -282,9 +280,15 @@ class CpuKernels:
         return CpuAdapterRows(max_rows)
 
     def new_adapter_places(
-        self, num_places: int, max_rank: int, in_features: int, part_columns: Sequence[int], dtype: torch.dtype
+        self,
+        num_places: int,
+        max_rank: int,
+        in_features: int,
+        part_columns: Sequence[int],
+        dtype: torch.dtype,
+        replaces_rows: bool = False,
     ) -> CpuAdapterPlaces:
-        return CpuAdapterPlaces(num_places, max_rank, in_features, part_columns, dtype)
+        return CpuAdapterPlaces(num_places, max_rank, in_features, part_columns, dtype, replaces_rows)
 
     def new_embedding_places(
         self, num_places: int, max_rank: int, hidden_size: int, dtype: torch.dtype
@@ -294,9 +298,7 @@ class CpuKernels:
     def add_adapters(self, x: Tensor, y: Tensor, places: AdapterPlaces, rows: AdapterRows) -> Tensor:
         assert isinstance(places, CpuAdapterPlaces)
         assert isinstance(rows, CpuAdapterRows)
-        assert (x.shape[1], y.shape[1]) == (places.in_features, places.out_features)
-        sums = (*_addresses(x), x.shape[1])
-        self._add_sums(shrink(self._code, _dtype(x)), sums, Output(_dtype(x), _dtype(y), False), y, places, rows)
+        self._adapters.linear(x, y, places, rows)
         return y
 
     def add_embedding_adapters(
@@ -304,34 +306,15 @@ class CpuKernels:
     ) -> Tensor:
         assert isinstance(places, CpuEmbeddingPlaces)
         assert isinstance(rows, CpuAdapterRows)
-        dtype = _dtype(y)
-        kernel = take_sums(self._code, dtype)
-        self._add_sums(kernel, _addresses(token_ids), Output(dtype, dtype, False), y, places, rows)
+        self._adapters.embedding(token_ids, y, places, rows)
         return y
 
-    def _add_sums(
-        self,
-        kernel: str,
-        arguments: tuple[int, ...],
-        output: Output,
-        y: Tensor,
-        places: CpuAdapterPlaces | CpuEmbeddingPlaces,
-        rows: CpuAdapterRows,
-    ) -> None:
-        """Launch a kernel that computes sums, from its arguments between tables, and their products with b."""
-        sums = self._workspace.take("adapter sums", (rows.max_rows, HALVES, places.max_sums), torch.float32)
-        tiles = rows.tiles.ctypes.data, rows.order.ctypes.data
-        half_bytes = places.max_sums * sums.element_size()
-        held = places.table.address, places.table.row_bytes, sums.data_ptr(), half_bytes
-        self._launch(Launch(kernel, rows.name, 1, HALVES, (*tiles, *arguments, *held)), rows.num_tiles)
-        scratch_bytes = TILE_ROWS * half_bytes
-        scratch = self._scratch(scratch_bytes).data_ptr(), scratch_bytes
-        into = (*_addresses(y), y.shape[1] * y.element_size())
-        launch = Launch(expand(self._code, output), rows.name, 1, HALVES, (*tiles, *into, *held, *scratch))
-        self._launch(launch, rows.num_tiles)
+    @property
+    def _adapters(self) -> AdapterLaunches:
+        return AdapterLaunches(self._code, self._workspace, self._launch, self._scratch)
 
     def scale_rows(self, x: Tensor, scale: float) -> Tensor:
-        kernel = scale_rows(self._code, _dtype(x), x.shape[1], scale)
+        kernel = rows.scale_rows(self._code, _dtype(x), x.shape[1], scale)
         self._launch(Launch(kernel, "rows", 1, 1, _addresses(x)), x.shape[0])
         return x
 

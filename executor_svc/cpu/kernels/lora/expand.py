@@ -32,8 +32,8 @@ class _Part:
     @staticmethod
     def load(emit: Emitter, place: Int, which: Int) -> _Part:
         fields = place + (which * PART_FIELDS + PLACE_FIELDS) * 8
-        numbers = [emit.load_int(fields + 8 * field) for field in range(PART_FIELDS - 1)]
-        return _Part(*numbers, fields + 8 * (PART_FIELDS - 1))
+        first_sum, units, first_column, columns, b = (emit.load_int(fields + 8 * field) for field in range(5))
+        return _Part(first_sum, units, first_column, columns, b, fields + 8 * 5)
 
 
 def expand(code: Code, output: Output) -> str:
@@ -61,6 +61,7 @@ def expand(code: Code, output: Output) -> str:
         scratch_bytes: Int,
     ) -> None:
         computed = {height: _rows(code, output, height) for height in heights(code)}
+        last_strip = _rows(code, output, 1, whole=False)
         tile = Tile.load(emit, tiles, item, places, place_bytes)
         strips, parts = emit.load_int(tile.place), emit.load_int(tile.place + 16)
         whole_sums = scratch + thread * scratch_bytes
@@ -70,17 +71,26 @@ def expand(code: Code, output: Output) -> str:
             fields = _Part.load(emit, tile.place, which)
             num_strips = (fields.columns + (LANES - 1)) // LANES
             start, stop = num_strips * tile.half // HALVES, num_strips * (tile.half + 1) // HALVES
+            whole_strips = fields.columns // LANES
             into = y + fields.first_column * ITEM_BYTES[output.out]
             factors = whole_sums + fields.first_sum * 4
+
+            def call(helper: Callable[..., None], row: Int, first: Int, end: Int) -> None:
+                rows, sums_of_rows = order + (tile.first + row) * 8, factors + row * half_bytes
+                places = (rows, into, y_bytes, sums_of_rows, half_bytes, fields.b)
+                helper(emit, *places, fields.units, first, end, fields.columns, fields.scale)
+
             for at, count, height in split_rows(tile.rows, tuple(computed)):
 
-                def call(index: Int, _: list[Vec], at: Int = at, height: int = height) -> None:
-                    row = at + index * height
-                    rows, sums_of_rows = order + (tile.first + row) * 8, factors + row * half_bytes
-                    places = (rows, into, y_bytes, sums_of_rows, half_bytes, fields.b)
-                    computed[height](emit, *places, fields.units, start, stop, fields.columns, fields.scale)
+                def of_height(index: Int, _: list[Vec], at: Int = at, height: int = height) -> None:
+                    call(computed[height], at + index * height, start, stop.least(whole_strips))
 
-                emit.loop(0, count, 1, call)
+                emit.loop(0, count, 1, of_height)
+
+            def of_last_strip() -> None:
+                emit.loop(0, tile.rows, 1, lambda row, _: call(last_strip, row, whole_strips, stop))
+
+            emit.when(whole_strips.less(stop), of_last_strip)
 
         emit.loop(0, parts, 1, part)
 
@@ -103,9 +113,10 @@ def _add_halves(emit: Emitter, sums: Int, half_bytes: Int, strips: Int, rows: In
     emit.loop(0, rows, 1, row)
 
 
-def _rows(code: Code, output: Output, height: int) -> Callable[..., None]:
+def _rows(code: Code, output: Output, height: int, whole: bool = True) -> Callable[..., None]:
     """Add a helper that computes some strips' columns of `height` rows; returns a function that emits a call.
 
+    whole: whether all strips are; else only the part's last one may have columns that are not written.
     Its arguments: the place of the first row's index; the part's first column of y, and the bytes of a row; sums of the
     first row, and the distance of the rows'; b; the units of its rows; the first strip, and the one to stop before; the
     part's columns; the place of the scale.
@@ -145,20 +156,13 @@ def _rows(code: Code, output: Output, height: int) -> Callable[..., None]:
 
             return emit.loop(0, units, 1, add, [emit.vec(0.0)] * height)
 
-        def whole(strip: Int, _: list[Vec]) -> None:
-            column = strip * (LANES * ITEM_BYTES[out])
+        def add_strip(strip: Int, _: list[Vec]) -> None:
+            column, left = strip * (LANES * ITEM_BYTES[out]), None if whole else columns - strip * LANES
             for target, total in zip(targets, products(strip), strict=True):
                 at = target + column
-                output.write(emit, total.times_plus(factor, emit.load(at, out)), at, at, 0, None)
+                before = emit.load(at, out) if left is None else emit.load_some(at, out, left)
+                output.write(emit, total.times_plus(factor, before), at, at, 0, left)
 
-        def rest(strip: Int, _: list[Vec]) -> None:
-            column, left = strip * (LANES * ITEM_BYTES[out]), columns - strip * LANES
-            for target, total in zip(targets, products(strip), strict=True):
-                at = target + column
-                output.write(emit, total.times_plus(factor, emit.load_some(at, out, left)), at, at, 0, left)
+        emit.loop(start, stop, 1, add_strip)
 
-        end = stop.least(columns // LANES)
-        emit.loop(start, end, 1, whole)
-        emit.loop(end.most(start), stop, 1, rest)
-
-    return code.helper(f"lora_expand_{output}_{height}", 11, body)
+    return code.helper(f"lora_expand_{output}_{height if whole else 'last'}", 11, body)

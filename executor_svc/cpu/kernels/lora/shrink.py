@@ -19,7 +19,8 @@ from executor_svc.cpu.kernels.panel_layout import inner_step, load_weights, wide
 HALVES = 2
 """Items of a tile, in both products."""
 
-_STRIP_UNIT_BYTES = LANES * UNIT_BYTES
+STRIP_UNIT_BYTES = LANES * UNIT_BYTES
+"""Of the same unit of all rows of a strip."""
 
 
 def heights(code: Code) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ def shrink(code: Code, dtype: Dtype) -> str:
         sums: Int,
         half_bytes: Int,
     ) -> None:
-        computed = {height: _rows(code, dtype, height) for height in heights(code)}
+        computed = {height: row_sums(code, dtype, height) for height in heights(code)}
         tile = Tile.load(emit, tiles, item, places, place_bytes)
         strips, a = emit.load_int(tile.place), emit.load_int(tile.place + 8)
         units = (inner + (step - 1)) // step
@@ -60,7 +61,7 @@ def shrink(code: Code, dtype: Dtype) -> str:
         stride = half_bytes * HALVES
 
         def strip(which: Int, _: list[Vec]) -> None:
-            weights = a + which * units * _STRIP_UNIT_BYTES
+            weights = a + which * units * STRIP_UNIT_BYTES
             into = sums + (tile.first * HALVES + tile.half) * half_bytes + which * (LANES * 4)
             for at, count, height in split_rows(tile.rows, tuple(computed)):
 
@@ -91,11 +92,11 @@ class Tile:
         return Tile(places + place * place_bytes, first, rows, item % HALVES)
 
 
-def _rows(code: Code, dtype: Dtype, height: int) -> Callable[..., None]:
+def row_sums(code: Code, dtype: Dtype, height: int) -> Callable[..., None]:
     """Add a helper that computes 16 sums of `height` rows; returns a function that emits a call.
 
-    Its arguments: the place of the first row's index; x; K; a strip of a; the first unit of K and the one to stop
-    before; the place of the first row's sums, and the distance of the rows'.
+    Its arguments: the place of the first row's index; x; K; a strip of a matrix; the first unit of K and the one to
+    stop before; the place of the first row's sums, float32, and the distance of the rows'.
     """
     pairs, step = has_pairs(code.isa, dtype), inner_step(dtype)
 
@@ -106,7 +107,7 @@ def _rows(code: Code, dtype: Dtype, height: int) -> Callable[..., None]:
         sources = [x + emit.load_int(rows + 8 * row) * row_bytes for row in range(height)]
 
         def add(unit: Int, sums: list[Vec], last: bool = False) -> list[Vec]:
-            loaded = load_weights(emit, weights + unit * _STRIP_UNIT_BYTES, dtype)
+            loaded = load_weights(emit, weights + unit * STRIP_UNIT_BYTES, dtype)
             places = [source + unit * UNIT_BYTES for source in sources]
             if dtype == "float32":
                 floats = Vec(emit, loaded)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.cpu.kernels.linear import CpuLinear
 from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces
 from executor_svc.cpu.kernels.lora.rows import TILE_ROWS, CpuAdapterRows
 from executor_svc.device import reference
@@ -39,7 +40,9 @@ def randn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def draw_adapter(random: np.random.Generator, inner: int, columns: list[int], most: int, dtype: torch.dtype) -> list[Part]:
+def draw_adapter(
+    random: np.random.Generator, inner: int, columns: list[int], most: int, dtype: torch.dtype
+) -> list[Part]:
     """Return an adapter of some of a linear's parts, at least one, each of another rank."""
     chosen = random.permutation(len(columns))[: random.integers(1, len(columns) + 1)]
     starts = np.cumsum([0, *columns])
@@ -220,28 +223,91 @@ def test_tiles_cover_the_rows_with_adapters(places: list[int]) -> None:
     assert seen == sorted((place, row) for row, place in enumerate(places) if place >= 0)
 
 
+@dataclass(frozen=True)
+class Replaced:
+    token_ids: Tensor
+    rows: Tensor
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("rank", [1, 7, 16, 40])
 def test_adapters_of_embeddings(kernels: CpuKernels, dtype: torch.dtype, rank: int) -> None:
-    places, rows = kernels.new_embedding_places(3, 40, 45, dtype), kernels.new_adapter_rows(20)
-    tables = [(randn(seed, 30, rank).to(dtype), randn(seed + 9, 45, rank).to(dtype)) for seed in range(2)]
-    for place, (a, b) in enumerate(tables):
-        places.load(place, a, b, 0.5)
-    assert places.num_bytes >= sum(a.nbytes + b.nbytes for a, b in tables)
+    """Pairs, replaced rows, both or nothing."""
+    places, rows = kernels.new_embedding_places(5, 40, 45, dtype), kernels.new_adapter_rows(60)
+    pairs = [Part(randn(seed, 30, rank).to(dtype), randn(seed + 9, 45, rank).to(dtype), 0.5, 0) for seed in range(2)]
+    tokens = [torch.tensor(ids) for ids in ([0, 3, 4, 5, 6, 7, 12, 29], [11])]
+    replaced = [Replaced(ids, randn(20 + len(ids), len(ids), 45).to(dtype)) for ids in tokens]
+    held = [(pairs[0], None), (None, replaced[0]), (pairs[1], replaced[1]), (pairs[1], replaced[0]), (None, None)]
+    for place, (pair, own_rows) in enumerate(held):
+        places.load(place, pair, own_rows)
+    assert places.num_bytes >= sum(each.a.nbytes + each.b.nbytes for each in pairs)
     random = np.random.default_rng(rank)
-    chosen, ids = random.integers(-1, 3, 20), torch.from_numpy(random.integers(0, 30, 20))
+    chosen, ids = random.integers(-1, 5, 60), torch.from_numpy(random.integers(0, 30, 60))
     rows.fill(chosen)
-    y = randn(3, 20, 45).to(dtype)
+    y = randn(3, 60, 45).to(dtype)
     found = kernels.add_embedding_adapters(ids, y.clone(), places, rows)
     expected = y.double()
     for row, place in enumerate(chosen):
-        if 0 <= place < 2:  # the third place is empty
-            a, b = tables[place]
-            expected[row] += 0.5 * (b.double() @ a[ids[row]].double())
+        pair, own_rows = held[place] if place >= 0 else (None, None)
+        if own_rows is not None and ids[row] in own_rows.token_ids:
+            expected[row] = own_rows.rows[own_rows.token_ids.tolist().index(ids[row])].double()
+        if pair is not None:
+            expected[row] += pair.scale * (pair.b.double() @ pair.a[ids[row]].double())
         else:
-            assert equal_bits(found[row], y[row])
+            assert equal_bits(found[row], expected[row].to(dtype))
     torch.testing.assert_close(found.double(), expected, rtol=2**-8 if dtype == BF16 else 1e-5, atol=1e-5)
-    places.clear(0)
-    assert places.num_bytes < 2 * sum(a.nbytes + b.nbytes for a, b in tables[:1]) + 2 * 45 * 64 * 4
+    for place in range(5):
+        places.clear(place)
+    assert places.num_bytes == 0
+    assert equal_bits(kernels.add_embedding_adapters(ids, y.clone(), places, rows), y)
     scaled = kernels.scale_rows(found.clone(), 1.7)
     assert equal_bits(scaled, (found.float() * torch.tensor(1.7)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("inner", [37, 64])
+def test_replaced_rows_of_a_head(kernels: CpuKernels, dtype: torch.dtype, inner: int) -> None:
+    """They give the bits of a linear that has them; what a pair adds comes on top."""
+    weight, x, chosen = randn(0, 70, inner).to(dtype), randn(1, 11, inner).to(dtype), [0, 1, -1, *[0] * 8]
+    ids = torch.tensor([0, 1, *range(5, 40), 69])
+    replaced = Replaced(ids, randn(2, len(ids), inner).to(dtype))
+    other = weight.clone()
+    other[ids] = replaced.rows
+    pair = Part(randn(3, 4, inner).to(dtype), randn(4, 70, 4).to(dtype), 0.7, 0)
+    places = kernels.new_adapter_places(2, 4, inner, [70], dtype, replaces_rows=True)
+    places.load(0, [], replaced)
+    places.load(1, [pair], replaced)
+    base, changed = (CpuLinear(each, None, kernels)(x, F32) for each in (weight, other))
+    found = add(kernels, x, base, places, chosen)
+    if not kernels.isa.has("amx-bf16"):  # its products have another order of sums
+        assert equal_bits(found[3:], changed[3:])
+        assert equal_bits(found[[0]], changed[[0]])
+    torch.testing.assert_close(found[3:], changed[3:], rtol=2**-7 if dtype == BF16 else 1e-5, atol=1e-4)
+    assert equal_bits(found[2], base[2])
+    alone = kernels.new_adapter_places(1, 4, inner, [70], dtype, replaces_rows=True)
+    alone.load(0, [pair])
+    if not kernels.isa.has("amx-bf16"):
+        assert equal_bits(found[[1]], add(kernels, x[[1]], changed[[1]], alone, [0]))
+    before = places.num_bytes
+    places.clear(1)
+    assert places.num_bytes < before
+    assert equal_bits(add(kernels, x, base, places, chosen)[[1, 2]], base[[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        (Replaced(torch.tensor([3]), randn(0, 1, 9)), r"\[1, 10\] are expected"),
+        (Replaced(torch.tensor([3, 20]), randn(0, 2, 10)), "below 20"),
+        (Replaced(torch.tensor([3, 3]), randn(0, 2, 10)), "must ascend"),
+        (Replaced(torch.tensor([-1, 3]), randn(0, 2, 10)), "must ascend"),
+    ],
+)
+def test_replaced_rows_that_do_not_fit_are_refused(replaced: Replaced, message: str) -> None:
+    kernels = CpuKernels()
+    head = kernels.new_adapter_places(1, 4, 10, [20], F32, replaces_rows=True)
+    with pytest.raises(ValueError, match=message):
+        head.load(0, [], replaced)
+    other = kernels.new_adapter_places(1, 4, 10, [20], F32)
+    with pytest.raises(ValueError, match="cannot be replaced"):
+        other.load(0, [], replaced)

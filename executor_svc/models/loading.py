@@ -71,8 +71,8 @@ def load_model(config: ExecutorConfig, device: Device, adapter_sizes: AdapterSiz
         return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes)
     if adapter_sizes is not None:
         raise LoaderError(
-            f"model folder {checkpoint.folder}: {', '.join(checkpoint.names)} has no code in Cadenza, and LoRA adapters "
-            "need it"
+            f"model folder {checkpoint.folder}: {', '.join(checkpoint.names)} has no code in Cadenza, which LoRA "
+            "adapters need"
         )
     return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
 

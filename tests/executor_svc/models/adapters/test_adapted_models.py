@@ -8,26 +8,48 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.models.adapters.places import AdapterSizes
+from executor_svc.device.adapters import NO_PLACE
+from executor_svc.models.adapters.adapter import Adapter
+from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.driver import Driver, Model, Tokens
 from tests.helpers.peft_adapters import read, save_peft_adapter
 
-PLACES, MAX_RANK = 4, 64
+SIZES = AdapterSizes(num_places=4, max_rank=64)
 KINDS: dict[str, dict[str, Any]] = {
-    "all, rank 8": {"r": 8, "lora_alpha": 12, "target_modules": "all-linear"},
+    "all, rank 8": {"r": 8, "lora_alpha": 2, "target_modules": "all-linear"},
     "ranks 1 to 64": {
         "r": 16,
-        "lora_alpha": 3,
+        "lora_alpha": 2,
         "target_modules": "all-linear",
         "rank_pattern": {"q_proj": 1, "qkv_proj": 5, "v_proj": 3, "o_proj": 64, "down_proj": 17, "up_proj": 33},
     },
-    "a layer": {"r": 2, "target_modules": ["q_proj", "qkv_proj", "down_proj"], "layers_to_transform": [1]},
+    "a layer": {
+        "r": 2,
+        "lora_alpha": 1,
+        "target_modules": ["q_proj", "qkv_proj", "down_proj"],
+        "layers_to_transform": [1],
+    },
+}
+TABLES: dict[str, dict[str, Any]] = {
+    "embedding": {"r": 5, "lora_alpha": 2, "target_modules": ["embed_tokens", "o_proj"]},
+    "head": {"r": 4, "lora_alpha": 1, "target_modules": ["lm_head", "v_proj"]},
+    "both": {"r": 5, "lora_alpha": 2, "target_modules": ["embed_tokens", "lm_head"], "rank_pattern": {"lm_head": 20}},
+    "tokens": {"r": 2, "lora_alpha": 1, "target_modules": ["o_proj"], "trainable_token_indices": [7, 130, 3]},
+    "tokens of both": {
+        "r": 2,
+        "lora_alpha": 1,
+        "target_modules": ["o_proj"],
+        "trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [4]},
+    },
+    "whole head": {"r": 2, "lora_alpha": 1, "target_modules": ["o_proj"], "modules_to_save": ["lm_head"]},
+    "whole embedding": {"r": 2, "lora_alpha": 1, "target_modules": ["o_proj"], "modules_to_save": ["embed_tokens"]},
 }
 
 
@@ -37,43 +59,157 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return cache(lambda family: make_checkpoint(tmp_path_factory.mktemp(family), family))
 
 
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Model]:
+    """Return the model of a family, in fp32, with places for adapters."""
+    return cache(lambda family: Model(checkpoint(family), SIZES, dtype="float32", max_num_batched_tokens=128))
+
+
 def prompt(seed: int, length: int) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(2, 131) for _ in range(length)]
 
 
-def small(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config whose products stay near 1, so that logits of random adapters have the base's size."""
-    return {"lora_alpha": 1, **config}
+def places_of(model: Model) -> ModelAdapters:
+    assert model.loaded.adapters is not None
+    return model.loaded.adapters
 
 
-def logits_of(driver: Driver, place: int, tokens: list[int], chunk: int = 64) -> Tensor:
-    """Return the logits of a sequence that runs alone."""
-    sequence, rows = Tokens(tokens, place=place), []
-    while sequence.num_computed < len(tokens):
-        rows.append(driver.step([(sequence, min(chunk, len(tokens) - sequence.num_computed))])[0])
+def alone(driver: Driver, place: int, tokens: list[int], logits: str = "all") -> Tensor:
+    """Return the logits of a sequence that runs alone, in one step."""
+    sequence = Tokens(tokens, place=place)
+    (found,) = driver.step([(sequence, len(tokens))], logits)
     driver.release(sequence)
     driver.forget()
-    return torch.cat(rows)
+    return found
+
+
+def check_logits(model: Model, base: Path, folder: Path, config: dict[str, Any], seed: int) -> None:
+    """Compare with peft's unmerged model in float64, within 1e-5 of the largest logit."""
+    driver, place, tokens = model.driver(block_size=8), seed % SIZES.num_places, [*prompt(0, 36), 7, 3, 130, 4]
+    peft = save_peft_adapter(base, folder, seed=seed, **config)
+    places_of(model).load(place, read(base, folder))
+    with torch.no_grad():
+        expected = peft(torch.tensor([tokens])).logits[0]
+    found, without = alone(driver, place, tokens), alone(driver, NO_PLACE, tokens)
+    largest = float(expected.abs().max())
+    assert float((found.double() - expected).abs().max()) <= 1e-5 * largest
+    assert float((found - without).abs().max()) > 1e-3 * largest
+    places_of(model).clear(place)
+    assert equal_bits(alone(driver, place, tokens), without)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_peft(checkpoint: Callable[[str], Path], family: str, tmp_path: Path) -> None:
-    """In fp32, beside peft's unmerged model in float64, within 1e-5 of the largest logit."""
+def test_logits_are_those_of_peft(
+    checkpoint: Callable[[str], Path], model: Callable[[str], Model], family: str, tmp_path: Path
+) -> None:
+    for seed, (name, config) in enumerate(KINDS.items()):
+        check_logits(model(family), checkpoint(family), tmp_path / name, config, seed)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", TABLES)
+def test_tables_are_those_of_peft(
+    checkpoint: Callable[[str], Path], model: Callable[[str], Model], family: str, kind: str, tmp_path: Path
+) -> None:
+    """Gemma's table is tied, and its embeddings are scaled."""
+    check_logits(model(family), checkpoint(family), tmp_path, TABLES[kind], len(kind))
+
+
+def made(checkpoint: Path, folder: Path, seed: int, **config: Any) -> Adapter:
+    save_peft_adapter(checkpoint, folder, seed=seed, **config)
+    return read(checkpoint, folder)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("gemma2", "bfloat16")])
+def test_a_row_has_the_bits_that_it_has_alone(
+    checkpoint: Callable[[str], Path], family: str, dtype: str, tmp_path: Path
+) -> None:
+    """In chunks and decodes among sequences of several adapters and none, whatever the largest rank, threads and places.
+
+    Sequences without adapters have the bits of a model that was loaded without.
+    """
     base = checkpoint(family)
-    model = Model(base, AdapterSizes(PLACES, MAX_RANK), dtype="float32")
-    adapters, driver = model.loaded.adapters, model.driver(block_size=8)
-    assert adapters is not None
-    tokens = prompt(0, 40)
-    without = logits_of(driver, -1, tokens)
-    assert equal_bits(without, Model(base, dtype="float32").whole(tokens))
-    for place, (name, config) in enumerate(KINDS.items()):
-        peft = save_peft_adapter(base, tmp_path / str(place), seed=place, **config)
-        adapters.load(place, read(base, tmp_path / str(place)))
-        with torch.no_grad():
-            expected = peft(torch.tensor([tokens])).logits[0]
-        found = logits_of(driver, place, tokens)
-        worst = float((found.double() - expected).abs().max() / expected.abs().max())
-        assert worst <= 1e-5, name
-        assert float((found - without).abs().max()) > 1e-2 * float(without.abs().max())
-    assert equal_bits(logits_of(driver, -1, tokens), without)
+    options = {"dtype": dtype, "max_num_batched_tokens": 128}
+    kinds = [KINDS["all, rank 8"], KINDS["ranks 1 to 64"], TABLES["both"], TABLES["tokens of both"]]
+    adapters = [made(base, tmp_path / str(seed), seed, **config) for seed, config in enumerate(kinds)]
+    mixed = Model(base, SIZES, num_threads=2, **options)
+    for place, adapter in enumerate(adapters):
+        places_of(mixed).load(place, adapter)
+    texts = [prompt(seed, 20 + 3 * seed) for seed in range(9)]
+    expected = []
+    for which, adapter in enumerate(adapters):
+        one = Model(base, AdapterSizes(1, adapter.max_rank), **options)
+        places_of(one).load(0, adapter)
+        expected += [
+            (text, which, alone(one.driver(block_size=8), 0, text)) for text in texts[2 * which : 2 * which + 2]
+        ]
+    plain = Model(base, **options)
+    expected.append((texts[8], NO_PLACE, plain.whole(texts[8])))
+
+    draw, driver = random.Random(0), mixed.driver(block_size=8)
+    work = [(Tokens(text, place=which), logits) for text, which, logits in expected]
+    modes = ["all", "asked"]
+    while left := [(sequence, logits) for sequence, logits in work if sequence.num_computed < len(sequence.tokens)]:
+        chosen = draw.sample(left, draw.randint(1, len(left)))
+        counts = [min(draw.choice([1, 1, 5, 11]), len(seq.tokens) - seq.num_computed) for seq, _ in chosen]
+        starts = [sequence.num_computed for sequence, _ in chosen]
+        found = driver.step([(seq, count) for (seq, _), count in zip(chosen, counts, strict=True)], draw.choice(modes))
+        for (_, logits), start, count, rows in zip(chosen, starts, counts, found, strict=True):
+            assert equal_bits(rows, logits[start : start + count])
+
+
+def test_an_adapter_that_does_not_fit_leaves_its_place_empty(
+    checkpoint: Callable[[str], Path], model: Callable[[str], Model], tmp_path: Path
+) -> None:
+    base = checkpoint("llama")
+    adapter = made(base, tmp_path, 0, **KINDS["all, rank 8"])
+    small = Model(base, AdapterSizes(1, 7), dtype="float32")
+    with pytest.raises(ValueError, match="rank 8: at most 7"):
+        places_of(small).load(0, adapter)
+    driver, tokens = small.driver(block_size=8), prompt(0, 9)
+    assert equal_bits(alone(driver, 0, tokens), alone(driver, NO_PLACE, tokens))
+    with pytest.raises(ValueError, match="place 4"):
+        places_of(model("llama")).load(4, adapter)
+
+
+def test_memory_is_taken_at_the_start(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    base = checkpoint("llama")
+    adapters = places_of(Model(base, SIZES, dtype="float32"))
+    before = adapters.num_bytes
+    adapters.load(0, made(base, tmp_path / "linears", 0, **KINDS["ranks 1 to 64"]))
+    assert adapters.num_bytes == before
+    adapters.load(0, made(base, tmp_path / "tables", 0, **TABLES["tokens of both"]))
+    assert adapters.num_bytes > before
+    adapters.clear(0)
+    assert adapters.num_bytes == before
+
+
+def test_a_step_without_adapters_runs_the_program_without(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = checkpoint("llama")
+    model = Model(base, SIZES, dtype="float32")
+    driver, plain = model.driver(block_size=8), Model(base, dtype="float32").driver(block_size=8)
+    places_of(model).load(1, made(base, tmp_path, 0, **KINDS["all, rank 8"]))
+    launches = []
+    team = model.device.kernels._team  # type: ignore[attr-defined]
+    drive = team.drive
+    monkeypatch.setattr(team, "drive", lambda state: (launches.append(_num_launches(state)), drive(state)))
+    tokens = prompt(0, 9)
+    alone(driver, NO_PLACE, tokens)
+    without = launches.pop()
+    alone(driver, 1, tokens)
+    assert launches.pop() > without
+    team = plain.runner._recorded._kernels._team  # type: ignore[attr-defined]
+    drive_plain = team.drive
+    monkeypatch.setattr(team, "drive", lambda state: (launches.append(_num_launches(state)), drive_plain(state)))
+    alone(plain, NO_PLACE, tokens)
+    assert launches.pop() == without
+
+
+def _num_launches(state: int) -> int:
+    """Return the number of launches of a program: the second number of its state."""
+    import ctypes
+
+    return int(np.ctypeslib.as_array((ctypes.c_int64 * 2).from_address(state))[1])

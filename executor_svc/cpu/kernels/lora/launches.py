@@ -62,18 +62,21 @@ class AdapterLaunches:
         places: CpuAdapterPlaces | CpuEmbeddingPlaces,
         rows: CpuAdapterRows,
     ) -> None:
-        """Launch a kernel that computes sums of what it reads, then what adds their products with b to y."""
+        """Launch a kernel that computes sums of what it reads, then what adds their products with b to y.
+
+        The first runs together with what was launched before, which writes y.
+        """
         sums = self.workspace.take("adapter sums", (rows.max_rows, HALVES, places.max_sums), torch.float32)
         half_bytes = places.max_sums * sums.element_size()
         held = places.table.address, places.table.row_bytes, sums.data_ptr(), half_bytes
-        self._each_tile(kernel, rows, (*read, *held))
+        self._each_tile(kernel, rows, (*read, *held), joins=True)
         scratch_bytes = TILE_ROWS * half_bytes
         scratch = self.scratch(scratch_bytes).data_ptr(), scratch_bytes
         self._each_tile(expand(self.code, output), rows, (*_written(y), *held, *scratch))
 
-    def _each_tile(self, kernel: str, rows: CpuAdapterRows, arguments: tuple[int, ...]) -> None:
+    def _each_tile(self, kernel: str, rows: CpuAdapterRows, arguments: tuple[int, ...], joins: bool = False) -> None:
         tables = rows.tiles.ctypes.data, rows.order.ctypes.data
-        self.launch(Launch(kernel, rows.name, 1, HALVES, (*tables, *arguments)), rows.num_tiles)
+        self.launch(Launch(kernel, rows.name, 1, HALVES, (*tables, *arguments), joins=joins), rows.num_tiles)
 
 
 def _written(y: Tensor) -> tuple[int, int]:

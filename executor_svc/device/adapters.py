@@ -1,7 +1,8 @@
 """The operations of LoRA adapters on a device (Hu et al., 2021).
 
-An *adapter place* holds one adapter; each linear has memory for the same number of places, taken at the start. A step
-says which place each of its rows uses. `device.reference.add_adapters` defines the operation.
+An *adapter place* holds one adapter; each linear has the same number of places. An adapter is packed once, by any
+thread, into memory in the device's order, and then set in a place between steps. A step says which place each of its
+rows uses. `device.reference.add_adapters` defines the operation.
 """
 
 from __future__ import annotations
@@ -72,40 +73,51 @@ class ReplacedRows(Protocol):
         ...
 
 
+class PackedPart(Protocol):
+    """What one linear or table needs of an adapter, in memory that lives as long as this."""
+
+    @property
+    def memory(self) -> Tensor: ...
+
+
 class AdapterPlaces(Protocol):
     """What the adapters in all places add to one linear."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all places, taken when this was made, and that of replaced rows, taken when they are loaded."""
+    def bytes_of_rank(self, rank: int) -> int:
+        """Return the memory of an adapter with a pair of this rank for each part."""
         ...
 
-    def load(self, place: int, parts: Sequence[AdapterPart], replaced: ReplacedRows | None = None) -> None:
-        """Put an adapter's parts into a place, rounded to the model's dtype; any thread may, if no step uses it.
+    def packed_bytes(self, parts: Sequence[AdapterPart], replaced: ReplacedRows | None = None) -> int:
+        """Return the memory that `pack` needs, a multiple of 64; raises ValueError as it does."""
+        ...
+
+    def pack(self, parts: Sequence[AdapterPart], replaced: ReplacedRows | None, memory: Tensor) -> PackedPart:
+        """Put an adapter's parts, rounded to the model's dtype, into memory [packed_bytes] uint8; any thread may.
 
         What the parts add comes on top of replaced rows. Raises ValueError for parts that do not fit: too many, of too
         large a rank, or of another shape, and for replaced rows of a linear that was made without.
         """
         ...
 
-    def clear(self, place: int) -> None:
-        """Let a place add nothing; conditions as those of `load`."""
+    def set(self, place: int, packed: PackedPart | None) -> None:
+        """Put a packed adapter into a place, None: nothing; no step may run. Raises ValueError for a wrong place."""
         ...
 
 
 class EmbeddingPlaces(Protocol):
     """What the adapters in all places add to a table of embeddings."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the adapters that are loaded: of this kind it is taken when one is loaded."""
+    def packed_bytes(self, pair: EmbeddingPair | None, replaced: ReplacedRows | None = None) -> int:
+        """As in `AdapterPlaces`."""
         ...
 
-    def load(self, place: int, pair: EmbeddingPair | None, replaced: ReplacedRows | None = None) -> None:
-        """Put an adapter's pair and rows into a place; as `AdapterPlaces.load`."""
+    def pack(self, pair: EmbeddingPair | None, replaced: ReplacedRows | None, memory: Tensor) -> PackedPart:
+        """As in `AdapterPlaces`."""
         ...
 
-    def clear(self, place: int) -> None: ...
+    def set(self, place: int, packed: PackedPart | None) -> None:
+        """As in `AdapterPlaces`."""
+        ...
 
 
 class AdapterRows(Protocol):
@@ -126,6 +138,10 @@ class AdapterRows(Protocol):
 class AdapterKernels(Kernels, Protocol):
     """The operations of a device that runs adapters."""
 
+    def new_adapter_memory(self, num_bytes: int) -> Tensor:
+        """Return [num_bytes] uint8 on the CPU, all zeros, for packed adapters."""
+        ...
+
     def new_adapter_rows(self, max_rows: int) -> AdapterRows:
         """Return the table of steps of at most max_rows rows."""
         ...
@@ -141,8 +157,7 @@ class AdapterKernels(Kernels, Protocol):
     ) -> AdapterPlaces:
         """Return empty places of a linear whose result has parts of so many columns, each with its own adapter pair.
 
-        An adapter's parts must each fit one of these; max_rank: of each part; replaces_rows: whether adapters may
-        replace rows of the weight.
+        max_rank: of each part; replaces_rows: whether adapters may replace rows of the weight.
         """
         ...
 

@@ -61,7 +61,7 @@ class LoadedModel:
 def load_model(config: ExecutorConfig, device: Device, adapter_sizes: AdapterSizes | None = None) -> LoadedModel:
     """Load `config.model` onto a device and set the device's dtype.
 
-    adapter_sizes: of the places for LoRA adapters, whose memory is taken now; None: it runs without.
+    adapter_sizes: of the places for LoRA adapters; None: it runs without.
 
     Raises LoaderError for a model that is missing, incomplete or not supported (the message names the problem), and
     NumericsError if exact numerics are requested and this machine cannot guarantee them.

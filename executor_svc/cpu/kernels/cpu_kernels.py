@@ -24,7 +24,7 @@ from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces, CpuEmbeddingP
 from executor_svc.cpu.kernels.lora.rows import CpuAdapterRows
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_rows
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
-from executor_svc.cpu.kernels.panels import PanelWriter
+from executor_svc.cpu.kernels.panels import PanelWriter, new_memory
 from executor_svc.cpu.kernels.quantized import embedding_rows
 from executor_svc.cpu.kernels.quantized.launches import Host, PackedPart, Part, PartLaunches, RowForms
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
@@ -275,6 +275,9 @@ class CpuKernels:
         return wide
 
     # ------------------------------------------------------------------ adapters
+
+    def new_adapter_memory(self, num_bytes: int) -> Tensor:
+        return new_memory(num_bytes)
 
     def new_adapter_rows(self, max_rows: int) -> CpuAdapterRows:
         return CpuAdapterRows(max_rows)

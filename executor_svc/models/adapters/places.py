@@ -1,4 +1,4 @@
-"""The places of a model's adapters: memory for all of them in each linear, and what fills it."""
+"""The places of a model's adapters, in each of its linears, and the adapters that they are filled with."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import get_args
 
 import torch
 
-from executor_svc.device.adapters import AdapterKernels, AdapterRows
+from executor_svc.device.adapters import AdapterKernels, AdapterRows, PackedPart
 from executor_svc.device.kernels import AttentionShape, Embedding, Linear
-from executor_svc.models.adapters.adapter import Adapter
+from executor_svc.models.adapters.adapter import Adapter, LoraPart, TokenRows
 from executor_svc.models.adapters.linears import AdaptedEmbedding, AdaptedLinear, AdapterSwitch
 from executor_svc.models.adapters.modules import LinearName, decoder_modules
 from executor_svc.models.adapters.padded import pad_part
@@ -26,12 +26,21 @@ _HEAD: LinearUse = (None, "lm_head")
 
 @dataclass(frozen=True, slots=True)
 class AdapterSizes:
-    """What memory is taken for adapters."""
+    """What a step's adapters may be."""
 
     num_places: int
     """--max-loras"""
     max_rank: int
     """--max-lora-rank"""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """An adapter in the order in which a model's kernels read it. Places refer to its memory."""
+
+    linears: Mapping[LinearUse, PackedPart]
+    embedding: PackedPart | None
+    num_bytes: int
 
 
 class ModelAdapters:
@@ -76,37 +85,49 @@ class ModelAdapters:
 
     # ------------------------------------------------------------------ places
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the places; that of tables and single tokens' rows is taken when an adapter has them."""
-        embedding = 0 if self._embedding is None else self._embedding.places.num_bytes
-        return embedding + sum(linear.places.num_bytes for linear in self._linears.values())
+    def bytes_of_rank(self, rank: int) -> int:
+        """Return the memory of a packed adapter of all linears of the layers, each pair of this rank."""
+        layers = (linear.places for use, linear in self._linears.items() if use != _HEAD)
+        return sum(places.bytes_of_rank(rank) for places in layers)
 
-    def load(self, place: int, adapter: Adapter) -> None:
-        """Put an adapter into a place, 0 to num_places - 1, instead of what is there.
+    def pack(self, adapter: Adapter) -> PackedAdapter:
+        """Return an adapter in the order in which kernels read it; any thread may, beside steps.
 
-        No step may use the place meanwhile; others may run: any thread may load. Raises ValueError for an adapter that
-        does not fit; the place is empty then.
+        Raises ValueError for an adapter that does not fit the model or its largest rank.
         """
-        self.clear(place)
         if unknown := adapter.linears.keys() - self._linears.keys():
             raise ValueError(f"the model has no {sorted(map(str, unknown))[0]}")
-        try:
-            for use, linear in self._linears.items():
-                parts = [pad_part(part, use[1], self._shape) for part in adapter.linears.get(use, ())]
-                linear.places.load(place, parts, adapter.head_rows if use == _HEAD else None)
-            assert self._embedding is not None
-            self._embedding.places.load(place, adapter.embedding, adapter.embedding_rows)
-        except ValueError:
-            self.clear(place)
-            raise
+        assert self._embedding is not None
+        table = self._embedding.places
+        tables = adapter.embedding, adapter.embedding_rows
+        chosen = {use: self._parts(use, adapter) for use in self._linears if _changes(use, adapter)}
+        sizes = [self._linears[use].places.packed_bytes(*parts) for use, parts in chosen.items()]
+        memory = self.kernels.new_adapter_memory(sum(sizes) + table.packed_bytes(*tables))
+        pieces = memory.split([*sizes, len(memory) - sum(sizes)])
+        linears = {
+            use: self._linears[use].places.pack(*parts, piece)
+            for (use, parts), piece in zip(chosen.items(), pieces, strict=False)
+        }
+        embedding = None if tables == (None, None) else table.pack(*tables, pieces[-1])
+        return PackedAdapter(linears, embedding, memory.nbytes)
+
+    def load(self, place: int, adapter: PackedAdapter) -> None:
+        """Put an adapter into a place, 0 to num_places - 1, instead of what is there; no step may run meanwhile.
+
+        This copies addresses, the adapter stays in its memory. Raises ValueError for a place that there is not.
+        """
+        for use, linear in self._linears.items():
+            linear.places.set(place, adapter.linears.get(use))
+        if self._embedding is not None:
+            self._embedding.places.set(place, adapter.embedding)
 
     def clear(self, place: int) -> None:
         """Empty a place; its rows are then those of the base. Conditions as those of `load`."""
-        for linear in self._linears.values():
-            linear.places.clear(place)
-        if self._embedding is not None:
-            self._embedding.places.clear(place)
+        self.load(place, PackedAdapter({}, None, 0))
+
+    def _parts(self, use: LinearUse, adapter: Adapter) -> tuple[list[LoraPart], TokenRows | None]:
+        parts = [pad_part(part, use[1], self._shape) for part in adapter.linears.get(use, ())]
+        return parts, adapter.head_rows if use == _HEAD else None
 
     # ------------------------------------------------------------------ steps
 
@@ -117,6 +138,10 @@ class ModelAdapters:
     def on(self, rows: AdapterRows) -> AbstractContextManager[None]:
         """Inside, the model's operations add what the adapters of a table's rows add."""
         return self._switch.on(rows)
+
+
+def _changes(use: LinearUse, adapter: Adapter) -> bool:
+    return use in adapter.linears or (use == _HEAD and adapter.head_rows is not None)
 
 
 def _use(name: str, index: int) -> LinearUse:

@@ -60,7 +60,7 @@ class Program:
         self._table[:, _ARGUMENTS] = self._arguments.ctypes.data + _MAX_ARGUMENTS * 8 * np.arange(len(launches))
         # Launches that run together count their items in the last one's record, where all are waited for.
         self._starts = np.flatnonzero([not (launch.joins and row) for row, launch in enumerate(launches)])
-        self._ends = np.append(self._starts[1:], len(launches)) - 1
+        self._ends = np.append(self._starts, len(launches))[1:] - 1
         last = np.repeat(self._ends, np.diff(self._starts, append=len(launches)))
         self._table[:, _COUNTER] = self._table.ctypes.data + 8 * (_FIELDS * last + _DONE)
         self._state = np.array([self._table.ctypes.data, len(launches)], np.int64)

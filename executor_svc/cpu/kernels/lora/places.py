@@ -1,4 +1,4 @@
-"""The memory of adapters in their places, for one linear or one table of embeddings, in the order kernels read it.
+"""Adapters in memory in the order in which kernels read them, and places that point to them.
 
 Matrices are in *strips* of 16 rows: number [n, k] of a matrix lies at [n // 16, k // step, n % 16, k % step]; step:
 `panel_layout.inner_step`. A strip's unit, the step numbers of one row, has 4 bytes in every dtype. The matrices a of
@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from executor_svc.cpu.kernels.codegen.emit import LANES
 from executor_svc.cpu.kernels.panel_layout import inner_step
-from executor_svc.cpu.kernels.panels import new_memory
-from executor_svc.device.adapters import AdapterPart, EmbeddingPair, ReplacedRows
+from executor_svc.device.adapters import AdapterPart, EmbeddingPair, PackedPart, ReplacedRows
+from executor_svc.plan.arrays import IntArray
 
 Units = NDArray[np.int32]
 
@@ -32,16 +32,17 @@ PART_FIELDS = 6
 
 UNIT_BYTES = 4
 
+_ALIGNED = 64
+
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """A part in memory."""
+class CpuPackedPart:
+    """Implements `device.adapters.PackedPart`."""
 
-    first_sum: int
-    first_column: int
-    columns: int
-    b: Units
-    scale: float
+    fields: IntArray
+    """A place's row."""
+    memory: Tensor
+    """What the fields have addresses of."""
 
 
 class _Table:
@@ -49,6 +50,7 @@ class _Table:
 
     def __init__(self, num_places: int, num_parts: int) -> None:
         self._fields = np.zeros((num_places, PLACE_FIELDS + num_parts * PART_FIELDS), np.int64)
+        self._held: list[PackedPart | None] = [None] * num_places
 
     @property
     def address(self) -> int:
@@ -58,25 +60,19 @@ class _Table:
     def row_bytes(self) -> int:
         return self._fields.strides[0]
 
-    def clear(self, place: int) -> None:
-        if not 0 <= place < len(self._fields):
-            raise ValueError(f"adapter place {place}: there are {len(self._fields)}")
-        self._fields[place] = 0
+    def new_row(self) -> IntArray:
+        return np.zeros(self._fields.shape[1], np.int64)
 
-    def set(self, place: int, strips: int, a: int, pairs: Sequence[_Pair]) -> None:
-        row = self._fields[place]
-        for which, pair in enumerate(pairs):
-            fields = row[PLACE_FIELDS + which * PART_FIELDS :][:PART_FIELDS]
-            fields[:5] = pair.first_sum, pair.b.shape[1], pair.first_column, pair.columns, pair.b.ctypes.data
-            fields[5:].view(np.float32)[0] = pair.scale
-        row[:3] = strips, a, len(pairs)
-
-    def set_replaced(self, place: int, token_ids: Tensor, rows: int) -> None:
-        self._fields[place, 3:6] = len(token_ids), token_ids.data_ptr(), rows
+    def set(self, place: int, packed: PackedPart | None) -> None:
+        if not 0 <= place < len(self._held):
+            raise ValueError(f"adapter place {place}: there are {len(self._held)}")
+        assert packed is None or isinstance(packed, CpuPackedPart)
+        self._fields[place] = 0 if packed is None else packed.fields
+        self._held[place] = packed
 
 
 class CpuAdapterPlaces:
-    """Implements `device.adapters.AdapterPlaces`."""
+    """Implements `device.adapters.AdapterPlaces`: a place has the addresses of an adapter's packed parts."""
 
     def __init__(
         self,
@@ -87,57 +83,53 @@ class CpuAdapterPlaces:
         dtype: torch.dtype,
         replaces_rows: bool = False,
     ) -> None:
-        """Take the memory; arguments as in `AdapterKernels.new_adapter_places`."""
+        """Arguments as in `AdapterKernels.new_adapter_places`."""
         self.in_features, self.out_features = in_features, sum(part_columns)
         self._max_rank, self._part_columns, self._dtype = max_rank, sorted(part_columns), dtype
         self.replaces_rows = replaces_rows
-        self._replaced: dict[int, tuple[Tensor, Units]] = {}
         self.max_sums = whole_strips(len(part_columns) * _even(max_rank))
         """Sums of a row at most, over all parts: a multiple of 16."""
-        step = _step(dtype)
-        b_units = sum(map(whole_strips, part_columns)) * -(-max_rank // step)
-        size = self.max_sums * -(-in_features // step) + b_units
-        self._memory = new_memory(
-            num_places * size * UNIT_BYTES
-        ).zero_()  # the system gives pages when they are written
-        self._places: Units = self._memory.view(torch.int32).numpy().reshape(num_places, size)
         self.table = _Table(num_places, len(part_columns))
 
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.nbytes + sum(ids.nbytes + rows.nbytes for ids, rows in self._replaced.values())
-
-    def load(self, place: int, parts: Sequence[AdapterPart], replaced: ReplacedRows | None = None) -> None:
+    def bytes_of_rank(self, rank: int) -> int:
         """As in `AdapterPlaces`."""
-        self._check(parts)
-        if replaced is not None:
-            self._check_replaced(replaced)
-        self.clear(place)
+        a = _strip_bytes(len(self._part_columns) * _even(rank), self.in_features, self._dtype)
+        return a + sum(_strip_bytes(columns, rank, self._dtype) for columns in self._part_columns)
+
+    def packed_bytes(self, parts: Sequence[AdapterPart], replaced: ReplacedRows | None = None) -> int:
+        """As in `AdapterPlaces`."""
+        self._check(parts, replaced)
+        total = _strip_bytes(sum(_even(part.a.shape[0]) for part in parts), self.in_features, self._dtype)
+        total += sum(_strip_bytes(*part.b.shape, self._dtype) for part in parts)
+        if replaced is None:
+            return total
+        num_rows = len(replaced.token_ids)
+        return total + _aligned(8 * num_rows) + _strip_bytes(num_rows, self.in_features, self._dtype)
+
+    def pack(self, parts: Sequence[AdapterPart], replaced: ReplacedRows | None, memory: Tensor) -> CpuPackedPart:
+        """As in `AdapterPlaces`."""
+        self._check(parts, replaced)
+        row, taker = self.table.new_row(), _Taker(memory)
         if parts:
-            self._load(place, parts)
+            wide = [functional.pad(part.a.to(self._dtype), (0, 0, 0, part.a.shape[0] % 2)) for part in parts]
+            strips = _write(torch.cat(wide), taker)
+            row[:3] = len(strips), strips.ctypes.data, len(parts)
+            first_sum = 0
+            for which, part in enumerate(parts):
+                b = _write(part.b.to(self._dtype), taker)
+                _set_part(row, which, first_sum, part.first_row, b, part.b.shape[0], part.scale)
+                first_sum += _even(part.a.shape[0])
         if replaced is not None:
-            token_ids = replaced.token_ids.contiguous()
-            rows = _write(replaced.rows.to(self._dtype))
-            self._replaced[place] = token_ids, rows
-            self.table.set_replaced(place, token_ids, rows.ctypes.data)
+            ids = taker.take(replaced.token_ids.shape, np.int64)
+            np.copyto(ids, replaced.token_ids.numpy())
+            row[3:6] = len(ids), ids.ctypes.data, _write(replaced.rows.to(self._dtype), taker).ctypes.data
+        return CpuPackedPart(row, memory)
 
-    def _load(self, place: int, parts: Sequence[AdapterPart]) -> None:
-        taken = _Taker(self._places[place])
-        a = torch.cat([functional.pad(part.a.to(self._dtype), (0, 0, 0, part.a.shape[0] % 2)) for part in parts])
-        first_sums = np.cumsum([0, *(_even(part.a.shape[0]) for part in parts)])
-        strips = _write(a, taken)
-        pairs = [
-            _Pair(int(first), part.first_row, part.b.shape[0], _write(part.b.to(self._dtype), taken), part.scale)
-            for first, part in zip(first_sums, parts, strict=False)
-        ]
-        self.table.set(place, len(strips), strips.ctypes.data, pairs)
-
-    def clear(self, place: int) -> None:
+    def set(self, place: int, packed: PackedPart | None) -> None:
         """As in `AdapterPlaces`."""
-        self.table.clear(place)
-        self._replaced.pop(place, None)
+        self.table.set(place, packed)
 
-    def _check(self, parts: Sequence[AdapterPart]) -> None:
+    def _check(self, parts: Sequence[AdapterPart], replaced: ReplacedRows | None) -> None:
         if len(parts) > len(self._part_columns):
             raise ValueError(f"{len(parts)} parts of an adapter: the linear has {len(self._part_columns)}")
         for part in parts:
@@ -147,16 +139,11 @@ class CpuAdapterPlaces:
                     f"a {list(part.a.shape)} and b {list(part.b.shape)} from row {part.first_row} on: the linear is "
                     f"{self.out_features} by {self.in_features}"
                 )
-            if not 1 <= rank <= self._max_rank:
-                raise ValueError(f"an adapter of rank {rank}: at most {self._max_rank}")
-        given = sorted(part.b.shape[0] for part in parts)[::-1]
-        if any(columns > most for columns, most in zip(given, self._part_columns[::-1], strict=False)):
-            raise ValueError(f"parts of {given} columns: those of the linear have {self._part_columns}")
-
-    def _check_replaced(self, replaced: ReplacedRows) -> None:
-        if not self.replaces_rows:
-            raise ValueError("rows of this linear's weight cannot be replaced")
-        _check_rows(replaced, (self.out_features, self.in_features))
+            _check_rank(rank, self._max_rank)
+        if replaced is not None:
+            if not self.replaces_rows:
+                raise ValueError("rows of this linear's weight cannot be replaced")
+            _check_rows(replaced, (self.out_features, self.in_features))
 
 
 class CpuEmbeddingPlaces:
@@ -166,35 +153,38 @@ class CpuEmbeddingPlaces:
         """Arguments as in `AdapterKernels.new_embedding_places`."""
         self.hidden_size, self._max_rank, self._dtype = hidden_size, max_rank, dtype
         self.max_sums = whole_strips(max_rank)
-        self._held: dict[int, list[Tensor | Units]] = {}
         self.table = _Table(num_places, 1)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.nbytes for held in self._held.values() for each in held)
-
-    def load(self, place: int, pair: EmbeddingPair | None, replaced: ReplacedRows | None = None) -> None:
-        """As in `EmbeddingPlaces`."""
+    def packed_bytes(self, pair: EmbeddingPair | None, replaced: ReplacedRows | None = None) -> int:
+        """As in `AdapterPlaces`."""
         self._check(pair, replaced)
-        self.clear(place)
-        held: list[Tensor | Units] = []
+        total = 0
+        if pair is not None:
+            vocabulary, rank = pair.a.shape
+            total += _aligned(vocabulary * whole_strips(rank) * self._dtype.itemsize)
+            total += _strip_bytes(self.hidden_size, rank, self._dtype)
+        if replaced is not None:
+            total += _aligned(8 * len(replaced.token_ids)) + _aligned(replaced.rows.numel() * self._dtype.itemsize)
+        return total
+
+    def pack(self, pair: EmbeddingPair | None, replaced: ReplacedRows | None, memory: Tensor) -> CpuPackedPart:
+        """As in `AdapterPlaces`."""
+        self._check(pair, replaced)
+        row, taker = self.table.new_row(), _Taker(memory)
         if pair is not None:
             rank = pair.a.shape[1]
-            wide = functional.pad(pair.a.to(self._dtype), (0, whole_strips(rank) - rank)).contiguous()
-            b = _write(pair.b.to(self._dtype))
-            held += [wide, b]
-            part = _Pair(0, 0, self.hidden_size, b, pair.scale)
-            self.table.set(place, wide.shape[1] // LANES, wide.data_ptr(), [part])
+            wide = functional.pad(pair.a.to(self._dtype), (0, whole_strips(rank) - rank))
+            row[:3] = wide.shape[1] // LANES, taker.copy_of(wide), 1
+            _set_part(row, 0, 0, 0, _write(pair.b.to(self._dtype), taker), self.hidden_size, pair.scale)
         if replaced is not None:
-            token_ids, rows = replaced.token_ids.contiguous(), replaced.rows.to(self._dtype).contiguous()
-            held += [token_ids, rows]
-            self.table.set_replaced(place, token_ids, rows.data_ptr())
-        self._held[place] = held  # kept alive: the table has their addresses
+            row[3] = len(replaced.token_ids)
+            row[4] = taker.copy_of(replaced.token_ids)
+            row[5] = taker.copy_of(replaced.rows.to(self._dtype))
+        return CpuPackedPart(row, memory)
 
-    def clear(self, place: int) -> None:
-        """As in `EmbeddingPlaces`."""
-        self.table.clear(place)
-        self._held.pop(place, None)
+    def set(self, place: int, packed: PackedPart | None) -> None:
+        """As in `AdapterPlaces`."""
+        self.table.set(place, packed)
 
     def _check(self, pair: EmbeddingPair | None, replaced: ReplacedRows | None) -> None:
         if pair is not None:
@@ -203,10 +193,22 @@ class CpuEmbeddingPlaces:
                 raise ValueError(
                     f"a {list(pair.a.shape)} and b {list(pair.b.shape)} of embeddings of {self.hidden_size} numbers"
                 )
-            if not 1 <= rank <= self._max_rank:
-                raise ValueError(f"an adapter of rank {rank}: at most {self._max_rank}")
+            _check_rank(rank, self._max_rank)
         if replaced is not None:
             _check_rows(replaced, (None, self.hidden_size))
+
+
+def _set_part(
+    row: IntArray, which: int, first_sum: int, first_column: int, b: Units, columns: int, scale: float
+) -> None:
+    fields = row[PLACE_FIELDS + which * PART_FIELDS :][:PART_FIELDS]
+    fields[:5] = first_sum, b.shape[1], first_column, columns, b.ctypes.data
+    fields[5:].view(np.float32)[0] = scale
+
+
+def _check_rank(rank: int, most: int) -> None:
+    if not 1 <= rank <= most:
+        raise ValueError(f"an adapter of rank {rank}: at most {most}")
 
 
 def _check_rows(replaced: ReplacedRows, shape: tuple[int | None, int]) -> None:
@@ -220,28 +222,42 @@ def _check_rows(replaced: ReplacedRows, shape: tuple[int | None, int]) -> None:
 
 
 class _Taker:
-    """Hands out a place's memory, one matrix after the other."""
+    """Hands out memory, one array after the other."""
 
-    def __init__(self, memory: Units) -> None:
-        self._left = memory
+    def __init__(self, memory: Tensor) -> None:
+        self._left = memory.numpy()
 
-    def take(self, strips: int, units: int) -> Units:
-        """Return [strips, units, 16]."""
-        count = strips * units * LANES
-        taken, self._left = self._left[:count], self._left[count:]
-        return taken.reshape(strips, units, LANES)
+    def take(self, shape: Sequence[int], dtype: type[np.int32] | type[np.int64]) -> NDArray[np.integer]:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        taken, self._left = self._left[:size], self._left[_aligned(size) :]
+        found: NDArray[np.integer] = taken.view(dtype).reshape(shape)
+        return found
+
+    def copy_of(self, source: Tensor) -> int:
+        """Copy a tensor; return the copy's address."""
+        numbers = source.contiguous().view(torch.uint8).numpy().ravel()
+        taken, self._left = self._left[: numbers.size], self._left[_aligned(numbers.size) :]
+        np.copyto(taken, numbers)
+        return int(taken.ctypes.data)
 
 
-def _write(matrix: Tensor, memory: _Taker | None = None) -> Units:
-    """Write a matrix in strips, to new memory without a taker; the last strip and units are filled up with 0."""
+def _write(matrix: Tensor, memory: _Taker) -> Units:
+    """Write a matrix in strips [strips, units, 16]; the last strip and units are filled up with 0."""
     rows, columns = matrix.shape
     step = _step(matrix.dtype)
     padded = functional.pad(matrix, (0, -columns % step, 0, -rows % LANES)).contiguous()
     units = padded.view(torch.int32).numpy().reshape(-1, LANES, -(-columns // step))
-    shape = len(units), units.shape[2]
-    strips = np.empty((*shape, LANES), np.int32) if memory is None else memory.take(*shape)
+    strips = memory.take((len(units), units.shape[2], LANES), np.int32)
     np.copyto(strips, units.transpose(0, 2, 1))
-    return strips
+    return strips.view(np.int32)
+
+
+def _strip_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
+    return whole_strips(rows) * -(-columns // _step(dtype)) * UNIT_BYTES
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _step(dtype: torch.dtype) -> int:

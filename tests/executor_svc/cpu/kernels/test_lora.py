@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from executor_svc.cpu.kernels import matmul_tiles
+from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.emit import Dtype, Emitter, Vec
+from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, IsaName, level
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
+from executor_svc.cpu.kernels.listing import inner_loops
+from executor_svc.cpu.kernels.lora import expand, shrink
 from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces
 from executor_svc.cpu.kernels.lora.rows import TILE_ROWS, CpuAdapterRows
+from executor_svc.cpu.kernels.panel_layout import widened_weights
 from executor_svc.device import reference
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.processors import ISAS
@@ -31,9 +40,34 @@ class Part:
     first_row: int
 
 
-@pytest.fixture(scope="module", params=ISAS)
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(isa=ISAS[request.param])
+@dataclass(frozen=True)
+class Replaced:
+    token_ids: Tensor
+    rows: Tensor
+
+
+AS_PAIRS = "avx512-bf16, by fused operations"
+"""The source of a level with a dot product of pairs, where this processor has none: in its place two fused operations,
+and the instructions of the lowest level."""
+
+
+@pytest.fixture(scope="module", params=[*ISAS, *([] if "avx512-bf16" in ISAS else [AS_PAIRS])])
+def kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
+    if request.param != AS_PAIRS:
+        yield CpuKernels(isa=ISAS[request.param])
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (matmul_tiles, shrink):
+            patch.setattr(module, "dot", fused_pair)
+        yield CpuKernels(isa=replace(level("avx512-bf16"), flags=next(iter(ISAS.values())).flags))
+
+
+def fused_pair(emit: Emitter, total: Vec, factor: Any, weights: Any) -> Vec:
+    """Add the products of a pair, one after the other."""
+    wide = (widened_weights(emit, each, "bfloat16") for each in (factor, weights))
+    for number, weight in zip(*wide, strict=True):
+        total = number.times_plus(weight, total)
+    return total
 
 
 def randn(seed: int, *shape: int) -> Tensor:
@@ -59,8 +93,17 @@ def new_places(
 ) -> CpuAdapterPlaces:
     places = kernels.new_adapter_places(len(adapters), most, inner, columns, dtype)
     for place, parts in enumerate(adapters):
-        places.load(place, parts)
+        load(kernels, places, place, parts)
     return places
+
+
+def load(
+    kernels: CpuKernels, places: CpuAdapterPlaces, place: int, parts: list[Part], replaced: Replaced | None = None
+) -> int:
+    """Put parts into a place; return the bytes that they take."""
+    memory = kernels.new_adapter_memory(places.packed_bytes(parts, replaced))
+    places.set(place, places.pack(parts, replaced, memory))
+    return len(memory)
 
 
 def add(kernels: CpuKernels, x: Tensor, y: Tensor, places: CpuAdapterPlaces, chosen: list[int]) -> Tensor:
@@ -177,10 +220,10 @@ def test_an_adapter_takes_the_place_of_another(kernels: CpuKernels, dtype: torch
     old, new, beside = (draw_adapter(random, 50, columns, rank, dtype) for rank in (30, 3, 30))
     x, y, chosen = randn(0, 6, 50).to(dtype), randn(1, 6, 69).to(dtype), [0, 1, 0, 1, -1, 0]
     places = new_places(kernels, [old, beside], 50, columns, 30, dtype)
-    places.load(0, new)
+    load(kernels, places, 0, new)
     fresh = new_places(kernels, [new, beside], 50, columns, 30, dtype)
     assert equal_bits(add(kernels, x, y, places, chosen), add(kernels, x, y, fresh, chosen))
-    places.clear(0)
+    places.set(0, None)
     found, expected = add(kernels, x, y, places, chosen), add(kernels, x, y, fresh, chosen)
     assert equal_bits(found[[0, 2, 4, 5]], y[[0, 2, 4, 5]])
     assert equal_bits(found[[1, 3]], expected[[1, 3]])
@@ -193,7 +236,6 @@ def test_an_adapter_takes_the_place_of_another(kernels: CpuKernels, dtype: torch
         ([Part(randn(0, 2, 11), randn(0, 8, 2), 1.0, 0)], "the linear is 24 by 10"),
         ([Part(randn(0, 2, 10), randn(0, 8, 3), 1.0, 0)], "the linear is 24 by 10"),
         ([Part(randn(0, 2, 10), randn(0, 8, 2), 1.0, 17)], "the linear is 24 by 10"),
-        ([Part(randn(0, 2, 10), randn(0, 20, 2), 1.0, 0)], "those of the linear"),
         ([Part(randn(0, 2, 10), randn(0, 8, 2), 1.0, 0)] * 3, "3 parts"),
     ],
 )
@@ -204,10 +246,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(parts: list[Part], mes
     x, y = randn(3, 2, 10), randn(4, 2, 24)
     before = add(kernels, x, y, places, [0, 0])
     with pytest.raises(ValueError, match=message):
-        places.load(0, parts)
+        places.packed_bytes(parts)
+    with pytest.raises(ValueError, match=message):
+        load(kernels, places, 0, parts)
     assert equal_bits(add(kernels, x, y, places, [0, 0]), before)
-    with pytest.raises(ValueError, match="adapter place 1"):
-        places.load(1, held)
+    for place in (-1, 1):
+        with pytest.raises(ValueError, match=f"adapter place {place}"):
+            load(kernels, places, place, held)
 
 
 @given(st.lists(st.integers(-1, 6), max_size=60))
@@ -223,12 +268,6 @@ def test_tiles_cover_the_rows_with_adapters(places: list[int]) -> None:
     assert seen == sorted((place, row) for row, place in enumerate(places) if place >= 0)
 
 
-@dataclass(frozen=True)
-class Replaced:
-    token_ids: Tensor
-    rows: Tensor
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("rank", [1, 7, 16, 40])
 def test_adapters_of_embeddings(kernels: CpuKernels, dtype: torch.dtype, rank: int) -> None:
@@ -239,8 +278,8 @@ def test_adapters_of_embeddings(kernels: CpuKernels, dtype: torch.dtype, rank: i
     replaced = [Replaced(ids, randn(20 + len(ids), len(ids), 45).to(dtype)) for ids in tokens]
     held = [(pairs[0], None), (None, replaced[0]), (pairs[1], replaced[1]), (pairs[1], replaced[0]), (None, None)]
     for place, (pair, own_rows) in enumerate(held):
-        places.load(place, pair, own_rows)
-    assert places.num_bytes >= sum(each.a.nbytes + each.b.nbytes for each in pairs)
+        memory = kernels.new_adapter_memory(places.packed_bytes(pair, own_rows))
+        places.set(place, places.pack(pair, own_rows, memory))
     random = np.random.default_rng(rank)
     chosen, ids = random.integers(-1, 5, 60), torch.from_numpy(random.integers(0, 30, 60))
     rows.fill(chosen)
@@ -257,8 +296,7 @@ def test_adapters_of_embeddings(kernels: CpuKernels, dtype: torch.dtype, rank: i
             assert equal_bits(found[row], expected[row].to(dtype))
     torch.testing.assert_close(found.double(), expected, rtol=2**-8 if dtype == BF16 else 1e-5, atol=1e-5)
     for place in range(5):
-        places.clear(place)
-    assert places.num_bytes == 0
+        places.set(place, None)
     assert equal_bits(kernels.add_embedding_adapters(ids, y.clone(), places, rows), y)
     scaled = kernels.scale_rows(found.clone(), 1.7)
     assert equal_bits(scaled, (found.float() * torch.tensor(1.7)).to(dtype))
@@ -275,8 +313,8 @@ def test_replaced_rows_of_a_head(kernels: CpuKernels, dtype: torch.dtype, inner:
     other[ids] = replaced.rows
     pair = Part(randn(3, 4, inner).to(dtype), randn(4, 70, 4).to(dtype), 0.7, 0)
     places = kernels.new_adapter_places(2, 4, inner, [70], dtype, replaces_rows=True)
-    places.load(0, [], replaced)
-    places.load(1, [pair], replaced)
+    assert load(kernels, places, 0, [], replaced) >= replaced.rows.nbytes
+    load(kernels, places, 1, [pair], replaced)
     base, changed = (CpuLinear(each, None, kernels)(x, F32) for each in (weight, other))
     found = add(kernels, x, base, places, chosen)
     if not kernels.isa.has("amx-bf16"):  # its products have another order of sums
@@ -285,12 +323,10 @@ def test_replaced_rows_of_a_head(kernels: CpuKernels, dtype: torch.dtype, inner:
     torch.testing.assert_close(found[3:], changed[3:], rtol=2**-7 if dtype == BF16 else 1e-5, atol=1e-4)
     assert equal_bits(found[2], base[2])
     alone = kernels.new_adapter_places(1, 4, inner, [70], dtype, replaces_rows=True)
-    alone.load(0, [pair])
+    load(kernels, alone, 0, [pair])
     if not kernels.isa.has("amx-bf16"):
         assert equal_bits(found[[1]], add(kernels, x[[1]], changed[[1]], alone, [0]))
-    before = places.num_bytes
-    places.clear(1)
-    assert places.num_bytes < before
+    places.set(1, None)
     assert equal_bits(add(kernels, x, base, places, chosen)[[1, 2]], base[[1, 2]])
 
 
@@ -307,7 +343,23 @@ def test_replaced_rows_that_do_not_fit_are_refused(replaced: Replaced, message: 
     kernels = CpuKernels()
     head = kernels.new_adapter_places(1, 4, 10, [20], F32, replaces_rows=True)
     with pytest.raises(ValueError, match=message):
-        head.load(0, [], replaced)
+        load(kernels, head, 0, [], replaced)
     other = kernels.new_adapter_places(1, 4, 10, [20], F32)
     with pytest.raises(ValueError, match="cannot be replaced"):
-        other.load(0, [], replaced)
+        load(kernels, other, 0, [], replaced)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ISA_NAMES)
+def test_loops_use_the_instructions_of_their_level(name: IsaName, dtype: Dtype) -> None:
+    """And keep their sums in registers, whether this processor has the level or not."""
+    code = Code(level(name))
+    shrink.shrink(code, dtype)
+    expand.expand(code, matmul_tiles.Output(dtype, dtype, False))
+    loops = [loop for loop in inner_loops(code.assembly()) if loop.multiplies()]
+    wide, pairs = name.startswith(("avx512", "amx")), dtype == "bfloat16" and name in ("avx512-bf16", "amx")
+    assert loops
+    for loop in loops:
+        assert loop.spills() == 0
+        assert ("zmm" in loop.registers()) == wide
+        assert (loop.count("vdpbf16ps") > 0) == (pairs and loop.function.startswith("lora_shrink"))

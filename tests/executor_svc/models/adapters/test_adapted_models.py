@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,11 @@ def places_of(model: Model) -> ModelAdapters:
     return model.loaded.adapters
 
 
+def load(model: Model, place: int, adapter: Adapter) -> None:
+    adapters = places_of(model)
+    adapters.load(place, adapters.pack(adapter))
+
+
 def alone(driver: Driver, place: int, tokens: list[int], logits: str = "all") -> Tensor:
     """Return the logits of a sequence that runs alone, in one step."""
     sequence = Tokens(tokens, place=place)
@@ -88,7 +94,7 @@ def check_logits(model: Model, base: Path, folder: Path, config: dict[str, Any],
     """Compare with peft's unmerged model in float64, within 1e-5 of the largest logit."""
     driver, place, tokens = model.driver(block_size=8), seed % SIZES.num_places, [*prompt(0, 36), 7, 3, 130, 4]
     peft = save_peft_adapter(base, folder, seed=seed, **config)
-    places_of(model).load(place, read(base, folder))
+    load(model, place, read(base, folder))
     with torch.no_grad():
         expected = peft(torch.tensor([tokens])).logits[0]
     found, without = alone(driver, place, tokens), alone(driver, NO_PLACE, tokens)
@@ -137,8 +143,8 @@ def test_a_row_has_the_bits_that_it_has_alone(
     texts, expected = [prompt(seed, 20 + 3 * seed) for seed in range(9)], []
     for place, config in enumerate(kinds):
         adapter = made(base, tmp_path / str(place), place, **config)
-        places_of(mixed).load(place, adapter)
-        places_of(one).load(0, adapter)
+        load(mixed, place, adapter)
+        load(one, 0, adapter)
         own = texts[2 * place : 2 * place + 2]
         expected += [(text, place, alone(driver_of_one, 0, text)) for text in own]
     expected.append((texts[8], NO_PLACE, Model(base, **options).whole(texts[8])))
@@ -155,30 +161,29 @@ def test_a_row_has_the_bits_that_it_has_alone(
             assert equal_bits(rows, logits[start : start + count])
 
 
-def test_an_adapter_that_does_not_fit_leaves_its_place_empty(
+def test_an_adapter_that_does_not_fit_is_refused(
     checkpoint: Callable[[str], Path], model: Callable[[str], Model], tmp_path: Path
 ) -> None:
     base = checkpoint("llama")
     adapter = made(base, tmp_path, 0, **KINDS["all, rank 8"])
-    small = Model(base, AdapterSizes(1, 7), dtype="float32")
     with pytest.raises(ValueError, match="rank 8: at most 7"):
-        places_of(small).load(0, adapter)
-    driver, tokens = small.driver(block_size=8), prompt(0, 9)
-    assert equal_bits(alone(driver, 0, tokens), alone(driver, NO_PLACE, tokens))
+        load(Model(base, AdapterSizes(1, 7), dtype="float32"), 0, adapter)
+    with pytest.raises(ValueError, match="the model has no"):
+        load(model("llama"), 0, replace(adapter, linears={(2, "mlp.down"): adapter.linears[1, "mlp.down"]}))
     with pytest.raises(ValueError, match="place 4"):
-        places_of(model("llama")).load(4, adapter)
+        load(model("llama"), 4, adapter)
 
 
-def test_memory_is_taken_at_the_start(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    base = checkpoint("llama")
-    adapters = places_of(Model(base, SIZES, dtype="float32"))
-    before = adapters.num_bytes
-    adapters.load(0, made(base, tmp_path / "linears", 0, **KINDS["ranks 1 to 64"]))
-    assert adapters.num_bytes == before
-    adapters.load(0, made(base, tmp_path / "tables", 0, **TABLES["tokens of both"]))
-    assert adapters.num_bytes > before
-    adapters.clear(0)
-    assert adapters.num_bytes == before
+def test_memory_of_an_adapter(checkpoint: Callable[[str], Path], model: Callable[[str], Model], tmp_path: Path) -> None:
+    """That of its own numbers, some padding aside, and at most that of its largest rank."""
+    base, adapters = checkpoint("llama"), places_of(model("llama"))
+    full = made(base, tmp_path / "full", 0, r=8, target_modules="all-linear")
+    packed = adapters.pack(full)
+    assert full.num_bytes <= packed.num_bytes == adapters.bytes_of_rank(8)
+    some = made(base, tmp_path / "some", 0, **KINDS["a layer"])
+    assert some.num_bytes <= adapters.pack(some).num_bytes <= adapters.bytes_of_rank(2)
+    tables = made(base, tmp_path / "tables", 0, **TABLES["both"])
+    assert adapters.pack(tables).num_bytes >= tables.num_bytes
 
 
 def test_a_step_without_adapters_runs_the_program_without(
@@ -187,7 +192,7 @@ def test_a_step_without_adapters_runs_the_program_without(
     base = checkpoint("llama")
     model = Model(base, SIZES, dtype="float32")
     driver, plain = model.driver(block_size=8), Model(base, dtype="float32").driver(block_size=8)
-    places_of(model).load(1, made(base, tmp_path, 0, **KINDS["all, rank 8"]))
+    load(model, 1, made(base, tmp_path, 0, **KINDS["all, rank 8"]))
     launches = []
     team = model.device.kernels._team  # type: ignore[attr-defined]
     drive = team.drive

@@ -120,9 +120,8 @@ class CpuAdapterPlaces:
                 _set_part(row, which, first_sum, part.first_row, b, part.b.shape[0], part.scale)
                 first_sum += _even(part.a.shape[0])
         if replaced is not None:
-            ids = taker.take(replaced.token_ids.shape, np.int64)
-            np.copyto(ids, replaced.token_ids.numpy())
-            row[3:6] = len(ids), ids.ctypes.data, _write(replaced.rows.to(self._dtype), taker).ctypes.data
+            row[3], row[4] = len(replaced.token_ids), taker.copy_of(replaced.token_ids)
+            row[5] = _write(replaced.rows.to(self._dtype), taker).ctypes.data
         return CpuPackedPart(row, memory)
 
     def set(self, place: int, packed: PackedPart | None) -> None:
@@ -225,18 +224,17 @@ class _Taker:
     """Hands out memory, one array after the other."""
 
     def __init__(self, memory: Tensor) -> None:
-        self._left = memory.numpy()
+        self._left: NDArray[np.uint8] = memory.numpy()
 
-    def take(self, shape: Sequence[int], dtype: type[np.int32] | type[np.int64]) -> NDArray[np.integer]:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        taken, self._left = self._left[:size], self._left[_aligned(size) :]
-        found: NDArray[np.integer] = taken.view(dtype).reshape(shape)
-        return found
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        taken, self._left = self._left[:num_bytes], self._left[_aligned(num_bytes) :]
+        assert taken.size == num_bytes, "packed_bytes says how much is needed"
+        return taken
 
     def copy_of(self, source: Tensor) -> int:
         """Copy a tensor; return the copy's address."""
         numbers = source.contiguous().view(torch.uint8).numpy().ravel()
-        taken, self._left = self._left[: numbers.size], self._left[_aligned(numbers.size) :]
+        taken = self.take(numbers.size)
         np.copyto(taken, numbers)
         return int(taken.ctypes.data)
 
@@ -247,9 +245,9 @@ def _write(matrix: Tensor, memory: _Taker) -> Units:
     step = _step(matrix.dtype)
     padded = functional.pad(matrix, (0, -columns % step, 0, -rows % LANES)).contiguous()
     units = padded.view(torch.int32).numpy().reshape(-1, LANES, -(-columns // step))
-    strips = memory.take((len(units), units.shape[2], LANES), np.int32)
+    strips = memory.take(units.nbytes).view(np.int32).reshape(len(units), units.shape[2], LANES)
     np.copyto(strips, units.transpose(0, 2, 1))
-    return strips.view(np.int32)
+    return strips
 
 
 def _strip_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:

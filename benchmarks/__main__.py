@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
+    adapter_steps,
     cancel_memory,
     cpu_limits,
     cpu_serving,
@@ -31,6 +32,7 @@ from benchmarks.common.benchmark import Benchmark, progress
 from benchmarks.common.command import add_common_options, command_parser, run_benchmark, run_command
 
 _MODULES = (
+    adapter_steps,
     cancel_memory,
     cpu_limits,
     cpu_serving,

@@ -13,6 +13,7 @@ from benchmarks.common.rows import BenchmarkError
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
+from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.loading import load_model
 from executor_svc.plan.description import limits_of
 from executor_svc.startup.device import make_device
@@ -32,6 +33,7 @@ class LoadedRunner:
     """Memory of the weights."""
     few_bits: str
     """Formats of the weights in few bits and how each is multiplied; empty for dense weights."""
+    adapters: ModelAdapters | None
 
 
 def make_runner(
@@ -41,11 +43,12 @@ def make_runner(
     numerics: str = "exact",
     isa: str | None = None,
     more: Mapping[str, Any] | None = None,
+    adapter_sizes: AdapterSizes | None = None,
 ) -> LoadedRunner:
     """The model runner of a checkpoint or GGUF file; all runners have the same keys and values.
 
-    isa: an instruction set below the processor's highest one. more: further options of the executor. Raises
-    BenchmarkError if the executor cannot be forced.
+    isa: an instruction set below the processor's highest one. more: further options of the executor. adapter_sizes: of
+    places for LoRA adapters; None: without. Raises BenchmarkError if the executor cannot be forced.
     """
     options: dict[str, Any] = {"model": str(model), "device": "cpu", "numerics": numerics, "num_threads": num_threads}
     options |= more or {}
@@ -55,13 +58,15 @@ def make_runner(
         options["cpu_isa"] = isa
     config = ExecutorConfig(**options, num_gpu_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, max_model_len=_MODEL_LEN)
     device = make_device(config)
-    loaded = load_model(config, device)
+    loaded = load_model(config, device, adapter_sizes)
     pools = device.new_kv_cache(loaded.geometry, config)
     torch.manual_seed(0)
     for layer in pools.layers:
         layer.normal_()
-    runner = ModelRunner(loaded.model, device, pools, limits_of(config, loaded.geometry, pools))
-    return LoadedRunner(runner, device.num_threads, loaded.geometry.weight_bytes, device.few_bits.summary)
+    limits = limits_of(config, loaded.geometry, pools)
+    runner = ModelRunner(loaded.model, device, pools, limits, adapters=loaded.adapters)
+    sizes = device.num_threads, loaded.geometry.weight_bytes, device.few_bits.summary
+    return LoadedRunner(runner, *sizes, loaded.adapters)
 
 
 def step_batch(chunks: Sequence[tuple[int, int]]) -> ForwardBatch:

@@ -35,6 +35,8 @@ class ForwardBatch:
     """[T] int64: max(prompt length, position + 1), the length that length-dependent rotary embeddings use."""
     max_query_len: int
     max_seq_len: int
+    adapter_places: IntArray | None = None
+    """[T]: the place of each token's adapter on the device, -1 for none; None: no token has one."""
 
 
 def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:

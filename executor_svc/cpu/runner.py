@@ -10,6 +10,7 @@ from torch import Tensor
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.base import CausalLM
 from executor_svc.models.recorded import RecordedModel
 from executor_svc.plan.arrays import IntArray
@@ -33,11 +34,13 @@ class ModelRunner:
         *,
         is_draft: bool = False,
         state_layers: Sequence[int] = (),
+        adapters: ModelAdapters | None = None,
     ) -> None:
         """Record the model for steps of max_num_batched_tokens tokens and logits of max_num_seqs rows.
 
         is_draft: its layers of the cache are those of a draft, and it runs beside its target. state_layers: those
-        that a head reads, as `RecordedModel` takes them.
+        that a head reads, as `RecordedModel` takes them. adapters: those that the model was built with; a batch's
+        adapter_places choose among them.
         """
         self._model = model
         self.functions = device.functions
@@ -45,8 +48,17 @@ class ModelRunner:
         tensors = (torch.zeros(size, dtype=torch.int64) for size in sizes)
         layers, name = (kv_cache.draft_layers, "draft ") if is_draft else (kv_cache.layers, "")
         self._recorded = RecordedModel(
-            model, device.kernels, kv_cache, limits, *tensors, layers=layers, state_layers=state_layers, name=name
+            model,
+            device.kernels,
+            kv_cache,
+            limits,
+            *tensors,
+            layers=layers,
+            state_layers=state_layers,
+            name=name,
+            adapters=adapters,
         )
+        self._places: IntArray | None = None
         self.states = self._recorded.states
         """The states of the last step for a head; None without state_layers."""
         self._max_logits = limits.max_num_seqs
@@ -66,6 +78,7 @@ class ModelRunner:
         self._model.fill_ropes(batch.positions, batch.rope_lens, recorded.ropes)
         for plan in recorded.plans:
             plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
+        self._set_adapters(batch, num_sampled)
         recorded.run(num_tokens, num_sampled)
         return recorded.hidden[:num_tokens]
 
@@ -80,8 +93,13 @@ class ModelRunner:
         if rows is self._batch_rows:
             return recorded.sampled_logits[:num_rows]
         recorded.requested[:num_rows] = rows
-        recorded.run_logits(num_rows)
+        recorded.run_logits(num_rows, None if self._places is None else self._places[rows.numpy()])
         return recorded.requested_logits[:num_rows]
+
+    def _set_adapters(self, batch: ForwardBatch, num_sampled: int) -> None:
+        places = batch.adapter_places
+        sampled = None if places is None else places[batch.logits_rows.numpy()[:num_sampled]]
+        self._places = places if self._recorded.set_adapters(places, sampled) else None
 
     def argmax(self, logits: Tensor) -> IntArray:
         """Return the most likely token [R] of each row of the last logits, as `row_math.argmax` does."""

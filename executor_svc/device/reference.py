@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias in float64."""
     product = x.double() @ weight.double().t()
     return product if bias is None else product + bias.double()
+
+
+def add_adapters(
+    x: Tensor, y: Tensor, rows: Sequence[int], adapters: Sequence[Sequence[tuple[Tensor, Tensor, float, int]]]
+) -> Tensor:
+    """Return y [T, out] plus scale * ((x @ a.T) @ b.T) of each part of the rows' adapters, in float64.
+
+    rows: of each of the T rows its adapter's index, -1 for none. A part is (a [r, in], b [columns, r], scale, first
+    column of y).
+    """
+    result = y.double().clone()
+    for row, index in enumerate(rows):
+        for a, b, scale, first in adapters[index] if index >= 0 else ():
+            result[row, first : first + len(b)] += scale * (b.double() @ (a.double() @ x[row].double()))
+    return result
 
 
 def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape) -> Tensor:

@@ -13,7 +13,9 @@ from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import KVScales
-from executor_svc.models.base import ModelConfigError, WeightSource
+from executor_svc.models.adapters.building import AdaptingBuilder
+from executor_svc.models.adapters.places import ModelAdapters
+from executor_svc.models.base import Builder, ModelConfigError, WeightSource
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
@@ -81,11 +83,17 @@ def open_checkpoint(model: str, with_weights: bool) -> Checkpoint:
 
 
 def load_decoder(
-    config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec, max_model_len: int
+    config: ExecutorConfig,
+    device: Device,
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    max_model_len: int,
+    adapters: ModelAdapters | None = None,
 ) -> tuple[Decoder, Weights]:
     """Load the weights onto a device whose dtype is set; returns also where they came from.
 
-    config: its options about weights, and `model`, which messages name as --model.
+    config: its options about weights, and `model`, which messages name as --model. adapters: without linears yet; they
+    get those of the model.
     """
     folder = checkpoint.folder
     try:
@@ -97,7 +105,8 @@ def load_decoder(
             scales = read_scales(weights, folder, names, spec.num_kv_heads, device)
         with saved or nullcontext():
             with device.loading():
-                model = _decoder(spec, max_model_len, source, device, scales, folder)
+                builder = device if adapters is None else AdaptingBuilder(device, adapters)
+                model = _decoder(spec, max_model_len, source, builder, scales, folder)
             if not isinstance(weights, DummyWeights):
                 weights.check_all_used(lambda tensor: is_ignored(tensor, spec))
     except GgufError as error:
@@ -144,13 +153,13 @@ def _decoder(
     spec: DecoderSpec,
     max_model_len: int,
     source: WeightSource,
-    device: Device,
+    builder: Builder,
     scales: Sequence[KVScales | None] | None,
     folder: Path,
 ) -> Decoder:
     """Load the weights; raises LoaderError, also for positions whose rotary angles are too large."""
     try:
-        return Decoder(spec, max_model_len, source, device, scales)
+        return Decoder(spec, max_model_len, source, builder, scales)
     except ModelConfigError as error:
         raise LoaderError(f"{'model folder ' if folder.is_dir() else ''}{folder}: {error}") from error
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
+from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device
+from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.base import CausalLM, ModelConfigError
 from executor_svc.models.decoder_loading import (
     Checkpoint,
@@ -52,26 +54,47 @@ class LoadedModel:
     """Whether a token's keys and values depend only on it and the tokens before it."""
     recordable: bool = True
     """Whether all of the model's operations are the device's: `ModelRunner` runs it, else `EagerRunner`."""
+    adapters: ModelAdapters | None = None
+    """The places of its adapters; None: it was loaded without."""
 
 
-def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
+def load_model(config: ExecutorConfig, device: Device, adapter_sizes: AdapterSizes | None = None) -> LoadedModel:
     """Load `config.model` onto a device and set the device's dtype.
+
+    adapter_sizes: of the places for LoRA adapters; None: it runs without.
 
     Raises LoaderError for a model that is missing, incomplete or not supported (the message names the problem), and
     NumericsError if exact numerics are requested and this machine cannot guarantee them.
     """
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
     if checkpoint.architecture is not None:
-        return _load_own(config, device, checkpoint, checkpoint.architecture)
+        return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes)
+    if adapter_sizes is not None:
+        raise LoaderError(
+            f"model folder {checkpoint.folder}: {', '.join(checkpoint.names)} has no code in Cadenza, which LoRA "
+            "adapters need"
+        )
     return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
 
 
-def _load_own(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, architecture: str) -> LoadedModel:
+def _load_own(
+    config: ExecutorConfig,
+    device: Device,
+    checkpoint: Checkpoint,
+    architecture: str,
+    adapter_sizes: AdapterSizes | None,
+) -> LoadedModel:
     spec = checkpoint.read_spec()
     eos, bos = _special_tokens(checkpoint.folder, checkpoint.content, checkpoint.gguf)
     max_model_len = _max_model_len(config, spec.context_limit)
     _adopt_dtypes(device, checkpoint.folder, checkpoint.content)
-    model, weights = load_decoder(config, device, checkpoint, spec, max_model_len)
+    adapters = None
+    if adapter_sizes is not None:
+        kernels = device.kernels
+        if not isinstance(kernels, AdapterKernels):
+            raise LoaderError(f"LoRA adapters are not supported on {device.name}")
+        adapters = ModelAdapters(kernels, spec, adapter_sizes, device.dtype)
+    model, weights = load_decoder(config, device, checkpoint, spec, max_model_len, adapters)
     _check_activations(config, device)
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
     _probe(device, max(config.max_num_batched_tokens, config.max_num_seqs))
@@ -84,6 +107,7 @@ def _load_own(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, ar
         weights_digest=weights.digest(),
         spec_digest=spec.digest(max_model_len),
         shares_prefixes=spec.shares_prefixes(max_model_len),
+        adapters=adapters,
     )
 
 

@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from executor_svc.device.kernels import Kernels
+from executor_svc.device.adapters import AdapterRows
+from executor_svc.device.kernels import Kernels, Program
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.base import CausalLM
 from executor_svc.models.decoder import Decoder
+from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A recorded step and its results, and the recorded logits of requested rows."""
+
+    hidden: Tensor
+    states: Tensor | None
+    sampled_logits: Tensor
+    best: Tensor
+    forward: Program
+    requested_logits: Tensor
+    logits: Program
+
+
+@dataclass(frozen=True, slots=True)
+class _AdapterTables:
+    """The rows with adapters: of a step's tokens, of its sampled rows, and of requested rows."""
+
+    tokens: AdapterRows
+    sampled: AdapterRows
+    requested: AdapterRows
+
+
 class RecordedModel:
-    """Tensors for the largest step, on the model's device, and the programs over them."""
+    """Tensors for the largest step, on the model's device, and the programs over them.
+
+    With adapters each program has a twin that adds them. Both write the same results, so that a step without adapters
+    runs what it would run in a model that has none.
+    """
 
     def __init__(
         self,
@@ -30,15 +61,19 @@ class RecordedModel:
         layers: Sequence[Tensor] | None = None,
         state_layers: Sequence[int] = (),
         name: str = "",
+        adapters: ModelAdapters | None = None,
     ) -> None:
         """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64.
 
         layers: the model's layers of the cache, such as those of a draft; None: those of the target. state_layers: of
         a model with a head that reads its states, as `Decoder.forward_with_states` takes them. name: of one that
         runs beside another on the same kernels: recordings with the same names of rows overwrite each other's results.
+        adapters: those that the model was built with.
         """
         self._rows, self._sampled, self._requested = (f"{name}{rows}" for rows in ("rows", "sampled", "requested"))
-        layers = kv_cache.layers if layers is None else layers
+        self._model, self._kernels, self._adapters = model, kernels, adapters
+        self._layers = kv_cache.layers if layers is None else layers
+        self._state_layers = state_layers
         most, max_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.kv_cache = kv_cache  # kept alive: the programs hold its addresses
         self.token_ids, self.positions = token_ids, positions
@@ -48,25 +83,33 @@ class RecordedModel:
         self.plans = [
             kernels.new_attention_plan(shape, limits.max_model_len, most, max_seqs) for shape in model.attention_shapes
         ]
-        with kernels.recording() as recording:
-            recording.rows = self._rows
-            self.states: Tensor | None = None
-            """[max_tokens, len(state_layers) * hidden]; None without state_layers."""
-            if state_layers:
-                assert isinstance(model, Decoder)
-                self.hidden, self.states = model.forward_with_states(
-                    self.token_ids, self.ropes, layers, self.plans, state_layers
-                )
-            else:
-                self.hidden = model.forward(self.token_ids, self.ropes, layers, self.plans)
-            recording.rows = self._sampled
-            self.sampled_logits = model.logits(kernels.take_rows(self.hidden, self.sampled))
-            self.best = kernels.argmax(self.sampled_logits)
-            self._forward = recording.program()
-        with kernels.recording() as recording:
-            recording.rows = self._requested
-            self.requested_logits = model.logits(kernels.take_rows(self.hidden, self.requested))
-            self._logits = recording.program()
+        self._base = self._current = self._record(None)
+        self.hidden, self.sampled_logits = self._base.hidden, self._base.sampled_logits
+        self.best, self.requested_logits = self._base.best, self._base.requested_logits
+        self.states = self._base.states
+        """[max_tokens, len(state_layers) * hidden]; None without state_layers."""
+        self._adapted, self._tables = self._base, None
+        if adapters is not None:
+            self._tables = _AdapterTables(*(adapters.new_rows(size) for size in (most, len(sampled), len(sampled))))
+            self._adapted = self._record(self._tables)
+            assert self._adapted.hidden.data_ptr() == self.hidden.data_ptr()
+            assert self._adapted.sampled_logits.data_ptr() == self.sampled_logits.data_ptr()
+
+    def set_adapters(self, places: IntArray | None, sampled_places: IntArray | None) -> bool:
+        """Set the adapter place of each of the next step's tokens and sampled rows; NO_PLACE or None: none.
+
+        Returns whether a row has one: then the step and `run_logits` after it run the programs with adapters.
+        """
+        self._current = self._base
+        if self._tables is None or places is None:
+            return False
+        self._tables.tokens.fill(places)
+        if not self._tables.tokens.num_tiles:
+            return False
+        assert sampled_places is not None
+        self._tables.sampled.fill(sampled_places)
+        self._current = self._adapted
+        return True
 
     def run(self, num_tokens: int, num_sampled: int) -> None:
         """Compute hidden states of num_tokens tokens, then logits and best tokens of num_sampled rows.
@@ -74,8 +117,51 @@ class RecordedModel:
         0 skips a part.
         """
         tiles = {plan.name: plan.num_tiles for plan in self.plans}
-        self._forward.run(**{self._rows: num_tokens, self._sampled: num_sampled}, **tiles)
+        if self._tables is not None:
+            tiles |= {rows.name: rows.num_tiles for rows in (self._tables.tokens, self._tables.sampled)}
+        self._current.forward.run(**{self._rows: num_tokens, self._sampled: num_sampled}, **tiles)
 
-    def run_logits(self, num_requested: int) -> None:
-        """Compute the logits of the first num_requested rows of `requested`."""
-        self._logits.run(**{self._requested: num_requested})
+    def run_logits(self, num_requested: int, places: IntArray | None = None) -> None:
+        """Compute the logits of the first num_requested rows of `requested`.
+
+        places: their adapter places, which count where the last `set_adapters` found adapters.
+        """
+        tiles = {}
+        if self._tables is not None:
+            rows = self._tables.requested
+            if self._current is self._adapted:
+                assert places is not None
+                rows.fill(places)
+            tiles[rows.name] = rows.num_tiles
+        self._current.logits.run(**{self._requested: num_requested}, **tiles)
+
+    def _record(self, tables: _AdapterTables | None) -> _Step:
+        kernels, model = self._kernels, self._model
+        with kernels.recording() as recording:
+            recording.rows = self._rows
+            with self._with(None if tables is None else tables.tokens):
+                hidden, states = self._record_forward()
+            recording.rows = self._sampled
+            with self._with(None if tables is None else tables.sampled):
+                sampled_logits = model.logits(kernels.take_rows(hidden, self.sampled))
+            best = kernels.argmax(sampled_logits)
+            forward = recording.program()
+        with kernels.recording() as recording:
+            recording.rows = self._requested
+            with self._with(None if tables is None else tables.requested):
+                requested_logits = model.logits(kernels.take_rows(hidden, self.requested))
+            logits = recording.program()
+        return _Step(hidden, states, sampled_logits, best, forward, requested_logits, logits)
+
+    def _record_forward(self) -> tuple[Tensor, Tensor | None]:
+        model, ropes = self._model, self.ropes
+        if self._state_layers:
+            assert isinstance(model, Decoder)
+            return model.forward_with_states(self.token_ids, ropes, self._layers, self.plans, self._state_layers)
+        return model.forward(self.token_ids, ropes, self._layers, self.plans), None
+
+    def _with(self, rows: AdapterRows | None) -> AbstractContextManager[None]:
+        if rows is None:
+            return nullcontext()
+        assert self._adapters is not None
+        return self._adapters.on(rows)

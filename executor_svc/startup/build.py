@@ -77,7 +77,7 @@ def make_runner(
 ) -> Runner:
     """Return what runs a model on the CPU, or one whose operations cannot be recorded: that has no state_layers."""
     if loaded.recordable:
-        return ModelRunner(loaded.model, device, pools, limits, state_layers=state_layers)
+        return ModelRunner(loaded.model, device, pools, limits, state_layers=state_layers, adapters=loaded.adapters)
     return EagerRunner(loaded, device, pools, limits)
 
 

@@ -291,6 +291,7 @@ def test_wrong_arguments_are_refused() -> None:
 def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "adapter_steps",
         "cancel_memory",
         "cpu_limits",
         "cpu_serving",

@@ -6,18 +6,21 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
+from executor_svc.device.adapters import NO_PLACE
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.plan.description import limits_of
 from executor_svc.startup.device import make_device
@@ -69,6 +72,8 @@ class Tokens:
     blocks: list[int] = field(default_factory=list)
     num_prompt: int = 0
     """Tokens of the prompt: rotary embeddings that depend on the length know it from the first chunk on."""
+    place: int = NO_PLACE
+    """Of its adapter."""
 
 
 def spoil(cache: KVCache) -> None:
@@ -85,7 +90,8 @@ class Driver:
         self.block_size = config.block_size
         self.cache: KVCache = device.new_kv_cache(loaded.geometry, config)
         self.forget()
-        self.runner = ModelRunner(loaded.model, device, self.cache, limits_of(config, loaded.geometry, self.cache))
+        limits = limits_of(config, loaded.geometry, self.cache)
+        self.runner = ModelRunner(loaded.model, device, self.cache, limits, adapters=loaded.adapters)
         self._free = list(range(self.cache.num_device_blocks))
         self._free_host = list(range(self.cache.num_host_blocks))
         self._users: Counter[int] = Counter()
@@ -138,7 +144,7 @@ class Driver:
     def step(self, work: Sequence[tuple[Tokens, int]], logits: str = "all") -> list[Tensor]:
         """Compute the next tokens of some sequences in one batch; return each one's logits [tokens or 1, vocabulary].
 
-        `logits`: all, or last for those of each sequence's last token only.
+        `logits`: all, or last for those of each sequence's last token only, or asked for all, requested after the step.
         """
         chunks, tables, ids = [], [], []
         for sequence, count in work:
@@ -151,13 +157,12 @@ class Driver:
             tables.append(sequence.blocks)
             ids.extend(sequence.tokens[sequence.num_computed : end])
         batch = flat_batch(chunks, tables, self.block_size, ids, [sequence.num_prompt for sequence, _ in work])
+        places = np.repeat([sequence.place for sequence, _ in work], [count for _, count in work])
+        batch = replace(batch, adapter_places=places)
         if logits == "last":
-            rows = batch.query_start_loc[1:].long() - 1
-            batch = ForwardBatch(
-                **{name: getattr(batch, name) for name in ForwardBatch.__dataclass_fields__ if name != "logits_rows"},
-                logits_rows=rows,
-            )
-        out = self.runner.logits(self.runner.forward(batch), batch.logits_rows).clone()
+            batch = replace(batch, logits_rows=batch.query_start_loc[1:].long() - 1)
+        rows = batch.logits_rows.clone() if logits == "asked" else batch.logits_rows
+        out = self.runner.logits(self.runner.forward(batch), rows).clone()
         for sequence, count in work:
             sequence.num_computed += count
         return list(out.split([1 if logits == "last" else count for _, count in work]))
@@ -166,13 +171,13 @@ class Driver:
 class Model:
     """A checkpoint loaded once, from which drivers of any block size are made."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, adapter_sizes: AdapterSizes | None = None, **options: Any) -> None:
         self.options = {
             "model": str(folder), "device": "cpu", "num_gpu_blocks": 128, "num_threads": NUM_THREADS,
             "max_num_batched_tokens": 2048, **options,
         }  # fmt: skip
         self.device = make_device(ExecutorConfig(**self.options))
-        self.loaded = load_model(ExecutorConfig(**self.options), self.device)
+        self.loaded = load_model(ExecutorConfig(**self.options), self.device, adapter_sizes)
         self._alone: Driver | None = None
 
     def driver(self, seed: int = 0, **options: Any) -> Driver:

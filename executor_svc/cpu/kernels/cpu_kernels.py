@@ -19,13 +19,17 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
+from executor_svc.cpu.kernels.lora.launches import AdapterLaunches
+from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces, CpuEmbeddingPlaces
+from executor_svc.cpu.kernels.lora.rows import CpuAdapterRows
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_rows
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
-from executor_svc.cpu.kernels.panels import PanelWriter
+from executor_svc.cpu.kernels.panels import PanelWriter, new_memory
 from executor_svc.cpu.kernels.quantized import embedding_rows
 from executor_svc.cpu.kernels.quantized.launches import Host, PackedPart, Part, PartLaunches, RowForms
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.workspace import Workspace
+from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
 
 _HEAD_MULTIPLE = 16
@@ -52,7 +56,7 @@ class Recording:
 
 
 class CpuKernels:
-    """Implements `device.kernels.Kernels`; for use by one thread at a time."""
+    """Implements `device.adapters.AdapterKernels`; for use by one thread at a time."""
 
     name = "cpu-5"
 
@@ -269,6 +273,55 @@ class CpuKernels:
         wide = self._new(f"widened_{x.shape[1]}", (x.shape[0], x.shape[1] + x.shape[1] % 2), torch.float32)
         self._launch(Launch(widen_rows(self._code), "rows", 1, 1, (*_addresses(x, wide), x.shape[1])), x.shape[0])
         return wide
+
+    # ------------------------------------------------------------------ adapters
+
+    def new_adapter_memory(self, num_bytes: int) -> Tensor:
+        return new_memory(num_bytes)
+
+    def new_adapter_rows(self, max_rows: int) -> CpuAdapterRows:
+        return CpuAdapterRows(max_rows)
+
+    def new_adapter_places(
+        self,
+        num_places: int,
+        max_rank: int,
+        in_features: int,
+        part_columns: Sequence[int],
+        dtype: torch.dtype,
+        replaces_rows: bool = False,
+    ) -> CpuAdapterPlaces:
+        return CpuAdapterPlaces(num_places, max_rank, in_features, part_columns, dtype, replaces_rows)
+
+    def new_embedding_places(
+        self, num_places: int, max_rank: int, hidden_size: int, dtype: torch.dtype
+    ) -> CpuEmbeddingPlaces:
+        return CpuEmbeddingPlaces(num_places, max_rank, hidden_size, dtype)
+
+    def add_adapters(self, x: Tensor, y: Tensor, places: AdapterPlaces, rows: AdapterRows) -> Tensor:
+        assert isinstance(places, CpuAdapterPlaces)
+        assert isinstance(rows, CpuAdapterRows)
+        self._adapters.linear(x, y, places, rows)
+        return y
+
+    def add_embedding_adapters(
+        self, token_ids: Tensor, y: Tensor, places: EmbeddingPlaces, rows: AdapterRows
+    ) -> Tensor:
+        assert isinstance(places, CpuEmbeddingPlaces)
+        assert isinstance(rows, CpuAdapterRows)
+        self._adapters.embedding(token_ids, y, places, rows)
+        return y
+
+    @property
+    def _adapters(self) -> AdapterLaunches:
+        return AdapterLaunches(self._code, self._workspace, self._launch, self._scratch)
+
+    def scale_rows(self, x: Tensor, scale: float) -> Tensor:
+        kernel = rows.scale_rows(self._code, _dtype(x), x.shape[1], scale)
+        self._launch(Launch(kernel, "rows", 1, 1, _addresses(x)), x.shape[0])
+        return x
+
+    # ------------------------------------------------------------------ logits
 
     def argmax(self, logits: Tensor) -> Tensor:
         ids = self._new("best", (logits.shape[0],), torch.int64)

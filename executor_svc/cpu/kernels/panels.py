@@ -28,20 +28,24 @@ _VI32 = ir.VectorType(_I32, LANES)
 
 
 def new_panels(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return panels [rows / 32, columns / step, 32, step] for a weight [rows, columns], all zeros.
-
-    Large ones are in huge pages where the system has them: those take a fifth of the time to fill, and fewer entries of
-    the table by which the processor finds pages.
-    """
+    """Return panels [rows / 32, columns / step, 32, step] for a weight [rows, columns], all zeros."""
     step = inner_step("bfloat16" if dtype == torch.bfloat16 else "float32")
     shape = (-(-rows // PANEL), -(-columns // step), PANEL, step)
-    num_bytes = math.prod(shape) * dtype.itemsize
+    return new_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def new_memory(num_bytes: int) -> Tensor:
+    """Return [num_bytes] uint8, all zeros.
+
+    Much of it is in huge pages where the system has them: those take a fifth of the time to fill, and fewer entries of
+    the table by which the processor finds pages.
+    """
     if num_bytes < _LEAST_MAPPED_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a system without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class PanelWriter:

@@ -1,4 +1,4 @@
-"""Gathers rows by index, token embeddings and the hidden states of logits rows, and copies columns of rows."""
+"""Gathers rows by index, token embeddings and the hidden states of logits rows; copies columns; scales rows."""
 
 from __future__ import annotations
 
@@ -43,3 +43,22 @@ def copy_columns(code: Code, dtype: Dtype, columns: int, source_width: int, targ
         each_piece(emit, columns, piece)
 
     return code.kernel(f"copy_columns_{dtype}_{columns}_{source_width}_{target_width}", 3, body)
+
+
+def scale_rows(code: Code, dtype: Dtype, width: int, scale: float) -> str:
+    """Add the kernel x = x * scale, in place; returns its name.
+
+    Items: one for each row. Arguments: rows, x [rows, width].
+    """
+    size = ITEM_BYTES[dtype]
+
+    def body(emit: Emitter, item: Int, _: Int, __: Int, x: Int) -> None:
+        start = x + item * (width * size)
+
+        def piece(offset: Int, count: int) -> None:
+            at = start + offset * size
+            emit.store(emit.load(at, dtype, count) * scale, at, dtype, count)
+
+        each_piece(emit, width, piece)
+
+    return code.kernel(f"scale_rows_{dtype}_{width}_{scale}", 2, body)

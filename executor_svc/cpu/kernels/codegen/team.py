@@ -1,8 +1,8 @@
 """Threads that run kernels: a recorded list of launches with one call.
 
 A launch has items, which free threads take one by one, so a thread that lost its core to another process delays only
-its current item. The next launch begins when all items of the last are done. An item's bits do not depend on the thread
-that computes it. The threads are OpenMP's, the same that PyTorch uses.
+its current item. The next launch begins when all items of the last are done, or taken if it joins that one. An item's
+bits do not depend on the thread that computes it. The threads are OpenMP's, the same that PyTorch uses.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from llvmlite import ir
 from executor_svc.cpu.kernels.codegen.compiled import Code, symbol
 
 _I64, _VOID = ir.IntType(64), ir.VoidType()
-_FIELDS = 5
-_KERNEL, _ARGUMENTS, _ITEMS, _TAKEN, _DONE = range(_FIELDS)
+_FIELDS = 7
+_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS, _AWAITED, _TAKEN, _DONE = range(_FIELDS)
 _SPINS_BEFORE_YIELD = 2000
 _OPENMP = "libgomp.so.1"
 _MAX_ARGUMENTS = 14
@@ -37,6 +37,8 @@ class Launch:
     arguments: tuple[int, ...]
     """Addresses and sizes, after the count."""
     least: int = 0
+    joins: bool = False
+    """Whether its items may run while those of the launch before still do; what follows waits for both."""
 
 
 class Program:
@@ -56,13 +58,20 @@ class Program:
             self._arguments[row, 1 : 1 + len(launch.arguments)] = launch.arguments
             self._table[row, _KERNEL] = team.address(launch.kernel)
         self._table[:, _ARGUMENTS] = self._arguments.ctypes.data + _MAX_ARGUMENTS * 8 * np.arange(len(launches))
+        # Launches that run together count their items in the last one's record, where all are waited for.
+        self._starts = np.flatnonzero([not (launch.joins and row) for row, launch in enumerate(launches)])
+        self._ends = np.append(self._starts, len(launches))[1:] - 1
+        last = np.repeat(self._ends, np.diff(self._starts, append=len(launches)))
+        self._table[:, _COUNTER] = self._table.ctypes.data + 8 * (_FIELDS * last + _DONE)
         self._state = np.array([self._table.ctypes.data, len(launches)], np.int64)
 
     def run(self, **counts: int) -> None:
         """Run all launches, in order; return when they are done."""
         count = np.array([counts[name] for name in self._counts], np.int64)[self._which]
         self._arguments[:, 0] = count
-        self._table[:, _ITEMS] = np.where(count < self._least, 0, -(-count // self._share) * self._groups)
+        items = np.where(count < self._least, 0, -(-count // self._share) * self._groups)
+        self._table[:, _ITEMS] = items
+        self._table[self._ends, _AWAITED] = np.add.reduceat(items, self._starts) if len(items) else 0
         self._table[:, _TAKEN:] = 0
         self._team.drive(self._state.ctypes.data)
 
@@ -128,7 +137,10 @@ def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
 
     builder.position_at_end(begin)
     record = builder.add(table, builder.mul(index, _I64(8 * _FIELDS)))
-    kernel, arguments, items = (builder.load(field(record, which)) for which in (_KERNEL, _ARGUMENTS, _ITEMS))
+    kernel, arguments, counter, items, awaited = (
+        builder.load(field(record, which)) for which in (_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS, _AWAITED)
+    )
+    done_items = builder.inttoptr(counter, _I64.as_pointer())
     run = builder.inttoptr(kernel, ir.FunctionType(_VOID, [_I64] * 3).as_pointer())
     builder.branch(take)
 
@@ -138,14 +150,14 @@ def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
 
     builder.position_at_end(work)
     builder.call(run, [arguments, item, thread])
-    builder.atomic_rmw("add", field(record, _DONE), _I64(1), "acq_rel")
+    builder.atomic_rmw("add", done_items, _I64(1), "acq_rel")
     builder.branch(take)
 
     builder.position_at_end(wait)
     spins = builder.phi(_I64)
     spins.add_incoming(_I64(0), take)
-    done = builder.load_atomic(field(record, _DONE), "acquire", 8)
-    builder.cbranch(builder.icmp_signed("<", done, items), spin, following)
+    done = builder.load_atomic(done_items, "acquire", 8)
+    builder.cbranch(builder.icmp_signed("<", done, awaited), spin, following)
 
     builder.position_at_end(spin)
     more = builder.add(spins, _I64(1))

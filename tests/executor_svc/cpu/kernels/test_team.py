@@ -61,10 +61,8 @@ def test_items_of_a_launch(rows: int, share: int, groups: int, items: int) -> No
     assert counts[:, 0].tolist() == [1] * items + [0] * (12 - items)
 
 
-@pytest.mark.parametrize("num_threads", THREADS)
-def test_a_launch_begins_when_the_one_before_has_ended(num_threads: int) -> None:
-    """Each launch sums what all items of the one before wrote; every item late would give another sum."""
-    code, width = Code(), 61
+def mix_items(code: Code) -> str:
+    """A kernel whose item sums what all items of another launch wrote; an item too late would give another sum."""
 
     def body(emit: Emitter, item: Int, _: Int, count: Int, source: Int, into: Int) -> None:
         """into[item] = the sum of source[k] * (k + item + 1), modulo a prime."""
@@ -78,16 +76,49 @@ def test_a_launch_begins_when_the_one_before_has_ended(num_threads: int) -> None
         emit.loop(0, count, 1, add)  # type: ignore[arg-type]
         emit.builder.store(emit.builder.load(value), emit.pointer(into + item * 8, emit.integer(0).value.type))
 
-    kernel = code.kernel("mix", 3, body)
+    return code.kernel("mix", 3, body)
+
+
+def mixed(numbers: NDArray[np.int64], items: int) -> NDArray[np.int64]:
+    """What items of `mix_items` write."""
+    place = np.arange(len(numbers))
+    result: NDArray[np.int64] = (numbers[None] * (place[None] + np.arange(items)[:, None] + 1)).sum(1) % 1_000_003
+    return result
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_a_launch_begins_when_the_one_before_has_ended(num_threads: int) -> None:
+    code, width = Code(), 61
+    kernel = mix_items(code)
     buffers = [np.arange(1, width + 1), np.zeros(width, np.int64)]
     addresses = [buffer.ctypes.data for buffer in buffers]
     launches = [Launch(kernel, "rows", 1, 1, (addresses[i % 2], addresses[(i + 1) % 2])) for i in range(300)]
     Program(Team(code, num_threads), launches).run(rows=width)
-    k = np.arange(width)
     expected = np.arange(1, width + 1)
     for _ in launches:
-        expected = (expected[None] * (k[None] + k[:, None] + 1)).sum(1) % 1_000_003
+        expected = mixed(expected, width)
     assert (buffers[0] == expected).all()
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_what_follows_joined_launches_waits_for_all_of_them(num_threads: int) -> None:
+    """Of three launches that join, each writes a third of what the next ones read; one of them may have no items."""
+    code, width = Code(), 60
+    kernel, third = mix_items(code), width // 3
+    buffers = [np.arange(1, width + 1), np.zeros(width, np.int64)]
+    launches = []
+    for turn in range(150):
+        source, into = (buffers[(turn + which) % 2].ctypes.data for which in range(2))
+        launches += [
+            Launch(kernel, "rows", 3, 1, (source, into + 8 * third * part), joins=part > 0) for part in range(3)
+        ]
+        launches.append(Launch(kernel, "none", 1, 1, (0, 0), joins=True))
+    program, expected = Program(Team(code, num_threads), launches), np.arange(1, width + 1)
+    for _ in range(2):
+        program.run(rows=width, none=0)
+        for _ in range(150):
+            expected = np.tile(mixed(expected, third), 3)
+        assert (buffers[0] == expected).all()
 
 
 def test_counts_of_several_names() -> None:

@@ -1,0 +1,163 @@
+"""The places of a model's adapters, in each of its linears, and the adapters that they are filled with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from executor_svc.device.adapters import AdapterKernels, AdapterRows, PackedPart
+from executor_svc.device.kernels import AttentionShape, Embedding, Linear
+from executor_svc.models.adapters.adapter import Adapter, LoraPart, TokenRows
+from executor_svc.models.adapters.linears import AdaptedEmbedding, AdaptedLinear, AdapterSwitch
+from executor_svc.models.adapters.modules import LinearName, decoder_modules
+from executor_svc.models.adapters.padded import pad_part
+from executor_svc.models.spec import DecoderSpec
+
+LinearUse = tuple[int | None, LinearName]
+"""A linear of a model: its layer, None for the head, and its name."""
+
+_HEAD: LinearUse = (None, "lm_head")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSizes:
+    """What a step's adapters may be."""
+
+    num_places: int
+    """--max-loras"""
+    max_rank: int
+    """--max-lora-rank"""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """An adapter in the order in which a model's kernels read it. Places refer to its memory."""
+
+    linears: Mapping[LinearUse, PackedPart]
+    embedding: PackedPart | None
+    num_bytes: int
+
+
+class ModelAdapters:
+    """Owns all places of a model, which is built with `building.AdaptingBuilder`."""
+
+    def __init__(self, kernels: AdapterKernels, spec: DecoderSpec, sizes: AdapterSizes, dtype: torch.dtype) -> None:
+        self.kernels, self.sizes = kernels, sizes
+        self._dtype, self._hidden_size = dtype, spec.hidden_size
+        self._shape = AttentionShape(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            kernels.padded_head_size(spec.head_size),
+            spec.attention_scale,
+        )
+        self._columns = _part_columns(spec, self._shape)
+        self._switch = AdapterSwitch()
+        self._linears: dict[LinearUse, AdaptedLinear] = {}
+        self._embedding: AdaptedEmbedding | None = None
+        self._built: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------ building
+
+    def adapt_linear(self, name: str, base: Linear) -> Linear:
+        """Return a linear with places; those of one name come in the order of the layers."""
+        use = _use(name, self._built[name])
+        self._built[name] += 1
+        sizes = self.sizes.num_places, self.sizes.max_rank
+        places = self.kernels.new_adapter_places(
+            *sizes, base.in_features, self._columns[use], self._dtype, replaces_rows=use == _HEAD
+        )
+        self._linears[use] = AdaptedLinear(base, places, self.kernels, self._switch)
+        return self._linears[use]
+
+    def adapt_embedding(self, base: Embedding) -> Embedding:
+        """Return the model's table of embeddings with places."""
+        assert self._embedding is None, "a decoder has one table"
+        sizes = self.sizes
+        places = self.kernels.new_embedding_places(sizes.num_places, sizes.max_rank, self._hidden_size, self._dtype)
+        self._embedding = AdaptedEmbedding(base, places, self.kernels, self._switch)
+        return self._embedding
+
+    # ------------------------------------------------------------------ places
+
+    def bytes_of_rank(self, rank: int) -> int:
+        """Return the memory of a packed adapter of all linears of the layers, each pair of this rank."""
+        layers = (linear.places for use, linear in self._linears.items() if use != _HEAD)
+        return sum(places.bytes_of_rank(rank) for places in layers)
+
+    def pack(self, adapter: Adapter) -> PackedAdapter:
+        """Return an adapter in the order in which kernels read it; any thread may, beside steps.
+
+        Raises ValueError for an adapter that does not fit the model or its largest rank.
+        """
+        if unknown := adapter.linears.keys() - self._linears.keys():
+            raise ValueError(f"the model has no {sorted(map(str, unknown))[0]}")
+        assert self._embedding is not None
+        table = self._embedding.places
+        tables = adapter.embedding, adapter.embedding_rows
+        chosen = {use: self._parts(use, adapter) for use in self._linears if _changes(use, adapter)}
+        sizes = [self._linears[use].places.packed_bytes(*parts) for use, parts in chosen.items()]
+        memory = self.kernels.new_adapter_memory(sum(sizes) + table.packed_bytes(*tables))
+        pieces = memory.split([*sizes, len(memory) - sum(sizes)])
+        linears = {
+            use: self._linears[use].places.pack(*parts, piece)
+            for (use, parts), piece in zip(chosen.items(), pieces, strict=False)
+        }
+        embedding = None if tables == (None, None) else table.pack(*tables, pieces[-1])
+        return PackedAdapter(linears, embedding, memory.nbytes)
+
+    def load(self, place: int, adapter: PackedAdapter) -> None:
+        """Put an adapter into a place, 0 to num_places - 1, instead of what is there; no step may run meanwhile.
+
+        This copies addresses, the adapter stays in its memory. Raises ValueError for a place that there is not.
+        """
+        for use, linear in self._linears.items():
+            linear.places.set(place, adapter.linears.get(use))
+        if self._embedding is not None:
+            self._embedding.places.set(place, adapter.embedding)
+
+    def clear(self, place: int) -> None:
+        """Empty a place; its rows are then those of the base. Conditions as those of `load`."""
+        self.load(place, PackedAdapter({}, None, 0))
+
+    def _parts(self, use: LinearUse, adapter: Adapter) -> tuple[list[LoraPart], TokenRows | None]:
+        parts = [pad_part(part, use[1], self._shape) for part in adapter.linears.get(use, ())]
+        return parts, adapter.head_rows if use == _HEAD else None
+
+    # ------------------------------------------------------------------ steps
+
+    def new_rows(self, max_rows: int) -> AdapterRows:
+        """Return a table of rows, for steps of at most max_rows."""
+        return self.kernels.new_adapter_rows(max_rows)
+
+    def on(self, rows: AdapterRows) -> AbstractContextManager[None]:
+        """Inside, the model's operations add what the adapters of a table's rows add."""
+        return self._switch.on(rows)
+
+
+def _changes(use: LinearUse, adapter: Adapter) -> bool:
+    return use in adapter.linears or (use == _HEAD and adapter.head_rows is not None)
+
+
+def _use(name: str, index: int) -> LinearUse:
+    for known in get_args(LinearName):
+        if name == known:
+            return (None if known == "lm_head" else index), known
+    raise AssertionError(f"{name} is no linear of a decoder")
+
+
+def _part_columns(spec: DecoderSpec, shape: AttentionShape) -> Mapping[LinearUse, list[int]]:
+    """Return the columns of each module of each linear, heads padded."""
+    found: dict[LinearUse, list[int]] = {}
+    for module in decoder_modules(spec).values():
+        if module.linear is not None:
+            columns = module.shape[0]
+            if module.linear == "attention.qkv":
+                columns = columns // shape.head_size * shape.padded_head_size
+            found.setdefault((module.layer, module.linear), []).append(columns)
+    return found

@@ -100,7 +100,7 @@ class CpuAdapterPlaces:
         """As in `AdapterPlaces`."""
         self._check(parts, replaced)
         total = _strip_bytes(sum(_even(part.a.shape[0]) for part in parts), self.in_features, self._dtype)
-        total += sum(_strip_bytes(*part.b.shape, self._dtype) for part in parts)
+        total += sum(_strip_bytes(len(part.b), part.b.shape[1], self._dtype) for part in parts)
         if replaced is None:
             return total
         num_rows = len(replaced.token_ids)

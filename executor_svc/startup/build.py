@@ -69,8 +69,9 @@ def make_executor(
         from executor_svc.gpu.step import GpuStepExecutor
 
         return GpuStepExecutor(
-            loaded, device, pools, limits, enforce_eager=enforce_eager, drafts=drafts(None), draft_model=draft_model
-        )
+            loaded, device, pools, limits, enforce_eager=enforce_eager, drafts=drafts(None), draft_model=draft_model,
+            adapters=adapters,
+        )  # fmt: skip
     on_gpu = device.torch_device.type == "cuda"
     runner = make_runner(loaded, device, pools, limits, state_layers)
     return StepExecutor(runner, pools, limits, on_gpu, drafts(runner), adapters)

@@ -44,7 +44,7 @@ def run_steps(max_loras: int, max_rank: int) -> None:
     tokens, table = torch.zeros(MOST + 1, dtype=torch.int64), RowTable.empty(MOST, max_loras, CPU)
     linears = [LoraPlaces.empty(shape, max_loras, max_rank, DTYPE, CPU) for shape in SHAPES]
     workspace = torch.empty(max(workspace_size(shape, max_rank, MOST) for shape in SHAPES))
-    embedding = EmbeddingPlaces(10, 256, max_loras, max_rank, DTYPE, CPU)
+    embedding = EmbeddingPlaces(256, max_loras, max_rank, DTYPE, CPU)
     for count in (1, 2, 16, 33, FEW_ROWS, FEW_ROWS + 1, MOST):
         for num_seqs in {1, count}:
             # State of the slots and indexes may begin anywhere.

@@ -1,4 +1,4 @@
-"""Adapters that peft made on the GPU's path: the tokens of the CPU's, the bits of a request alone, steps without any."""
+"""Adapters that peft made, on the GPU's path: logprobs of the CPU's, bits beside other adapters, steps without any."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from triton.runtime.interpreter import InterpretedFunction
 
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
@@ -62,12 +63,11 @@ class Run:
     """Sequences that begin, run and end on a model with adapters; the logprobs of all tokens of each slot."""
 
     def __init__(self, model: Model, adapters: Mapping[int, Path], **options: Any) -> None:
-        places = model.loaded.adapters
-        assert places is not None
-        self.loader = ModelAdapterLoader(places, 3, base_table=model.loaded.base_table)
-        self.folders = adapters
-        for index, path in adapters.items():
-            self.loader.load(index, str(index), str(path))
+        self.loader = None
+        if model.loaded.adapters is not None:
+            self.loader = ModelAdapterLoader(model.loaded.adapters, 3, base_table=model.loaded.base_table)
+            for index, path in adapters.items():
+                self.loader.load(index, str(index), str(path))
         self.stepper = Stepper(model, adapters=self.loader, **options)
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[np.ndarray]] = {}
@@ -101,25 +101,116 @@ def mixed(run: Run) -> None:
     run.step(decode_ready=True)
 
 
-def alone(run: Run, slot: int, num_decodes: int, **fields: Any) -> None:
-    length = len(PROMPTS[slot])
-    run.step(admitted=(run.begin(slot, **fields),), scheduled=scheduled((slot, length, True)))
-    for _ in range(num_decodes):
-        run.step(decode_ready=True)
-    run.step(released_slots=ints(slot))
+def brief(run: Run, adapters: Mapping[int, int]) -> None:
+    """Prompts of slots with these adapters, and a decode."""
+    admitted = tuple(run.begin(slot, index) for slot, index in adapters.items())
+    run.step(admitted=admitted, scheduled=scheduled(*((slot, len(PROMPTS[slot]), True) for slot in adapters)))
+    run.step(decode_ready=True)
 
 
 def on_gpu(folder: Path, sizes: AdapterSizes | None = SIZES, **options: Any) -> Model:
     return Model(folder, sizes, device="cuda", **options)
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_logprobs_are_those_of_the_cpu(folder: Path, adapters: Mapping[int, Path], enforce_eager: bool) -> None:
+def test_logprobs_are_those_of_the_cpu(folder: Path, adapters: Mapping[int, Path]) -> None:
     expected = Run(Model(folder, SIZES), adapters)
     mixed(expected)
     assert {slot: len(tokens) for slot, tokens in expected.tokens.items()} == {0: 4, 1: 2, 2: 4, 3: 5, 4: 2}
-    found = Run(on_gpu(folder, enforce_eager=enforce_eager), adapters)
+    found = Run(on_gpu(folder), adapters)
     mixed(found)
     assert found.tokens == expected.tokens
     for slot, rows in expected.logprobs.items():
         assert np.abs(np.array(found.logprobs[slot]) - np.array(rows)).max() < 1e-4
+
+
+@pytest.mark.usefixtures("ordered_products")
+def test_a_request_has_the_bits_that_it_has_beside_others(folder: Path, adapters: Mapping[int, Path]) -> None:
+    """With other adapters in the other rows, or none, in another place and of another largest rank.
+
+    Linears of the base are of PyTorch: they give a row the same bits in steps with as many rows.
+    """
+    first = Run(on_gpu(folder), adapters)
+    brief(first, ADAPTERS | {4: 0})
+    other = on_gpu(folder, AdapterSizes(3, 64))
+    for slot, beside in ((1, {0: 3, 2: 3, 3: 1}), (2, {0: 2, 1: 3}), (3, {0: 3})):
+        again = Run(other, adapters)
+        brief(again, {each: beside.get(each, 0) for each in PROMPTS} | {slot: ADAPTERS[slot]})
+        assert again.tokens[slot] == first.tokens[slot]
+        assert np.array_equal(np.array(again.logprobs[slot]), np.array(first.logprobs[slot]))
+        assert not np.array_equal(np.array(again.logprobs[0]), np.array(first.logprobs[0]))
+
+
+def test_steps_without_adapters_are_those_of_a_model_without(
+    folder: Path, adapters: Mapping[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same launches and bits, once slots with adapters have left, too."""
+    launches: list[str] = []
+    run = InterpretedFunction.run
+
+    def noted(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        launches.append(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    none = dict.fromkeys((0, 3), 0)
+    with_places = Run(on_gpu(folder), adapters)
+    brief(with_places, {0: 1, 1: 2})
+    with_places.step(released_slots=ints(0, 1))
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    brief(with_places, none)
+    in_use, launches[:] = list(launches), []
+    plain = Run(on_gpu(folder, None), {})
+    launches.clear()
+    brief(plain, none)
+    assert in_use == launches
+    assert with_places.tokens[0] == plain.tokens[0]
+    assert np.array_equal(np.array(with_places.logprobs[0]), np.array(plain.logprobs[0]))
+
+
+def test_an_unloaded_adapter_gives_its_place_to_another(folder: Path, adapters: Mapping[int, Path]) -> None:
+    run = Run(on_gpu(folder, AdapterSizes(1, 40)), adapters)
+    assert run.loader is not None
+    found: dict[int, np.ndarray] = {}
+    for index in (1, 2, 3, 1):
+        brief(run, {0: index})
+        rows = np.array(run.logprobs[0])
+        assert np.array_equal(found.setdefault(index, rows), rows)
+        run.step(released_slots=ints(0))
+    assert len({tuple(rows.ravel().tolist()) for rows in found.values()}) == 3
+    run.loader.unload(2)
+    run.loader.unload(1)
+    run.loader.load(4, "another", str(adapters[2]))
+    brief(run, {0: 4})
+    assert np.array_equal(np.array(run.logprobs[0]), found[2])
+    assert run.stepper.executor.adapters is run.loader
+
+
+def test_drafts_are_checked_with_their_slots_adapter(folder: Path, adapters: Mapping[int, Path]) -> None:
+    """Launch by launch: with graphs in `test_steps_with_adapters_have_graphs_of_their_own`."""
+    model, limits = on_gpu(folder, enforce_eager=True), {"max_drafts": 3, "max_num_seqs": 16, "num_slots": 8}
+    plain, drafted = Run(model, adapters, **limits), Run(model, adapters, drafts=NgramSource, **limits)
+    for run, max_drafts in ((plain, 0), (drafted, 3)):
+        prompts = tuple(run.begin(slot, sampling=SequenceSampling(), max_drafts=3) for slot in (1, 2, 3))
+        run.step(admitted=prompts, scheduled=scheduled(*((each.slot, len(each.token_ids), True) for each in prompts)))
+        for _ in range(4):
+            run.step(decode_ready=True, max_drafts=max_drafts)
+    for slot, tokens in plain.tokens.items():
+        assert drafted.tokens[slot][: len(tokens)] == tokens
+    assert sum(map(len, drafted.tokens.values())) > sum(map(len, plain.tokens.values()))
+
+
+def test_steps_with_adapters_have_graphs_of_their_own(
+    folder: Path, adapters: Mapping[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed: list[tuple[StepSizes, bool]] = []
+
+    class Noting(DirectReplayer):
+        def replay(self, sizes: StepSizes) -> None:
+            replayed.append((sizes, self._step.args[0]))
+            super().replay(sizes)
+
+    monkeypatch.setattr(gpu_runner, "DirectReplayer", Noting)
+    run = Run(on_gpu(folder), adapters)
+    brief(run, {0: 1, 3: 0, 4: 0})
+    assert replayed == [(StepSizes(32, 8, 0, 0), True), (StepSizes.decode(4), True)]
+    run.step(held_slots=ints(0), decode_ready=True)
+    assert replayed.pop() == (StepSizes.decode(2), False)

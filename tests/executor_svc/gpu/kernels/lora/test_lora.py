@@ -67,20 +67,7 @@ def test_a_mixed_batch(shape: LoraShape, dtype: torch.dtype, device: torch.devic
                 assert torch.equal(bits(found[rows, first:end]), bits(y[rows, first:end]))
 
 
-@pytest.fixture
-def _ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter add products in their order: BLAS has another one for some rows of a matrix."""
-
-    def in_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        total = np.zeros((len(a), b.shape[1]), dtype)
-        for inner in range(len(b)):
-            total += a[:, inner, None].astype(dtype) * b[inner].astype(dtype)
-        return total
-
-    monkeypatch.setattr(np, "matmul", in_order)
-
-
-@pytest.mark.usefixtures("_ordered_products")
+@pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "max_loras", "max_rank"), [(45, 8, 64), (FEW_ROWS + 9, 4, 40)])
 def test_a_row_has_the_bits_that_it_has_alone(

@@ -188,13 +188,11 @@ def variants() -> list[Variant]:
                 quick = (hidden, dtype, scaled) == (4096, "bf16", False)
                 found.append(variant(name, _take_rows, arguments, constants, options(constants["CHUNK"]), quick))
             constants = scaling_constants(hidden)
-            arguments, quick = {"x": f"*{dtype}", "scale": "fp32"}, (hidden, dtype) == (4096, "bf16")
-            name = f"scale_rows hidden{hidden} {dtype}"
-            found.append(variant(name, _scale_rows, arguments, constants, options(constants["CHUNK"]), quick))
+            arguments, name = {"x": f"*{dtype}", "scale": "fp32"}, f"scale_rows hidden{hidden} {dtype}"
+            found.append(variant(name, _scale_rows, arguments, constants, options(constants["CHUNK"])))
             for times in (1, 2, 3):  # in place of rows, beside an embedding, and into auxiliary hidden states
                 constants = copying_constants(hidden, hidden, times * hidden)
                 arguments = {"source": f"*{dtype}", "target": f"*{dtype}"}
                 name = f"copy_columns hidden{hidden} of {times} {dtype}"
-                quick = (hidden, dtype, times) == (4096, "bf16", 2)
-                found.append(variant(name, _copy_columns, arguments, constants, options(constants["CHUNK"]), quick))
+                found.append(variant(name, _copy_columns, arguments, constants, options(constants["CHUNK"])))
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from executor_svc.device.adapters import ReplacedRows
 from executor_svc.gpu.kernels.lora.places import RANKS, Taker, piece_bytes
-from executor_svc.gpu.kernels.lora.shrink import COLUMNS, sum_columns
+from executor_svc.gpu.kernels.lora.shrink import sum_columns
 from executor_svc.gpu.kernels.lora.tables import TILE_ROWS, TILE_WORDS, RowTable, num_tiles, tile_rows
 from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows
 from executor_svc.gpu.kernels.variant import Variant
@@ -27,6 +27,8 @@ FIELDS = 3
 _TILE_WORDS = tl.constexpr(TILE_WORDS)
 _FIELDS = tl.constexpr(FIELDS)
 _CHUNK = 256
+_COLUMNS = 64
+"""Columns of one step of a product."""
 _PROGRAMS = 64
 """Of a tile, among which blocks of replaced rows of a head are divided."""
 _WARPS = 4
@@ -115,7 +117,7 @@ def _replace_embeddings(
         ids = tl.load(fields + place * _FIELDS + 1).to(tl.pointer_type(tl.int64))
         found = _find(ids, num, token, ROWS)
         is_replaced = (token >= 0) & (tl.load(ids + found, found < num, other=-1) == token)
-        source = tl.load(fields + place * _FIELDS + 2).to(tl.pointer_type(y.dtype.element_ty))
+        source = tl.multiple_of(tl.load(fields + place * _FIELDS + 2).to(tl.pointer_type(y.dtype.element_ty)), 16)
         column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
         inside = is_replaced[:, None] & (column < columns)[None, :]
         some = tl.load(source + found[:, None] * columns + column[None, :], inside, other=0.0)
@@ -138,7 +140,7 @@ def _replace_logits(
         within = lane < count
         row = tl.load(rows + first + lane, within, other=0).to(tl.int64)
         ids = tl.load(fields + place * _FIELDS + 1).to(tl.pointer_type(tl.int64))
-        weight = tl.load(fields + place * _FIELDS + 2).to(tl.pointer_type(x.dtype.element_ty))
+        weight = tl.multiple_of(tl.load(fields + place * _FIELDS + 2).to(tl.pointer_type(x.dtype.element_ty)), 16)
         for start in range(tl.program_id(1) * BLOCK, num, PROGRAMS * BLOCK):
             which = start + tl.arange(0, BLOCK)
             known = which < num
@@ -214,7 +216,7 @@ def _constants_of_embeddings(rows: int) -> dict[str, Any]:
 
 
 def _constants_of_logits(rows: int) -> dict[str, Any]:
-    return {"ROWS": rows, "BLOCK": RANKS, "COLUMNS": COLUMNS, "PROGRAMS": _PROGRAMS}
+    return {"ROWS": rows, "BLOCK": RANKS, "COLUMNS": _COLUMNS, "PROGRAMS": _PROGRAMS}
 
 
 def variants() -> list[Variant]:
@@ -252,5 +254,5 @@ def _variant(
         num_stages=stages,
         fp_fusion=False,
         no_spills=True,
-        quick=(dtype, rows) == ("bf16", 16),
+        quick=(kernel, dtype, rows) == (_replace_logits, "bf16", 16),
     )

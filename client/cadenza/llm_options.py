@@ -154,8 +154,9 @@ class LLMOptions(TypedDict, total=False):
     """With --speculative: the most drafts of a sequence in one step. [default: 5]"""
 
     max_loras: int | None
-    """executor: Maximum LoRA adapters in one batch; 0: no adapters. [default: 8] scheduler: Maximum LoRA adapters in
-    one batch; default: the executor's limit; 0: no adapters."""
+    """executor: Maximum LoRA adapters in one batch; 0: no adapters. On a GPU there are none unless this is given, as
+    the adapters of a batch take memory there. [default: 8] scheduler: Maximum LoRA adapters in one batch; default: the
+    executor's limit; 0: no adapters."""
 
     max_cpu_loras: int | None
     """executor: Maximum LoRA adapters that are loaded, at least max_loras. The default is lowered where so many would

@@ -24,7 +24,6 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import Computed, RowCandidates, SampledTokens, make_result
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.adapters.slots import SlotAdapters
 from executor_svc.gpu.device_slots import CommittedTokens, DeviceSlots, PendingTokens
 from executor_svc.gpu.drafts.drafting import GpuDrafting, Layout, ngrams_of
 from executor_svc.gpu.drafts.model import GpuDraftModel
@@ -35,6 +34,7 @@ from executor_svc.gpu.rounds import SamplingRounds
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, SamplingMetadata
 from executor_svc.gpu.sampling_state import SlotSamplingState
+from executor_svc.gpu.slot_adapters import SlotAdapters
 from executor_svc.gpu.staging import sent
 from executor_svc.gpu.timing import StepClock
 from executor_svc.models.decoder import Decoder

@@ -34,8 +34,8 @@ class Stepper:
         adapters: ModelAdapterLoader | None = None,
         **limits_of_test: int,
     ) -> None:
-        """drafts: makes the source of drafts. draft: makes them on a GPU. adapters: of the model. limits_of_test: fields
-        of Limits in place of the usual ones.
+        """drafts: makes the source of drafts. draft: makes them on a GPU. adapters: of the model. limits_of_test:
+        fields of Limits in place of the usual ones.
         """
         options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
         config = ExecutorConfig(**options)

@@ -12,13 +12,13 @@ from torch import Tensor
 from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
 from executor_svc.errors import StartError
-from executor_svc.gpu.adapters.places import GpuAdapterPlaces, GpuEmbeddingPlaces
-from executor_svc.gpu.adapters.rows import GpuAdapterRows
 from executor_svc.gpu.kernels import activation, norm, rows
 from executor_svc.gpu.kernels.attention.config import HEAD_SIZES
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.few_bits.embedding import embed_few_bits
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
+from executor_svc.gpu.kernels.lora.adapter_places import GpuAdapterPlaces, GpuEmbeddingPlaces
+from executor_svc.gpu.kernels.lora.adapter_rows import GpuAdapterRows
 from executor_svc.gpu.kernels.lora.tables import MAX_PLACES
 from executor_svc.gpu.kernels.rope import rope_write_kv
 from executor_svc.gpu.kernels.sampling import logits

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from triton.runtime.interpreter import InterpretedFunction
 
+from executor_svc.config import ExecutorConfig
+from executor_svc.errors import StartError
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
@@ -17,10 +19,13 @@ from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.plan.plan import StepResult
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.speculation.ngram import NgramSource
+from executor_svc.startup.adapters import adapter_sizes
+from executor_svc.startup.device import make_device
+from executor_svc.worker.adapters import AdapterRefused
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.peft_adapters import save_peft_adapter
+from tests.helpers.peft_adapters import read, save_peft_adapter
 from tests.helpers.plans import ints, scheduled, sequence
 from tests.helpers.stepping import Stepper
 
@@ -53,9 +58,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Path]:
-    folders = {index: tmp_path_factory.mktemp("adapter") for index in KINDS}
+    return save_adapters(folder, tmp_path_factory.mktemp("adapters"))
+
+
+def save_adapters(base: Path, folder: Path) -> Mapping[int, Path]:
+    folders = {index: folder / str(index) for index in KINDS}
     for index, path in folders.items():
-        save_peft_adapter(folder, path, seed=index, **KINDS[index])
+        save_peft_adapter(base, path, seed=index, **KINDS[index])
     return folders
 
 
@@ -114,6 +123,17 @@ def on_gpu(folder: Path, sizes: AdapterSizes | None = SIZES, **options: Any) -> 
 
 
 def test_logprobs_are_those_of_the_cpu(folder: Path, adapters: Mapping[int, Path]) -> None:
+    check_logprobs(folder, adapters)
+
+
+@pytest.mark.slow
+def test_scaled_embeddings_tied_tables_and_padded_heads(tmp_path: Path) -> None:
+    shape = {"vocab_size": VOCAB, "num_hidden_layers": 2, "head_dim": 48}
+    base = make_checkpoint(tmp_path / "model", "gemma2", **shape)
+    check_logprobs(base, save_adapters(base, tmp_path))
+
+
+def check_logprobs(folder: Path, adapters: Mapping[int, Path]) -> None:
     expected = Run(Model(folder, SIZES), adapters)
     mixed(expected)
     assert {slot: len(tokens) for slot, tokens in expected.tokens.items()} == {0: 4, 1: 2, 2: 4, 3: 5, 4: 2}
@@ -215,3 +235,28 @@ def test_steps_with_adapters_have_graphs_of_their_own(
     assert replayed == [(StepSizes(32, 8, 0, 0), True), (StepSizes.decode(4), True)]
     run.step(held_slots=ints(0), decode_ready=True)
     assert replayed.pop() == (StepSizes.decode(2), False)
+
+
+def test_a_gpu_has_places_if_it_is_told(folder: Path) -> None:
+    options = {"model": str(folder), "device": "cuda"}
+    device = make_device(ExecutorConfig(**options))
+    assert adapter_sizes(ExecutorConfig(**options), device) is None
+    assert adapter_sizes(ExecutorConfig(**options, max_loras=2), device) == AdapterSizes(2, 64)
+    with pytest.raises(StartError, match="--max-loras 257: at most 256 are possible on a GPU"):
+        on_gpu(folder, AdapterSizes(257, 1))
+
+
+def test_memory_of_an_adapter(folder: Path, adapters: Mapping[int, Path], tmp_path: Path) -> None:
+    """Packed it takes its own numbers and some padding, at most those of its largest rank; a larger rank is refused."""
+    model = on_gpu(folder).loaded.adapters
+    assert model is not None
+    save_peft_adapter(folder, tmp_path, r=16, target_modules="all-linear")
+    full = read(folder, tmp_path)
+    assert full.num_bytes <= model.pack(full).num_bytes == model.bytes_of_rank(16)
+    save_peft_adapter(folder, tmp_path / "some", r=3, target_modules=["v_proj", "down_proj"])
+    some = read(folder, tmp_path / "some")
+    assert some.num_bytes <= model.pack(some).num_bytes <= model.bytes_of_rank(3)
+    run = Run(on_gpu(folder, AdapterSizes(1, 8)), {})
+    assert run.loader is not None
+    with pytest.raises(AdapterRefused, match="a rank of 16: at most 8"):
+        run.loader.load(1, "one", str(tmp_path))

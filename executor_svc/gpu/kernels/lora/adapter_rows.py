@@ -8,14 +8,13 @@ import numpy as np
 import torch
 
 from executor_svc.gpu.kernels.lora.tables import RowTable, num_tiles, sort_rows
-from executor_svc.gpu.staging import sent
 from executor_svc.plan.arrays import IntArray
 
 _names = itertools.count()
 
 
 class GpuAdapterRows:
-    """Implements `device.adapters.AdapterRows`; steps of slots write `table` themselves, as `slots.StepAdapters`."""
+    """Implements `device.adapters.AdapterRows`; for steps of slots, `slot_adapters.StepAdapters` writes the table."""
 
     def __init__(self, max_rows: int, num_places: int, device: torch.device) -> None:
         """Take the memory of the table. Raises ValueError naming the option."""
@@ -29,6 +28,5 @@ class GpuAdapterRows:
         self.num_tiles = 0
         if (places >= 0).any():
             self.num_tiles = num_tiles(len(places), self.table.max_loras)
-            sort_rows(
-                sent(places.astype(np.int32), self._device), torch.arange(len(places), device=self._device), self.table
-            )
+            there = torch.from_numpy(places.astype(np.int32)).to(self._device)
+            sort_rows(there, torch.arange(len(places), device=self._device), self.table)

@@ -25,7 +25,6 @@ from executor_svc.gpu.kernels.lora.lora import add_lora, workspace_size
 from executor_svc.gpu.kernels.lora.places import LoraPlaces, LoraShape, PackedPairs, Taker
 from executor_svc.gpu.kernels.lora.replaced import PackedRows, ReplacedPlaces, replace_embeddings, replace_logits
 from executor_svc.gpu.kernels.lora.tables import RowTable
-from executor_svc.gpu.staging import Event, new_event
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class _Held:
     def __init__(self, num_places: int, device: torch.device) -> None:
         self._device = device
         self._parts: list[GpuPackedPart | None] = [None] * num_places
-        self._former: deque[tuple[Event, GpuPackedPart]] = deque()
+        self._former: deque[tuple[torch.cuda.Event, GpuPackedPart]] = deque()
 
     def set(self, place: int, packed: PackedPart | None) -> GpuPackedPart | None:
         """Keep a part for a place, and return it; raises ValueError for a place that there is not."""
@@ -54,8 +53,8 @@ class _Held:
         while self._former and self._former[0][0].query():
             self._former.popleft()
         before, self._parts[place] = self._parts[place], packed
-        if before is not None:
-            event = new_event(self._device)
+        if before is not None and self._device.type == "cuda":
+            event = torch.cuda.Event()
             event.record()
             self._former.append((event, before))
         return packed

@@ -12,8 +12,8 @@ from torch import Tensor
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.device.adapters import AdapterRows
-from executor_svc.gpu.adapters.rows import GpuAdapterRows
 from executor_svc.gpu.device_slots import DeviceSlots
+from executor_svc.gpu.kernels.lora.adapter_rows import GpuAdapterRows
 from executor_svc.gpu.kernels.lora.tables import RowTable, sort_rows, sort_tokens
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.models.recorded import RecordedModel

@@ -131,9 +131,12 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
     adapters = make_adapters(config, device, loaded)
     on_gpu, step_bytes = device.torch_device.type == "cuda", held_on_cpu(adapters, device)
     if on_gpu:
+        from executor_svc.gpu.device import BYTES_FOR_GRAPHS
         from executor_svc.gpu.memory import peak_bytes_of
 
         step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config, draft), device.torch_device)
+        if adapters is not None:
+            step_bytes += BYTES_FOR_GRAPHS  # of steps with adapters, beside the others
         _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
     pools = device.new_kv_cache(geometry, config, step_bytes, None if draft is None else draft.layers)
     prints = fingerprint(loaded, device, pools)

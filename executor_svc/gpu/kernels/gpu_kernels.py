@@ -189,8 +189,14 @@ class GpuKernels:
     # ------------------------------------------------------------------ adapters
 
     def new_adapter_memory(self, num_bytes: int) -> Tensor:
-        """Return pinned memory: steps read a part of it, and copies of the rest do not wait."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        """Return pinned memory: steps read a part of it, and copies of the rest do not wait.
+
+        Raises ValueError if the system has no more of it.
+        """
+        try:
+            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        except RuntimeError as error:
+            raise ValueError(f"{num_bytes} bytes of pinned memory of the host: {error}") from error
 
     def new_adapter_rows(self, max_rows: int) -> GpuAdapterRows:
         """As in `AdapterKernels`, for the number of places of those that were made before."""

@@ -20,6 +20,7 @@ from executor_svc.plan.plan import StepResult
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.startup.adapters import adapter_sizes
+from executor_svc.startup.build import build_model
 from executor_svc.startup.device import make_device
 from executor_svc.worker.adapters import AdapterRefused
 from executor_svc.worker.model_adapters import ModelAdapterLoader
@@ -226,15 +227,25 @@ def test_steps_with_adapters_have_graphs_of_their_own(
 
     class Noting(DirectReplayer):
         def replay(self, sizes: StepSizes) -> None:
-            replayed.append((sizes, self._step.args[0]))
+            adapted = self._step.args[0]
+            if isinstance(adapted, bool):  # else these are rounds of choices
+                replayed.append((sizes, adapted))
             super().replay(sizes)
 
     monkeypatch.setattr(gpu_runner, "DirectReplayer", Noting)
-    run = Run(on_gpu(folder), adapters)
+    run = Run(on_gpu(folder), adapters, drafts=NgramSource, max_drafts=1)
     brief(run, {0: 1, 3: 0, 4: 0})
     assert replayed == [(StepSizes(32, 8, 0, 0), True), (StepSizes.decode(4), True)]
     run.step(held_slots=ints(0), decode_ready=True)
     assert replayed.pop() == (StepSizes.decode(2), False)
+    drafting = run.begin(1, sampling=SequenceSampling(), max_drafts=1)
+    run.step(released_slots=ints(0, 3, 4), admitted=(drafting,), scheduled=scheduled((1, 9, True)))
+    run.step(decode_ready=True, max_drafts=1)
+    assert replayed.pop() == (StepSizes.decode(1, 1), True)
+    drafted = list(run.tokens[1])
+    run.step(released_slots=ints(1))
+    brief(run, {1: 2})
+    assert run.tokens[1] == drafted[:2]
 
 
 def test_a_gpu_has_places_if_it_is_told(folder: Path) -> None:
@@ -242,6 +253,9 @@ def test_a_gpu_has_places_if_it_is_told(folder: Path) -> None:
     device = make_device(ExecutorConfig(**options))
     assert adapter_sizes(ExecutorConfig(**options), device) is None
     assert adapter_sizes(ExecutorConfig(**options, max_loras=2), device) == AdapterSizes(2, 64)
+    for fields in ({}, {"max_loras": 2}):
+        executor, _ = build_model(ExecutorConfig(**options, num_gpu_blocks=8, enforce_eager=True, **fields))
+        assert (executor.adapters is None) == (not executor.limits.max_loras) == (not fields)
     with pytest.raises(StartError, match="--max-loras 257: at most 256 are possible on a GPU"):
         on_gpu(folder, AdapterSizes(257, 1))
 

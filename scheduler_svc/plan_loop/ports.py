@@ -205,6 +205,8 @@ class EngineRequest:
     """None: all samples are returned, as they are generated."""
     model_number: int | None = None
     """The number of the description (`ServedModel.number`) that it was checked against; None: the present one."""
+    adapter: str = ""
+    """Name of its LoRA adapter; empty: none. The engine finds its index."""
     trace: TraceContext | None = None
     """The caller's span; None: it has none."""
 

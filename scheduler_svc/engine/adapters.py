@@ -107,7 +107,7 @@ class Adapters:
             self.refusals["forbidden"] += 1
             raise AdapterForbiddenError(name, FIELD)
         is_new = self.names.find(name) is None
-        request = self.with_index(request)
+        request = self._with_index(request)
         index = request.spec.adapter_index
         try:
             error = self._core.adapter_refusal(index)
@@ -119,10 +119,18 @@ class Adapters:
                 self.names.forget(name, index)
             raise
 
-    def with_index(self, request: EngineRequest) -> EngineRequest:
-        """The request with its adapter's index; raises UnknownAdapterError."""
+    def restored(self, request: EngineRequest) -> EngineRequest:
+        """A request of an earlier process with its adapter's index; raises UnknownAdapterError, PreconditionError."""
         if not request.adapter:
             return request
+        request = self._with_index(request)
+        spec = request.spec
+        error = self._core.adapter_refusal(spec.adapter_index, spec.adapter_hash)
+        if error is not None:
+            raise self._refused(request.adapter, spec.adapter_index, error)
+        return request
+
+    def _with_index(self, request: EngineRequest) -> EngineRequest:
         try:
             index = self.names.use(request.adapter)
         except UnknownAdapterError:
@@ -212,4 +220,3 @@ class Adapters:
                 states.append((executor_id, None if found is None else found.state, error))
         num_requests = self._core.adapters.users.get(index, 0)
         return AdapterInfo(name, adapter.registered.path, index, adapter.content_hash, num_requests, states)
-

@@ -148,8 +148,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             tenant = self._front.caller_of(context).tenant()
         except Exception as exc:
             await abort_with(context, exc)
-        infos = self._front.engine.adapters.infos()
-        return pb.ListAdaptersResponse(adapters=[self._adapter(each) for each in infos if tenant.may_load_adapter(each.name)])
+        infos = [each for each in self._front.engine.adapters.infos() if tenant.may_load_adapter(each.name)]
+        return pb.ListAdaptersResponse(adapters=map(self._adapter, infos))
 
     def _check_loader(self, name: str, context: Any) -> None:
         """Raise AdapterForbiddenError if the tenant may not load and unload adapters of this name."""

@@ -28,6 +28,9 @@ The file holds hashes of tokens. A token itself is printed once, on stdout, and 
 was started with --tenants FILE reads it again within a second.
 """
 EPILOG = "Exit codes: 0 success, 2 wrong options or a wrong file."
+_COLUMNS = (
+    "tenant", "tokens", "weight", "requests", "queued tokens", "tokens/min", "priority", "shares", "adapters", "",
+)  # fmt: skip
 _HASH_CHARS = 8
 _PIPE_CELLS = 1000
 """In a pipe no line is wrapped."""
@@ -110,7 +113,7 @@ def list_tenants(file: File) -> None:
 
     editor = _editor(file)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("tenant", "tokens", "weight", "requests", "queued tokens", "tokens/min", "priority", "shares", "adapters", ""):
+    for column in _COLUMNS:
         table.add_column(column, overflow="fold")
     for tenant in editor.tenants.by_name.values():
         limits = (tenant.max_requests, tenant.max_queued_tokens, tenant.tokens_per_minute, tenant.max_priority)

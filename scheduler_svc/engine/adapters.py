@@ -13,9 +13,10 @@ from scheduler_svc.core.adapters.events import AdapterError
 from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION, AdapterState
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, SchedulerError, UnknownAdapterError
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import RequestKey
+from scheduler_svc.core.types import RequestKey, SequenceState
 from scheduler_svc.engine.adapter_names import AdapterNames
 from scheduler_svc.engine.fleet.changes import Changes
+from scheduler_svc.engine.journal import Journal
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.ports import EngineRequest
@@ -43,6 +44,16 @@ class AdapterInfo:
     """On each executor that has adapters: its id, the state (None: not loaded), the error."""
 
 
+@dataclass(slots=True)
+class AdapterUse:
+    """The unfinished requests of an adapter."""
+
+    name: str
+    num_running: int = 0
+    num_waiting: int = 0
+    """Those that were preempted, and those that wait for the adapter's load, included."""
+
+
 class Adapters:
     """Gives adapters names and indexes, and ends requests whose adapter no executor can load, or none has in time."""
 
@@ -52,10 +63,11 @@ class Adapters:
         clock: Clock,
         config: SchedulerConfig,
         registry: Registry,
+        journal: Journal,
         unfinished: Mapping[RequestKey, LiveRequest],
         fail: Callable[[LiveRequest, Exception], None],
     ) -> None:
-        """registry: has the tenants' rights. unfinished: the engine's own, which changes. fail: ends an unfinished
+        """registry: has the tenants' rights. journal: keeps the adapters that operators load. unfinished: the engine's own, which changes. fail: ends an unfinished
         request with an error."""
         self.names = AdapterNames(core, config.lora_dir)
         self.refusals: Counter[str] = Counter()
@@ -65,11 +77,26 @@ class Adapters:
         self._unfinished = unfinished
         self._fail = fail
         self._registry = registry
+        self._journal = journal
+        self._loaded: dict[str, str] = {}
+        """Paths by name of the adapters that operators have loaded."""
         self._load_timeout_s = config.lora_load_timeout_s
         self._num_answers = 0
         self._changes = Changes()
 
     # --- names -------------------------------------------------------------------------------------------------------
+
+    def load(self, name: str, path: str) -> None:
+        """Give an adapter a name as an operator does, and load it; raises AdapterExistsError."""
+        self.names.register(name, path, wanted=True)
+        self._loaded[name] = path
+        self._journal.on_adapters(self._loaded)
+
+    def unload(self, name: str) -> None:
+        """Take an adapter's name away; raises UnknownAdapterError. Its requests go on."""
+        self.names.remove(name)
+        if self._loaded.pop(name, None) is not None:
+            self._journal.on_adapters(self._loaded)
 
     async def loaded(self, name: str) -> AdapterInfo:
         """Wait until an executor has loaded an adapter; raises RequestRejectedError if none can, and takes its name."""
@@ -80,7 +107,7 @@ class Adapters:
         error = self._error(index)
         if error is not None:
             if self.names.find(name) == index:
-                self.names.remove(name)
+                self.unload(name)
             kind = PreconditionError if error.code == FAILED_PRECONDITION else RequestRejectedError
             raise kind("path", error.message)
         return self._info(name, index)
@@ -88,6 +115,21 @@ class Adapters:
     def infos(self) -> list[AdapterInfo]:
         """The adapters that have names."""
         return [self._info(name, index) for name, index in self.names]
+
+    def uses(self) -> list[AdapterUse]:
+        """The adapters that unfinished requests use, the one with the most requests first, then by name."""
+        uses: dict[int, AdapterUse] = {}
+        table = self._core.adapters
+        if not table.users:
+            return []
+        for group in self._core.groups.values():
+            index = group.spec.adapter_index
+            if index:
+                use = uses.setdefault(index, AdapterUse(table.adapters[index].registered.name))
+                runs = any(each.state is SequenceState.RUNNING for each in group.sequences)
+                use.num_running += runs
+                use.num_waiting += not runs
+        return sorted(uses.values(), key=lambda use: (-use.num_running - use.num_waiting, use.name))
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

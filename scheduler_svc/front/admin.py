@@ -121,10 +121,11 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             check_limits(request)
             self._check_loader(request.name, context)
             name, path = adapter_name(request.name), adapter_path(request.path, self._front.config.lora_root)
-            adapters = self._front.engine.adapters
-            adapters.names.register(name, path, wanted=True)
-            self._front.engine.executors.wake()
-            info = await self._until_stop(adapters.loaded(name))
+            engine = self._front.engine
+            engine.adapters.load(name, path)
+            engine.executors.wake()
+            info = await self._until_stop(engine.adapters.loaded(name))
+            await engine.journal.flushed()
         except Exception as exc:
             await abort_with(context, exc)
         return pb.LoadAdapterResponse(adapter=self._adapter(info))
@@ -135,8 +136,9 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             self._front.check_serving()
             check_limits(request)
             self._check_loader(request.name, context)
-            self._front.engine.adapters.names.remove(request.name)
+            self._front.engine.adapters.unload(request.name)
             self._front.engine.executors.wake()
+            await self._front.engine.journal.flushed()
         except Exception as exc:
             await abort_with(context, exc)
         return pb.UnloadAdapterResponse()

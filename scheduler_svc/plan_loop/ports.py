@@ -309,6 +309,10 @@ class ExecutorState:
     load: Load
     """Of this executor alone; `num_waiting` counts the requests that wait for it."""
     max_drafts: int = 0
+    num_loaded_adapters: int = 0
+    num_loading_adapters: int = 0
+    max_loaded_adapters: int = 0
+    max_loras: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,8 @@ class Adapters:
         unfinished: Mapping[RequestKey, LiveRequest],
         fail: Callable[[LiveRequest, Exception], None],
     ) -> None:
-        """registry: has the tenants' rights. journal: keeps the adapters that operators load. unfinished: the engine's own, which changes. fail: ends an unfinished
-        request with an error."""
+        """registry: has the tenants' rights. journal: keeps the adapters that operators load. unfinished: the
+        engine's own, which changes. fail: ends an unfinished request with an error."""
         self.names = AdapterNames(core, config.lora_dir)
         self.refusals: Counter[str] = Counter()
         """Requests that were refused, or ended, for their adapter, by reason: forbidden, unknown, failed, timeout."""

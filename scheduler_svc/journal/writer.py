@@ -230,7 +230,9 @@ class JournalWriter:
 
         def on_done(future: Future[None]) -> None:
             error = future.exception()
-            loop.call_soon_threadsafe(partial(self._on_committed, snapshots, (deleted, whole, batch.adapters), waiters, error))
+            loop.call_soon_threadsafe(
+                partial(self._on_committed, snapshots, (deleted, whole, batch.adapters), waiters, error)
+            )
 
         self._store.commit(batch).add_done_callback(on_done)
 

@@ -225,9 +225,12 @@ SERVICE_DEFINITIONS = (
         "cadenza_requests_refused_total", "counter", "requests", "Requests that never ran, by status code.", ("code",)
     ),
     Definition(
-        "cadenza_adapter_requests_refused_total", "counter", "requests",
+        "cadenza_adapter_requests_refused_total",
+        "counter",
+        "requests",
         "Requests that were refused or ended for their LoRA adapter; forbidden: to their tenant; unknown: there is "
-        "none; failed: no executor can load it; timeout: none has within --lora-load-timeout-s.", ("reason",),
+        "none; failed: no executor can load it; timeout: none has within --lora-load-timeout-s.",
+        ("reason",),
     ),
     Definition("cadenza_faults_total", "counter", "faults", "Faults by kind: see below.", ("kind",)),
     Definition("cadenza_uptime_seconds", "gauge", "seconds", "Since the start."),

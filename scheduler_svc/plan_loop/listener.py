@@ -35,7 +35,9 @@ class PlanLoopListener(Protocol):
         The loop makes the returned call after that.
         """
 
-    def on_adapters(self, executor_id: int, message: AdapterCommands | AdapterLoaded | AdapterUnloaded, now: float) -> None:
+    def on_adapters(
+        self, executor_id: int, message: AdapterCommands | AdapterLoaded | AdapterUnloaded, now: float
+    ) -> None:
         """Loads and unloads of adapters were sent, or one was answered."""
 
     def on_connected(self, executor_id: int) -> None:

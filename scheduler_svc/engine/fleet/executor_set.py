@@ -30,8 +30,8 @@ from scheduler_svc.engine.fleet.listener import ExecutorSetListener
 from scheduler_svc.engine.fleet.served_executors import ModelListener, ServedExecutors
 from scheduler_svc.engine.lane_views import num_held
 from scheduler_svc.engine.request_trace import ExecutorIdentity
-from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.metrics.adapter_numbers import AdapterMessage
+from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.listener import AdoptModel
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
 from scheduler_svc.plan_loop.ports import (

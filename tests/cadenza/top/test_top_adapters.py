@@ -27,7 +27,7 @@ def test_the_first_screen_names_the_adapters_with_the_most_requests(size: tuple[
     uses = [AdapterUse("sql", 1_204, 2), AdapterUse("chat\x1b", 3, 0), *(AdapterUse(f"d{n}", 0, 1) for n in range(9))]
     lines = screen(view_of(adapting(*uses)), size)
     at = next(place for place, line in enumerate(lines) if line.startswith("adapters"))
-    text = " ".join(line[17:] for line in lines[at : at + 2])
+    text = " ".join(line[17:].strip() for line in lines[at : at + 3])
     assert text.startswith("3 of 64 loaded, sql 1,204 + 2 waiting, chat")
     assert "d0 0 + 1 waiting, 8 more in use" in text
     assert "\x1b" not in text

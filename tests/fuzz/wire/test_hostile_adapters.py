@@ -98,9 +98,9 @@ class World:
             for delta in self.core.take_outputs():
                 self.counts[delta.key[1]] = self.counts.get(delta.key[1], 0) + len(delta.token_ids)
             self.core.check_integrity()
-            if not self.core.groups:
+            if not (self.core.groups or self.core.lanes[0].slots.num_used):
                 return
-        raise AssertionError(f"{len(self.core.groups)} requests never end")
+        raise AssertionError(f"{len(self.core.groups)} requests never end, or keep their slots")
 
 
 @settings(max_examples=100, deadline=None)
@@ -111,12 +111,9 @@ def test_any_answers_leave_the_core_whole(sent: list[tuple[str, bytes]]) -> None
     for kind, payload in sent:
         world.answer(kind, payload)
     world.finish()
-    assert world.core.lanes[0].slots.num_used == 0
 
 
-@pytest.mark.parametrize(
-    ("content", "is_refused"), [(b"", True), (b"x" * 65, True), (b"x" * 64, False), (b"x", False)]
-)
+@pytest.mark.parametrize(("content", "is_refused"), [(b"", True), (b"x" * 65, True), (b"x" * 64, False), (b"x", False)])
 def test_a_hash_has_1_to_64_bytes(content: bytes, is_refused: bool) -> None:
     answer = loaded_adapter(pb.AdapterLoaded(adapter_index=1, content_hash=content))
     assert (answer.error is not None) is is_refused

@@ -272,7 +272,11 @@ class LLMOptions(TypedDict, total=False):
 
     lora: list[str] | None
     """NAME=PATH of a LoRA adapter's folder, where the executors run; several times, or with commas, for several ones;
-    docs/decisions/0038-adapters.md."""
+    docs/lora.md."""
+
+    lora_dir: str | None
+    """Folder of LoRA adapters, where the executors run: the first request that names NAME loads the adapter in its
+    folder NAME."""
 
     lora_load_timeout_s: float | None
     """How long a request waits for its LoRA adapter before it ends with FAILED_PRECONDITION. [default: 60.0]"""

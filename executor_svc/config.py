@@ -216,8 +216,16 @@ class ExecutorConfig(ServiceSettings):
         64,
         ge=0,
         validate_default=False,
-        description="Maximum LoRA adapters that are loaded, at least max_loras.",
+        description="Maximum LoRA adapters that are loaded, at least max_loras. The default is lowered where so many "
+        "would take over a tenth of the free memory.",
         json_schema_extra=about("Adapters", "adapters"),
+    )
+    max_lora_rank: int = Field(
+        64,
+        ge=1,
+        description="Maximum rank of a LoRA adapter; memory is set aside for so large ones. Tokens do not depend on "
+        "it.",
+        json_schema_extra=about("Adapters"),
     )
     lora_root: Annotated[list[str], NoDecode] = Field(
         [],

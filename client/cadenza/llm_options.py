@@ -158,8 +158,13 @@ class LLMOptions(TypedDict, total=False):
     one batch; default: the executor's limit; 0: no adapters."""
 
     max_cpu_loras: int | None
-    """executor: Maximum LoRA adapters that are loaded, at least max_loras. [default: 64] scheduler: Maximum LoRA
-    adapters that an executor has loaded; default: the executor's limit."""
+    """executor: Maximum LoRA adapters that are loaded, at least max_loras. The default is lowered where so many would
+    take over a tenth of the free memory. [default: 64] scheduler: Maximum LoRA adapters that an executor has loaded;
+    default: the executor's limit."""
+
+    max_lora_rank: int | None
+    """Maximum rank of a LoRA adapter; memory is set aside for so large ones. Tokens do not depend on it. [default:
+    64]"""
 
     lora_root: list[str] | None
     """executor: Folder below which LoRA adapters may be read; several times, or with commas, for several ones; default:

@@ -39,20 +39,28 @@ class ForwardBatch:
     """[T]: the place of each token's adapter on the device, -1 for none; None: no token has one."""
 
 
-def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
-    """Return the flat tensors of the scheduled tokens, on the CPU; None if there are none."""
+def build_batch(slots: Slots, scheduled: Scheduled, places: IntArray | None = None) -> ForwardBatch | None:
+    """Return the flat tensors of the scheduled tokens, on the CPU; None if there are none.
+
+    places: [num_slots] the place of each slot's adapter, -1 for none; None: no slot has one.
+    """
     rows, counts = scheduled.slots, scheduled.num_tokens
     if not len(rows):
         return None
-    return flat_batch(slots, rows, slots.num_computed_tokens[rows], counts, scheduled.logits_rows)
+    return flat_batch(slots, rows, slots.num_computed_tokens[rows], counts, scheduled.logits_rows, places)
 
 
 def flat_batch(
-    slots: Slots, rows: IntArray, context: IntArray, counts: IntArray, logits_rows: IntArray
+    slots: Slots,
+    rows: IntArray,
+    context: IntArray,
+    counts: IntArray,
+    logits_rows: IntArray,
+    places: IntArray | None = None,
 ) -> ForwardBatch:
     """Return the flat tensors of the tokens context[s] to context[s] + counts[s] - 1 of the slots rows[s]; [S] each.
 
-    logits_rows: [L], into the T tokens. counts: 1 or more.
+    logits_rows: [L], into the T tokens. counts: 1 or more. places: as in `build_batch`.
     """
     block_size = slots.limits.block_size
     seq_lens = context + counts
@@ -79,4 +87,5 @@ def flat_batch(
         rope_lens=torch.from_numpy(rope_lens),
         max_query_len=int(counts.max()),
         max_seq_len=max_seq_len,
+        adapter_places=None if places is None else places[owner],
     )

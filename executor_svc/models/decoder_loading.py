@@ -15,7 +15,7 @@ from executor_svc.device.interface import Device
 from executor_svc.device.kernels import KVScales
 from executor_svc.models.adapters.building import AdaptingBuilder
 from executor_svc.models.adapters.places import ModelAdapters
-from executor_svc.models.base import Builder, ModelConfigError, WeightSource
+from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
@@ -112,6 +112,20 @@ def load_decoder(
     except GgufError as error:
         raise LoaderError(f"--model {config.model}: {error}") from None
     return model, weights
+
+
+def open_table(
+    config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec, name: str
+) -> StoredWeight:
+    """Return the table `name` of a checkpoint, the embeddings or the head; arguments as in `load_decoder`.
+
+    Raises LoaderError.
+    """
+    try:
+        weights = _weights(config, device, checkpoint, spec)
+        return weights.open(f"{name}.weight", (spec.vocab_size, spec.hidden_size))
+    except GgufError as error:
+        raise LoaderError(f"--model {config.model}: {error}") from None
 
 
 def _weights(

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
+from executor_svc.models.adapters.reading import BaseTable
 from executor_svc.models.base import CausalLM, ModelConfigError
 from executor_svc.models.decoder_loading import (
     Checkpoint,
@@ -21,6 +23,7 @@ from executor_svc.models.decoder_loading import (
     folder_weights,
     load_decoder,
     open_checkpoint,
+    open_table,
     read_scales,
 )
 from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tokenizer_of
@@ -55,13 +58,15 @@ class LoadedModel:
     recordable: bool = True
     """Whether all of the model's operations are the device's: `ModelRunner` runs it, else `EagerRunner`."""
     adapters: ModelAdapters | None = None
-    """The places of its adapters; None: it was loaded without."""
+    """The places of its adapters; None: it has none."""
+    base_table: BaseTable | None = None
+    """Opens the tables of embeddings of the checkpoint, to compare those of adapters with them."""
 
 
 def load_model(config: ExecutorConfig, device: Device, adapter_sizes: AdapterSizes | None = None) -> LoadedModel:
     """Load `config.model` onto a device and set the device's dtype.
 
-    adapter_sizes: of the places for LoRA adapters; None: it runs without.
+    adapter_sizes: of the places for LoRA adapters; None: it runs without, and so does a model through transformers.
 
     Raises LoaderError for a model that is missing, incomplete or not supported (the message names the problem), and
     NumericsError if exact numerics are requested and this machine cannot guarantee them.
@@ -69,11 +74,6 @@ def load_model(config: ExecutorConfig, device: Device, adapter_sizes: AdapterSiz
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
     if checkpoint.architecture is not None:
         return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes)
-    if adapter_sizes is not None:
-        raise LoaderError(
-            f"model folder {checkpoint.folder}: {', '.join(checkpoint.names)} has no code in Cadenza, which LoRA "
-            "adapters need"
-        )
     return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
 
 
@@ -90,10 +90,8 @@ def _load_own(
     _adopt_dtypes(device, checkpoint.folder, checkpoint.content)
     adapters = None
     if adapter_sizes is not None:
-        kernels = device.kernels
-        if not isinstance(kernels, AdapterKernels):
-            raise LoaderError(f"LoRA adapters are not supported on {device.name}")
-        adapters = ModelAdapters(kernels, spec, adapter_sizes, device.dtype)
+        assert isinstance(device.kernels, AdapterKernels)
+        adapters = ModelAdapters(device.kernels, spec, adapter_sizes, device.dtype)
     model, weights = load_decoder(config, device, checkpoint, spec, max_model_len, adapters)
     _check_activations(config, device)
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
@@ -108,6 +106,7 @@ def _load_own(
         spec_digest=spec.digest(max_model_len),
         shares_prefixes=spec.shares_prefixes(max_model_len),
         adapters=adapters,
+        base_table=partial(open_table, config, device, checkpoint, spec),
     )
 
 

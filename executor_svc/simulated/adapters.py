@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from executor_svc.models.adapters.paths import allowed_folder
-from executor_svc.models.folder import LoaderError
 from executor_svc.plan.plan import InvalidPlan
 from executor_svc.simulated.clock import sleep_until
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.hashing import adapter_key
-from executor_svc.worker.adapters import AdapterRefused, LoadedAdapter
+from executor_svc.worker.adapters import CONFIG_FILE, AdapterRefused, LoadedAdapter, find_folder
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "*.safetensors"
+_WEIGHTS = "*.safetensors"
 _MOST_BYTES = 1 << 30
 
 
@@ -90,13 +88,8 @@ class SimulatedAdapters:
         return adapter_key(self.hash_of(index))
 
     def _read(self, index: int, name: str, path: str) -> LoadedAdapter:
-        try:
-            folder = Path(path) if self._roots is None else allowed_folder(path, self._roots)
-        except LoaderError as error:
-            raise AdapterRefused("invalid", f"adapter {name}: {error}") from error
-        config = folder / _CONFIG
-        if not config.is_file():
-            raise AdapterRefused("not found", f"adapter {name}: {path} has no {_CONFIG}")
+        folder = find_folder(name, path, self._roots)
+        config = folder / CONFIG_FILE
         try:
             files = [config, *sorted(folder.glob(_WEIGHTS))]
             if sum(file.stat().st_size for file in files) > _MOST_BYTES:
@@ -107,7 +100,7 @@ class SimulatedAdapters:
             raise AdapterRefused("invalid", f"adapter {name}: {path} cannot be read: {error}") from error
         rank = fields.get("r") if isinstance(fields, dict) else None
         if not isinstance(rank, int) or rank < 1:
-            raise AdapterRefused("invalid", f"adapter {name}: r in {_CONFIG} is {rank!r}, not 1 or more")
+            raise AdapterRefused("invalid", f"adapter {name}: r in {CONFIG_FILE} is {rank!r}, not 1 or more")
         digest = hashlib.sha256()
         for content in contents:
             digest.update(len(content).to_bytes(8, "little") + content)

@@ -19,6 +19,7 @@ from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.plan.plan import Limits
 from executor_svc.simulated.injection import InjectionError, read_injection
 from executor_svc.speculation.drafts import DraftSource
+from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, with_adapters
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.injected import InjectedStepExecutor
@@ -32,6 +33,7 @@ from executor_svc.startup.speculation import (
 )
 from executor_svc.worker.device_errors import is_out_of_memory
 from executor_svc.worker.eager_runner import EagerRunner
+from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import Runner, StepExecutor
 from executor_svc.worker.worker import Executor
 
@@ -49,18 +51,20 @@ def make_executor(
     state_layers: Sequence[int] = (),
     drafts: Callable[[Runner | None], DraftSource | None] = lambda _: None,
     draft_model: Decoder | None = None,
+    adapters: ModelAdapterLoader | None = None,
 ) -> Executor:
     """Return the executor of a model, for use by one thread.
 
     enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError. drafts:
     returns the source of drafts for the model's runner, which keeps the states of state_layers; on a GPU there is none,
     and no source that needs one. draft_model: on a GPU, makes drafts in place of a source; its layers are in `pools`.
+    adapters: those of the model.
     """
     if inject is not None:
         if device.name != "cpu":
             raise InjectionError(f"--inject {inject}: only with --simulate, or with a model on the CPU")
         runner = make_runner(loaded, device, pools, limits, state_layers)
-        return InjectedStepExecutor(runner, pools, limits, read_injection(inject), drafts(runner))
+        return InjectedStepExecutor(runner, pools, limits, read_injection(inject), drafts(runner), adapters)
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
@@ -69,7 +73,7 @@ def make_executor(
         )
     on_gpu = device.torch_device.type == "cuda"
     runner = make_runner(loaded, device, pools, limits, state_layers)
-    return StepExecutor(runner, pools, limits, on_gpu, drafts(runner))
+    return StepExecutor(runner, pools, limits, on_gpu, drafts(runner), adapters)
 
 
 def make_runner(
@@ -115,7 +119,7 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
     check_speculation(config, device.name)
     config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
-    loaded = load_model(config, device)
+    loaded = load_model(config, device, adapter_sizes(config, device))
     geometry = loaded.geometry
     _log.info(
         "model %s: %s, %d parameters, %s, %d bytes, vocabulary %d, max_model_len %d",
@@ -123,7 +127,8 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
         geometry.vocab_size, geometry.max_model_len,
     )  # fmt: skip
     draft = load_speculative_model(config, device, loaded)
-    on_gpu, step_bytes = device.torch_device.type == "cuda", 0
+    adapters = make_adapters(config, device, loaded)
+    on_gpu, step_bytes = device.torch_device.type == "cuda", held_on_cpu(adapters, device)
     if on_gpu:
         from executor_svc.gpu.memory import peak_bytes_of
 
@@ -131,7 +136,7 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
         _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
     pools = device.new_kv_cache(geometry, config, step_bytes, None if draft is None else draft.layers)
     prints = fingerprint(loaded, device, pools)
-    limits = limits_of(config, geometry, pools)
+    limits = with_adapters(limits_of(config, geometry, pools), adapters)
     _log.info(
         "device %s: %d threads, numerics %s, KV blocks of %d tokens: %d on the device, %d on the host, %d bytes each",
         device.name, device.num_threads, prints.mode, limits.block_size, limits.num_device_blocks,
@@ -148,6 +153,7 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
         state_layers=state_layers_of(draft),
         drafts=lambda runner: drafts or make_draft_source(config, limits, draft, device, pools, runner),
         draft_model=model_on_gpu(draft, device),
+        adapters=adapters,
     )
     if on_gpu:
         from executor_svc.gpu.warm_up import run_steps

@@ -15,6 +15,7 @@ from executor_svc.plan.plan import Limits, StepPlan, StepResult
 from executor_svc.simulated.injection import Injection
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.worker.block_moves import BlockPools
+from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import Runner, StepExecutor
 
 
@@ -31,10 +32,11 @@ class InjectedStepExecutor(StepExecutor):
         limits: Limits,
         injection: Injection,
         drafts: DraftSource | None = None,
+        adapters: ModelAdapterLoader | None = None,
     ) -> None:
         self._injection = injection
         self._spoiled = _SpoiledRunner(runner)
-        super().__init__(self._spoiled, pools, limits, drafts=drafts)
+        super().__init__(self._spoiled, pools, limits, drafts=drafts, adapters=adapters)
 
     def execute(self, plan: StepPlan, received_ns: int) -> StepResult:
         """As StepExecutor does."""

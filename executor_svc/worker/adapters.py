@@ -1,10 +1,16 @@
-"""The port of what loads LoRA adapters, and its errors."""
+"""The port of what loads LoRA adapters, its errors, and the folders of adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
+
+from executor_svc.models.adapters.paths import allowed_folder
+from executor_svc.models.folder import LoaderError
+
+CONFIG_FILE = "adapter_config.json"
 
 
 class AdapterRefused(Exception):
@@ -46,3 +52,15 @@ class AdapterLoader(Protocol):
     def loaded(self) -> Sequence[LoadedAdapter]:
         """The loaded adapters."""
         ...
+
+
+def find_folder(name: str, path: str, roots: Sequence[Path] | None) -> Path:
+    """Return the folder of an adapter, which lies below one of the roots (None: anywhere); raises AdapterRefused."""
+    try:
+        folder = Path(path) if roots is None else allowed_folder(path, roots)
+        found = (folder / CONFIG_FILE).is_file()
+    except (LoaderError, ValueError, OSError) as error:
+        raise AdapterRefused("invalid", f"adapter {name}: {error}") from error
+    if not found:
+        raise AdapterRefused("not found", f"adapter {name}: {path} has no {CONFIG_FILE}")
+    return folder

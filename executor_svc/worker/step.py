@@ -26,6 +26,7 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.verification import accept_drafts
 from executor_svc.worker.block_moves import BlockPools, move_blocks
 from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
+from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.profiling import Spans
 
 
@@ -51,9 +52,6 @@ class Runner(Protocol):
 class StepExecutor:
     """Executes plans on the slots, with a runner. Implements `worker.Executor`."""
 
-    adapters = None
-    """Plans may name none yet."""
-
     def __init__(
         self,
         runner: Runner,
@@ -61,9 +59,12 @@ class StepExecutor:
         limits: Limits,
         on_gpu: bool = False,
         drafts: DraftSource | None = None,
+        adapters: ModelAdapterLoader | None = None,
     ) -> None:
-        """drafts: makes drafts, as many as the plans allow; None: there are none."""
+        """drafts: makes drafts, as many as the plans allow; None: there are none. adapters: those that plans may name,
+        in the places of the runner's model."""
         self.limits = limits
+        self.adapters = adapters
         self._span = Spans(on_gpu)
         self.slots = Slots(limits)
         self._drafting = Drafting(self.slots, drafts)
@@ -99,6 +100,8 @@ class StepExecutor:
         """
         started = time.monotonic_ns()
         with self._span("plan"):
+            if self.adapters is not None:
+                self.adapters.check(plan)
             self.slots.apply(plan)
             scheduled = self.slots.schedule(plan)
         with self._span("move blocks"):
@@ -122,7 +125,8 @@ class StepExecutor:
     def _compute(self, scheduled: Scheduled) -> Computed:
         """Run the model over the scheduled tokens, then compute prompt logprobs and sample."""
         with self._span("inputs"):
-            batch = build_batch(self.slots, scheduled)
+            places = None if self.adapters is None else self.adapters.places_of(self.slots)
+            batch = build_batch(self.slots, scheduled, places)
         none = scheduled.slots[:0]
         sampled, positions = SampledTokens(none, none, None), none
         if batch is None:

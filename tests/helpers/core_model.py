@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from executor_svc.config import ExecutorConfig
@@ -20,6 +21,7 @@ from executor_svc.plan.plan import Limits
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.speculation import Draft, make_draft_source, source_of, state_layers_of
+from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.outputs import StepOutputs
@@ -40,6 +42,7 @@ from scheduler_svc.engine.policies_from_options import policies_from_options
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result
 from tests.executor_svc.driver import Model
+from tests.helpers.core_adapters import CoreAdapters
 
 _STEP_S = 0.01
 _MAX_CUTS = 40
@@ -113,6 +116,8 @@ class Setting:
     """The session breaks after so many steps, and the executor keeps its memory; 0: never."""
     max_drafts: int = 0
     """The most drafts of a sequence in one step."""
+    max_loras: int = 0
+    max_cpu_loras: int = 0
     aborts: bool = False
     """Others come that are aborted."""
     happens: frozenset[str] = frozenset()
@@ -131,8 +136,12 @@ class Rig:
         drafts: DraftSource | None = None,
         draft_model: Draft | None = None,
         speculative: str | None = None,
+        adapters: Mapping[int, Path] | None = None,
     ) -> None:
-        """drafts: a source without a model; draft_model: a source with one. speculative: the source of this option."""
+        """drafts: a source without a model; draft_model: a source with one. speculative: the source of this option.
+
+        adapters: folders by index, for a model that has places.
+        """
         sizes: dict[str, Any] = {
             "block_size": setting.block_size,
             "num_gpu_blocks": setting.num_blocks,
@@ -148,23 +157,32 @@ class Rig:
         self.pools = model.device.new_kv_cache(
             geometry, config, draft=None if draft_model is None else draft_model.layers
         )
-        limits = replace(limits_of(config, geometry, self.pools), max_drafts=setting.max_drafts)
+        loras = {"max_loras": setting.max_loras, "max_cpu_loras": setting.max_cpu_loras}
+        limits = replace(limits_of(config, geometry, self.pools), max_drafts=setting.max_drafts, **loras)
+        self.core = Scheduler(policies_from_options(SchedulerConfig(**setting.options)))
+        self.core.add_executor(0, _spec(limits))
+        places = model.loaded.adapters
+        self.adapters = None
+        if adapters:
+            assert places is not None
+            self.adapters = CoreAdapters(self.core, adapters, lambda: ModelAdapterLoader(places, setting.max_cpu_loras))
 
         def start() -> StepExecutor:
             source = drafts
             layers = state_layers_of(draft_model)
-            runner = ModelRunner(model.loaded.model, model.device, self.pools, limits, state_layers=layers)
+            runner = ModelRunner(
+                model.loaded.model, model.device, self.pools, limits, state_layers=layers, adapters=places
+            )
             if speculative is not None:
                 kind = config.model_copy(update={"speculative": speculative})
                 source = make_draft_source(kind, limits, draft_model, model.device, self.pools, runner)
             elif draft_model is not None:
                 source = source_of(draft_model, limits, model.device, self.pools, runner)
-            return StepExecutor(runner, self.pools, limits, drafts=source)
+            loader = None if self.adapters is None else self.adapters.loader
+            return StepExecutor(runner, self.pools, limits, drafts=source, adapters=loader)
 
         self._start = start
         self.executor = start()
-        self.core = Scheduler(policies_from_options(SchedulerConfig(**setting.options)))
-        self.core.add_executor(0, _spec(limits))
         self._plans: deque[StepPlan] = deque()
         self._chats: dict[str, Chat] = {}
         self._doomed: deque[RequestKey] = deque()
@@ -225,6 +243,8 @@ class Rig:
     def _step(self) -> None:
         """Plan as far ahead as may be, then let the oldest plan run."""
         self._now += _STEP_S
+        if self.adapters is not None:
+            self.adapters.step(self._settle)
         while len(self._plans) < self.setting.depth and self._plan():
             pass
         if self._plans:
@@ -233,6 +253,10 @@ class Rig:
             self._now = wakes_at
         elif self.core.groups:
             self.core.drain(True)  # A static batch would wait for more.
+
+    def _settle(self) -> None:
+        while self._plans:
+            self._apply()
 
     def _plan(self) -> bool:
         plan = self.core.plan_step(0, self._now)
@@ -259,6 +283,8 @@ class Rig:
             self._plans.clear()
             self._lose_memory()
             self._take(self.core.executor_lost(0, self._now))
+            if self.adapters is not None:
+                self.adapters.open_session(same=False)
         cuts_every = self.setting.cuts_every
         # Not for ever: a prompt with logprobs begins anew after each cut.
         if cuts_every and self._num_applied % cuts_every == 0 and self._num_applied < _MAX_CUTS * cuts_every:
@@ -278,12 +304,17 @@ class Rig:
         self.executor.clear()
         self._take(self.core.executor_lost(0, self._now, SessionEnd()))
         self.core.check_integrity()
-        self._take(self.core.session_opened(0, same_incarnation=True, keeps_kv=True))
+        if self.adapters is None:
+            self._take(self.core.session_opened(0, same_incarnation=True, keeps_kv=True))
+        else:
+            self.adapters.open_session(same=True)
         self.core.check_integrity()
         self.happened["kept sessions"] += bool(len(self.core.lanes[0].running))
 
     def _lose_memory(self) -> None:
         """Whoever reads what was not computed since then fails."""
+        if self.adapters is not None:
+            self.adapters.restart()
         self.executor = self._start()
         for layer in (*self.pools.layers, *self.pools.draft_layers, *self.pools._host_layers):
             layer.fill_(float("nan"))
@@ -316,6 +347,8 @@ def _spec(limits: Limits) -> ExecutorSpec:
         max_model_len=limits.max_model_len,
         num_host_blocks=limits.num_host_blocks,
         max_drafts=limits.max_drafts,
+        max_loras=limits.max_loras,
+        max_cpu_loras=limits.max_cpu_loras,
     )
 
 

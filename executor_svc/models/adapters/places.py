@@ -47,7 +47,7 @@ class ModelAdapters:
     """Owns all places of a model, which is built with `building.AdaptingBuilder`."""
 
     def __init__(self, kernels: AdapterKernels, spec: DecoderSpec, sizes: AdapterSizes, dtype: torch.dtype) -> None:
-        self.kernels, self.sizes = kernels, sizes
+        self.kernels, self.spec, self.sizes = kernels, spec, sizes
         self._dtype, self._hidden_size = dtype, spec.hidden_size
         self._shape = AttentionShape(
             spec.num_heads,

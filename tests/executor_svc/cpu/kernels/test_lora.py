@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor_svc.cpu.kernels import matmul_tiles
-from executor_svc.cpu.kernels.codegen.compiled import Code
-from executor_svc.cpu.kernels.codegen.emit import Dtype, Emitter, Vec
-from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, IsaName, level
+from executor_svc.cpu.kernels.codegen.emit import Emitter, Vec
+from executor_svc.cpu.kernels.codegen.isa import level
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
-from executor_svc.cpu.kernels.listing import inner_loops
-from executor_svc.cpu.kernels.lora import expand, shrink
+from executor_svc.cpu.kernels.lora import shrink
 from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces
 from executor_svc.cpu.kernels.lora.rows import TILE_ROWS, CpuAdapterRows
 from executor_svc.cpu.kernels.panel_layout import widened_weights
@@ -347,19 +345,3 @@ def test_replaced_rows_that_do_not_fit_are_refused(replaced: Replaced, message: 
     other = kernels.new_adapter_places(1, 4, 10, [20], F32)
     with pytest.raises(ValueError, match="cannot be replaced"):
         load(kernels, other, 0, [], replaced)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ISA_NAMES)
-def test_loops_use_the_instructions_of_their_level(name: IsaName, dtype: Dtype) -> None:
-    """And keep their sums in registers, whether this processor has the level or not."""
-    code = Code(level(name))
-    shrink.shrink(code, dtype)
-    expand.expand(code, matmul_tiles.Output(dtype, dtype, False))
-    loops = [loop for loop in inner_loops(code.assembly()) if loop.multiplies()]
-    wide, pairs = name.startswith(("avx512", "amx")), dtype == "bfloat16" and name in ("avx512-bf16", "amx")
-    assert loops
-    for loop in loops:
-        assert loop.spills() == 0
-        assert ("zmm" in loop.registers()) == wide
-        assert (loop.count("vdpbf16ps") > 0) == (pairs and loop.function.startswith("lora_shrink"))

@@ -13,7 +13,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import RequestKey, RequestSpec
 from scheduler_svc.engine.fleet.changes import Changes
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.plan_loop.clock import Clock
+from scheduler_svc.plan_loop.clock import Clock, Timer
 
 FIELD = "adapter"
 """The field of GenerateRequest that names an adapter."""
@@ -58,6 +58,8 @@ class Adapters:
         self._last_index = 0
         self._num_answers = 0
         self._changes = Changes()
+        self._timers: dict[RequestKey, Timer] = {}
+        """For the next look at each unfinished request that has an adapter."""
 
     # --- names -------------------------------------------------------------------------------------------------------
 
@@ -123,6 +125,12 @@ class Adapters:
         if live.request.spec.adapter_index:
             self._watch(live.request.spec.key, live.times.arrival_ns)
 
+    def on_ended(self, key: RequestKey) -> None:
+        """A request has ended."""
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
     def on_outputs(self) -> bool:
         """End the requests whose adapter no executor can load; whether executors have answered since the last call."""
         num_answers = self._core.adapters.num_answers
@@ -140,7 +148,9 @@ class Adapters:
 
     def _watch(self, key: RequestKey, arrival_ns: int) -> None:
         was_waiting = self._waits(key)
-        self._clock.call_later(self._load_timeout_s, partial(self._look, key, arrival_ns, was_waiting))
+        self._timers[key] = self._clock.call_later(
+            self._load_timeout_s, partial(self._look, key, arrival_ns, was_waiting)
+        )
 
     def _look(self, key: RequestKey, arrival_ns: int, was_waiting: bool) -> None:
         """End a request that has waited for its adapter for this long; look again at one that began to wait later."""

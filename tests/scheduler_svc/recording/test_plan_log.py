@@ -49,7 +49,8 @@ SAMPLING = core_sampling(
 REQUEST = RequestSpec(
     "r", (5, 6, 7), SAMPLING, max_tokens=11, eos_token_ids=frozenset({9, 3}), num_samples=3,
     beams=BeamSpec(4, 0.1, early_stopping=None), cache_salt=b"\xff\x00", uses_prefix_cache=False, priority=-3,
-    tenant="blue", shared_prefixes="team", expected_output_tokens=0, max_drafts=3, adapter_index=12, adapter_hash=b"h" * 32, known_outputs=((5, 6), ()),
+    tenant="blue", shared_prefixes="team", expected_output_tokens=0, max_drafts=3, adapter_index=12, adapter_hash=b"h",
+    known_outputs=((5, 6), ()),
 )  # fmt: skip
 PLAIN = dataclasses.replace(REQUEST, beams=None, num_samples=1, adapter_index=0, adapter_hash=b"")
 EXECUTOR = ExecutorSpec(

@@ -217,8 +217,10 @@ def _for_executor(index: int, numerics: int) -> SequenceSampling:
 def next_token(index: int, sample_index: int, output: tuple[int, ...], numerics: int, content: int = 0) -> int | None:
     """The token after any output, likely or not; None if none is allowed."""
     sampling, prompt = _for_executor(index, numerics), catalogue()[index].spec.prompt_token_ids
-    known = {"sample_index": sample_index, "output": output, "adapter_hash": adapter_hash(content)}
-    found = expected_tokens(prompt, sampling, 1, VOCAB_SIZE, **known)
+    adapter = adapter_hash(content)
+    found = expected_tokens(
+        prompt, sampling, 1, VOCAB_SIZE, sample_index=sample_index, output=output, adapter_hash=adapter
+    )
     return found[0] if found else None
 
 
@@ -228,8 +230,9 @@ def draft(index: int, sample_index: int, output: tuple[int, ...], numerics: int,
     sampling, prompt = _for_executor(index, numerics), catalogue()[index].spec.prompt_token_ids
     free = replace(sampling, min_tokens=0, allowed_token_ids=sampling.allowed_token_ids[:0], bad_words=())
     adapter = adapter_hash(content)
-    known = {"sample_index": sample_index, "output": output, "adapter_hash": adapter}
-    (token_id,) = expected_tokens(prompt, free, 1, VOCAB_SIZE, **known)
+    (token_id,) = expected_tokens(
+        prompt, free, 1, VOCAB_SIZE, sample_index=sample_index, output=output, adapter_hash=adapter
+    )
     context = np.array([SimulatedContext([*prompt, *output], adapter).logits_hash()], np.uint64)
     return token_id, int(mix(context)[0]) % RESOLUTION
 

@@ -176,7 +176,7 @@ class PlanRunner:
         _require(not (admitted.max_drafts and admitted.sampling.num_candidates), f"slot {number}: drafts of a beam")
         content = self.adapters.get(admitted.adapter_index, 0)
         _require(
-            content or not admitted.adapter_index, f"slot {number}: adapter {admitted.adapter_index} is not loaded"
+            content > 0 or not admitted.adapter_index, f"slot {number}: adapter {admitted.adapter_index} is not loaded"
         )
         # Equal contents give equal KV, whatever their names.
         kv, last = [], hash((_ROOT, content)) if content else _ROOT

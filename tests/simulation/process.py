@@ -216,8 +216,8 @@ class ExecutorProcess:
 
     def _forget_adapters(self) -> None:
         forgets, self.forgets = self.forgets, None
-        for index in list(self.loads.loaded) if forgets is not None else ():
-            if forgets(index):
+        for index in list(self.loads.loaded):
+            if forgets is not None and forgets(index):
                 self._unload(index)
 
     def terminate(self) -> None:

@@ -77,12 +77,14 @@ class TurnWatch:
 
     def _check_nobody_waits(self, lane: Lane, joined: list[SequenceGroup]) -> None:
         """First come, first served: what a later group with another adapter has passed has a turn."""
-        if self._world.scenario.config.order != "fcfs" or self._world.core._requests.suspects:
+        core = self._world.core
+        # With several lanes a group may not be placed yet.
+        if self._world.scenario.config.order != "fcfs" or core._requests.suspects or len(core.lanes) > 1:
             return
         running = lane.running.num_by_adapter
         if len(running) < lane.adapters.max_loras:
             return
-        for group in self._world.core.waiting:
+        for group in core.waiting:
             index = group.spec.adapter_index
             late = _passing(joined, group)
             if index and late and index not in running and lane.adapters.has(index) and _waits_for(group, lane):

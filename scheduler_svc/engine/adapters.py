@@ -18,7 +18,7 @@ from scheduler_svc.engine.adapter_names import AdapterNames
 from scheduler_svc.engine.fleet.changes import Changes
 from scheduler_svc.engine.journal import Journal
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.plan_loop.clock import Clock
+from scheduler_svc.plan_loop.clock import Clock, Timer
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.tenants.errors import AdapterForbiddenError
 from scheduler_svc.tenants.registry import Registry
@@ -83,6 +83,8 @@ class Adapters:
         self._load_timeout_s = config.lora_load_timeout_s
         self._num_answers = 0
         self._changes = Changes()
+        self._timers: dict[RequestKey, Timer] = {}
+        """For the next look at each unfinished request that has an adapter."""
 
     # --- names -------------------------------------------------------------------------------------------------------
 
@@ -185,6 +187,12 @@ class Adapters:
         if live.request.spec.adapter_index:
             self._watch(live.request.spec.key, live.times.arrival_ns)
 
+    def on_ended(self, key: RequestKey) -> None:
+        """A request has ended."""
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
     def on_outputs(self) -> bool:
         """End the requests whose adapter no executor can load; whether executors have answered since the last call."""
         num_answers = self._core.adapters.num_answers
@@ -219,7 +227,7 @@ class Adapters:
         if since is None and self._waits(key):
             since = now
         delay_s = limit_s / LOOKS if since is None else since + limit_s - now
-        self._clock.call_later(delay_s, partial(self._look, key, arrival_ns, since))
+        self._timers[key] = self._clock.call_later(delay_s, partial(self._look, key, arrival_ns, since))
 
     def _look(self, key: RequestKey, arrival_ns: int, since: float | None) -> None:
         """End a request that has waited for its adapter for too long."""

@@ -373,6 +373,7 @@ class Engine:
         del self._live[key]
         self.quotas.on_ended(key)
         self._deadlines.cancel(key)
+        self.adapters.on_ended(key)
         self.journal.on_ended(live)
         self.restored.on_ended(live)
         self._log.on_ended(live)

@@ -55,6 +55,19 @@ def test_the_scheduler_gets_the_models_tokenizer(tmp_path):
     assert route_options(model, {"tokenizer": "another"}).scheduler == ["--tokenizer=another"]
 
 
+@pytest.mark.parametrize("option", ["lora", "lora_dir", "lora_root"])
+def test_an_executor_has_places_where_adapters_are_named(option):
+    """On a GPU it has none by itself, since they take memory."""
+    value = {"lora": ["a=/adapter"], "lora_dir": "/adapters", "lora_root": ["/adapters"]}[option]
+
+    def places(**options):
+        return [each for each in route_options("m", options).executor if each.startswith("--max-loras")]
+
+    assert places(**{option: value}) == ["--max-loras=8"]
+    assert places(**{option: value}, max_loras=3) == ["--max-loras=3"]
+    assert places() == []
+
+
 def test_values_reach_the_services_as_their_types():
     arguments = route_options("m", {"skip_tokenizer_init": "yes", "enable_prefix_caching": "0", "block_size": "08"})
     assert set(arguments.executor) == {"--model=m", "--block-size=8"}

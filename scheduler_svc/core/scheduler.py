@@ -254,19 +254,15 @@ class Scheduler:
     def misfit(self, key: RequestKey) -> RequestRejectedError | None:
         """Why an unfinished request can never run within the present limits; None if it can, or is unknown.
 
-        None too for samples with output: planning ends each one that is too long, with MAX_MODEL_LEN or KV_CAPACITY.
+        With an adapter the limits are those of the executors that may load it, if there are any. None too for samples
+        with output: planning ends each one that is too long, with MAX_MODEL_LEN or KV_CAPACITY.
         """
         group = self.groups.get(key)
         if group is None:
             return None
         # Samples after their fork are admitted one by one.
         count = 1 if group.can_admit_partially else group.spec.num_sequences
-        specs = [lane.spec for lane in self.lanes.values()]
-        try:
-            check_fits_one(group.spec, specs, count, has_output=group.has_output)
-        except RequestRejectedError as exc:
-            return exc
-        return None
+        return adapter_changes.misfit(self._requests, group.spec, count, has_output=group.has_output)
 
     def take_outputs(self) -> StepOutputs:
         """The outputs since the last call."""
@@ -294,6 +290,10 @@ class Scheduler:
     def adapter_refusal(self, index: int, content_hash: bytes = b"") -> AdapterError | None:
         """Why no executor can ever run requests with a known adapter, or one with this content; None: one may."""
         return adapter_changes.refusal(self._requests, index, content_hash) if index else None
+
+    def adapter_misfit(self, spec: RequestSpec) -> RequestRejectedError | None:
+        """Why no executor that may load a new request's adapter can hold it, while others can; None otherwise."""
+        return adapter_changes.adapter_misfit(self._requests, spec)
 
     def adapter_event(self, event: AdapterEvent, executor_id: int = 0) -> None:
         """Something happened to an adapter; executor_id: where it was loaded or unloaded."""

@@ -157,6 +157,9 @@ class Adapters:
             error = self._core.adapter_refusal(index)
             if error is not None:
                 raise self._refused(name, index, error)
+            misfit = self._core.adapter_misfit(request.spec)
+            if misfit is not None:
+                raise _too_large(name, misfit)
             yield request
         except SchedulerError:
             if is_new:
@@ -208,6 +211,8 @@ class Adapters:
                     if self._core.adapter_refusal(spec.adapter_index) is not None:
                         failed[live.request.adapter] = spec.adapter_index
                     self._fail(live, self._refused(live.request.adapter, spec.adapter_index, error))
+                elif spec.adapter_index and (misfit := self._core.misfit(spec.key)) is not None:
+                    self._fail(live, _too_large(live.request.adapter, misfit))
         for name, index in failed.items():
             self.names.forget(name, index)
         self._changes.notify()
@@ -269,3 +274,8 @@ class Adapters:
                 states.append((executor_id, None if found is None else found.state, error))
         num_requests = self._core.adapters.users.get(index, 0)
         return AdapterInfo(name, adapter.registered.path, index, adapter.content_hash, num_requests, states)
+
+
+def _too_large(name: str, misfit: RequestRejectedError) -> PreconditionError:
+    """The error of a request that only executors could hold which cannot load its adapter."""
+    return PreconditionError(misfit.field, f"no executor that may load adapter {name!r} can hold it: {misfit}")

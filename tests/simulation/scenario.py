@@ -155,7 +155,7 @@ def _with_adapters(rng: Random, scenario: Scenario, duration_s: float) -> Scenar
         replace(client, adapter=_draw_name(rng, names) if rng.random() < 0.8 else "")
         for client in (*scenario.clients, *more)
     )
-    max_loras = rng.choice([1, 1, 2, 3])
+    max_loras, continuous = rng.choice([1, 1, 2, 3]), scenario.config.batching == "continuous"
     faults = [
         Fault(rng.choice(ADAPTER_FAULT_KINDS), rng.random() * 1.2 * duration_s, rng.random(), rng.random())
         for _ in range(rng.choice([0, 1, 2, 4]))
@@ -166,6 +166,8 @@ def _with_adapters(rng: Random, scenario: Scenario, duration_s: float) -> Scenar
             update={
                 "lora": [f"{name}={path_of(name)}" for name in names],
                 "lora_load_timeout_s": rng.choice([0.5, 30.0, 30.0]),
+                # Groups that wait for their adapter count, and a batch would wait for others behind a full queue.
+                "max_queued_requests": scenario.config.max_queued_requests if continuous else 64,
             }
         ),
         models=tuple(_with_places(rng, model, max_loras) for model in scenario.models),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from scheduler_svc.core.adapters.events import (
     AdapterError,
@@ -12,9 +13,12 @@ from scheduler_svc.core.adapters.events import (
     AdapterRemoved,
 )
 from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION
+from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.placement.candidates import check_fits_one
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.types import RequestSpec
 
 _NO_ADAPTERS = AdapterError(FAILED_PRECONDITION, "the executor has no LoRA adapters")
 
@@ -70,6 +74,30 @@ def refusal(requests: RequestTable, index: int, wanted_hash: bytes = b"") -> Ada
         return None
     states = [lane.adapters.state(index) for lane in lanes]
     return next((each.error for each in states if each is not None and each.error is not None), _NO_ADAPTERS)
+
+
+def misfit(
+    requests: RequestTable, spec: RequestSpec, count: int, *, has_output: bool = False
+) -> RequestRejectedError | None:
+    """Why no executor can hold a request, of those that may load its adapter if there are any; None: one can.
+
+    count: its sequences that must run together.
+    """
+    lanes = requests.lanes.values()
+    able = [lane.spec for lane in lanes if lane.adapters.may_have(spec.adapter_index)]
+    try:
+        check_fits_one(spec, able or [lane.spec for lane in lanes], count, has_output=has_output)
+    except RequestRejectedError as exc:
+        return exc
+    return None
+
+
+def adapter_misfit(requests: RequestTable, spec: RequestSpec) -> RequestRejectedError | None:
+    """As `misfit` of a new request that an executor without its adapter could hold; None otherwise."""
+    found = misfit(requests, spec, spec.num_sequences) if requests.lanes else None
+    if found is None or misfit(requests, replace(spec, adapter_index=0), spec.num_sequences) is not None:
+        return None
+    return found
 
 
 def _take(requests: RequestTable, lane: Lane, answer: AdapterLoaded) -> bool:

@@ -152,7 +152,7 @@ class ServedExecutors:
         if is_first:
             self.model = model
             return
-        self._update_limits()
+        self._update_limits(is_other=before is not None and model_change("", before, model) is not None)
         if before is not None and before.fingerprint != model.fingerprint:
             self._listener.on_stranded(
                 f"the executor at {member.target} came back with another numerics fingerprint, and no other has the "
@@ -182,9 +182,12 @@ class ServedExecutors:
         models = (member.loop.model for member in self._members.values() if member.accepted)
         return [model for model in models if model is not None]
 
-    def _update_limits(self) -> None:
-        """Let new requests be checked against the limits that the accepted executors have now."""
+    def _update_limits(self, *, is_other: bool = False) -> None:
+        """Let requests be checked against the limits that the accepted executors have now.
+
+        is_other: one has other limits than before, and what fitted it alone may fit none, whatever all have together.
+        """
         assert self._served is not None
         before, self.model = self.model, fleet_model(self._served, self._accepted())
-        if model_change("", before, self.model) is not None:
+        if is_other or model_change("", before, self.model) is not None:
             self._listener.on_limits(self.model)

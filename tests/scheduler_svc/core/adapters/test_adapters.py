@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from scheduler_svc.core.adapters.events import (
@@ -258,3 +260,25 @@ def test_a_turn_ends_with_its_group() -> None:
     rig.end(waits)
     rig.step()
     assert rig.running == {first, late}
+
+
+def test_what_only_executors_without_its_adapter_can_hold_is_named() -> None:
+    """The larger executor cannot load it. A request that fits nowhere is refused as any other."""
+    rig = Rig(num_lanes=2)
+    small = dataclasses.replace(rig.core.lanes[1].spec, max_num_seqs=2)
+    rig.core.add_executor(1, small)
+    rig.register(1)
+    assert rig.commands(0) == rig.commands(1) == ([1], [])
+    three = RequestSpec("three", (1, 2, 3), Sampling(), 10, num_samples=3, adapter_index=1)
+    assert rig.core.adapter_misfit(three) is None
+    rig.core.add_request(three, rig.now)
+    rig.core.adapter_event(AdapterLoaded(1, b"one"), 1)
+    rig.core.adapter_event(AdapterLoaded(1, error=AdapterError(3, "broken")), 0)
+    assert rig.core.adapter_refusal(1) is None
+    for found in (rig.core.adapter_misfit(three), rig.core.misfit(three.key)):
+        assert found is not None
+        assert str(found) == "3 sequences exceed max_num_seqs = 2"
+    assert rig.core.adapter_misfit(dataclasses.replace(three, adapter_index=0)) is None
+    assert rig.core.adapter_misfit(dataclasses.replace(three, num_samples=99)) is None
+    with pytest.raises(RequestRejectedError, match="99 sequences"):
+        rig.core.add_request(dataclasses.replace(three, request_id="many", num_samples=99), rig.now)

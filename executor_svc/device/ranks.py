@@ -54,6 +54,14 @@ class RankKernels(Protocol):
         """Raise RankError if a rank has failed during the last operations: their results mean nothing."""
         ...
 
+    def fail(self) -> None:
+        """Let every rank leave the operations in which it waits for others, as this one has failed."""
+        ...
+
+    def reset(self) -> None:
+        """Begin anew, while no rank is in an operation: rank 0 first, then the others."""
+        ...
+
 
 class Embedding(Protocol):
     """As `device.kernels.Embedding`."""

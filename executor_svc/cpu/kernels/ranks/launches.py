@@ -86,9 +86,15 @@ class CpuRanks:
         if failed is not None:
             raise RankError(f"rank {failed} failed")
 
+    def fail(self) -> None:
+        """As in `RankKernels`."""
+        self._memory.fail(self.share.rank)
+
     def reset(self) -> None:
-        """Begin anew with exchange 1, as every rank does, while none is in an exchange."""
+        """As in `RankKernels`."""
         self._number[0] = 0
+        if self.share.rank == 0:
+            self._memory.reset()
 
     # ------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,8 +30,7 @@ class RankSource:
         part = part_of(prefix, self._spec, self._share)
         if part is None or (kind == "bias" and part.of_columns):
             return self._source.open(name, shape)
-        stored = self._source.open(name, _whole_shape(shape, part))
-        return StoredPart(stored, part)
+        return self._open_part(name, _whole_shape(shape, part), part)
 
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `WeightSource`; shape as in `open`."""
@@ -39,11 +39,29 @@ class RankSource:
             return self._source.open_linear(prefix, shape)
         rows, columns = _whole_shape(shape, part)
         stored = self._source.open_linear(prefix, (rows, columns))
-        return QuantPart(prefix, stored, part) if isinstance(stored, QuantRows) else StoredPart(stored, part)
+        if isinstance(stored, QuantRows):
+            return QuantPart(prefix, stored, part)
+        return self._open_part(f"{prefix}.weight", (rows, columns), part, stored)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """As in `WeightSource`; shape as in `open`."""
         return self.open(name, shape).whole()
+
+    def _open_part(
+        self, name: str, shape: tuple[int, ...], part: Part, stored: StoredWeight | None = None
+    ) -> StoredWeight:
+        if isinstance(self._source, PartSource):
+            return self._source.open_part(name, shape, part)
+        return StoredPart(stored or self._source.open(name, shape), part)
+
+
+@runtime_checkable
+class PartSource(Protocol):
+    """A source that reads parts of tensors, and nothing else of them."""
+
+    def open_part(self, name: str, shape: tuple[int, ...], part: Part) -> StoredWeight:
+        """Return some rows or columns of a tensor of this shape, to be read later; errors as those of `open`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +73,7 @@ class StoredPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rows, *columns = self.stored.shape
-        return (rows, self.part.count) if self.part.of_columns else (self.part.count, *columns)
+        return self.part.shape_of(self.stored.shape)
 
     def blocks(self, rows: int) -> Iterator[Tensor]:
         """As in `StoredWeight`: blocks of `rows` rows, the last perhaps smaller."""

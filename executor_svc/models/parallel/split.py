@@ -26,6 +26,11 @@ class Part:
     def count(self) -> int:
         return sum(map(len, self.ranges))
 
+    def shape_of(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this part of a tensor."""
+        rows, *columns = whole
+        return (rows, self.count) if self.of_columns else (self.count, *columns)
+
 
 def check_split(spec: DecoderSpec, size: int) -> None:
     """Raise ModelConfigError, by the field's name, for a model that cannot be divided among so many ranks."""

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.ranks import Share
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat
 from executor_svc.models.base import ModelConfigError
+from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.folder import LoaderError
 from executor_svc.models.parallel.quant_part import QuantPart
 from executor_svc.models.parallel.source import StoredPart
 from executor_svc.models.parallel.split import Part, check_split, part_of
+from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor_svc.driver import Driver, Tokens
 from tests.helpers.golden import random_prompts, teacher_forced, transformers_model
@@ -157,3 +161,29 @@ def test_models_that_cannot_be_divided(
 ) -> None:
     with pytest.raises(ModelConfigError, match=message):
         check_split(replace(spec_of(checkpoint("llama")), **change), size)  # type: ignore[arg-type]
+
+
+def test_a_rank_reads_its_part_of_a_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has a digest of its own."""
+    weight = torch.randn(40, 64)
+    save_file({"a.weight": weight}, tmp_path / "model.safetensors")
+    read = StoredTensor._read
+    sizes: list[int] = []
+    monkeypatch.setattr(StoredTensor, "_read", lambda *args: (sizes.append(args[2].nbytes), read(*args))[1])
+    digests = set()
+    for part, expected in (
+        (Part((range(3, 9), range(20, 25)), False, 40), torch.cat([weight[3:9], weight[20:25]])),
+        (Part((range(16, 32),), True, 64), weight[:, 16:32]),
+    ):
+        for rows in (4, 100):
+            source = SafetensorsWeights(tmp_path, torch.float32, torch.device("cpu"))
+            sizes.clear()
+            stored = source.open_part("a.weight", (40, 64), part)
+            assert torch.equal(torch.cat([block.clone() for block in stored.blocks(rows)]), expected)
+            assert sum(sizes) == expected.numel() * 4
+            assert source.num_parameters == weight.numel()
+            assert torch.equal(stored.whole(), expected)
+            digests.add(source.digest())
+    assert len(digests) == 2
+    with pytest.raises(LoaderError, match="shape"):
+        source.open_part("a.weight", (40, 63), part)

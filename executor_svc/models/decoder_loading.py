@@ -108,14 +108,13 @@ def load_decoder(
         if device.kv_dtype != device.dtype:
             names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
             scales = read_scales(weights, folder, names, spec.num_kv_heads, device)
-        builder: Builder = device
+        builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
         if ranks is not None:
             source = RankSource(source, spec, ranks.share)
-            builder = RankBuilder(device, ranks, spec.vocab_size)
+            builder = RankBuilder(builder, ranks, spec.vocab_size)
             spec = spec_of(spec, ranks.share)
         with saved or nullcontext():
             with device.loading():
-                builder = builder if adapters is None else AdaptingBuilder(builder, adapters)
                 model = _decoder(spec, max_model_len, source, builder, scales, folder)
             if not isinstance(weights, DummyWeights):
                 weights.check_all_used(lambda tensor: is_ignored(tensor, spec))

@@ -14,7 +14,7 @@ from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device
-from executor_svc.device.ranks import RankKernels
+from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
 from executor_svc.models.base import CausalLM, ModelConfigError
@@ -127,7 +127,8 @@ def _load_own(
     adapters = None
     if adapter_sizes is not None:
         assert isinstance(device.kernels, AdapterKernels)
-        adapters = ModelAdapters(device.kernels, spec, adapter_sizes, device.dtype)
+        share = Share() if ranks is None else ranks.share
+        adapters = ModelAdapters(device.kernels, spec, adapter_sizes, device.dtype, share)
     model, weights = load_decoder(config, device, checkpoint, spec, max_model_len, adapters, ranks)
     _check_activations(config, device)
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)

@@ -40,6 +40,8 @@ class Frame(IntEnum):
     """From a rank that has no slots and is in no exchange."""
     BEGIN = 15
     """All ranks have cleared."""
+    ADAPTER = 16
+    """Load or unload an adapter, in JSON; the answer: why it is refused."""
 
 
 class LinkClosed(Exception):

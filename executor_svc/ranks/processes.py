@@ -24,7 +24,7 @@ from executor_svc.ranks.links import Frame, Link, LinkClosed
 _log = logging.getLogger(__name__)
 
 MODULE = "executor_svc.startup.member"
-"""What a child runs; its arguments: its rank, the descriptors of its link and of the memory, and rank 0's process."""
+"""What a child runs; its arguments: its rank, the descriptors of its links and of the memory, and rank 0's process."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,17 +36,21 @@ class RankProcesses:
         """size: of all ranks, this one included; options: those of a child, without its number of the rank."""
         self._memory = os.memfd_create("cadenza ranks")
         self.links: list[Link] = []
+        """Of steps, and of all before the first."""
+        self.adapter_links: list[Link] = []
         self._children: list[subprocess.Popen[bytes]] = []
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
-            with theirs:
-                arguments = [str(rank), str(theirs.fileno()), str(self._memory), str(os.getpid())]
+            our_adapters, their_adapters = socket.socketpair()
+            with theirs, their_adapters:
+                ends = theirs.fileno(), their_adapters.fileno(), self._memory
                 child = subprocess.Popen(
-                    [sys.executable, "-m", MODULE, *arguments],
-                    pass_fds=(theirs.fileno(), self._memory),
+                    [sys.executable, "-m", MODULE, *map(str, (rank, *ends, os.getpid()))],
+                    pass_fds=ends,
                     stdin=subprocess.DEVNULL,
                 )
             link = Link(ours)
+            self.adapter_links.append(Link(our_adapters))
             link.send(Frame.CONFIG, json.dumps(options).encode())
             self.links.append(link)
             self._children.append(child)

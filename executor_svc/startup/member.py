@@ -8,10 +8,12 @@ import os
 import signal
 import socket
 import sys
+import threading
 
 from cadenza.telemetry import logs
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
+from executor_svc.ranks.adapters import serve_adapters
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 from executor_svc.ranks.processes import end_with
 from executor_svc.ranks.steps import MemberRanks
@@ -23,7 +25,7 @@ _log = logging.getLogger("executor_svc.rank")
 
 def main() -> int:
     """Run until rank 0 is gone; arguments as those of `ranks.processes.MODULE`."""
-    rank, end, memory, parent = map(int, sys.argv[1:])
+    rank, end, adapters_end, memory, parent = map(int, sys.argv[1:])
     end_with(parent)
     # Ctrl-C reaches every process of a terminal: rank 0 decides when all stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -36,6 +38,10 @@ def main() -> int:
 
     try:
         executor, ranks = build_member(config, rank, link, memory)
+        if executor.adapters is not None:
+            adapter_link = Link(socket.socket(fileno=adapters_end))
+            serve = threading.Thread(target=serve_adapters, args=(executor.adapters, adapter_link), daemon=True)
+            serve.start()
     except StartError as error:
         link.send(Frame.REFUSED, str(error).encode())
         return 1

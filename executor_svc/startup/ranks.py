@@ -29,14 +29,17 @@ from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.models.parallel.split import check_split
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import Description, describe, limits_of
+from executor_svc.ranks.adapters import LeaderAdapters
 from executor_svc.ranks.drafts import LeaderDrafts, MemberDrafts
 from executor_svc.ranks.links import Frame, Link
 from executor_svc.ranks.processes import RankProcesses, map_memory
 from executor_svc.ranks.steps import LeaderRanks, MemberRanks
 from executor_svc.speculation.drafts import DraftSource
+from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, max_loaded, with_adapters
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.speculation import check_speculation, load_speculative_model, make_draft_source
+from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Executor
 
@@ -57,6 +60,8 @@ class Held:
     bytes_per_block: int
     """Of all ranks together."""
     weights_digest: bytes
+    max_loaded: int
+    """Adapters at most."""
 
 
 class Leader:
@@ -75,9 +80,9 @@ class Leader:
         sizes = _sizes(self._config, spec)
         return _ranks(self._device, 0, sizes, self._processes.open_memory(sizes.num_bytes))
 
-    def agree(self, loaded: LoadedModel, pools: KVCache) -> Held:
+    def agree(self, loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None) -> Held:
         """Return what all ranks hold: the fewest blocks, and one digest. Raises StartError."""
-        return _held(self._processes.agree(_own(loaded, pools), _decide))
+        return _held(self._processes.agree(_own(loaded, pools, adapters), _decide))
 
     def begin(self, loaded: LoadedModel) -> LeaderRanks:
         """Return rank 0's side of steps, once all ranks wait for plans; their ends end this process from now on."""
@@ -90,6 +95,14 @@ class Leader:
     def stop(self) -> None:
         """End the others: this process cannot start."""
         self._processes.stop()
+
+    def make_adapters(self, loaded: LoadedModel) -> LeaderAdapters | None:
+        """Return what loads the adapters of all ranks; None for a model without places for them."""
+        if loaded.adapters is None:
+            return None
+        config, links = self._config, self._processes.adapter_links
+        most = max_loaded(config, loaded.adapters, _own_memory(self._device, config))
+        return LeaderAdapters(loaded.adapters, most, links, roots=config.adapter_roots, base_table=loaded.base_table)
 
 
 def check_ranks(config: ExecutorConfig, device: Device) -> None:
@@ -118,21 +131,23 @@ def build_divided(config: ExecutorConfig, drafts: DraftSource | None = None) -> 
     torch.set_num_threads(device.num_threads)
     leader = Leader(config, device)
     try:
-        loaded = load_model(config, device, None, leader.join)
+        loaded = load_model(config, device, adapter_sizes(config, device), leader.join)
+        adapters = leader.make_adapters(loaded)
         draft = load_speculative_model(config, device, loaded)
         layers = None if draft is None else draft.layers
-        pools = new_pools(loaded, device, config, layers)
-        held = leader.agree(loaded, pools)
+        pools = new_pools(loaded, device, config, adapters, layers)
+        held = leader.agree(loaded, pools, adapters)
         pools = fewest_blocks(pools, held, loaded, device, config, layers)
+        _limit(adapters, held)
         ranks = leader.begin(loaded)
     except BaseException:
         leader.stop()
         raise
-    limits = limits_of(config, loaded.geometry, pools)
-    runner = ModelRunner(loaded.model, device, pools, limits)
+    limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
+    runner = ModelRunner(loaded.model, device, pools, limits, adapters=loaded.adapters)
     source = drafts or make_draft_source(config, limits, draft, device, pools, runner)
     shared = None if source is None else LeaderDrafts(source, ranks)
-    executor = StepExecutor(runner, pools, limits, drafts=shared, ranks=ranks)
+    executor = StepExecutor(runner, pools, limits, drafts=shared, adapters=adapters, ranks=ranks)
     prints = fingerprint(replace(loaded, weights_digest=held.weights_digest), device, pools)
     _log.info(
         "model %s: %s in %d ranks of %d threads, %s, KV blocks of %d tokens: %d on the device, %d on the host",
@@ -154,26 +169,38 @@ def build_member(config: ExecutorConfig, rank: int, link: Link, memory: int) -> 
         assert kind == Frame.MEMORY
         return _ranks(device, rank, _sizes(config, spec), map_memory(memory, int(content)))
 
-    loaded = load_model(config, device, None, join)
-    pools = new_pools(loaded, device, config)
-    link.send(Frame.HELD, json.dumps(_own(loaded, pools)).encode())
+    loaded = load_model(config, device, adapter_sizes(config, device), join)
+    adapters = make_adapters(config, device, loaded)
+    pools = new_pools(loaded, device, config, adapters)
+    link.send(Frame.HELD, json.dumps(_own(loaded, pools, adapters)).encode())
     kind, content = link.receive()
     assert kind == Frame.SIZES
-    pools = fewest_blocks(pools, _held(json.loads(content)), loaded, device, config)
-    limits = limits_of(config, loaded.geometry, pools)
+    held = _held(json.loads(content))
+    pools = fewest_blocks(pools, held, loaded, device, config)
+    _limit(adapters, held)
+    limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
     assert loaded.ranks is not None
     ranks = MemberRanks(loaded.ranks, link)
+    runner = ModelRunner(loaded.model, device, pools, limits, adapters=loaded.adapters)
     drafts = None if config.speculative == "off" else MemberDrafts(ranks)
-    return StepExecutor(
-        ModelRunner(loaded.model, device, pools, limits), pools, limits, drafts=drafts, ranks=ranks
-    ), ranks
+    return StepExecutor(runner, pools, limits, drafts=drafts, adapters=adapters, ranks=ranks), ranks
 
 
-def new_pools(loaded: LoadedModel, device: Device, config: ExecutorConfig, draft: DraftLayers | None = None) -> KVCache:
+def new_pools(
+    loaded: LoadedModel,
+    device: Device,
+    config: ExecutorConfig,
+    adapters: ModelAdapterLoader | None,
+    draft: DraftLayers | None = None,
+) -> KVCache:
     """Return the pools of one rank: of its KV heads, in its share of this machine's free memory."""
-    free = device.free_memory_bytes()
-    others = free - free // config.tensor_parallel_size
-    return device.new_kv_cache(loaded.own_geometry, config, others, draft)
+    others = device.free_memory_bytes() - _own_memory(device, config)
+    return device.new_kv_cache(loaded.own_geometry, config, others + held_on_cpu(adapters, device), draft)
+
+
+def _own_memory(device: Device, config: ExecutorConfig) -> int:
+    """Return a rank's share of the free memory of this machine."""
+    return device.free_memory_bytes() // config.tensor_parallel_size
 
 
 def fewest_blocks(
@@ -202,12 +229,18 @@ def _ranks(device: Device, rank: int, sizes: ExchangeSizes, memory: NDArray[np.u
     return CpuRanks(Share(rank, sizes.num_ranks), kernels, ExchangeMemory(memory, sizes))
 
 
-def _own(loaded: LoadedModel, pools: KVCache) -> dict[str, Any]:
+def _limit(adapters: ModelAdapterLoader | None, held: Held) -> None:
+    if adapters is not None:
+        adapters.max_loaded = held.max_loaded
+
+
+def _own(loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None) -> dict[str, Any]:
     return {
         "device": pools.num_device_blocks,
         "host": pools.num_host_blocks,
         "bytes": pools.bytes_per_block,
         "weights": loaded.weights_digest.hex(),
+        "adapters": 0 if adapters is None else adapters.max_loaded,
     }
 
 
@@ -218,11 +251,14 @@ def _decide(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "host": min(each["host"] for each in ranks),
         "bytes": sum(each["bytes"] for each in ranks),
         "weights": hashlib.sha256(digests).hexdigest(),
+        "adapters": min(each["adapters"] for each in ranks),
     }
 
 
 def _held(decided: dict[str, Any]) -> Held:
-    return Held(decided["device"], decided["host"], decided["bytes"], bytes.fromhex(decided["weights"]))
+    return Held(
+        decided["device"], decided["host"], decided["bytes"], bytes.fromhex(decided["weights"]), decided["adapters"]
+    )
 
 
 def _end(rank: int, how: str, kernels: RankKernels) -> None:

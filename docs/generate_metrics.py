@@ -57,7 +57,7 @@ VLLM = """## Scheduler: vLLM's names
 
 Routers, autoscalers and dashboards that read vLLM's metrics read these: the old names (`gpu_cache_usage_perc`,
 `gpu_prefix_cache_*`, `time_per_output_token_seconds`) beside those of 0.33. All executors of a scheduler are one
-engine, `engine="0"`. Histograms have vLLM's buckets. Without adapters, `lora_requests_info` has empty lists. The
+engine, `engine="0"`. Histograms have vLLM's buckets. Without adapters in use, `lora_requests_info` has empty lists. The
 counts include executors that were removed.
 
 """

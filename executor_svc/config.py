@@ -216,7 +216,8 @@ class ExecutorConfig(ServiceSettings):
     max_loras: int = Field(
         8,
         ge=0,
-        description="Maximum LoRA adapters in one batch; 0: no adapters.",
+        description="Maximum LoRA adapters in one batch; 0: no adapters. On a GPU there are none unless this is given, "
+        "as the adapters of a batch take memory there.",
         json_schema_extra=about("Adapters", "adapters"),
     )
     max_cpu_loras: int = Field(

@@ -36,6 +36,7 @@ from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.executors.addresses import executor_entries
 from scheduler_svc.executors.client import GrpcExecutor
 from scheduler_svc.executors.discovery import Discovery
+from scheduler_svc.front.adapter_paths import restore_adapters
 from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
@@ -250,6 +251,8 @@ class Service:
 
     async def _restore(self, builder: RequestBuilder) -> None:
         assert self._journal is not None
+        restore_adapters(self._engine.adapters, await self._journal.adapters(), self._config.lora_root)
+        self._engine.executors.wake()
         allows = self._config.allow_fingerprint_change
         await self._journal.restore(self._engine, builder, allow_fingerprint_change=allows)
 

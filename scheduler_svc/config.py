@@ -211,13 +211,20 @@ class SchedulerConfig(ServiceSettings):
     lora: Annotated[list[str], NoDecode] = Field(
         [],
         description="NAME=PATH of a LoRA adapter's folder, where the executors run; several times, or with commas, for "
-        "several ones; docs/decisions/0038-adapters.md.",
+        "several ones; docs/lora.md.",
         json_schema_extra=about("Adapters"),
     )
     lora_root: Annotated[list[str], NoDecode] = Field(
         [],
         description="Folder below which LoRA adapters may be loaded while serving; several times, or with commas, for "
         "several ones; default: none.",
+        json_schema_extra=about("Adapters"),
+    )
+    lora_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of LoRA adapters, where the executors run: the first request that names NAME loads the "
+        "adapter in its folder NAME.",
         json_schema_extra=about("Adapters"),
     )
     max_loras: int | None = Field(

@@ -63,13 +63,18 @@ async def stream_burst(
         return list(times), time.perf_counter() - start
 
 
-async def generate_burst(target: str, requests: Sequence[Request]) -> tuple[list[list[int]], float]:
-    """Send all requests at once over one session; returns the output tokens, and the seconds until all have ended."""
+async def generate_burst(
+    target: str, requests: Sequence[Request], adapters: Sequence[str | None] | None = None
+) -> tuple[list[list[int]], float]:
+    """Send all requests at once over one session; returns the output tokens, and the seconds until all have ended.
+
+    adapters: the LoRA adapter of each request, None for none; None: no request has one.
+    """
     async with AsyncClient(target) as client:
         await client.model_info()
         start = time.perf_counter()
         prompts = [request.prompt for request in requests]
-        outputs = await client.generate(prompts, [_params(request) for request in requests])
+        outputs = await client.generate(prompts, [_params(request) for request in requests], adapter=adapters)
         wall_s = time.perf_counter() - start
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     for request, made in zip(requests, tokens, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from cadenza.info import ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
+from cadenza.info import AdapterUse, ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import CallOptions, Prompt
@@ -180,6 +180,7 @@ def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> Ser
         resident_bytes=message.resident_bytes,
         tenants=[TenantInfo(**_same_names(TenantInfo, tenant)) for tenant in message.tenants],
         faults=[_fault(fault) for fault in message.faults],
+        adapters=[AdapterUse(**_same_names(AdapterUse, use)) for use in message.adapters],
     )
 
 

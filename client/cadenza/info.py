@@ -85,6 +85,8 @@ class ExecutorInfo:
     num_drafts: int = 0  # of speculative decoding, checked there
     num_accepted_drafts: int = 0
     max_drafts: int = 0  # of a sequence, in its newest step with a result in which sequences decoded
+    num_loaded_adapters: int = 0
+    max_loaded_adapters: int = 0  # 0: it has no adapters
 
     @property
     def state(self) -> str:
@@ -119,6 +121,15 @@ class TenantInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """The unfinished requests of a LoRA adapter."""
+
+    name: str
+    num_running: int
+    num_waiting: int  # in the queue, for its load, or preempted
+
+
+@dataclass(frozen=True, slots=True)
 class FaultCount:
     """How often one kind of fault has occurred since the server's start."""
 
@@ -142,3 +153,4 @@ class ServerInfo:
     resident_bytes: int  # memory resident in the scheduler's process; 0: not known
     tenants: list[TenantInfo] = field(default_factory=list)  # by name; empty: the server does not say
     faults: list[FaultCount] = field(default_factory=list)  # of each kind that has occurred
+    adapters: list[AdapterUse] = field(default_factory=list)  # those in use, the one with the most requests first

@@ -154,8 +154,9 @@ class LLMOptions(TypedDict, total=False):
     """With --speculative: the most drafts of a sequence in one step. [default: 5]"""
 
     max_loras: int | None
-    """executor: Maximum LoRA adapters in one batch; 0: no adapters. [default: 8] scheduler: Maximum LoRA adapters in
-    one batch; default: the executor's limit; 0: no adapters."""
+    """executor: Maximum LoRA adapters in one batch; 0: no adapters. On a GPU there are none unless this is given, as
+    the adapters of a batch take memory there. [default: 8] scheduler: Maximum LoRA adapters in one batch; default: the
+    executor's limit; 0: no adapters."""
 
     max_cpu_loras: int | None
     """executor: Maximum LoRA adapters that are loaded, at least max_loras. The default is lowered where so many would
@@ -271,7 +272,11 @@ class LLMOptions(TypedDict, total=False):
 
     lora: list[str] | None
     """NAME=PATH of a LoRA adapter's folder, where the executors run; several times, or with commas, for several ones;
-    docs/decisions/0038-adapters.md."""
+    docs/lora.md."""
+
+    lora_dir: str | None
+    """Folder of LoRA adapters, where the executors run: the first request that names NAME loads the adapter in its
+    folder NAME."""
 
     lora_load_timeout_s: float | None
     """How long a request waits for its LoRA adapter before it ends with FAILED_PRECONDITION. [default: 60.0]"""

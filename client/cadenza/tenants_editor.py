@@ -157,4 +157,6 @@ def _array(hashes: list[str]) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(json.dumps, value)) + "]"
     return f'"{value}"' if isinstance(value, str) else str(value)

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 _SHARE = 0.9
 """Default share of the device's memory, without --gpu-memory-utilization."""
-_BYTES_FOR_GRAPHS = 1 << 30
+BYTES_FOR_GRAPHS = 1 << 30
 """Memory left free for libraries and CUDA graphs."""
 _LEAST_ARCH = 80
 _LEAST_ARCH_OF_FP8_CACHE = 90
@@ -225,7 +225,7 @@ class GpuDevice:
         """Return the bytes left for the pool, after `beside` bytes and everything in memory."""
         free = self.free_memory_bytes()
         total = free if self._interpreted else torch.cuda.mem_get_info(self.torch_device)[1]
-        left = 0 if self._interpreted else _BYTES_FOR_GRAPHS
+        left = 0 if self._interpreted else BYTES_FOR_GRAPHS
         return int((config.gpu_memory_utilization or _SHARE) * total) - (total - free) - left - beside
 
     def probe_numerics(self, max_rows: int) -> None:

@@ -165,6 +165,7 @@ class DeviceSlots:
         self._changes = Changes()
         self._log = ChangeLog(limits, self.state, admitted)
         self._staged: _Staged | None = None
+        self._adapter_places = np.zeros(limits.num_slots, np.int64)
 
     def inputs(self, sizes: StepSizes) -> StepInputs:
         """Return views of the step tensors for these sizes: the same memory each time."""
@@ -205,6 +206,12 @@ class DeviceSlots:
         self._changes.write_singles(int(self.state.num_drafts.storage_offset()) + slots, counts)
         owner, at = spans(places, counts)
         self._changes.write_singles(self._log.places_of_tokens(slots[owner], at), token_ids)
+
+    def set_adapter_places(self, places: IntArray) -> None:
+        """Collect the places [num_slots] of the slots' adapters, as far as they differ from those of earlier steps."""
+        changed = np.flatnonzero(places != self._adapter_places)
+        self._changes.write_singles(int(self.state.adapter_places.storage_offset()) + changed, places[changed])
+        self._adapter_places[changed] = places[changed]
 
     def flush(self) -> None:
         """Send the collected changes, for a plan that computes nothing."""

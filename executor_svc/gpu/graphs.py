@@ -17,6 +17,7 @@ from executor_svc.gpu.kernels.slots.slots import StepSizes
 _log = logging.getLogger(__name__)
 
 _DECODE_SEQS = (1, 2, 4, 8, *range(16, 257, 8), *range(272, 513, 16))
+_ADAPTED_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _DRAFTS = (1, 3, 5, 8, 16, 32, 64)
 _DRAFTING_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -32,6 +33,15 @@ def decode_sizes(max_seqs: int) -> list[StepSizes]:
     The last size holds max_seqs sequences, if that is at most 512.
     """
     return [StepSizes.decode(size) for size in sizes_up_to(_DECODE_SEQS, max_seqs)]
+
+
+def adapted_decode_sizes(max_seqs: int) -> list[StepSizes]:
+    """Return the sizes of decode steps with adapters with a graph, ascending: up to 512, as `decode_sizes`, but fewer.
+
+    A step is padded by a third or half of its sequences at most: each graph takes time and memory at the start, with
+    adapters too for all that serve few of them.
+    """
+    return [StepSizes.decode(size) for size in sizes_up_to(_ADAPTED_SEQS, max_seqs)]
 
 
 def draft_sizes(max_rows: int, max_drafts: int) -> list[StepSizes]:

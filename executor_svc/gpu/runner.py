@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from executor_svc.gpu.graphs import (
     CudaGraphs,
     DirectReplayer,
     Replayer,
+    adapted_decode_sizes,
     decode_sizes,
     draft_sizes,
     mixed_sizes,
@@ -23,13 +25,27 @@ from executor_svc.gpu.graphs import (
 )
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.slot_adapters import StepAdapters
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.recorded import RecordedModel
 from executor_svc.plan.plan import Limits
 
 
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """Steps of fixed sizes: replayed whole, or their hidden states from existing inputs."""
+
+    decodes: list[StepSizes]
+    whole: frozenset[StepSizes]
+    """Decodes, and decodes with drafts."""
+    replayer: Replayer
+
+
 class GpuRunner:
-    """A model and its cache, for one stream and one thread; calls enqueue work and do not wait."""
+    """A model and its cache, for one stream and one thread; calls enqueue work and do not wait.
+
+    With adapters the model is recorded twice, and steps of fixed sizes have graphs of their own.
+    """
 
     def __init__(
         self,
@@ -52,22 +68,33 @@ class GpuRunner:
         self._most = slots.buffers.most
         inputs = slots.inputs(self._most)
         self._recorded = RecordedModel(
-            loaded.model, device.kernels, kv_cache, limits, inputs.token_ids, inputs.positions, inputs.logits_rows
-        )
+            loaded.model, device.kernels, kv_cache, limits, inputs.token_ids, inputs.positions, inputs.logits_rows,
+            adapters=loaded.adapters,
+        )  # fmt: skip
         self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
         for plan in self._plans:
             plan.read_from(slots.buffers)
-        self._decodes, self._mixed = [], []
+        self._step_adapters = None if loaded.adapters is None else StepAdapters(slots, self._recorded)
+        decodes, adapted, self._mixed = [], [], []
         self.drafted: list[StepSizes] = []
         """Sizes of decodes with drafts that have a graph."""
         if captures:
-            self._decodes = decode_sizes(limits.max_num_seqs)
+            decodes, adapted = decode_sizes(limits.max_num_seqs), adapted_decode_sizes(limits.max_num_seqs)
             self.drafted = draft_sizes(min(limits.max_num_seqs, self._most.num_tokens), limits.max_drafts)
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
-        self._whole, self._hidden = frozenset([*self._decodes, *self.drafted]), frozenset(self._mixed)
-        """Replayed sizes: of whole steps, and of the computation of hidden states from existing inputs."""
+        self._hidden = frozenset(self._mixed)
+        """Replayed sizes of the computation of hidden states from existing inputs."""
         self._graphs = captures and device.torch_device.type == "cuda"
-        self._replayer = self.replayer([*self._decodes, *self.drafted, *self._mixed], self._run_fixed)
+        self._without = self._with = self._current = self._fixed(decodes, adapted=False)
+        if self._step_adapters is not None:
+            self._with = self._fixed(adapted, adapted=True)
+        self.use_adapters(False)
+
+    def use_adapters(self, used: bool) -> None:
+        """Say whether the next step has adapters: those of its slots' places."""
+        self._current = self._with if used else self._without
+        self._recorded.use_adapters(used)
+        self._adapted = self._step_adapters if used else None
 
     def results(self, sizes: StepSizes) -> tuple[Tensor, Tensor]:
         """Return the logits [L, vocab] float32 of a step of these sizes, and the most likely token of each row.
@@ -91,7 +118,7 @@ class GpuRunner:
         num_drafts = 0 if scheduled.num_drafts is None else int(scheduled.num_drafts.max())
         sizes = StepSizes(num_tokens, num_seqs, len(scheduled.logits_slots), num_rows, num_drafts)
         if sizes == StepSizes.decode(num_seqs):
-            return smallest_fitting(self._decodes, sizes) or sizes
+            return smallest_fitting(self._current.decodes, sizes) or sizes
         if num_tokens == num_seqs:
             return sizes
         found = smallest_fitting(self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
@@ -116,18 +143,18 @@ class GpuRunner:
         one_each = self._slots.stage(scheduled, sizes, most_drafts)
         if make_drafts is not None:
             make_drafts()
-        if sizes in self._whole:
-            self._replayer.replay(sizes)
+        if sizes in self._current.whole:
+            self._current.replayer.replay(sizes)
         else:
             self._slots.launch_build(sizes, one_each)
             hidden = StepSizes(sizes.num_tokens, sizes.num_seqs, 0, 0)
             # Graphs of hidden states capture attention with the tiles of prompts; decodes have other tiles.
             if hidden in self._hidden and not one_each:
-                self._replayer.replay(hidden)
+                self._current.replayer.replay(hidden)
             else:
                 drafted = sizes.num_drafts > 0 and is_decode(scheduled)
                 self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len, drafted)
-            self._recorded.run(0, sizes.num_logits)
+            self._run_logits(sizes)
         return self.results(sizes)
 
     @torch.inference_mode()
@@ -137,26 +164,44 @@ class GpuRunner:
         if num_rows > self._max_logits:
             return torch.cat([self.logits(part).clone() for part in rows.split(self._max_logits)])
         self._recorded.requested[:num_rows].copy_(rows, non_blocking=True)
+        if self._adapted is not None:
+            self._adapted.sort_requested(self._recorded.requested[:num_rows])
         self._recorded.run_logits(num_rows)
         return self._recorded.requested_logits[:num_rows]
 
+    def _fixed(self, decodes: list[StepSizes], adapted: bool) -> _Fixed:
+        whole = [*decodes, *self.drafted]
+        return _Fixed(
+            decodes, frozenset(whole), self.replayer([*whole, *self._mixed], partial(self._run_fixed, adapted))
+        )
+
     @torch.inference_mode()
-    def _run_fixed(self, sizes: StepSizes) -> None:
+    def _run_fixed(self, adapted: bool, sizes: StepSizes) -> None:
         """Enqueue a step that has a graph: a whole decode step, or only the hidden states of another step."""
+        self._recorded.use_adapters(adapted)
+        self._adapted = self._step_adapters if adapted else None
         longest = self._slots.limits.max_model_len
         if not sizes.num_logits:
             self._run_hidden(sizes, sizes.num_tokens, longest)
             return
         self._slots.launch_build(sizes, one_each=not sizes.num_drafts)
         self._run_hidden(sizes, 1 + sizes.num_drafts, longest, sizes.num_drafts > 0)
-        self._recorded.run(0, sizes.num_logits)
+        self._run_logits(sizes)
 
     def _run_hidden(self, sizes: StepSizes, max_query_len: int, max_seq_len: int, drafted: bool = False) -> None:
         """Enqueue keys, values and hidden states of the step in the input tensors; drafted: a decode with drafts."""
         inputs = self._slots.inputs(sizes)
+        if self._adapted is not None:
+            self._adapted.sort_tokens(sizes)
         self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
         for plan in self._plans:
             plan.set_sizes(sizes.num_seqs, sizes.num_tokens, max_query_len, max_seq_len)
         self._recorded.run(sizes.num_tokens, 0)
         if self._follower is not None and not drafted:
             self._follower(StepSizes(sizes.num_tokens, sizes.num_seqs, 0, 0), max_query_len, max_seq_len)
+
+    def _run_logits(self, sizes: StepSizes) -> None:
+        """Enqueue the logits of the step whose hidden states are enqueued."""
+        if self._adapted is not None:
+            self._adapted.sort_logits(sizes)
+        self._recorded.run(0, sizes.num_logits)

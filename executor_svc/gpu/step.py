@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,6 +34,7 @@ from executor_svc.gpu.rounds import SamplingRounds
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, SamplingMetadata
 from executor_svc.gpu.sampling_state import SlotSamplingState
+from executor_svc.gpu.slot_adapters import SlotAdapters
 from executor_svc.gpu.staging import sent
 from executor_svc.gpu.timing import StepClock
 from executor_svc.models.decoder import Decoder
@@ -44,6 +46,7 @@ from executor_svc.sampling.sample_step import choose
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.worker.block_moves import move_blocks
 from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
+from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.profiling import Spans
 
 
@@ -126,9 +129,6 @@ class GpuStep:
 class GpuStepExecutor:
     """Implements `worker.Executor` on a GPU."""
 
-    adapters = None
-    """Plans may name none yet."""
-
     def __init__(
         self,
         loaded: LoadedModel,
@@ -139,13 +139,17 @@ class GpuStepExecutor:
         enforce_eager: bool = False,
         drafts: DraftSource | None = None,
         draft_model: Decoder | None = None,
+        adapters: ModelAdapterLoader | None = None,
     ) -> None:
         """Allocate the slots, record the model, and capture its graphs, unless enforce_eager is set.
 
-        drafts: makes drafts, as in `GpuDrafting`. draft_model: makes them instead; its layers are in `pools`.
+        drafts: makes drafts, as in `GpuDrafting`. draft_model: makes them instead; its layers are in `pools`. adapters:
+        those that plans may name, in the places of the model.
         """
         torch_device = device.torch_device
         self.limits = limits
+        self.adapters = adapters
+        self._has_places = loaded.adapters is not None
         self.slots = MirrorSlots(limits)
         self._pools = pools
         self._device = torch_device
@@ -154,6 +158,7 @@ class GpuStepExecutor:
         self._device_slots = DeviceSlots(
             limits, torch_device, extra_words=SlotSamplingState.extra_words(limits), ngrams=ngrams_of(drafts)
         )
+        self._slot_adapters = SlotAdapters(adapters, self._device_slots)
         draft = None
         if draft_model is not None:
             draft = GpuDraftModel(draft_model, device, pools, limits, self._device_slots)
@@ -186,6 +191,10 @@ class GpuStepExecutor:
     def _warm_up(self) -> None:
         self._sampler.warm_up(self._device_slots.inputs(StepSizes.decode(1)))
 
+    def adapted(self) -> AbstractContextManager[None] | None:
+        """Return a context in which all slots have the adapter of an empty place, for warm-up; None: it has none."""
+        return self._slot_adapters.everywhere() if self._has_places else None
+
     def clear(self) -> None:
         """Free all slots, after the enqueued steps; KV stays."""
         if self._device.type == "cuda":
@@ -215,6 +224,8 @@ class GpuStepExecutor:
         """
         started = time.monotonic_ns()
         with self._span("plan"):
+            if self.adapters is not None:
+                self.adapters.check(plan)
             plan = self.slots.apply(plan)
             if self._needs_settled_mirror(plan):
                 self.settle_until(None)
@@ -265,6 +276,7 @@ class GpuStepExecutor:
             self._sampling.count_admitted()
             return None, 0
         clock.mark()
+        self._runner.use_adapters(self._slot_adapters.choose(self.slots, scheduled))
         # Rows of prompts are found by their place in the step, which drafts before them would change.
         prompts = prompt_rows(self.slots, scheduled)
         on_host = self._sampling.lists_on_host | (self.slots.sampling["num_candidates"] > 0)

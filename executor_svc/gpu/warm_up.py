@@ -5,7 +5,8 @@ A kernel is compiled when it is first launched, which takes a second or more: no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from executor_svc.gpu.kernels.attention.split import LEAST_KEYS
 from executor_svc.gpu.kernels.few_bits import linear as few_bits
 from executor_svc.gpu.kernels.linear_w8 import TILE_ROWS
+from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import AdmittedSequence, Limits, ScheduledTokens, StepPlan
 from executor_svc.plan.sampling import Need, SequenceSampling, in_warm_up
@@ -32,11 +34,23 @@ _CANDIDATES = SequenceSampling(repetition_penalty=2.0, num_candidates=2)
 def run_largest_steps(executor: Executor) -> None:
     """Run the steps that need the most memory, all of them in the first block; afterwards all slots are free.
 
-    They compute max_num_batched_tokens tokens, of one sequence and of max_num_seqs, and sample a token for each.
+    They compute max_num_batched_tokens tokens, of one sequence and of max_num_seqs, and sample a token for each. With
+    places for adapters so do steps with adapters, and one of a single token.
     """
-    for plan in _largest(executor.limits):
+    _run_each(executor, _largest(executor.limits))
+    if (adapted := _adapted(executor)) is not None:
+        with adapted:
+            _run_each(executor, _largest_adapted(executor.limits))
+
+
+def _run_each(executor: Executor, plans: Iterable[StepPlan]) -> None:
+    for plan in plans:
         executor.launch(plan, 0).result()
         executor.clear()
+
+
+def _adapted(executor: Executor) -> AbstractContextManager[None] | None:
+    return executor.adapted() if isinstance(executor, GpuStepExecutor) else None
 
 
 def run_steps(executor: Executor) -> None:
@@ -45,9 +59,12 @@ def run_steps(executor: Executor) -> None:
     Samplers and decode graphs compile their own kernels when they are created. Must be called before any block holds
     KV.
     """
-    for plan in _each_kind(executor.limits):
-        executor.launch(plan, 0).result()
-    executor.clear()
+    for round in (nullcontext(), _adapted(executor)):
+        if round is not None:
+            with round:
+                for plan in _each_kind(executor.limits):
+                    executor.launch(plan, 0).result()
+            executor.clear()
 
 
 def _largest(limits: Limits) -> Iterator[StepPlan]:
@@ -56,15 +73,26 @@ def _largest(limits: Limits) -> Iterator[StepPlan]:
     tile_rows = sorted({*TILE_ROWS, *few_bits.TILE_ROWS})
     for length in (*(rows for rows in tile_rows if rows < longest), longest):
         yield _prompts(np.array([length]), _EVERYTHING, limits.block_size)
-    num_seqs = limits.max_num_seqs
     # The linear to the logits has a row for each sequence.
     for rows in tile_rows:
-        if rows < num_seqs:
+        if rows < limits.max_num_seqs:
             yield _prompts(np.ones(rows, np.int64), SequenceSampling(), limits.block_size)
-    total = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
-    counts = np.diff(np.arange(num_seqs + 1) * total // num_seqs)
     for sampling in (_DRAWN, _NUCLEUS, _CANDIDATES):
-        yield _prompts(counts, sampling, limits.block_size)
+        yield _prompts(_most_sequences(limits), sampling, limits.block_size)
+
+
+def _largest_adapted(limits: Limits) -> Iterator[StepPlan]:
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    for counts in (np.array([1]), np.array([longest]), _most_sequences(limits)):
+        yield _prompts(counts, SequenceSampling(), limits.block_size)
+
+
+def _most_sequences(limits: Limits) -> IntArray:
+    """Return the tokens of each of the most sequences, together as many as a step may have."""
+    num_seqs = limits.max_num_seqs
+    total = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
+    counts: IntArray = np.diff(np.arange(num_seqs + 1) * total // num_seqs)
+    return counts
 
 
 def _prompts(counts: IntArray, sampling: SequenceSampling, block_size: int) -> StepPlan:

@@ -33,7 +33,7 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _AdapterTables:
+class AdapterTables:
     """The rows with adapters: of a step's tokens, of its sampled rows, and of requested rows."""
 
     tokens: AdapterRows
@@ -90,7 +90,7 @@ class RecordedModel:
         """[max_tokens, len(state_layers) * hidden]; None without state_layers."""
         self._adapted, self._tables = self._base, None
         if adapters is not None:
-            self._tables = _AdapterTables(*(adapters.new_rows(size) for size in (most, len(sampled), len(sampled))))
+            self._tables = AdapterTables(*(adapters.new_rows(size) for size in (most, len(sampled), len(sampled))))
             self._adapted = self._record(self._tables)
             assert self._adapted.hidden.data_ptr() == self.hidden.data_ptr()
             assert self._adapted.sampled_logits.data_ptr() == self.sampled_logits.data_ptr()
@@ -111,6 +111,16 @@ class RecordedModel:
         self._current = self._adapted
         return True
 
+    @property
+    def adapter_tables(self) -> AdapterTables | None:
+        """The tables of the programs with adapters; None: there are none."""
+        return self._tables
+
+    def use_adapters(self, used: bool) -> None:
+        """Choose the programs with adapters, or those without, for tables that the caller fills on the device."""
+        assert self._tables is not None or not used
+        self._current = self._adapted if used else self._base
+
     def run(self, num_tokens: int, num_sampled: int) -> None:
         """Compute hidden states of num_tokens tokens, then logits and best tokens of num_sampled rows.
 
@@ -124,18 +134,18 @@ class RecordedModel:
     def run_logits(self, num_requested: int, places: IntArray | None = None) -> None:
         """Compute the logits of the first num_requested rows of `requested`.
 
-        places: their adapter places, which count where the last `set_adapters` found adapters.
+        places: their adapter places, which count where the last `set_adapters` found adapters; after `use_adapters`
+        None.
         """
         tiles = {}
         if self._tables is not None:
             rows = self._tables.requested
-            if self._current is self._adapted:
-                assert places is not None
+            if self._current is self._adapted and places is not None:
                 rows.fill(places)
             tiles[rows.name] = rows.num_tiles
         self._current.logits.run(**{self._requested: num_requested}, **tiles)
 
-    def _record(self, tables: _AdapterTables | None) -> _Step:
+    def _record(self, tables: AdapterTables | None) -> _Step:
         kernels, model = self._kernels, self._model
         with kernels.recording() as recording:
             recording.rows = self._rows

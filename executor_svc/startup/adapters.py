@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import psutil
+
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device, DeviceError
@@ -20,8 +22,13 @@ _SHARE = 0.1
 
 
 def adapter_sizes(config: ExecutorConfig, device: Device) -> AdapterSizes | None:
-    """Return the sizes of a model's places for adapters; None: it has none."""
+    """Return the sizes of a model's places for adapters; None: it has none.
+
+    On a GPU places take memory, and graphs time at the start: there are none unless --max-loras is given.
+    """
     if not config.max_loras or not isinstance(device.kernels, AdapterKernels):
+        return None
+    if device.name != "cpu" and "max_loras" not in config.model_fields_set:
         return None
     return AdapterSizes(config.max_loras, config.max_lora_rank)
 
@@ -36,10 +43,10 @@ def make_adapters(config: ExecutorConfig, device: Device, loaded: LoadedModel) -
         if config.max_loras and not loaded.recordable:
             _log.info("no LoRA adapters: %s runs through transformers' own code", loaded.geometry.architecture)
         return None
-    free = device.free_memory_bytes() // config.tensor_parallel_size
-    return ModelAdapterLoader(
-        model, max_loaded(config, model, free), roots=config.adapter_roots, base_table=loaded.base_table
-    )
+    # Packed adapters lie in the host's memory, whatever the device.
+    free = device.free_memory_bytes() if device.name == "cpu" else int(psutil.virtual_memory().available)
+    most = max_loaded(config, model, free // config.tensor_parallel_size)
+    return ModelAdapterLoader(model, most, roots=config.adapter_roots, base_table=loaded.base_table)
 
 
 def held_on_cpu(adapters: ModelAdapterLoader | None, device: Device) -> int:

@@ -69,8 +69,9 @@ def make_executor(
         from executor_svc.gpu.step import GpuStepExecutor
 
         return GpuStepExecutor(
-            loaded, device, pools, limits, enforce_eager=enforce_eager, drafts=drafts(None), draft_model=draft_model
-        )
+            loaded, device, pools, limits, enforce_eager=enforce_eager, drafts=drafts(None), draft_model=draft_model,
+            adapters=adapters,
+        )  # fmt: skip
     on_gpu = device.torch_device.type == "cuda"
     runner = make_runner(loaded, device, pools, limits, state_layers)
     return StepExecutor(runner, pools, limits, on_gpu, drafts(runner), adapters)
@@ -134,9 +135,12 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
     adapters = make_adapters(config, device, loaded)
     on_gpu, step_bytes = device.torch_device.type == "cuda", held_on_cpu(adapters, device)
     if on_gpu:
+        from executor_svc.gpu.device import BYTES_FOR_GRAPHS
         from executor_svc.gpu.memory import peak_bytes_of
 
         step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config, draft), device.torch_device)
+        if adapters is not None:
+            step_bytes += BYTES_FOR_GRAPHS  # of steps with adapters, beside the others
         _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
     pools = device.new_kv_cache(geometry, config, step_bytes, None if draft is None else draft.layers)
     prints = fingerprint(loaded, device, pools)

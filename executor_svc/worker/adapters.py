@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from executor_svc.models.adapters.paths import allowed_folder
+from executor_svc.models.adapters.paths import allowed_folder, is_missing
 from executor_svc.models.folder import LoaderError
 
 CONFIG_FILE = "adapter_config.json"
@@ -60,7 +60,8 @@ def find_folder(name: str, path: str, roots: Sequence[Path] | None) -> Path:
         folder = Path(path) if roots is None else allowed_folder(path, roots)
         found = (folder / CONFIG_FILE).is_file()
     except (LoaderError, ValueError, OSError) as error:
-        raise AdapterRefused("invalid", f"adapter {name}: {error}") from error
+        reason: Literal["not found", "invalid"] = "not found" if is_missing(path, roots or ()) else "invalid"
+        raise AdapterRefused(reason, f"adapter {name}: {error}") from error
     if not found:
         raise AdapterRefused("not found", f"adapter {name}: {path} has no {CONFIG_FILE}")
     return folder

@@ -20,10 +20,10 @@ from scheduler_svc.core.errors import (
     UnknownAdapterError,
     UnknownRequestError,
 )
-from scheduler_svc.engine.adapters import AdapterExistsError
+from scheduler_svc.engine.adapter_names import AdapterExistsError
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.journal import JournalUnavailableError
-from scheduler_svc.tenants.errors import AdminNeededError, UnauthenticatedError
+from scheduler_svc.tenants.errors import AdapterForbiddenError, AdminNeededError, UnauthenticatedError
 
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 1000
@@ -73,6 +73,7 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     ExecutorExistsError: grpc.StatusCode.ALREADY_EXISTS,
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     AdminNeededError: grpc.StatusCode.PERMISSION_DENIED,
+    AdapterForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     LastExecutorError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
@@ -86,7 +87,7 @@ def status_of(exc: Exception) -> status_pb2.Status:
     """The status of an error for the client; unexpected errors are logged and become INTERNAL."""
     code, message = code_of(exc), _truncate(str(exc))
     match exc:
-        case RequestRejectedError() | PreconditionError() | UnknownAdapterError():
+        case RequestRejectedError() | PreconditionError() | UnknownAdapterError() | AdapterForbiddenError():
             return make_status(code, f"{exc.field}: {message}", [field_violation(exc.field, message)])
         case UnreadableMessageError():
             return make_status(code, f"the message cannot be read: {message}")

@@ -238,6 +238,8 @@ def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
         num_drafts=load.num_drafts,
         num_accepted_drafts=load.num_accepted_drafts,
         max_drafts=state.max_drafts,
+        num_loaded_adapters=state.num_loaded_adapters,
+        max_loaded_adapters=state.max_loaded_adapters,
     )
 
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
-from scheduler_svc.core.adapters.events import AdapterError, AdapterRegistered, AdapterRemoved
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.adapters.events import AdapterError
 from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION, AdapterState
-from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, UnknownAdapterError
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, SchedulerError, UnknownAdapterError
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import RequestKey, RequestSpec
+from scheduler_svc.core.types import RequestKey, SequenceState
+from scheduler_svc.engine.adapter_names import AdapterNames
 from scheduler_svc.engine.fleet.changes import Changes
+from scheduler_svc.engine.journal import Journal
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.plan_loop.clock import Clock
+from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.ports import EngineRequest
+from scheduler_svc.tenants.errors import AdapterForbiddenError
+from scheduler_svc.tenants.registry import Registry
 
 FIELD = "adapter"
 """The field of GenerateRequest that names an adapter."""
-
-
-class AdapterExistsError(Exception):
-    """There is an adapter of this name."""
+NOT_FOUND = 5
+"""The number of the gRPC status code."""
+LOOKS = 8
+"""How often in its time limit a request that runs is looked at: it may wait for its adapter again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,16 @@ class AdapterInfo:
     """On each executor that has adapters: its id, the state (None: not loaded), the error."""
 
 
+@dataclass(slots=True)
+class AdapterUse:
+    """The unfinished requests of an adapter."""
+
+    name: str
+    num_running: int = 0
+    num_waiting: int = 0
+    """Those that were preempted, and those that wait for the adapter's load, included."""
+
+
 class Adapters:
     """Gives adapters names and indexes, and ends requests whose adapter no executor can load, or none has in time."""
 
@@ -43,63 +61,54 @@ class Adapters:
         self,
         core: Scheduler,
         clock: Clock,
+        config: SchedulerConfig,
+        registry: Registry,
+        journal: Journal,
         unfinished: Mapping[RequestKey, LiveRequest],
         fail: Callable[[LiveRequest, Exception], None],
-        *,
-        load_timeout_s: float,
     ) -> None:
-        """unfinished: the engine's own, which changes. fail: ends an unfinished request with an error."""
+        """registry: has the tenants' rights. journal: keeps the adapters that operators load. unfinished: the
+        engine's own, which changes. fail: ends an unfinished request with an error."""
+        self.names = AdapterNames(core, config.lora_dir)
+        self.refusals: Counter[str] = Counter()
+        """Requests that were refused, or ended, for their adapter, by reason: forbidden, unknown, failed, timeout."""
         self._core = core
         self._clock = clock
         self._unfinished = unfinished
         self._fail = fail
-        self._load_timeout_s = load_timeout_s
-        self._names: dict[str, int] = {}
-        self._last_index = 0
+        self._registry = registry
+        self._journal = journal
+        self._loaded: dict[str, str] = {}
+        """Paths by name of the adapters that operators have loaded."""
+        self._load_timeout_s = config.lora_load_timeout_s
         self._num_answers = 0
         self._changes = Changes()
+        self._timers: dict[RequestKey, Timer] = {}
+        """For the next look at each unfinished request that has an adapter."""
 
     # --- names -------------------------------------------------------------------------------------------------------
 
-    def register(self, name: str, path: str, *, wanted: bool = False) -> int:
-        """Give an adapter a name; executors load it from now on, while they have places, or first if it is `wanted`.
-
-        Returns its index; raises AdapterExistsError.
-        """
-        if name in self._names:
-            raise AdapterExistsError(f"there is an adapter {name!r} already: unload it first")
-        self._last_index += 1
-        self._names[name] = self._last_index
-        self._core.adapter_event(AdapterRegistered(self._last_index, name, path, wanted))
-        return self._last_index
-
-    def register_all(self, entries: Iterable[str]) -> None:
-        """Give adapters names at the start: NAME=PATH each."""
-        for entry in entries:
-            name, _, path = entry.partition("=")
-            self.register(name, path)
+    def load(self, name: str, path: str) -> None:
+        """Give an adapter a name as an operator does, and load it; raises AdapterExistsError."""
+        self.names.register(name, path, wanted=True)
+        self._loaded[name] = path
+        self._journal.on_adapters(self._loaded)
 
     def unload(self, name: str) -> None:
         """Take an adapter's name away; raises UnknownAdapterError. Its requests go on."""
-        index = self._names.pop(name, None)
-        if index is None:
-            raise UnknownAdapterError(name, "name")
-        self._core.adapter_event(AdapterRemoved(index))
-
-    def index_of(self, name: str) -> int:
-        """The index of the adapter with this name; raises UnknownAdapterError."""
-        index = self._names.get(name)
-        if index is None:
-            raise UnknownAdapterError(name)
-        return index
+        self.names.remove(name)
+        if self._loaded.pop(name, None) is not None:
+            self._journal.on_adapters(self._loaded)
 
     async def loaded(self, name: str) -> AdapterInfo:
         """Wait until an executor has loaded an adapter; raises RequestRejectedError if none can, and takes its name."""
-        index = self.index_of(name)
+        index = self.names.find(name)
+        if index is None:
+            raise UnknownAdapterError(name, "name")
         await self._changes.until(lambda: self._is_settled(index))
         error = self._error(index)
         if error is not None:
-            if self._names.get(name) == index:
+            if self.names.find(name) == index:
                 self.unload(name)
             kind = PreconditionError if error.code == FAILED_PRECONDITION else RequestRejectedError
             raise kind("path", error.message)
@@ -107,21 +116,82 @@ class Adapters:
 
     def infos(self) -> list[AdapterInfo]:
         """The adapters that have names."""
-        return [self._info(name, index) for name, index in self._names.items()]
+        return [self._info(name, index) for name, index in self.names]
+
+    def uses(self) -> list[AdapterUse]:
+        """The adapters that unfinished requests use, the one with the most requests first, then by name."""
+        uses: dict[int, AdapterUse] = {}
+        table = self._core.adapters
+        if not table.users:
+            return []
+        for group in self._core.groups.values():
+            index = group.spec.adapter_index
+            if index:
+                use = uses.setdefault(index, AdapterUse(table.adapters[index].registered.name))
+                runs = any(each.state is SequenceState.RUNNING for each in group.sequences)
+                use.num_running += runs
+                use.num_waiting += not runs
+        return sorted(uses.values(), key=lambda use: (-use.num_running - use.num_waiting, use.name))
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def check(self, spec: RequestSpec) -> None:
-        """Raise PreconditionError for a request whose adapter no executor can load."""
-        if spec.adapter_index in self._core.adapters.adapters:
-            error = self._core.adapter_refusal(spec.adapter_index, spec.adapter_hash)
+    @contextmanager
+    def admitting(self, request: EngineRequest) -> Iterator[EngineRequest]:
+        """Give a new request its adapter's index; the body queues it.
+
+        Raises AdapterForbiddenError, whether or not there is such an adapter, UnknownAdapterError, and
+        PreconditionError if no executor can load it.
+        """
+        name = request.adapter
+        if not name:
+            yield request
+            return
+        tenant = self._registry.find(request.spec.tenant)
+        if tenant is not None and not tenant.may_use_adapter(name):
+            self.refusals["forbidden"] += 1
+            raise AdapterForbiddenError(name, FIELD)
+        is_new = self.names.find(name) is None
+        request = self._with_index(request)
+        index = request.spec.adapter_index
+        try:
+            error = self._core.adapter_refusal(index)
             if error is not None:
-                raise _refused(error)
+                raise self._refused(name, index, error)
+            yield request
+        except SchedulerError:
+            if is_new:
+                self.names.forget(name, index)
+            raise
+
+    def restored(self, request: EngineRequest) -> EngineRequest:
+        """A request of an earlier process with its adapter's index; raises UnknownAdapterError, PreconditionError."""
+        if not request.adapter:
+            return request
+        request = self._with_index(request)
+        spec = request.spec
+        error = self._core.adapter_refusal(spec.adapter_index, spec.adapter_hash)
+        if error is not None:
+            raise self._refused(request.adapter, spec.adapter_index, error)
+        return request
+
+    def _with_index(self, request: EngineRequest) -> EngineRequest:
+        try:
+            index = self.names.use(request.adapter)
+        except UnknownAdapterError:
+            self.refusals["unknown"] += 1
+            raise
+        return replace(request, spec=replace(request.spec, adapter_index=index))
 
     def on_added(self, live: LiveRequest) -> None:
         """A request was queued, or waits for its adapter: for so long."""
         if live.request.spec.adapter_index:
             self._watch(live.request.spec.key, live.times.arrival_ns)
+
+    def on_ended(self, key: RequestKey) -> None:
+        """A request has ended."""
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
 
     def on_outputs(self) -> bool:
         """End the requests whose adapter no executor can load; whether executors have answered since the last call."""
@@ -129,28 +199,45 @@ class Adapters:
         if num_answers == self._num_answers:
             return False
         self._num_answers = num_answers
+        failed: dict[str, int] = {}
         if self._core.adapters.users:
             for live in list(self._unfinished.values()):
                 spec = live.request.spec
                 error = self._core.adapter_refusal(spec.adapter_index, spec.adapter_hash)
                 if error is not None:
-                    self._fail(live, _refused(error))
+                    if self._core.adapter_refusal(spec.adapter_index) is not None:
+                        failed[live.request.adapter] = spec.adapter_index
+                    self._fail(live, self._refused(live.request.adapter, spec.adapter_index, error))
+        for name, index in failed.items():
+            self.names.forget(name, index)
         self._changes.notify()
         return True
 
-    def _watch(self, key: RequestKey, arrival_ns: int) -> None:
-        was_waiting = self._waits(key)
-        self._clock.call_later(self._load_timeout_s, partial(self._look, key, arrival_ns, was_waiting))
+    def _refused(self, name: str, index: int, error: AdapterError) -> SchedulerError:
+        """The error of a request whose adapter no executor can load."""
+        if error.code == NOT_FOUND and self.names.is_from_first_use(name, index):
+            self.refusals["unknown"] += 1
+            return UnknownAdapterError(name)
+        self.refusals["failed"] += 1
+        return PreconditionError(FIELD, error.message)
 
-    def _look(self, key: RequestKey, arrival_ns: int, was_waiting: bool) -> None:
-        """End a request that has waited for its adapter for this long; look again at one that began to wait later."""
+    def _watch(self, key: RequestKey, arrival_ns: int, since: float | None = None) -> None:
+        """Look at a request again. since: when it was first seen to wait for its adapter; None: it did not wait."""
+        now, limit_s = self._clock.monotonic(), self._load_timeout_s
+        if since is None and self._waits(key):
+            since = now
+        delay_s = limit_s / LOOKS if since is None else since + limit_s - now
+        self._timers[key] = self._clock.call_later(delay_s, partial(self._look, key, arrival_ns, since))
+
+    def _look(self, key: RequestKey, arrival_ns: int, since: float | None) -> None:
+        """End a request that has waited for its adapter for too long."""
         live = self._unfinished.get(key)
         if live is None or live.times.arrival_ns != arrival_ns:
             return
         is_connected = any(lane.is_open for lane in self._core.lanes.values())
-        if was_waiting and is_connected and self._waits(key):
-            name = self._core.adapters.adapters[live.request.spec.adapter_index].registered.name
-            text = f"adapter {name!r} was not loaded within {self._load_timeout_s:g} s"
+        if since is not None and is_connected and self._waits(key):
+            self.refusals["timeout"] += 1
+            text = f"adapter {live.request.adapter!r} was not loaded within {self._load_timeout_s:g} s"
             self._fail(live, PreconditionError(FIELD, text))
         else:
             self._watch(key, arrival_ns)
@@ -183,7 +270,3 @@ class Adapters:
                 states.append((executor_id, None if found is None else found.state, error))
         num_requests = self._core.adapters.users.get(index, 0)
         return AdapterInfo(name, adapter.registered.path, index, adapter.content_hash, num_requests, states)
-
-
-def _refused(error: AdapterError) -> PreconditionError:
-    return PreconditionError(FIELD, error.message)

@@ -86,7 +86,7 @@ class Engine:
         self.served_model = ServedModel(core, allow_fingerprint_change=config.allow_fingerprint_change)
         models = ModelEvents(core, self.served_model, self.journal, self._live, self.fail)
         self.executors = ExecutorSet(core, config, clock, self, models, self.faults, connect)
-        self.adapters = Adapters(core, clock, self._live, self.fail, load_timeout_s=config.lora_load_timeout_s)
+        self.adapters = Adapters(core, clock, config, self.quotas.registry, self.journal, self._live, self.fail)
         self._traces = request_traces(clock, spans, self.executors)
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(
@@ -118,7 +118,7 @@ class Engine:
         Raises LimitsError for options that contradict every executor's limits, ExecutorLostError if no executor can be
         used, ExecutorFencedError if another scheduler holds them.
         """
-        self.adapters.register_all(self._config.lora)
+        self.adapters.names.register_all(self._config.lora)
         self.executors.start()
         await self.executors.started.wait()
         error = self.failure or self.executors.start_error
@@ -183,7 +183,7 @@ class Engine:
         """Queue a request; if one with the same id and body is unfinished or kept, it is returned instead.
 
         Raises RequestRejectedError, PreconditionError, QueueFullError, RequestExistsError, DrainingError,
-        ModelChangedError, JournalUnavailableError.
+        ModelChangedError, JournalUnavailableError, AdapterForbiddenError, UnknownAdapterError.
         """
         spec = request.spec
         known = self.find(*spec.key)
@@ -195,10 +195,10 @@ class Engine:
             raise DrainingError("the service is draining and takes no new requests")
         self.quotas.check(spec, num_queued(self._core), retry_after_s(self._core, self.executors.max_num_seqs))
         self.served_model.check(request, self.model)
-        self.adapters.check(spec)
         self.journal.check_admission()
-        live = LiveRequest(request, self.clock.monotonic_ns())
-        self.add(live)
+        with self.adapters.admitting(request) as admitted:
+            live = LiveRequest(admitted, self.clock.monotonic_ns())
+            self.add(live)
         self.quotas.charge(spec)
         self.journal.on_admitted(live, self.model)
         return live
@@ -373,6 +373,7 @@ class Engine:
         del self._live[key]
         self.quotas.on_ended(key)
         self._deadlines.cancel(key)
+        self.adapters.on_ended(key)
         self.journal.on_ended(live)
         self.restored.on_ended(live)
         self._log.on_ended(live)

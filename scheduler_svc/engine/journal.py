@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from scheduler_svc.engine.live_request import LiveRequest
@@ -42,6 +42,9 @@ class Journal(Protocol):
     def on_other_numerics(self, model: ModelDescription) -> None:
         """Unfinished requests go on under other numerics: their tokens so far cannot be computed again."""
 
+    def on_adapters(self, adapters: Mapping[str, str]) -> None:
+        """Operators have loaded or unloaded an adapter; the names and paths of all that they have loaded."""
+
     async def flushed(self) -> None:
         """Wait until all that was recorded before this call is durable; raises JournalUnavailableError."""
 
@@ -67,6 +70,9 @@ class NoJournal:
         """Do nothing."""
 
     def on_other_numerics(self, model: ModelDescription) -> None:
+        """Do nothing."""
+
+    def on_adapters(self, adapters: Mapping[str, str]) -> None:
         """Do nothing."""
 
     async def flushed(self) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os.path
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from scheduler_svc.convert.errors import ForbiddenPathError
 from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.engine.adapters import Adapters
+
+_LOG = logging.getLogger(__name__)
 
 
 def adapter_name(name: str) -> str:
@@ -31,3 +35,15 @@ def adapter_path(path: str, roots: Sequence[str]) -> str:
         allowed = ", ".join(bounds) or "any folder: there is no --lora-root"
         raise ForbiddenPathError(f"{path} is not below {allowed}")
     return found
+
+
+def restore_adapters(adapters: Adapters, stored: Iterable[tuple[str, str]], roots: Sequence[str]) -> None:
+    """Load the adapters of an earlier process again, by name and path. Those of the options go before."""
+    for name, path in stored:
+        if adapters.names.find(name) is not None:
+            _LOG.warning("adapter %r of the journal is left out: --lora names another one", name)
+            continue
+        try:
+            adapters.load(name, adapter_path(path, roots))
+        except (RequestRejectedError, ForbiddenPathError) as exc:
+            _LOG.warning("adapter %r of the journal is left out: %s", name, exc)

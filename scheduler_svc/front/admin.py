@@ -18,6 +18,7 @@ from scheduler_svc.engine.adapters import AdapterInfo
 from scheduler_svc.executors.addresses import executor_address, is_same_listener
 from scheduler_svc.front.adapter_paths import adapter_name, adapter_path
 from scheduler_svc.front.front import Front, abort_with
+from scheduler_svc.tenants.errors import AdapterForbiddenError
 from scheduler_svc.tenants.registry import Caller
 
 _T = TypeVar("_T")
@@ -118,11 +119,13 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         try:
             self._front.check_serving()
             check_limits(request)
+            self._check_loader(request.name, context)
             name, path = adapter_name(request.name), adapter_path(request.path, self._front.config.lora_root)
-            adapters = self._front.engine.adapters
-            adapters.register(name, path, wanted=True)
-            self._front.engine.executors.wake()
-            info = await self._until_stop(adapters.loaded(name))
+            engine = self._front.engine
+            engine.adapters.load(name, path)
+            engine.executors.wake()
+            info = await self._until_stop(engine.adapters.loaded(name))
+            await engine.journal.flushed()
         except Exception as exc:
             await abort_with(context, exc)
         return pb.LoadAdapterResponse(adapter=self._adapter(info))
@@ -132,19 +135,28 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         try:
             self._front.check_serving()
             check_limits(request)
+            self._check_loader(request.name, context)
             self._front.engine.adapters.unload(request.name)
             self._front.engine.executors.wake()
+            await self._front.engine.journal.flushed()
         except Exception as exc:
             await abort_with(context, exc)
         return pb.UnloadAdapterResponse()
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Any) -> pb.ListAdaptersResponse:
-        """The adapters that have names."""
+        """The adapters that have names, of those that the tenant may load."""
         try:
             self._front.check_serving()
+            tenant = self._front.caller_of(context).tenant()
         except Exception as exc:
             await abort_with(context, exc)
-        return pb.ListAdaptersResponse(adapters=map(self._adapter, self._front.engine.adapters.infos()))
+        infos = [each for each in self._front.engine.adapters.infos() if tenant.may_load_adapter(each.name)]
+        return pb.ListAdaptersResponse(adapters=map(self._adapter, infos))
+
+    def _check_loader(self, name: str, context: Any) -> None:
+        """Raise AdapterForbiddenError if the tenant may not load and unload adapters of this name."""
+        if not self._front.caller_of(context).tenant().may_load_adapter(name):
+            raise AdapterForbiddenError(name, "name")
 
     def _adapter(self, info: AdapterInfo) -> pb.AdapterInfo:
         return convert.adapter_info(info, self._front.engine.executor_infos())

@@ -106,8 +106,7 @@ class ModelFront:
 
     def _builder(self, model: ModelDescription, tokenizer: Tokenizer | None, number: int) -> RequestBuilder:
         limit = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
-        index_of = self._front.engine.adapters.index_of
-        return RequestBuilder(model, tokenizer, max_model_len=limit, model_number=number, adapter_index=index_of)
+        return RequestBuilder(model, tokenizer, max_model_len=limit, model_number=number)
 
     async def _load(self, model: ModelDescription) -> Tokenizer | None:
         """Load the tokenizer that the model names, unless an option says otherwise; raises TokenizerError."""

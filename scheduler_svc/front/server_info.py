@@ -5,6 +5,7 @@ from __future__ import annotations
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
+from scheduler_svc.engine.adapters import AdapterUse
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.process_memory import resident_bytes
 from scheduler_svc.requests.builder import RequestBuilder
@@ -16,6 +17,7 @@ _OPTIONS_OF_TENANTS = (
     "max_resume_grace_s", "order", "skip_tokenizer_init",
 )  # fmt: skip
 """What a tenant without admin may know of the options: the limits of its requests."""
+_MOST_ADAPTERS = 64
 
 
 def server_info(front: Front, builder: RequestBuilder, tenant: Tenant) -> pb.GetServerInfoResponse:
@@ -31,6 +33,7 @@ def server_info(front: Front, builder: RequestBuilder, tenant: Tenant) -> pb.Get
         response.executors.extend(convert.executor_info(state) for state in engine.executor_infos())
         response.faults.extend(convert.fault_counts(engine.faults))
         response.resident_bytes = resident_bytes()
+        response.adapters.extend(map(_adapter_use, engine.adapters.uses()[:_MOST_ADAPTERS]))
     else:
         response.options.update({name: options[name] for name in _OPTIONS_OF_TENANTS})
         loads = [load for load in loads if load.name == tenant.name]
@@ -44,6 +47,10 @@ def _own_load(load: TenantLoad) -> pb.SchedulerLoad:
     return pb.SchedulerLoad(
         num_waiting=load.num_waiting, num_running=load.num_running, num_output_tokens=load.num_output_tokens
     )
+
+
+def _adapter_use(use: AdapterUse) -> pb.AdapterUse:
+    return pb.AdapterUse(name=use.name, num_running=use.num_running, num_waiting=use.num_waiting)
 
 
 def _tenant_info(load: TenantLoad) -> pb.TenantInfo:

@@ -1,7 +1,7 @@
 """Refuses calls without a valid token, before their messages are read.
 
 Health and reflection need none. Of our services every call needs one if there is a tenants file, and those of
-AdminService one of a tenant with admin.
+AdminService one of a tenant with admin, or with may_load_adapters for calls about adapters.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from scheduler_svc.tenants.registry import Registry
 
 _OURS = "/cadenza.v1."
 _ADMIN = _OURS + "AdminService/"
+_OF_LOADERS = tuple(f"{_ADMIN}{name}" for name in ("LoadAdapter", "UnloadAdapter", "ListAdapters"))
 _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
 
 
@@ -37,7 +38,9 @@ class TokenGate(grpc.aio.ServerInterceptor):
         if not self._registry.is_open and details.method.startswith(_OURS):
             try:
                 caller = self._registry.caller(details.invocation_metadata)
-                if details.method.startswith(_ADMIN):
+                if details.method in _OF_LOADERS:
+                    caller.check_loader()
+                elif details.method.startswith(_ADMIN):
                     caller.check_admin()
             except (UnauthenticatedError, AdminNeededError) as exc:
                 # Serves methods of every kind: it reads no message and sends none.

@@ -36,6 +36,13 @@ class SchedulerJournal:
         self.scheduler_id = self._directory.scheduler_id
         self.writer = JournalWriter(self._store, clock, restart_grace_s=restart_grace_s)
 
+    async def adapters(self) -> list[tuple[str, str]]:
+        """The names and paths of the adapters that operators had loaded; raises JournalError."""
+        try:
+            return await asyncio.wrap_future(self._store.load_adapters())
+        except sqlite3.Error as exc:
+            raise JournalError(f"{self._store.path}: cannot be read: {exc}") from exc
+
     async def restore(self, engine: Engine, builder: RequestBuilder, *, allow_fingerprint_change: bool) -> None:
         """Put the requests of an earlier process into the engine; raises JournalError."""
         try:

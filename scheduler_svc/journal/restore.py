@@ -102,7 +102,7 @@ class Restorer:
 
     def _continue(self, stored: StoredRequest) -> None:
         """Go on: with the tokens that are stored, else from the prompt; numerics are exact then."""
-        request = self._request(stored)
+        request = self._engine.adapters.restored(self._request(stored))
         if stored.admission.stores_tokens:
             outputs = tuple(tuple(self._output(stored, index)[0]) for index in range(request.spec.num_samples))
             if any(outputs) and request.spec.beams is None and request.best_of is None:
@@ -124,7 +124,8 @@ class Restorer:
         admission = stored.admission
         fields = _with_seed(fields_from_body(admission.body, self._tenant(stored)), stored)
         request = await self._builder.build_off_loop(fields, now=self._engine.clock.monotonic(), time_left_s=None)
-        live = self._live(self._as_admitted(request, stored), stored)
+        request = self._engine.adapters.restored(self._as_admitted(request, stored))
+        live = self._live(request, stored)
         self._add(live)
         self._writer.on_admitted(live, self._engine.model, admission.number)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -52,6 +52,7 @@ CREATE TABLE samples (
 CREATE TABLE ends (
   number INTEGER PRIMARY KEY, ended_ns INTEGER NOT NULL, error TEXT NOT NULL, stats BLOB NOT NULL,
   prompt_logprobs BLOB NOT NULL);
+CREATE TABLE adapters (name TEXT PRIMARY KEY, path TEXT NOT NULL);
 CREATE TABLE probe (number INTEGER PRIMARY KEY, content BLOB NOT NULL);
 """
 
@@ -75,6 +76,8 @@ class Batch:
     """Whether `whole_tokens` has all unfinished samples without logprobs, so that their earlier rows are not needed."""
     samples: list[SampleRecord] = field(default_factory=list)
     ends: list[EndRecord] = field(default_factory=list)
+    adapters: list[Mapping[str, str]] = field(default_factory=list)
+    """At most one: the names and paths of operators' adapters, in place of those that are stored."""
     probe: bool = False
 
     @property
@@ -104,6 +107,10 @@ class JournalStore:
     def load(self) -> Future[tuple[list[StoredRequest], int]]:
         """Read all requests, in order of arrival, and the largest number that was ever used."""
         return self._thread.submit(self._in_transaction, _load)
+
+    def load_adapters(self) -> Future[list[tuple[str, str]]]:
+        """Read the names and paths of operators' adapters, in the order in which they were loaded."""
+        return self._thread.submit(self._in_transaction, _load_adapters)
 
     def commit(self, batch: Batch) -> Future[None]:
         """Make a batch durable; the result is an sqlite3.Error if that failed, and then nothing of it is there."""
@@ -196,6 +203,9 @@ def _write(database: sqlite3.Connection, batch: Batch) -> None:
         [(sample.number, sample.sample_index) for sample in batch.samples],
     )
     _insert(database, "ends", EndRecord, batch.ends)
+    for adapters in batch.adapters:
+        database.execute("DELETE FROM adapters")
+        database.executemany("INSERT INTO adapters VALUES (?, ?)", adapters.items())
     if batch.probe:
         database.execute("INSERT OR REPLACE INTO probe VALUES (1, zeroblob(?))", (PROBE_BYTES,))
         database.execute("DELETE FROM probe")
@@ -253,6 +263,10 @@ def _load(database: sqlite3.Connection) -> tuple[list[StoredRequest], int]:
             if request is not None and part.sample_index not in request.samples:
                 request.tokens.setdefault(part.sample_index, []).append(part)
     return list(found.values()), last
+
+
+def _load_adapters(database: sqlite3.Connection) -> list[tuple[str, str]]:
+    return database.execute("SELECT name, path FROM adapters ORDER BY rowid").fetchall()
 
 
 def _rows(

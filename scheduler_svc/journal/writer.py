@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from heapq import heappop, heappush
@@ -22,6 +22,7 @@ from scheduler_svc.plan_loop.ports import ModelDescription
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _PRUNE_S = 1.0
+_Others = tuple[list[int], list[NewTokens], list[Mapping[str, str]]]
 STEPS_KEPT = 500
 """After so many batches with tokens, all tokens of unfinished samples are written whole and the batches' rows go."""
 
@@ -43,6 +44,8 @@ class JournalWriter:
         self._entries: dict[LiveRequest, Entry] = {}
         self._changed: dict[Entry, None] = {}
         self._deleted: list[int] = []
+        self._adapters: list[Mapping[str, str]] = []
+        """The newest change of operators' adapters, if it is not recorded yet."""
         self._ended: dict[RequestKey, int] = {}
         """Numbers of ended requests that are kept."""
         self._expiring: list[tuple[int, int, RequestKey]] = []
@@ -123,9 +126,14 @@ class JournalWriter:
             entry.store_tokens_from_now(model.fingerprint, model.vocab_size)
             self._change(entry)
 
+    def on_adapters(self, adapters: Mapping[str, str]) -> None:
+        """Record the names and paths of operators' adapters, in place of those recorded before."""
+        self._adapters = [dict(adapters)]
+        self._schedule()
+
     async def flushed(self) -> None:
         """Wait until all that was recorded before this call is durable; raises JournalUnavailableError."""
-        if self._closed or not (self._changed or self._deleted or self._is_committing):
+        if self._closed or not (self._changed or self._deleted or self._adapters or self._is_committing):
             return
         self.check_admission()
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -202,6 +210,7 @@ class JournalWriter:
         changed, self._changed = self._changed, {}
         deleted, self._deleted = self._deleted, []
         waiters, self._waiters = self._waiters, []
+        batch.adapters, self._adapters = self._adapters, []
         batch.deleted = deleted
         gone = set(deleted)
         snapshots = [entry.add_to(batch) for entry in changed if entry.number not in gone]
@@ -221,14 +230,16 @@ class JournalWriter:
 
         def on_done(future: Future[None]) -> None:
             error = future.exception()
-            loop.call_soon_threadsafe(partial(self._on_committed, snapshots, (deleted, whole), waiters, error))
+            loop.call_soon_threadsafe(
+                partial(self._on_committed, snapshots, (deleted, whole, batch.adapters), waiters, error)
+            )
 
         self._store.commit(batch).add_done_callback(on_done)
 
     def _on_committed(
         self,
         snapshots: list[Snapshot],
-        others: tuple[list[int], list[NewTokens]],
+        others: _Others,
         waiters: list[asyncio.Future[None]],
         error: BaseException | None,
     ) -> None:
@@ -241,20 +252,20 @@ class JournalWriter:
             self._resolve(waiters, None)
         else:
             self._on_failure(snapshots, others, waiters, error)
-        if self._changed or self._deleted or self._whole_tokens or self._waiters:
+        if self._changed or self._deleted or self._whole_tokens or self._adapters or self._waiters:
             self._schedule()
         self._idle.set()
 
     def _on_failure(
         self,
         snapshots: list[Snapshot],
-        others: tuple[list[int], list[NewTokens]],
+        others: _Others,
         waiters: list[asyncio.Future[None]],
         error: BaseException,
     ) -> None:
         """Refuse the batch's new requests, and try the rest again later: it stays hidden.
 
-        `others`: what of the batch belongs to no snapshot, deleted numbers and whole tokens.
+        `others`: what of the batch belongs to no snapshot, deleted numbers, whole tokens and adapters.
         """
         failure = JournalUnavailableError(
             f"the journal {self._store.path.parent} cannot be written ({error}): no request is admitted until it can be"
@@ -262,6 +273,7 @@ class JournalWriter:
         if not isinstance(error, sqlite3.Error):
             _LOG.error("writing the journal failed", exc_info=error)
         self._deleted, self._whole_tokens = others[0] + self._deleted, others[1] + self._whole_tokens
+        self._adapters = self._adapters or others[2]
         self._set_failure(failure)
         self._resolve(waiters, failure)
         for snapshot in snapshots:

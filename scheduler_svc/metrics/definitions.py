@@ -79,7 +79,9 @@ VLLM_DEFINITIONS = (
         ("engine", "block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching"),
     ),
     Definition(
-        "vllm:lora_requests_info", "gauge", "unix seconds", "Adapters; there are none yet.",
+        "vllm:lora_requests_info", "gauge", "unix seconds",
+        "The time of the scrape; the labels have the names of the LoRA adapters of running and of waiting requests, "
+        "joined by commas, and how many adapters the executors run at once, all together.",
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     ),
 )  # fmt: skip
@@ -177,6 +179,24 @@ LANE_DEFINITIONS = (
         "cadenza_lane_without_drafts_seconds_total", "counter", "seconds",
         "Time that steps without drafts take for the same tokens: see below.", _LANE,
     ),
+    Definition(
+        "cadenza_lane_adapters", "gauge", "adapters", "LoRA adapters by state (loaded, loading).", ("executor", "state")
+    ),
+    Definition("cadenza_lane_max_adapters", "gauge", "adapters", "The most that it has loaded.", _LANE),
+    Definition(
+        "cadenza_lane_adapter_loads_total", "counter", "loads",
+        "Loads of LoRA adapters that ended; loaded, failed, or changed: the files are not those that were loaded "
+        "before.", ("executor", "result"),
+    ),
+    Definition(
+        "cadenza_lane_adapter_unloads_total", "counter", "unloads",
+        "Unloads of LoRA adapters; evicted: for another one; removed: its name was taken away; refused: changed.",
+        ("executor", "reason"),
+    ),
+    Definition(
+        "cadenza_lane_adapter_load_seconds", "histogram", "seconds",
+        "From the message that loads a LoRA adapter to its answer, loads before it included.", _LANE,
+    ),
     Definition("cadenza_lane_step_seconds", "histogram", "seconds", "Time of a step on the executor.", _LANE),
     Definition(
         "cadenza_lane_host_gap_seconds", "histogram", "seconds",
@@ -196,12 +216,21 @@ SERVICE_DEFINITIONS = (
     Definition("cadenza_healthy", "gauge", "0 or 1", "Whether health says SERVING."),
     Definition("cadenza_draining", "gauge", "0 or 1", "Whether new requests are refused until a resume."),
     Definition("cadenza_journal_writable", "gauge", "0 or 1", "Whether the journal can be written; 1 without one."),
+    Definition("cadenza_adapters", "gauge", "adapters", "LoRA adapters that have names."),
     Definition("cadenza_executors", "gauge", "executors", "Executors that are configured."),
     Definition("cadenza_executors_serving", "gauge", "executors", "Those that take requests now."),
     Definition("cadenza_client_streams", "gauge", "streams", "Open Generate and Session streams."),
     Definition("cadenza_kept_result_bytes", "gauge", "bytes", "Kept results of finished requests."),
     Definition(
         "cadenza_requests_refused_total", "counter", "requests", "Requests that never ran, by status code.", ("code",)
+    ),
+    Definition(
+        "cadenza_adapter_requests_refused_total",
+        "counter",
+        "requests",
+        "Requests that were refused or ended for their LoRA adapter; forbidden: to their tenant; unknown: there is "
+        "none; failed: no executor can load it; timeout: none has within --lora-load-timeout-s.",
+        ("reason",),
     ),
     Definition("cadenza_faults_total", "counter", "faults", "Faults by kind: see below.", ("kind",)),
     Definition("cadenza_uptime_seconds", "gauge", "seconds", "Since the start."),

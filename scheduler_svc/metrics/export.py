@@ -103,8 +103,7 @@ def _add_vllm(result: Scrape, snapshot: Snapshot) -> None:
     for limit, count in rejections.items():
         add("admission_rejections_total", count, limit)
     _add_vllm_histograms(result, snapshot, engine)
-    # The time is of no use without adapters, but its readers take the newest sample.
-    result.add("vllm:lora_requests_info", snapshot.service.wall_time_s, "0", "", "")
+    _add_vllm_adapters(result, snapshot)
     if model is not None:
         caching = str(snapshot.service.prefix_caching)
         numbers = (model.block_size, load.num_device_blocks, load.num_host_blocks)
@@ -121,6 +120,15 @@ def _add_vllm_drafts(add: Callable[..., None], lanes: Iterable[DraftCounts]) -> 
     add("spec_decode_num_accepted_tokens_total", drafts.num_accepted)
     for position, count in enumerate(drafts.accepted):
         add("spec_decode_num_accepted_tokens_per_pos_total", count, str(position))
+
+
+def _add_vllm_adapters(result: Scrape, snapshot: Snapshot) -> None:
+    """Readers split the lists at commas, which no name has, and take the sample with the newest time."""
+    uses = snapshot.adapter_uses
+    most = sum(state.max_loras for state in snapshot.executors if state.connected)
+    running = ",".join(use.name for use in uses if use.num_running)
+    waiting = ",".join(use.name for use in uses if use.num_waiting)
+    result.add("vllm:lora_requests_info", snapshot.service.wall_time_s, str(most), running, waiting)
 
 
 def _add_vllm_histograms(result: Scrape, snapshot: Snapshot, engine: tuple[str, str]) -> None:
@@ -155,6 +163,7 @@ def _add_service(result: Scrape, snapshot: Snapshot) -> None:
         "healthy": snapshot.healthy,
         "draining": snapshot.draining,
         "journal_writable": service.journal_writable,
+        "adapters": snapshot.num_adapters,
         "executors": len(snapshot.executors),
         "executors_serving": sum(map(_is_serving, snapshot.executors)),
         "client_streams": service.num_streams,
@@ -165,6 +174,8 @@ def _add_service(result: Scrape, snapshot: Snapshot) -> None:
         result.add(f"cadenza_{name}", float(value))
     for code, count in snapshot.refusals.items():
         result.add("cadenza_requests_refused_total", count, code)
+    for reason, count in snapshot.adapter_refusals.items():
+        result.add("cadenza_adapter_requests_refused_total", count, reason)
     for kind, count in snapshot.faults.items():
         result.add("cadenza_faults_total", count, kind)
 
@@ -215,6 +226,9 @@ def _add_state(result: Scrape, state: ExecutorState) -> None:
             result.add("cadenza_lane_kv_blocks", count, target, tier, name)
     result.add("cadenza_lane_stored_tokens", load.num_stored_tokens, target)
     result.add("cadenza_lane_resident_bytes", state.resident_bytes, target)
+    result.add("cadenza_lane_adapters", state.num_loaded_adapters, target, "loaded")
+    result.add("cadenza_lane_adapters", state.num_loading_adapters, target, "loading")
+    result.add("cadenza_lane_max_adapters", state.max_loaded_adapters, target)
 
 
 def _add_lane(result: Scrape, target: str, lane: LaneNumbers) -> None:
@@ -241,6 +255,11 @@ def _add_lane(result: Scrape, target: str, lane: LaneNumbers) -> None:
     add("decoded_tokens", lane.num_decoded_tokens)
     add("drafting_seconds", lane.draft_gain.seconds)
     add("without_drafts_seconds", lane.draft_gain.seconds_without)
+    for result_of_load, count in lane.adapters.loads.items():
+        add("adapter_loads", count, result_of_load)
+    for reason, count in lane.adapters.unloads.items():
+        add("adapter_unloads", count, reason)
+    result.add_histogram("cadenza_lane_adapter_load_seconds", lane.adapters.load_s, target)
     result.add_histogram("cadenza_lane_step_seconds", lane.step_s, target)
     result.add_histogram("cadenza_lane_host_gap_seconds", lane.gap_s, target)
     result.add_histogram("cadenza_lane_inter_token_latency_seconds", lane.token_s, target)

@@ -12,6 +12,7 @@ from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import FinishDetail, SequenceState, StepResult
 from scheduler_svc.metrics import buckets
+from scheduler_svc.metrics.adapter_numbers import AdapterNumbers
 from scheduler_svc.metrics.draft_gain import DraftGain
 
 _WITHOUT_TOKEN = frozenset(
@@ -40,6 +41,7 @@ class LaneNumbers:
         self.num_decoded_tokens = 0
         """Tokens that they got: as many without drafts, up to one more than the drafts with them."""
         self.draft_gain = DraftGain()
+        self.adapters = AdapterNumbers()
         self.step_s = Histogram(buckets.STEP_S)
         self.gap_s = Histogram(buckets.GAP_S)
         self.token_s = Histogram(buckets.TOKEN_S)
@@ -117,6 +119,7 @@ class LaneNumbers:
     def copied(self) -> LaneNumbers:
         """The same numbers, which do not change any more."""
         result = copy(self)
+        result.adapters = self.adapters.copied()
         result.counts, result.draft_gain = self.counts.copied(), self.draft_gain.copied()
         result.step_s, result.gap_s, result.token_s = self.step_s.copy(), self.gap_s.copy(), self.token_s.copy()
         result.step_tokens, result.step_sequences = self.step_tokens.copy(), self.step_sequences.copy()
@@ -130,6 +133,7 @@ class LaneNumbers:
         self.num_decodes += other.num_decodes
         self.num_decoded_tokens += other.num_decoded_tokens
         self.draft_gain.add(other.draft_gain)
+        self.adapters.add(other.adapters)
         for mine, its in zip(self._histograms(), other._histograms(), strict=True):
             mine.add(its)
 

@@ -10,6 +10,7 @@ from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import SequenceState, StepResult
+from scheduler_svc.metrics.adapter_numbers import AdapterMessage
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.request_numbers import RequestNumbers
 from scheduler_svc.plan_loop.ports import ExecutorState
@@ -57,6 +58,12 @@ class EngineNumbers:
         numbers.on_applied(step, result, outputs, now, self._stalled)
         numbers.had_work = len(self._core.lanes[executor_id].running) > 0
 
+    def on_adapters(self, executor_id: int, message: AdapterMessage, now: float) -> None:
+        """Loads and unloads were sent, or one was answered and the core has the answer."""
+        lane = self._core.lanes.get(executor_id)
+        if lane is not None:
+            self._of(executor_id).adapters.on_message(message, lane.adapters, self._core.adapters, now)
+
     def on_session_ended(self, executor_id: int) -> None:
         """A session has ended: its sequences have stalled since the last result."""
         if executor_id not in self._core.lanes:
@@ -64,6 +71,7 @@ class EngineNumbers:
         numbers = self._of(executor_id)
         numbers.num_sessions_ended += 1
         numbers.had_work = False
+        numbers.adapters.on_session_ended()
         for group in self._core.groups.values():
             if group.lane_id == executor_id:
                 for sequence in group.sequences:

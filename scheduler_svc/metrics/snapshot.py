@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,10 +24,36 @@ class CountedFault(Protocol):
         """How often it occurred."""
 
 
+class NamedUse(Protocol):
+    """The unfinished requests of an adapter."""
+
+    name: str
+    num_running: int
+    num_waiting: int
+
+
+class AdaptersView(Protocol):
+    """What is read of the adapters."""
+
+    refusals: Counter[str]
+
+    @property
+    def names(self) -> Sized:
+        """Their names."""
+
+    def uses(self) -> Sequence[NamedUse]:
+        """Those that unfinished requests use."""
+
+
 class EngineView(Protocol):
     """What is read of the engine."""
 
     numbers: EngineNumbers
+
+    @property
+    def adapters(self) -> AdaptersView:
+        """The adapters."""
+
     draining: bool
 
     @property
@@ -85,6 +112,10 @@ class Snapshot:
     tenants: dict[str, TenantNumbers]
     tenant_loads: list[TenantLoad]
     lanes: list[LaneNumbers]
+    num_adapters: int
+    """Those that have names."""
+    adapter_uses: Sequence[NamedUse]
+    adapter_refusals: dict[str, int]
     request_histograms: Mapping[str, Histogram]
     """By the name of vLLM's family."""
 
@@ -112,5 +143,8 @@ def take_snapshot(engine: EngineView, service: ServiceFigures) -> Snapshot:
         tenants={name: each.copied() for name, each in requests.tenants.items()},
         tenant_loads=engine.tenant_loads(),
         lanes=[each.copied() for each in numbers.lanes.values() if each.target],
+        num_adapters=len(engine.adapters.names),
+        adapter_uses=engine.adapters.uses(),
+        adapter_refusals=dict(engine.adapters.refusals),
         request_histograms={name: each.copy() for name, each in histograms.items()},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.types import StepResult
@@ -33,6 +34,11 @@ class PlanLoopListener(Protocol):
 
         The loop makes the returned call after that.
         """
+
+    def on_adapters(
+        self, executor_id: int, message: AdapterCommands | AdapterLoaded | AdapterUnloaded, now: float
+    ) -> None:
+        """Loads and unloads of adapters were sent, or one was answered."""
 
     def on_connected(self, executor_id: int) -> None:
         """A session was opened."""

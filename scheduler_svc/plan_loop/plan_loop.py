@@ -134,6 +134,10 @@ class PlanLoop:
             stalled_s=self._clock.monotonic() - stall.since if stall is not None else 0.0,
             load=load,
             max_drafts=min(lane.counts.drafts.most, lane.spec.max_drafts) if lane is not None else 0,
+            num_loaded_adapters=lane.adapters.num_loaded if lane is not None else 0,
+            num_loading_adapters=lane.adapters.num_loading if lane is not None else 0,
+            max_loaded_adapters=lane.adapters.max_cpu_loras if lane is not None else 0,
+            max_loras=lane.adapters.max_loras if lane is not None else 0,
         )
 
     def wake(self) -> None:
@@ -284,6 +288,7 @@ class PlanLoop:
                 await run_in_slices(self._core.look_ahead(self._executor_id, self._clock.monotonic()))
             if commands := self._core.adapter_commands(self._executor_id):
                 await stream.send_adapters(commands)
+                self._listener.on_adapters(self._executor_id, commands, self._clock.monotonic())
             now = self._clock.monotonic()
             plan = self._core.plan_step(self._executor_id, now)
             self._undelivered.append(partial(self._listener.on_outputs, self._core.take_outputs()))
@@ -334,6 +339,7 @@ class PlanLoop:
         async for result in stream.results():
             if not isinstance(result, StepResult):
                 self._core.adapter_event(result, self._executor_id)
+                self._listener.on_adapters(self._executor_id, result, self._clock.monotonic())
                 self._undelivered.append(partial(self._listener.on_outputs, self._core.take_outputs()))
                 self.deliver()
                 self._wake.set()

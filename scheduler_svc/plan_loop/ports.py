@@ -205,6 +205,8 @@ class EngineRequest:
     """None: all samples are returned, as they are generated."""
     model_number: int | None = None
     """The number of the description (`ServedModel.number`) that it was checked against; None: the present one."""
+    adapter: str = ""
+    """Name of its LoRA adapter; empty: none. The engine finds its index."""
     trace: TraceContext | None = None
     """The caller's span; None: it has none."""
 
@@ -307,6 +309,10 @@ class ExecutorState:
     load: Load
     """Of this executor alone; `num_waiting` counts the requests that wait for it."""
     max_drafts: int = 0
+    num_loaded_adapters: int = 0
+    num_loading_adapters: int = 0
+    max_loaded_adapters: int = 0
+    max_loras: int = 0
 
 
 @dataclass(frozen=True, slots=True)

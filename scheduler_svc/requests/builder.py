@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cadenza.slices import SLICE_ITEMS, Work, run_at_once, run_in_slices, slices_of
 from cadenza.telemetry.trace_context import parse_traceparent
-from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, UnknownAdapterError
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.requests.detokenizer import TextStream
@@ -39,11 +39,6 @@ _DEADLINE_SLACK_S = 1.0
 """The call's deadline cancels it; the engine's deadline is later, in case the cancellation is lost."""
 
 
-def no_adapters(name: str) -> int:
-    """Raise UnknownAdapterError."""
-    raise UnknownAdapterError(name)
-
-
 class RequestBuilder:
     """Validates requests against the model, tokenizes them, and fills in defaults and seeds."""
 
@@ -54,13 +49,8 @@ class RequestBuilder:
         *,
         max_model_len: int,
         model_number: int | None = None,
-        adapter_index: Callable[[str], int] = no_adapters,
     ) -> None:
-        """`model_number`: the number of this description, for the requests; None: it never changes.
-
-        `adapter_index`: gives the index of an adapter by its name; raises UnknownAdapterError.
-        """
-        self._adapter_index = adapter_index
+        """`model_number`: the number of this description, for the requests; None: it never changes."""
         self._model = model
         self._model_number = model_number
         self.tokenizer = tokenizer
@@ -69,14 +59,7 @@ class RequestBuilder:
     def with_end_ids(self, eos_token_ids: Sequence[int]) -> RequestBuilder:
         """The same, for a model whose outputs end with these token ids."""
         model = replace(self._model, eos_token_ids=tuple(eos_token_ids))
-        number, adapter_index = self._model_number, self._adapter_index
-        return RequestBuilder(
-            model,
-            self.tokenizer,
-            max_model_len=self.max_model_len,
-            model_number=number,
-            adapter_index=adapter_index,
-        )
+        return RequestBuilder(model, self.tokenizer, max_model_len=self.max_model_len, model_number=self._model_number)
 
     def _check(self, fields: RequestFields) -> Work[None]:
         """Check everything that needs no tokenization; raises RequestRejectedError, PreconditionError."""
@@ -169,7 +152,6 @@ class RequestBuilder:
             shared_prefixes=fields.shared_prefixes,
             expected_output_tokens=fields.expected_output_tokens,
             max_drafts=fields.num_draft_tokens,
-            adapter_index=self._adapter_index(fields.adapter) if fields.adapter else 0,
         )
         limits = [] if fields.timeout_s is None else [fields.timeout_s]
         if time_left_s is not None:
@@ -183,6 +165,7 @@ class RequestBuilder:
             resume_grace_s=fields.resume_grace_s or 0.0,
             best_of=_best_of(fields.sampling),
             model_number=self._model_number,
+            adapter=fields.adapter,
             trace=parse_traceparent(fields.traceparent) if fields.traceparent else None,
         )
 

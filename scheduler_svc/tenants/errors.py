@@ -27,6 +27,21 @@ class AdminNeededError(Exception):
         super().__init__("this call needs the token of a tenant with admin = true")
 
 
+class LoaderNeededError(AdminNeededError):
+    """The call's token is that of a tenant with neither admin nor may_load_adapters."""
+
+    def __init__(self) -> None:
+        Exception.__init__(self, "this call needs the token of a tenant with admin or may_load_adapters = true")
+
+
+class AdapterForbiddenError(Exception):
+    """The tenant may not use adapters of this name, whether or not there is one; `field` is the field that has it."""
+
+    def __init__(self, name: str, field: str) -> None:
+        super().__init__(f"this tenant may not use the adapter {name!r}")
+        self.field = field
+
+
 class TenantLimitError(QueueFullError):
     """A limit of the tenant is reached; try again after `retry_after_s` seconds."""
 

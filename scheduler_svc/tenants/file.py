@@ -18,6 +18,8 @@ from scheduler_svc.tenants.tokens import HASH_PREFIX
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _HASH = re.compile(HASH_PREFIX + "[0-9a-f]{64}")
 _INT32 = 2**31
+_MAX_PATTERN = 128
+"""Characters, as in an adapter's name."""
 
 
 class _Table(BaseModel):
@@ -32,6 +34,8 @@ class _Table(BaseModel):
     tokens_per_minute: int | None = Field(None, ge=1)
     max_priority: int | None = Field(None, ge=-_INT32, lt=_INT32)
     shared_prefixes: str = ""
+    adapters: list[str] = ["*"]
+    may_load_adapters: bool = False
     admin: bool = False
 
     @field_validator("tokens")
@@ -42,6 +46,14 @@ class _Table(BaseModel):
                 # Not shown: it may be a token itself.
                 raise ValueError(f"entry {index} is not {HASH_PREFIX} and 64 hexadecimal digits in lower case")
         return tokens
+
+    @field_validator("adapters")
+    @classmethod
+    def _check_adapters(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            if not 0 < len(pattern) <= _MAX_PATTERN:
+                raise ValueError(f"{pattern!r:.80} is no name or pattern of 1 to {_MAX_PATTERN} characters")
+        return patterns
 
     @field_validator("shared_prefixes")
     @classmethod
@@ -94,7 +106,8 @@ def parse_tenants(content: bytes, path: str) -> Tenants:
     by_digest: dict[bytes, str] = {}
     for name, table in tenants.items():
         entry = _checked(name, table, path)
-        by_name[name] = Tenant(name=name, **entry.model_dump(exclude={"tokens"}))
+        keys = entry.model_dump(exclude={"tokens", "adapters"})
+        by_name[name] = Tenant(name=name, adapters=tuple(entry.adapters), **keys)
         for index, token in enumerate(entry.tokens):
             digest = bytes.fromhex(token.removeprefix(HASH_PREFIX))
             if digest in by_digest:

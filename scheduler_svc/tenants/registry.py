@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from cadenza.metrics.listener_counts import Refusal
 from scheduler_svc.plan_loop.clock import Clock
-from scheduler_svc.tenants.errors import AdminNeededError, TenantsFileError, UnauthenticatedError
+from scheduler_svc.tenants.errors import AdminNeededError, LoaderNeededError, TenantsFileError, UnauthenticatedError
 from scheduler_svc.tenants.file import Tenants, parse_tenants
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
 from scheduler_svc.tenants.tokens import known_digest, token_in
@@ -168,6 +168,12 @@ class Caller:
         """Raise AdminNeededError unless the tenant is an admin, UnauthenticatedError if the token was revoked."""
         if not self.tenant().admin:
             raise AdminNeededError
+
+    def check_loader(self) -> None:
+        """Raise LoaderNeededError unless the tenant may load adapters, UnauthenticatedError for a revoked token."""
+        tenant = self.tenant()
+        if not (tenant.admin or tenant.may_load_adapters):
+            raise LoaderNeededError
 
 
 def _read(path: str) -> tuple[_Signature, bytes]:

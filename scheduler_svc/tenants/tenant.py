@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,20 @@ class Tenant:
     """The highest priority that its requests may have. Smaller numbers go first, so it is the smallest number."""
     shared_prefixes: str = ""
     """Tenants with the same name here share cached prefixes; empty: it shares with no other."""
+    adapters: tuple[str, ...] = ("*",)
+    """Names of the LoRA adapters that its requests may name, as patterns of fnmatch."""
+    may_load_adapters: bool = False
+    """Whether it may load, unload and list those adapters."""
     admin: bool = False
     """Whether it may call AdminService and sees everything."""
+
+    def may_use_adapter(self, name: str) -> bool:
+        """Whether one of the patterns matches an adapter's name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.adapters)
+
+    def may_load_adapter(self, name: str) -> bool:
+        """Whether it may load an adapter under this name, unload and list it."""
+        return self.admin or (self.may_load_adapters and self.may_use_adapter(name))
 
 
 ONLY_TENANT = Tenant(admin=True)

@@ -302,6 +302,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "loadtest_agreement",
         "loadtest_clock",
         "loop_lag",
+        "lora",
         "placement",
         "placement_cost",
         "scheduler_cost",

@@ -44,7 +44,8 @@ def run_up(fakes, *arguments: str, **options) -> subprocess.Popen:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_up_says_ready_and_stops_at_a_signal(fakes, number):
-    with run_up(fakes, "--port", "0", "--max-num-seqs", "3", "--no-enable-prefix-caching") as up:
+    adapters = ["--lora", "a=/x", "--lora-root", "/r", "--lora", "b=/y,c=/z", "--lora-dir", "/d"]
+    with run_up(fakes, "--port", "0", "--max-num-seqs", "3", "--no-enable-prefix-caching", *adapters) as up:
         ready = up.stdout.readline()
         assert ready.startswith("ready 127.0.0.1:")
         pids = children(fakes)
@@ -55,7 +56,9 @@ def test_up_says_ready_and_stops_at_a_signal(fakes, number):
     assert "executor  │ loading" in err
     assert "scheduler │ loading" in err
     assert not any(map(alive, pids))
-    assert {"--max-num-seqs=3", "--no-enable-prefix-caching"} <= set(fakes.starts("scheduler")[0]["arguments"])
+    arguments = fakes.starts("scheduler")[0]["arguments"]
+    assert {"--max-num-seqs=3", "--no-enable-prefix-caching", "--lora-root=/r", "--lora-dir=/d"} <= set(arguments)
+    assert [each for each in arguments if each.startswith("--lora=")] == ["--lora=a=/x", "--lora=b=/y", "--lora=c=/z"]
 
 
 def test_up_names_each_executor_in_its_log(fakes):

@@ -1,8 +1,8 @@
 """The block manager in a small world, beside a model that knows what every block holds.
 
 The model keeps the KV of both pools: for each position of each block, all tokens up to there of who wrote it, with
-tenant and salt. It carries out the moves of each plan in the executor's order. Whatever is requested in whatever order,
-each table must read its own sequence's tokens.
+tenant, salt and adapter's content. It carries out the moves of each plan in the executor's order. Whatever is requested
+in whatever order, each table must read its own sequence's tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ TOKENS = [1, 1, 1 + ALIKE]
 @dataclass(frozen=True)
 class Group:
     spec: RequestSpec
+    adapter_hash: bytes = b""
 
 
 @dataclass(eq=False)
@@ -59,9 +60,9 @@ class Row:
     def tokens(self, start: int, stop: int) -> list[int]:
         return self.token_ids[start:stop]
 
-    def kv(self, position: int) -> tuple[str, bytes, tuple[int, ...]]:
+    def kv(self, position: int) -> tuple[str, bytes, bytes, tuple[int, ...]]:
         spec = self.group.spec
-        return spec.tenant, spec.cache_salt, tuple(self.known[: position + 1])
+        return spec.tenant, spec.cache_salt, self.group.adapter_hash, tuple(self.known[: position + 1])
 
     @property
     def stopped(self) -> bool:
@@ -106,12 +107,12 @@ class World:
         self,
         prompt: list[int],
         num_tokens: int,
-        scope: tuple[str, bytes],
+        scope: tuple[str, bytes, bytes],
         option: str,
         num_reserved: int,
         makes_way: str,
     ) -> None:
-        tenant, salt = scope
+        tenant, salt, adapter_hash = scope
         spec = RequestSpec(
             "r",
             tuple(prompt[:num_tokens]),
@@ -125,7 +126,8 @@ class World:
             # A conversation goes on.
             old = self.ended[num_tokens % len(self.ended)]
             spec, token_ids = old.group.spec, [*old.token_ids, num_tokens]
-        row = self._make_row(Group(spec), token_ids)
+            adapter_hash = old.group.adapter_hash
+        row = self._make_row(Group(spec, adapter_hash), token_ids)
         self.waiting = [*self.waiting[-3:], row]
         # As in a scheduler, running sequences are preempted: most of the time the pool is full.
         while makes_way and self.running and self.blocks.num_free < self.blocks.num_blocks_for(len(token_ids)):

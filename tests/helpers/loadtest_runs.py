@@ -36,13 +36,19 @@ def columns(gaps: list[list[float]] | None = None, **given: Any) -> RequestColum
         **{name: np.array(given.get(name, values), str) for name, values in words.items()},
         "due_s": np.array(due_s, float),
         "sent_s": np.array(given.get("sent_s", due_s), float),
+        "adapter": np.array(given.get("adapter", []), str),
         "gap_s": np.array([gap for each in gaps or [] for gap in each], np.float32),
     }
     return RequestColumns(**made)
 
 
-def made_up(num_requests: int, seed: int, *, slower: float = 1.0, rate: float = 10.0) -> RequestColumns:
-    """Poisson arrivals, log-normal TTFTs around 0.15 s, TPOTs around 20 ms, one in fifty failed, kinds and tenants."""
+def made_up(
+    num_requests: int, seed: int, *, slower: float = 1.0, rate: float = 10.0, adapters: int = 0
+) -> RequestColumns:
+    """Poisson arrivals, log-normal TTFTs around 0.15 s, TPOTs around 20 ms, one in fifty failed, kinds and tenants.
+
+    adapters: that many, and none.
+    """
     rng = np.random.default_rng(seed)
     due_s = np.cumsum(rng.exponential(1 / rate, num_requests))
     sent_s = due_s + rng.exponential(0.0005, num_requests)
@@ -62,6 +68,9 @@ def made_up(num_requests: int, seed: int, *, slower: float = 1.0, rate: float = 
         kind=np.where(rng.random(num_requests) < 0.2, "long", "short"),
         tenant=np.where(rng.random(num_requests) < 0.5, "a.b", ""),
         error=np.where(rng.random(num_requests) < 0.02, "TIMEOUT", ""),
+        adapter=[f"a{number}" if number else "" for number in np.arange(num_requests) % (adapters + 1)]
+        if adapters
+        else [],
     )
 
 

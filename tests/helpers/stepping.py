@@ -11,7 +11,9 @@ from executor_svc.models.decoder import Decoder
 from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.plan.plan import Limits, StepResult, StepStatus
 from executor_svc.speculation.drafts import DraftSource
+from executor_svc.startup.adapters import with_adapters
 from executor_svc.startup.build import make_executor
+from executor_svc.worker.model_adapters import ModelAdapterLoader
 from tests.executor_svc.driver import Model, spoil
 from tests.helpers.plans import plan
 
@@ -29,10 +31,11 @@ class Stepper:
         max_drafts: int = 0,
         drafts: Callable[[Limits], DraftSource] | None = None,
         draft: LoadedDraft[Decoder] | None = None,
+        adapters: ModelAdapterLoader | None = None,
         **limits_of_test: int,
     ) -> None:
-        """drafts: makes the source of drafts. draft: makes them on a GPU. limits_of_test: fields of Limits in place of
-        the usual ones.
+        """drafts: makes the source of drafts. draft: makes them on a GPU. adapters: of the model. limits_of_test:
+        fields of Limits in place of the usual ones.
         """
         options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
         config = ExecutorConfig(**options)
@@ -54,11 +57,11 @@ class Stepper:
             max_inflight_plans=1,
             max_drafts=max_drafts,
         )
-        limits = replace(limits, **limits_of_test)
+        limits = with_adapters(replace(limits, **limits_of_test), adapters)
         self.executor = make_executor(
             model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager,
             drafts=lambda _: None if drafts is None else drafts(limits),
-            draft_model=None if draft is None else draft.model,
+            draft_model=None if draft is None else draft.model, adapters=adapters,
         )  # fmt: skip
         self._step_id = 0
 

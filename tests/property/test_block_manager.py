@@ -22,7 +22,7 @@ START = {
 ARRIVE = {
     "prompt": PROMPTS,
     "num_tokens": [9, 6, 7, 4, 3, 1],
-    "scope": [("", b""), ("", b""), ("", b""), ("t", b""), ("", b"s")],
+    "scope": [("", b"", b""), ("", b"", b""), ("", b"", b""), ("t", b"", b""), ("", b"s", b""), ("", b"", b"a" * 32)],
     "option": ["", "", "", "again", "again", "opted out", "logprobs"],
     "num_reserved": [0, 0, 0, 3],
     "makes_way": ["", "", "", "swap out", "end"],

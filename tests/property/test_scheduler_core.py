@@ -27,8 +27,9 @@ from scheduler_svc.core.types import (
     SequenceState,
     SessionEnd,
 )
+from tests.helpers.core_checks import check_adapters, check_beams
 from tests.helpers.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
-from tests.helpers.known import as_lists, known_beams, known_cuts, known_prompt_logprobs, known_sample
+from tests.helpers.known import as_lists, known_prompt_logprobs, known_sample
 from tests.helpers.lane_rig import BROKEN, LaneRig, fits_one
 
 ENDED_EARLY = (FinishDetail.ABORTED, FinishDetail.EXECUTOR_ERROR)
@@ -182,22 +183,11 @@ class CoreMachine(RuleBasedStateMachine):
     def plan_one(self, rig: LaneRig) -> bool:
         self.now, self.intact = self.now + self.tick, False
         planned = rig.plan(self.now)
-        self.check_adapters(rig)
+        check_adapters(self.core, rig)
         self.take(self.core.take_outputs())
         self.core.check_integrity()
         self.intact = True
         return planned
-
-    def check_adapters(self, rig: LaneRig) -> None:
-        """No more adapters run than may, and those are loaded; what waits for one waits outside of the queue."""
-        lanes = self.core.lanes.values()
-        running = self.core.lanes[rig.executor_id].running.num_by_adapter
-        assert len(running) <= rig.spec.max_loras
-        assert running.keys() <= {each.index for each in rig.executor.adapters.loaded}
-        for group in self.core.waiting:
-            assert any(lane.adapters.has(group.spec.adapter_index) for lane in lanes)
-        for group in self.core.adapters.parked:
-            assert not any(lane.adapters.has(group.spec.adapter_index) for lane in lanes)
 
     @rule(pick=PICK)
     def apply(self, pick: int) -> None:
@@ -353,27 +343,12 @@ class CoreMachine(RuleBasedStateMachine):
             assert (output, detail) == (tokens, known_detail)
 
     def check_beams(self, spec: RequestSpec, detail: FinishDetail) -> None:
-        """All of a search's results come at once, the best first."""
+        """All of a search's results come at once."""
         found = self.hypotheses.get(spec.key)
         if found is None:
             assert detail in (*ENDED_EARLY, FinishDetail.KV_CAPACITY)
-            return
-        assert len(found) == spec.num_samples
-        best = known_beams(spec, MAX_MODEL_LEN)
-        missing = [one for one in found[len(best) :] if one.finish.detail is FinishDetail.NO_ALLOWED_TOKEN]
-        if found != [*best, *missing]:
-            assert spec.beams is not None
-            by = FinishDetail.ABORTED if spec.key in self.aborted else FinishDetail.KV_CAPACITY
-            may_be_cut = any(self.most_blocks(spec, pool) > pool.num_blocks for pool in self.pools)
-            assert spec.key in self.aborted or may_be_cut, "what fits is not cut"
-            cuts = known_cuts(spec, MAX_MODEL_LEN, by)
-            assert any(found[: len(cut)] == cut and not any(one.token_ids for one in found[len(cut) :]) for cut in cuts)
-
-    def most_blocks(self, spec: RequestSpec, pool: ExecutorSpec) -> int:
-        """Blocks that the group may hold at once, if it shares none but the prompt's: with one for each copy."""
-        longest = min(len(spec.prompt_token_ids) + (spec.max_tokens or MAX_MODEL_LEN), MAX_MODEL_LEN)
-        num_shared = len(spec.prompt_token_ids) // pool.block_size
-        return num_shared + spec.num_sequences * (longest // pool.block_size + 2 - num_shared)
+        else:
+            check_beams(spec, found, self.pools, was_aborted=spec.key in self.aborted)
 
     def check_prompt_logprobs(self, spec: RequestSpec) -> None:
         """Each row once and in order; all of them if there is any output."""

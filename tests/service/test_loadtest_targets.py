@@ -10,9 +10,11 @@ import grpc
 import numpy as np
 import pytest
 
+from cadenza import AsyncClient
 from cadenza.errors import UnavailableError
 from cadenza.loadtest.driver import Progress, drive
 from cadenza.loadtest.failures import Failures
+from cadenza.loadtest.metrics import measure
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.targets.generate import GenerateTarget
@@ -24,6 +26,7 @@ from tests.helpers.scheduler_world import world
 from tests.helpers.scripted_executor import VOCAB_SIZE, ScriptedExecutor
 from tests.helpers.scripted_server import Script, event, responses_to, text_of
 from tests.helpers.services import cadenza_services
+from tests.helpers.simulated_adapters import make_adapter
 from tests.helpers.tenants import token, write_tenants
 
 BOTH = pytest.mark.parametrize("kind", [SessionTarget, GenerateTarget])
@@ -109,6 +112,27 @@ async def test_requests_of_tenants_are_sent_with_their_tokens(kind, tmp_path) ->
         assert [w.engine.quotas.usage(name).num_output_tokens for name in "ab"] == [15, 15]
         with pytest.raises(LoadTestError, match="--tenant-tokens has no token of tenant c"):
             await drive(burst(shape(7, tenant="c")), target, prompts(), timeout_s=20)
+
+
+@BOTH
+async def test_requests_name_their_adapters(kind, tmp_path) -> None:
+    """An unknown one is an error of its own requests alone."""
+    folder = make_adapter(tmp_path / "a", b"a")
+    shapes = [shape(index, adapter=("a", "", "b")[index % 3]) for index in range(9)]
+    options = {"skip_tokenizer_init": True, "lora": [f"a={folder}"]}
+    async with (
+        cadenza_services("simulated", simulate="instant", max_model_len=256, scheduler=options) as running,
+        started(kind(running.target)) as target,
+        AsyncClient(running.target) as client,
+    ):
+        columns = await drive(burst(*shapes), target, Prompts(0, 1000), timeout_s=20)
+        (info,) = await client.adapters()
+    assert columns.adapter.tolist() == ["a", "", "b"] * 3
+    assert columns.error.tolist() == ["", "", "NOT_FOUND"] * 3
+    assert info.content_hash, "a was loaded"
+    metrics = measure(columns, window=None, slo=None)
+    assert (metrics.num_adapters, metrics.errors) == (2, {"NOT_FOUND": 3})
+    assert {name: group.num_ok for name, group in metrics.by_adapter.items()} == {"": 3, "a": 3, "b": 0}
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,16 @@ from scheduler_svc.core.types import (
 )
 from scheduler_svc.requests.detokenizer import TextStream
 from tests.helpers.core_sampling import core_sampling, for_executor
-from tests.helpers.known import VOCAB_SIZE, known_beams, known_cuts, known_prompt_logprobs, known_sample
+from tests.helpers.known import (
+    VOCAB_SIZE,
+    adapter_hash,
+    known_beams,
+    known_cuts,
+    known_prompt_logprobs,
+    known_sample,
+)
 from tests.simulation.drafting import RESOLUTION
-from tests.simulation.plan_runner import Slot
+from tests.simulation.slot import Slot
 
 NUM_ENTRIES = 240
 NUM_STEMS = 6
@@ -143,15 +150,21 @@ class Whole:
 
 
 @cache
-def _unlimited(index: int, sample_index: int) -> Whole:
-    spec = replace(catalogue()[index].spec, max_tokens=_MOST_TOKENS)
+def _spec(index: int, max_tokens: int | None, content: int) -> RequestSpec:
+    """An entry's request; known tokens follow from an adapter's content where a request has its index."""
+    return replace(catalogue()[index].spec, max_tokens=max_tokens, adapter_index=content)
+
+
+@cache
+def _unlimited(index: int, sample_index: int, content: int) -> Whole:
+    spec = _spec(index, _MOST_TOKENS, content)
     return Whole(*known_sample(spec, MAX_PROMPT_TOKENS + _MOST_TOKENS, sample_index))
 
 
 @cache
-def whole_sample(index: int, sample_index: int, max_tokens: int | None, max_model_len: int) -> Whole:
-    """Its tokens, and how it ends; without stop strings, which the engine finds."""
-    full, room = _unlimited(index, sample_index), max_model_len - len(catalogue()[index].spec.prompt_token_ids)
+def whole_sample(index: int, sample_index: int, max_tokens: int | None, max_model_len: int, content: int = 0) -> Whole:
+    """Its tokens, and how it ends; without stop strings, which the engine finds. content: of its adapter."""
+    full, room = _unlimited(index, sample_index, content), max_model_len - len(catalogue()[index].spec.prompt_token_ids)
     limit, detail = room, FinishDetail.MAX_MODEL_LEN
     if max_tokens is not None and max_tokens <= room:
         limit, detail = max_tokens, FinishDetail.MAX_TOKENS
@@ -164,34 +177,34 @@ def whole_sample(index: int, sample_index: int, max_tokens: int | None, max_mode
 
 
 @cache
-def whole_beams(index: int, max_tokens: int | None, max_model_len: int) -> list[tuple[int, ...]]:
+def whole_beams(index: int, max_tokens: int | None, max_model_len: int, content: int = 0) -> list[tuple[int, ...]]:
     """What its beam search returns, best first."""
-    spec = replace(catalogue()[index].spec, max_tokens=max_tokens)
-    return [found.token_ids for found in known_beams(spec, max_model_len)]
+    return [found.token_ids for found in known_beams(_spec(index, max_tokens, content), max_model_len)]
 
 
 @cache
-def cut_beams(index: int, max_tokens: int | None, max_model_len: int) -> list[list[tuple[int, ...]]]:
+def cut_beams(index: int, max_tokens: int | None, max_model_len: int, content: int = 0) -> list[list[tuple[int, ...]]]:
     """What it returns when it is cut short, after one round or two and so on."""
-    spec = replace(catalogue()[index].spec, max_tokens=max_tokens)
-    cuts = known_cuts(spec, max_model_len, FinishDetail.ABORTED)
+    cuts = known_cuts(_spec(index, max_tokens, content), max_model_len, FinishDetail.ABORTED)
     return [[found.token_ids for found in cut] for cut in cuts]
 
 
 @cache
-def token_logprobs(index: int, output: tuple[int, ...], num_top: int) -> TokenLogprobs:
+def token_logprobs(index: int, output: tuple[int, ...], num_top: int, content: int = 0) -> TokenLogprobs:
     """Logprobs of the last token of an output."""
     tokens = [*catalogue()[index].spec.prompt_token_ids, *output]
-    logprob, rank, top, top_logprobs = expected_logprobs(tokens, len(tokens) - 1, num_top, VOCAB_SIZE)
+    logprob, rank, top, top_logprobs = expected_logprobs(
+        tokens, len(tokens) - 1, num_top, VOCAB_SIZE, adapter_hash(content)
+    )
     return TokenLogprobs(_float32([logprob])[0], rank, top, _float32(top_logprobs))
 
 
 @cache
-def prompt_logprobs(index: int) -> PromptLogprobs:
+def prompt_logprobs(index: int, content: int = 0) -> PromptLogprobs:
     """Those of the whole prompt."""
     spec = catalogue()[index].spec
     assert spec.sampling.num_prompt_logprobs is not None
-    return known_prompt_logprobs(spec.prompt_token_ids, spec.sampling.num_prompt_logprobs)
+    return known_prompt_logprobs(spec.prompt_token_ids, spec.sampling.num_prompt_logprobs, adapter_index=content)
 
 
 @cache
@@ -201,27 +214,33 @@ def _for_executor(index: int, numerics: int) -> SequenceSampling:
 
 
 @cache
-def next_token(index: int, sample_index: int, output: tuple[int, ...], numerics: int) -> int | None:
+def next_token(index: int, sample_index: int, output: tuple[int, ...], numerics: int, content: int = 0) -> int | None:
     """The token after any output, likely or not; None if none is allowed."""
     sampling, prompt = _for_executor(index, numerics), catalogue()[index].spec.prompt_token_ids
-    found = expected_tokens(prompt, sampling, 1, VOCAB_SIZE, sample_index=sample_index, output=output)
+    adapter = adapter_hash(content)
+    found = expected_tokens(
+        prompt, sampling, 1, VOCAB_SIZE, sample_index=sample_index, output=output, adapter_hash=adapter
+    )
     return found[0] if found else None
 
 
 @cache
-def draft(index: int, sample_index: int, output: tuple[int, ...], numerics: int) -> tuple[int, int]:
+def draft(index: int, sample_index: int, output: tuple[int, ...], numerics: int, content: int = 0) -> tuple[int, int]:
     """What the simulated source drafts after any output, if it is right, and how hard that is: masks are unknown."""
     sampling, prompt = _for_executor(index, numerics), catalogue()[index].spec.prompt_token_ids
     free = replace(sampling, min_tokens=0, allowed_token_ids=sampling.allowed_token_ids[:0], bad_words=())
-    (token_id,) = expected_tokens(prompt, free, 1, VOCAB_SIZE, sample_index=sample_index, output=output)
-    context = np.array([SimulatedContext([*prompt, *output]).logits_hash()], np.uint64)
+    adapter = adapter_hash(content)
+    (token_id,) = expected_tokens(
+        prompt, free, 1, VOCAB_SIZE, sample_index=sample_index, output=output, adapter_hash=adapter
+    )
+    context = np.array([SimulatedContext([*prompt, *output], adapter).logits_hash()], np.uint64)
     return token_id, int(mix(context)[0]) % RESOLUTION
 
 
 @cache
-def _candidates(index: int, output: tuple[int, ...], count: int) -> Candidates:
-    prompt = catalogue()[index].spec.prompt_token_ids
-    found = expected_candidates(prompt, output, _for_executor(index, 0), count, VOCAB_SIZE)
+def _candidates(index: int, output: tuple[int, ...], count: int, content: int) -> Candidates:
+    prompt, sampling = catalogue()[index].spec.prompt_token_ids, _for_executor(index, 0)
+    found = expected_candidates(prompt, output, sampling, count, VOCAB_SIZE, adapter_hash(content))
     return Candidates([token_id for token_id, _ in found], _float32([logprob for _, logprob in found]))
 
 
@@ -240,28 +259,29 @@ class KnownTokens:
         index, sample_index = _index(slot.sampling), slot.sample_index
         output = slot.tokens[slot.num_prompt :]
         if not self.numerics:
-            full = _unlimited(index, sample_index).token_ids
+            full = _unlimited(index, sample_index, slot.content).token_ids
             if len(output) < len(full) and full[: len(output)] == output:
                 return full[len(output)]
-        return next_token(index, sample_index, tuple(output), self.numerics)
+        return next_token(index, sample_index, tuple(output), self.numerics, slot.content)
 
     def draft(self, slot: Slot) -> tuple[int, int]:
         """A guess of the token after the slot's tokens, and how hard it is."""
-        return draft(_index(slot.sampling), slot.sample_index, tuple(slot.tokens[slot.num_prompt :]), self.numerics)
+        output = tuple(slot.tokens[slot.num_prompt :])
+        return draft(_index(slot.sampling), slot.sample_index, output, self.numerics, slot.content)
 
     def token_logprobs(self, slot: Slot, token_id: int) -> TokenLogprobs:
         """Logprobs of that token."""
         output = (*slot.tokens[slot.num_prompt :], token_id)
-        return token_logprobs(_index(slot.sampling), output, slot.sampling.num_logprobs or 0)
+        return token_logprobs(_index(slot.sampling), output, slot.sampling.num_logprobs or 0, slot.content)
 
     def candidates(self, slot: Slot) -> Candidates:
         """The best next tokens."""
         output = tuple(slot.tokens[slot.num_prompt :])
-        return _candidates(_index(slot.sampling), output, slot.sampling.num_candidates)
+        return _candidates(_index(slot.sampling), output, slot.sampling.num_candidates, slot.content)
 
     def prompt_logprobs(self, slot: Slot, start: int, end: int) -> PromptLogprobs:
         """Those of the prompt tokens `start` to `end - 1`."""
-        return prompt_logprobs(_index(slot.sampling)).rows(start, end)
+        return prompt_logprobs(_index(slot.sampling), slot.content).rows(start, end)
 
 
 def _index(sampling: Sampling) -> int:

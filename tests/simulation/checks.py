@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import math
 
-from scheduler_svc.core.errors import ModelChangedError, PreconditionError, RequestRejectedError
+from scheduler_svc.core.errors import (
+    ModelChangedError,
+    PreconditionError,
+    RequestRejectedError,
+    UnknownAdapterError,
+)
 from scheduler_svc.core.types import FinishDetail, TokenLogprobs
+from scheduler_svc.engine.adapters import FIELD
+from tests.simulation.adapting import FAILED, INVALID
 from tests.simulation.catalogue import (
     LettersDecoder,
     cut_beams,
@@ -51,6 +58,11 @@ def check_client(world: World, client: Client) -> None:
 
 def _check_refusal(world: World, client: Client) -> None:
     """Only what fits no executor is refused for good; when nothing can be served any more, everything is."""
+    if isinstance(client.refusal, UnknownAdapterError):
+        return  # The client has looked whether the operator has taken its name.
+    if isinstance(client.refusal, PreconditionError):
+        _check_precondition(world, client, client.refusal)
+        return
     if not isinstance(client.refusal, RequestRejectedError):
         _require(world.fenced or client.deadline is not None, f"refused: {client.refusal!r}")
         return
@@ -78,7 +90,7 @@ def _check_end(world: World, client: Client) -> None:
         exact = not world.scenario.config.allow_fingerprint_change
         _require(exact and len(world.numerics) > 1, f"ended without another model: {error}")
     elif isinstance(error, PreconditionError):
-        _require(len(set(world.specs())) > 1, f"ended without other limits: {error}")
+        _check_precondition(world, client, error)
     else:
         _require(error is None, f"ended with {error!r}")
     if error is None and not client.has_left:
@@ -88,6 +100,29 @@ def _check_end(world: World, client: Client) -> None:
         world.counts[f"end: {detail.name}"] += 1
     if error is not None:
         world.counts[f"end: {type(error).__name__}"] += 1
+
+
+def _check_precondition(world: World, client: Client, error: PreconditionError) -> None:
+    """No executor that is left can run it: others have other limits, or not its adapter, by what has happened to it."""
+    if error.field != FIELD:
+        _require(len(set(world.specs())) > 1, f"ended without other limits: {error}")
+        return
+    index, text, files = client.spec.adapter_index, str(error), world.adapters
+    if "not loaded within" in text:
+        live = client.live
+        waited_s = 0.0 if live is None else (live.times.end_ns - live.times.arrival_ns) / 1e9
+        _require(waited_s >= world.scenario.config.lora_load_timeout_s - 1e-6, f"after {waited_s:.3f} s: {error}")
+    elif "have changed" in text:
+        _require(len(files.answered.get(index, ())) > 1, f"ended without other files: {error}")
+    elif FAILED in text or INVALID in text:
+        _require(index in files.failed, f"ended without a failed load: {error}")
+    else:
+        _require(any(not model.max_loras for model in world.models), f"ended with executors of adapters: {error}")
+
+
+def _content(world: World, client: Client) -> int:
+    """The content of its adapter, by which its tokens are known; 0: it has none, or has not begun."""
+    return world.adapters.used.get(client.spec.adapter_index, 0)
 
 
 def _happened(world: World, client: Client, detail: FinishDetail) -> bool:
@@ -131,31 +166,33 @@ def _numerics_of(world: World, client: Client) -> set[int]:
     """The numerics that may have given its tokens; in exact mode that is one for all of its samples."""
     if len(world.numerics) == 1 or world.scenario.config.allow_fingerprint_change:
         return world.numerics
-    found = [each for each in sorted(world.numerics) if _gives(client, each)]
+    content = _content(world, client)
+    found = [each for each in sorted(world.numerics) if _gives(client, each, content)]
     _require(found, f"{[seen.token_ids for seen in client.samples]} are not of one numerics")
     return set(found)
 
 
-def _gives(client: Client, numerics: int) -> bool:
+def _gives(client: Client, numerics: int, content: int) -> bool:
     """Whether executors of these numerics give all tokens that the client has received."""
     return all(
-        token_id == next_token(client.plan.index, index, tuple(seen.token_ids[:place]), numerics)
+        token_id == next_token(client.plan.index, index, tuple(seen.token_ids[:place]), numerics, content)
         for index, seen in enumerate(client.samples)
         for place, token_id in enumerate(seen.token_ids)
     )
 
 
 def _check_sample(world: World, client: Client, index: int, seen: SampleSeen, numerics: set[int]) -> None:
+    content = _content(world, client)
     if client.spec.sampling.num_logprobs is not None:
-        _check_logprobs(client, seen)
+        _check_logprobs(client, seen, content)
     if client.entry.stop:
         _check_text(client, seen)
     detail = seen.finish.detail if seen.finish is not None else None
     if world.numerics != {0}:
-        _check_drawn(client, index, seen, numerics)
+        _check_drawn(client, index, seen, numerics, content)
         return
     wholes = [
-        whole_sample(client.plan.index, index, client.plan.max_tokens, length)
+        whole_sample(client.plan.index, index, client.plan.max_tokens, length, content)
         for length in _lengths(world)
         if length > len(client.spec.prompt_token_ids)
     ]
@@ -174,12 +211,12 @@ def _check_sample(world: World, client: Client, index: int, seen: SampleSeen, nu
     )
 
 
-def _check_drawn(client: Client, index: int, seen: SampleSeen, numerics: set[int]) -> None:
+def _check_drawn(client: Client, index: int, seen: SampleSeen, numerics: set[int], content: int) -> None:
     """With executors of several numerics, each token is one that one of them gives after those before it."""
     spec, tokens = client.spec, seen.token_ids
     for place, token_id in enumerate(tokens):
         output = tuple(tokens[:place])
-        possible = {next_token(client.plan.index, index, output, each) for each in numerics}
+        possible = {next_token(client.plan.index, index, output, each, content) for each in numerics}
         _require(token_id in possible, f"sample {index}: token {place} is {token_id}, not one of {possible}")
     stopped = bool(tokens) and tokens[-1] in spec.sampling.stop_token_ids and len(tokens) >= spec.sampling.min_tokens
     detail = seen.finish.detail if seen.finish is not None else None
@@ -189,13 +226,13 @@ def _check_drawn(client: Client, index: int, seen: SampleSeen, numerics: set[int
         _require(len(tokens) == spec.max_tokens, f"sample {index} ends after {len(tokens)} tokens")
 
 
-def _check_logprobs(client: Client, seen: SampleSeen) -> None:
+def _check_logprobs(client: Client, seen: SampleSeen, content: int) -> None:
     _require(
         len(seen.logprobs) == len(seen.token_ids), f"{len(seen.logprobs)} logprobs of {len(seen.token_ids)} tokens"
     )
     num_top = client.spec.sampling.num_logprobs or 0
     for place, found in enumerate(seen.logprobs):
-        wanted = token_logprobs(client.plan.index, tuple(seen.token_ids[: place + 1]), num_top)
+        wanted = token_logprobs(client.plan.index, tuple(seen.token_ids[: place + 1]), num_top, content)
         _require(_alike(found, wanted), f"logprobs of token {place} are {found}, not {wanted}")
 
 
@@ -242,8 +279,8 @@ def _check_beams(world: World, client: Client) -> None:
         _require(not natural, "a search ends without a result")
         return
     lengths = [length for length in _lengths(world) if length > len(client.spec.prompt_token_ids)]
-    plan = client.plan
-    wholes = [_padded(whole_beams(plan.index, plan.max_tokens, length), len(found)) for length in lengths]
+    plan, content = client.plan, _content(world, client)
+    wholes = [_padded(whole_beams(plan.index, plan.max_tokens, length, content), len(found)) for length in lengths]
     details = {*client.details()}
     cut = details & {FinishDetail.ABORTED, FinishDetail.DEADLINE, FinishDetail.KV_CAPACITY, FinishDetail.EXECUTOR_ERROR}
     # An executor that comes back with less cuts beams short too.
@@ -251,7 +288,7 @@ def _check_beams(world: World, client: Client) -> None:
     # Where the best have ended by themselves, nothing says that the others were cut short for lack of blocks.
     if cut or shortened or _may_fill_pool(world, client):
         for length in lengths:
-            wholes += [_padded(each, len(found)) for each in cut_beams(plan.index, plan.max_tokens, length)]
+            wholes += [_padded(each, len(found)) for each in cut_beams(plan.index, plan.max_tokens, length, content)]
         if cut and len(lengths) > 1:
             return
     if client.has_left and not all(seen.finish for seen in client.samples):
@@ -270,7 +307,7 @@ def _check_prompt_logprobs(world: World, client: Client) -> None:
     assert live is not None
     if live.prompt_logprobs is None:
         return
-    count, whole = client.num_prompt_logprobs, prompt_logprobs(client.plan.index)
+    count, whole = client.num_prompt_logprobs, prompt_logprobs(client.plan.index, _content(world, client))
     rows = live.prompt_logprobs.rows(1, 1 + count)
     _require(list(rows.ranks) == list(whole.ranks[:count]), "wrong ranks of prompt tokens")
     _require(list(rows.top_token_ids) == list(whole.rows(1, 1 + count).top_token_ids), "wrong prompt logprobs")

@@ -8,9 +8,11 @@ from hashlib import sha256
 
 from scheduler_svc.core.errors import (
     DrainingError,
+    PreconditionError,
     QueueFullError,
     RequestExistsError,
     RequestRejectedError,
+    UnknownAdapterError,
 )
 from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec, TokenLogprobs
 from scheduler_svc.engine.live_request import LiveRequest
@@ -69,8 +71,9 @@ class Client:
         self.live = await self._submit()
         if self.live is None:
             return
+        adapter = f", adapter {self.spec.adapter_index}" if self.plan.adapter else ""
         self._world.note(f"{self.plan.name} arrives: seed {self.spec.sampling.seed}, {self.entry.kind}, "
-                         f"{len(self.spec.prompt_token_ids)} + {self.spec.max_tokens} tokens")  # fmt: skip
+                         f"{len(self.spec.prompt_token_ids)} + {self.spec.max_tokens} tokens{adapter}")  # fmt: skip
         if self.plan.kind == "cancels":
             self._world.later(self.plan.number, self._cancel)
         if self.plan.kind == "twice":
@@ -84,13 +87,21 @@ class Client:
         world, engine = self._world, self._world.engine
         if self.plan.kind == "deadline":
             self.deadline = world.clock.monotonic() + self.plan.number
-        request = self._request()
         while True:
             try:
-                return engine.submit(request)
-            except RequestRejectedError as exc:
+                if self.plan.adapter:
+                    # As the front does: the name is looked up once the request arrives.
+                    index = engine.adapters.index_of(self.plan.adapter)
+                    self.spec = replace(self.spec, adapter_index=index)
+                return engine.submit(self._request())
+            except (RequestRejectedError, PreconditionError) as exc:
                 self.refusal = exc
                 self.refused_by = [lane.spec for lane in world.core.lanes.values()]
+                return None
+            except UnknownAdapterError as exc:
+                self.refusal = exc
+                if self.plan.adapter in world.adapters.names:
+                    world.fail(Violation(f"{self.plan.name} is refused: {exc}"))
                 return None
             except (QueueFullError, DrainingError) as exc:
                 world.counts[f"turned away: {type(exc).__name__}"] += 1

@@ -10,6 +10,7 @@ from typing import Any
 from scheduler_svc.core.types import StepStatus
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.changing_executor import OTHER_NUMERICS
+from tests.simulation.adapter_faults import AdapterFaults
 from tests.simulation.catalogue import catalogue
 from tests.simulation.host import Host
 from tests.simulation.lane_faults import LaneFaults
@@ -28,7 +29,7 @@ class Faults:
     def __init__(self, world: World) -> None:
         self._world = world
         self._drains: list[asyncio.Task[None]] = []
-        self._lanes = LaneFaults(world)
+        self._lanes, self._adapters = LaneFaults(world), AdapterFaults(world)
         self._of_executors: dict[str, Callable[[Host, float], None]] = {
             "cut": self._cut,
             "stall": lambda host, number: self._stand_still(host, "stall", 0.02 + 1.5 * number),
@@ -51,6 +52,9 @@ class Faults:
             "refused session": self._refuse,
             "held": self._hold,
             "fenced": self._fence,
+            "failed load": self._adapters.fail_load,
+            "slow load": self._adapters.delay_load,
+            "forgotten adapters": self._adapters.forget,
         }
         self._of_the_scheduler: dict[str, Callable[[float], None]] = {
             "poison": self._poison,
@@ -58,6 +62,9 @@ class Faults:
             "wall clock jump": self._jump,
             "drain": self._drain,
             "network": self._network,
+            "changed adapter": self._adapters.change,
+            "unloaded adapter": self._adapters.unload,
+            "reloaded adapter": self._adapters.reload,
         }
         for fault in world.scenario.faults:
             world.loop.call_later(fault.at_s, self._inject, fault)
@@ -77,7 +84,7 @@ class Faults:
 
     async def ended(self) -> None:
         """Wait for drains and removals to end."""
-        await asyncio.gather(*self._drains, *self._lanes.tasks)
+        await asyncio.gather(*self._drains, *self._lanes.tasks, *self._adapters.tasks)
 
     def _happened(self, kind: str, until_s: float = 0.0, detail: str = "") -> None:
         self._world.counts[f"fault: {kind}"] += 1
@@ -129,6 +136,9 @@ class Faults:
         """Another scheduler took the executor and died: its lease must end first."""
         host.happened("held", SILENCE_S + 0.5)
         host.address.held_until = self._world.loop.time() + SILENCE_S
+        if host.alive:
+            # Its indexes meant other adapters.
+            host.process.forgets = lambda index: True
         host.address.cut("UNAVAILABLE: connection reset")
 
     def _fence(self, host: Host, number: float) -> None:
@@ -162,7 +172,7 @@ class Faults:
             return
         seconds = 0.05 + 3.5 * number
         host.happened("stop", seconds + 1.0, f"for {seconds:.3f} s")
-        process.stopped = True
+        process.loads.stopped = True
         connections = [each for each in address.connections if each.process is process]
         ends_at = world.loop.time() + seconds
 

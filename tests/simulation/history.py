@@ -17,6 +17,8 @@ from typing import Any
 
 from cadenza.plan_log import PlanLogReader
 from scheduler_svc.replay.core_replay import CoreReplay
+from tests.simulation.adapter_checks import check_adapters_left
+from tests.simulation.adapting import turn_bounds
 from tests.simulation.checks import check_client
 from tests.simulation.clients import Client
 from tests.simulation.faults import Faults
@@ -70,7 +72,7 @@ def run_history(seed: int, *, trace: bool = False, scenario: Scenario | None = N
     loop = VirtualLoop(Random(f"loop {seed}"), latest_s=scenario.latest_s)
     lines: list[str] | None = [] if trace else None
     try:
-        with _quiet(), contextlib.ExitStack() as stack:
+        with _quiet(), turn_bounds(scenario.adapters), contextlib.ExitStack() as stack:
             log = _log_path(stack) if scenario.is_recorded else None
             with contextlib.ExitStack() as recording:
                 world = World(scenario, loop, recording, log)
@@ -146,6 +148,7 @@ async def _run(world: World) -> None:
     for client in clients:
         check_client(world, client)
     _check_nothing_held(world)
+    check_adapters_left(world)
     _count_drafts(world)
     await _stop(world)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.types import StepPlan
 from scheduler_svc.engine.fleet.executor_member import ExecutorMember
 from scheduler_svc.plan_loop.ports import ModelDescription
+from tests.simulation.adapter_checks import check_named_adapters, check_unloads
 from tests.simulation.catalogue import KnownTokens
 from tests.simulation.lane_checks import check_admissions
 from tests.simulation.network import Address
@@ -38,8 +40,9 @@ class Host:
         """When something last happened here that health depends on."""
         self._world = world
         self.address = Address(
-            f"{self.name}.simulated:9090", world.loop, world.rng, world.scenario.delays, self._on_plan
-        )
+            f"{self.name}.simulated:9090", world.loop, world.rng, world.scenario.delays,
+            on_plan=self._on_plan, on_adapters=self._on_adapters, on_answer=self._on_answer,
+        )  # fmt: skip
 
     @property
     def member(self) -> ExecutorMember | None:
@@ -107,7 +110,7 @@ class Host:
             else PlanRunner(model, KnownTokens(numerics), drafts)
         )
         self.address.process = process = ExecutorProcess(
-            world.loop, world.rng, model, runner,
+            world.loop, world.rng, model, runner, world.adapters, world.scenario.adapters.load_s,
             on_error=world.fail, on_death=self._on_death, on_step=self._on_step,
             on_computed=lambda session, began_at: world.overlaps.add(process, session, began_at),
             on_change=self.touch, is_poisoned=self._is_poisoned,
@@ -161,16 +164,34 @@ class Host:
         if world.trace is not None:
             self.note(f"step {plan.step_id} {'ends' if ended else described(plan)}")
 
-    def _on_plan(self, plan: StepPlan) -> None:
-        """The scheduler sends a plan."""
+    def _on_adapters(self, commands: AdapterCommands) -> None:
+        """The scheduler sends loads and unloads."""
+        world = self._world
+        self.note(f"loads {[each.index for each in commands.loads]}, unloads {list(commands.unloads)}")
+        world.counts["unloads"] += len(commands.unloads)
+        if self.lane is not None:
+            check_unloads(world, self.lane, commands.unloads)
+
+    def _on_answer(self, answer: AdapterLoaded) -> None:
+        """The scheduler reads the answer to a load."""
+        world = self._world
+        world.adapters.on_answer(answer)
+        world.counts["loads" if answer.error is None else "failed loads"] += 1
+        self.note(f"adapter {answer.index} " + (answer.error.message if answer.error else "is loaded"))
+
+    def _on_plan(self, plan: StepPlan, adapters: Collection[int]) -> None:
+        """The scheduler sends a plan, which may name these adapters."""
         world = self._world
         # One that is being removed may get a last plan.
         member = world.engine.executors._members.get(plan.executor_id)
         if member is None or member.target != self.address.target:
             world.fail(PlanError(f"{self.name} gets a plan of executor {plan.executor_id}"))
             return
-        world.heads.on_plan(world.core.lanes[plan.executor_id])
+        lane = world.core.lanes[plan.executor_id]
+        world.heads.on_plan(lane)
+        world.turns.on_plan(lane)
         if plan.admitted:
+            check_named_adapters(world, lane, plan, adapters)
             check_admissions(world, member)
 
     def _is_poisoned(self, plan: StepPlan) -> bool:
@@ -200,7 +221,9 @@ class Host:
 def described(plan: StepPlan) -> str:
     """What a step does, for the trace."""
     admitted = [
-        (each.slot, each.sampling.seed, len(each.token_ids), each.num_computed_tokens) for each in plan.admitted
+        (each.slot, each.sampling.seed, len(each.token_ids), each.num_computed_tokens)
+        + ((f"adapter {each.adapter_index}",) if each.adapter_index else ())
+        for each in plan.admitted
     ]
     appended = list(zip(plan.append_slots, plan.append_block_ids, strict=True))
     computed = list(zip(plan.scheduled_slots, plan.scheduled_num_tokens, strict=True))

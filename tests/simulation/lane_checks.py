@@ -108,6 +108,7 @@ def can_hold(world: World, lane: Lane, group: SequenceGroup) -> bool:
         and len(unfinished) <= limits.max_num_seqs
         and _most_blocks(lane, len(unfinished), length) <= limits.num_blocks
         and lane.num_kv_tokens > group.outgrown_kv_tokens
+        and lane.adapters.has(spec.adapter_index)
     )
 
 
@@ -177,6 +178,16 @@ class HeadWatch:
             and len(unfinished) <= num_slots
             and num_needed <= lane.blocks.num_free
             and spec.max_num_batched_tokens >= spec.max_num_seqs + _LEAST_BUDGET
+            and self._has_place(lane, group)
+        )
+
+    def _has_place(self, lane: Lane, group: SequenceGroup) -> bool:
+        """Whether its adapter has a place, and no other group has the turn."""
+        index, running = group.spec.adapter_index, lane.running.num_by_adapter
+        if not index:
+            return True
+        return lane.adapters.turns.waits in (None, group) and (
+            index in running or len(running) < lane.adapters.max_loras
         )
 
     def _fail(self, lane: Lane, head: SequenceGroup, how: str) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.types import StepPlan, StepResult, StepStatus
 from scheduler_svc.plan_loop.ports import (
     ExecutorHeldError,
@@ -31,6 +32,8 @@ HEARTBEAT_S = 0.5
 _RETRY_S = 0.2
 """Interval at which the client asks an address where nothing answers."""
 _OPEN_TIMEOUT_S = 60.0
+
+Answer = StepResult | AdapterLoaded | AdapterUnloaded
 
 
 @dataclass(slots=True)
@@ -86,10 +89,12 @@ class Connection:
     def __init__(self, address: Address, process: ExecutorProcess, epoch: int) -> None:
         self.process = process
         self.opened: asyncio.Future[SessionOpened] = address.loop.create_future()
-        self.inbox: asyncio.Queue[StepResult | Exception] = asyncio.Queue()
+        self.inbox: asyncio.Queue[Answer | Exception] = asyncio.Queue()
         self.lost: Exception | None = None
         self.begun_step_id = 0
         """The newest step that the scheduler knows to have begun, by a result or a heartbeat."""
+        self.adapters: set[int] = set()
+        """Those that plans may name: the executor has answered that it has them, and no unload has been sent."""
         self._address = address
         self._session: Session | None = None
         self._to_executor = Direction(address, self._at_executor)
@@ -103,18 +108,29 @@ class Connection:
 
     def send(self, plan: StepPlan) -> None:
         """Send a plan; raises the error that ended the connection."""
-        self._address.on_plan(plan)
+        self._address.on_plan(plan, self.adapters)
         if self.lost is not None:
             raise self.lost
         self._to_executor.send(plan)
 
-    def _at_executor(self, message: int | StepPlan) -> None:
+    def send_adapters(self, commands: AdapterCommands) -> None:
+        """Send loads and unloads of adapters; raises the error that ended the connection."""
+        self._address.on_adapters(commands)
+        self.adapters -= set(commands.unloads)
+        if self.lost is not None:
+            raise self.lost
+        self._to_executor.send(commands)
+
+    def _at_executor(self, message: int | StepPlan | AdapterCommands) -> None:
         process = self.process
         if not process.alive:
             return
-        if isinstance(message, StepPlan):
+        if not isinstance(message, int):
             assert self._session is not None
-            process.submit(self._session, message)
+            submit: Callable[[Session, Any], None] = (
+                process.submit if isinstance(message, StepPlan) else process.submit_adapters
+            )
+            submit(self._session, message)
             return
         refusal = self._address.refusal(process, message)
         if refusal is not None:
@@ -132,10 +148,12 @@ class Connection:
         self._beat()
         process.open_session(
             self._session,
-            lambda last: self._to_scheduler.send(SessionOpened(process.model.incarnation, last)),
+            lambda last, adapters: self._to_scheduler.send(
+                SessionOpened(process.model.incarnation, last, adapters=adapters)
+            ),
         )
 
-    def _at_scheduler(self, message: SessionOpened | StepResult | Heartbeat | Exception) -> None:
+    def _at_scheduler(self, message: SessionOpened | Answer | Heartbeat | Exception) -> None:
         if isinstance(message, Exception):
             self.lose(message)
         elif isinstance(message, SessionOpened):
@@ -143,10 +161,18 @@ class Connection:
                 self.opened.set_result(message)
         elif isinstance(message, Heartbeat):
             self.begun_step_id = max(self.begun_step_id, message.running_step_id)
+        elif isinstance(message, (AdapterLoaded, AdapterUnloaded)):
+            self.inbox.put_nowait(message)
         else:
             self.process.num_answered += message.status is StepStatus.OK
             self.begun_step_id = max(self.begun_step_id, message.step_id)
             self.inbox.put_nowait(message)
+
+    def take(self, answer: AdapterLoaded) -> None:
+        """The scheduler learns that an adapter is loaded, or is not."""
+        self._address.on_answer(answer)
+        if answer.error is None:
+            self.adapters.add(answer.index)
 
     def _beat(self) -> None:
         """Send heartbeats with the running step until the session ends."""
@@ -215,6 +241,8 @@ class Stream:
     def __init__(self, connection: Connection, opened: SessionOpened) -> None:
         self.opened = opened
         self._connection = connection
+        for answer in opened.adapters:
+            connection.take(answer)
 
     @property
     def begun_step_id(self) -> int:
@@ -225,12 +253,18 @@ class Stream:
         """Send the next plan; raises ExecutorLostError."""
         self._connection.send(plan)
 
-    async def results(self) -> AsyncIterator[StepResult]:
-        """Results in plan order; raises ExecutorLostError when the stream ends."""
+    async def send_adapters(self, commands: AdapterCommands) -> None:
+        """Send loads and unloads of adapters, after the plans so far; raises ExecutorLostError."""
+        self._connection.send_adapters(commands)
+
+    async def results(self) -> AsyncIterator[Answer]:
+        """Results in plan order, and answers about adapters; raises ExecutorLostError when the stream ends."""
         while True:
             message = await self._connection.inbox.get()
             if isinstance(message, Exception):
                 raise message
+            if isinstance(message, AdapterLoaded):
+                self._connection.take(message)
             yield message
 
     async def close(self) -> None:
@@ -247,12 +281,16 @@ class Address:
         loop: asyncio.AbstractEventLoop,
         rng: Random,
         delays: Delays,
-        on_plan: Callable[[StepPlan], None],
+        *,
+        on_plan: Callable[[StepPlan, Collection[int]], None],
+        on_adapters: Callable[[AdapterCommands], None],
+        on_answer: Callable[[AdapterLoaded], None],
     ) -> None:
-        """on_plan: called with each plan as the scheduler sends it."""
+        """on_plan: called with each plan as the scheduler sends it, and the adapters that it may name. on_adapters: the
+        same for loads and unloads. on_answer: called with each answer to a load as the scheduler reads it."""
         self.target = target
         self.loop, self.rng, self.delays = loop, rng, delays
-        self.on_plan = on_plan
+        self.on_plan, self.on_adapters, self.on_answer = on_plan, on_adapters, on_answer
         self.process: ExecutorProcess | None = None
         self.connections: list[Connection] = []
         self.num_opened = 0

@@ -16,7 +16,6 @@ from scheduler_svc.core.types import (
     BlockPairs,
     Candidates,
     PromptLogprobs,
-    Sampling,
     SlotError,
     StepPlan,
     StepResult,
@@ -24,6 +23,7 @@ from scheduler_svc.core.types import (
 )
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.drafting import NO_DRAFTS, DraftPlan, in_order, make_drafts, num_allowed, rows_left, take_drafts
+from tests.simulation.slot import Slot
 
 _NOT_WRITTEN = 0
 _SPOILT = -1
@@ -53,40 +53,6 @@ class TokenSource(Protocol):
         """Those of the prompt tokens `start` to `end - 1`."""
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One batch slot."""
-
-    number: int
-    tokens: list[int]
-    kv: list[int]
-    """By position: what a block must hold there once it is computed."""
-    num_prompt: int
-    num_computed: int
-    blocks: list[int]
-    sampling: Sampling
-    sample_index: int
-    held: bool
-    max_drafts: int = 0
-    max_len: int = 0
-    """With drafts: the length at which the slot stops."""
-    stopped: bool = False
-
-    @property
-    def num_left(self) -> int:
-        return len(self.tokens) - self.num_computed
-
-    def ends_with(self, token_id: int) -> bool:
-        """Whether it stops with this token, its last."""
-        enough = len(self.tokens) - self.num_prompt >= self.sampling.min_tokens
-        at_its_end = self.max_drafts > 0 and len(self.tokens) >= self.max_len
-        return at_its_end or (enough and token_id in self.sampling.stop_token_ids)
-
-    def append(self, token_id: int) -> None:
-        self.kv.append(hash((self.kv[-1], token_id)))
-        self.tokens.append(token_id)
-
-
 @dataclass(slots=True)
 class _Work:
     slot: Slot
@@ -111,6 +77,8 @@ class PlanRunner:
         self._device = [_NOT_WRITTEN] * (model.num_device_blocks * model.block_size)
         self._host = [_NOT_WRITTEN] * (model.num_host_blocks * model.block_size)
         self.slots: dict[int, Slot] = {}
+        self.adapters: dict[int, int] = {}
+        """The loaded adapters: content by index."""
         self.computed_seeds: frozenset[int] = frozenset()
 
     @property
@@ -122,6 +90,14 @@ class PlanRunner:
         """Free all slots."""
         self.slots.clear()
 
+    def load_adapter(self, index: int, content: int) -> None:
+        """Later plans may name an adapter."""
+        self.adapters[index] = content
+
+    def unload_adapter(self, index: int) -> None:
+        """No later plan names an adapter."""
+        del self.adapters[index]
+
     def run(self, plan: StepPlan, non_finite: int | None = None) -> StepResult:
         """Run one plan; raises PlanError. The logits of the non_finite-th sampling slot are not finite."""
         work, forks, idle = self._prepare(plan)
@@ -132,6 +108,8 @@ class PlanRunner:
             self._add_prompt_logprobs(prompt_logprobs, each)
         for each in work:
             self._check_kv(each.slot, each.slot.num_computed + each.num_computed)
+            content = self.adapters.get(each.slot.adapter_index, 0)
+            _require(content == each.slot.content, f"slot {each.slot.number} computes without its adapter")
         drafts = {each.slot: take_drafts(each.slot, each.num_drafts) for each in work}
         sampling = [each.slot for each in work if each.samples] + [fork for fork, _ in forks]
         sampling.sort(key=lambda slot: slot.number)
@@ -165,6 +143,9 @@ class PlanRunner:
             del self.slots[number]
         for admitted in plan.admitted:
             self._admit(admitted)
+        if any(admitted.adapter_index for admitted in plan.admitted):
+            count = len({slot.adapter_index for slot in self.slots.values()} - {0})
+            _require(count <= self.model.max_loras, f"slots have {count} adapters, over {self.model.max_loras}")
         for number, block in zip(plan.append_slots, plan.append_block_ids, strict=True):
             _require(0 <= block < self.model.num_device_blocks, f"block {block} is not in the pool")
             self._slot(number).blocks.append(block)
@@ -186,13 +167,19 @@ class PlanRunner:
             of = self._slot(source.slot)
             _require(source.num_tokens <= of.num_prompt, f"slot {number}: output of its source")
             _require(blocks[: source.num_blocks] == of.blocks[: source.num_blocks], f"slot {number}: other blocks")
+            _require(admitted.adapter_index == of.adapter_index, f"slot {number} has another adapter than its source")
             tokens = of.tokens[: source.num_tokens] + tokens
         _require(1 <= admitted.num_prompt_tokens <= len(tokens) <= model.max_model_len, f"slot {number}: bad length")
         _require(admitted.num_computed_tokens < len(tokens), f"slot {number} has nothing to compute")
         _require(all(0 <= block < model.num_device_blocks for block in blocks), f"slot {number}: bad block")
         _require(admitted.max_drafts <= model.max_drafts, f"slot {number}: {admitted.max_drafts} drafts")
         _require(not (admitted.max_drafts and admitted.sampling.num_candidates), f"slot {number}: drafts of a beam")
-        kv, last = [], _ROOT
+        content = self.adapters.get(admitted.adapter_index, 0)
+        _require(
+            content > 0 or not admitted.adapter_index, f"slot {number}: adapter {admitted.adapter_index} is not loaded"
+        )
+        # Equal contents give equal KV, whatever their names.
+        kv, last = [], hash((_ROOT, content)) if content else _ROOT
         for token_id in tokens:
             last = hash((last, token_id))
             kv.append(last)
@@ -206,6 +193,8 @@ class PlanRunner:
             admitted.sampling,
             admitted.sample_index,
             admitted.held,
+            admitted.adapter_index,
+            content,
             admitted.max_drafts,
             admitted.max_len,
         )

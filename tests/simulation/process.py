@@ -7,11 +7,14 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Protocol
 
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.types import StepPlan, StepResult, StepStatus
 from scheduler_svc.plan_loop.ports import ModelDescription
+from tests.simulation.adapting import AdapterFiles, AdapterLoads
 from tests.simulation.plan_runner import PlanError
 
 _AFTER_FAILURE = "an earlier step of this session failed"
@@ -29,6 +32,12 @@ class Runner(Protocol):
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a plan."""
 
+    def load_adapter(self, index: int, content: int) -> None:
+        """Later plans may name an adapter."""
+
+    def unload_adapter(self, index: int) -> None:
+        """No later plan names an adapter."""
+
     @property
     def num_slots_used(self) -> int:
         """Slots that hold a sequence."""
@@ -43,7 +52,7 @@ class Session:
     """One session, as the process sees it."""
 
     epoch: int
-    deliver: Callable[[StepResult], None]
+    deliver: Callable[[StepResult | AdapterLoaded | AdapterUnloaded], None]
     announce: Callable[[int], None]
     """Sends a heartbeat with a step that is about to run."""
     announce_end: Callable[[], None]
@@ -77,6 +86,8 @@ class ExecutorProcess:
         rng: Random,
         model: ModelDescription,
         runner: Runner,
+        files: AdapterFiles,
+        load_s: float,
         *,
         on_error: Callable[[Exception], None],
         on_death: Callable[[Session | None], None],
@@ -91,8 +102,9 @@ class ExecutorProcess:
         self.model = model
         self.runner = runner
         self.alive = True
-        self.stopped = False
-        """Suspended, as by SIGSTOP."""
+        self.loads = AdapterLoads(loop, rng, files, load_s, runner.load_adapter)
+        self.forgets: Callable[[int], bool] | None = None
+        """Which of its adapters it has no more when the next session opens."""
         self.session: Session | None = None
         self.last_epoch = 0
         self.last_completed = 0
@@ -105,13 +117,18 @@ class ExecutorProcess:
         self._loop, self._rng = loop, rng
         self._on_error, self._on_death, self._on_step, self._is_poisoned = on_error, on_death, on_step, is_poisoned
         self._on_change, self._on_computed = on_change, on_computed
-        self._queue: deque[tuple[Session, StepPlan]] = deque()
+        self._queue: deque[tuple[Session, StepPlan | AdapterUnloaded]] = deque()
         self._running: tuple[Session, StepPlan, NextStep] | None = None
         self._began_at = 0.0
         self._opening: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ended_while_stopped = False
         self._base_s = rng.choice([0.003, 0.01, 0.02])
+
+    @property
+    def stopped(self) -> bool:
+        """Suspended, as by SIGSTOP."""
+        return self.loads.stopped
 
     @property
     def running(self) -> bool:
@@ -127,16 +144,21 @@ class ExecutorProcess:
         """The step of this session that runs; 0: none."""
         return self._running[1].step_id if self._running is not None and self._running[0] is session else 0
 
-    def open_session(self, session: Session, opened: Callable[[int], None]) -> None:
+    def open_session(self, session: Session, opened: Callable[[int, tuple[AdapterLoaded, ...]], None]) -> None:
         """End the session before; once the running step has ended and the slots are clear, call `opened`."""
         if self.session is not None:
             self.session.closed = True
         self.session, self.last_epoch = session, session.epoch
         self._queue.clear()
+        self.loads.drop_waiting()
 
         def clear() -> None:
             self.runner.clear()
-            opened(self.last_completed)
+            self.loads.open_session(answer)
+
+        def answer() -> None:
+            self._forget_adapters()
+            opened(self.last_completed, self.loads.answers())
 
         self._opening = clear
         if self._running is None:
@@ -154,16 +176,49 @@ class ExecutorProcess:
         if self.session is session:
             self.session = None
             self._opening = None
+            self.loads.drop_waiting()
 
     def submit(self, session: Session, plan: StepPlan) -> None:
         """Queue a plan."""
         if session.closed or not self.alive:
             return
-        if len(self._queue) + self.running >= self.model.max_inflight_plans + 1:
+        num_queued = sum(isinstance(work, StepPlan) for _, work in self._queue)
+        if num_queued + self.running >= self.model.max_inflight_plans + 1:
             self._on_error(PlanError(f"more than {self.model.max_inflight_plans} plans in flight"))
         self._queue.append((session, plan))
         if self._running is None:
             self._begin()
+
+    def submit_adapters(self, session: Session, commands: AdapterCommands) -> None:
+        """Queue unloads behind the plans so far, and begin loads."""
+        if session.closed or not self.alive:
+            return
+        if not self.model.max_loras:
+            self._on_error(PlanError("an executor without adapters is to load some"))
+            return
+        self._queue += [(session, AdapterUnloaded(index)) for index in commands.unloads]
+        if self._running is None:
+            self._begin()
+        for registered in commands.loads:
+            if registered.index in self.loads.loaded:
+                self._on_error(PlanError(f"adapter {registered.index} is loaded again"))
+            if self.loads.num_held >= self.model.max_cpu_loras:
+                self._on_error(PlanError(f"over {self.model.max_cpu_loras} adapters are loaded"))
+            self.loads.load(registered, partial(self._answer, session))
+
+    def _answer(self, session: Session, answer: AdapterLoaded | AdapterUnloaded) -> None:
+        if not session.closed:
+            session.deliver(answer)
+
+    def _unload(self, index: int) -> None:
+        if self.loads.loaded.pop(index, None) is not None:
+            self.runner.unload_adapter(index)
+
+    def _forget_adapters(self) -> None:
+        forgets, self.forgets = self.forgets, None
+        for index in list(self.loads.loaded):
+            if forgets is not None and forgets(index):
+                self._unload(index)
 
     def terminate(self) -> None:
         """End by a signal: the peer of the session learns of it, after all results so far."""
@@ -183,23 +238,31 @@ class ExecutorProcess:
         if self._timer is not None:
             self._timer.cancel()
         self._queue.clear()
+        self.loads.stop()
         self._running = None
         self._on_death(informed)
 
     def resume(self) -> None:
         """Go on after a suspension."""
-        self.stopped = False
+        self.loads.resume()
         if self._ended_while_stopped:
             self._ended_while_stopped = False
             self._end()
 
     def _begin(self) -> None:
-        session, plan = self._queue.popleft()
-        if session.failed:
-            session.deliver(StepResult(plan.step_id, StepStatus.SKIPPED, _AFTER_FAILURE))
-            if self._queue:
-                self._begin()
-            return
+        """Begin the next step, after the unloads before it."""
+        while self._queue:
+            session, work = self._queue.popleft()
+            if isinstance(work, AdapterUnloaded):
+                self._unload(work.index)
+                self._answer(session, work)
+            elif session.failed:
+                session.deliver(StepResult(work.step_id, StepStatus.SKIPPED, _AFTER_FAILURE))
+            else:
+                self._start(session, work)
+                return
+
+    def _start(self, session: Session, plan: StepPlan) -> None:
         self._check_order(session, plan)
         fault, self.next_step = self.next_step or NextStep(), None
         if self._is_poisoned(plan):
@@ -242,7 +305,7 @@ class ExecutorProcess:
             session.deliver(result)
         if self._opening is not None:
             self._open()
-        elif self._queue:
+        else:
             self._begin()
 
     def _run(self, session: Session, plan: StepPlan, fault: NextStep) -> StepResult | None:

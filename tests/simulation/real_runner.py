@@ -7,6 +7,7 @@ from dataclasses import replace
 from scheduler_svc.core.types import ExecutorSpec, SlotError, StepPlan, StepResult
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.core_executor import CoreExecutor
+from tests.helpers.known import adapter_hash
 
 
 class RealRunner:
@@ -24,6 +25,8 @@ class RealRunner:
                 max_model_len=model.max_model_len,
                 num_host_blocks=model.num_host_blocks,
                 max_drafts=model.max_drafts,
+                max_loras=model.max_loras,
+                max_cpu_loras=model.max_cpu_loras,
             ),
             model.vocab_size,
             acceptance=acceptance,
@@ -32,6 +35,14 @@ class RealRunner:
     def clear(self) -> None:
         """Free all slots."""
         self._executor.clear()
+
+    def load_adapter(self, index: int, content: int) -> None:
+        """Later plans may name an adapter."""
+        self._executor.load(index, adapter_hash(content))
+
+    def unload_adapter(self, index: int) -> None:
+        """No later plan names an adapter."""
+        self._executor.adapters.unload(index)
 
     @property
     def num_slots_used(self) -> int:

@@ -11,6 +11,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.changing_executor import MODEL, OTHER_NUMERICS
 from tests.helpers.simulations import options
+from tests.simulation.adapting import CONTENTS, NO_ADAPTERS, AdapterPlan, path_of
 from tests.simulation.catalogue import NUM_ENTRIES, NUM_STEMS, catalogue, entries_of_stem
 from tests.simulation.drafting import NO_DRAFTS, DraftPlan
 from tests.simulation.network import Delays
@@ -19,6 +20,7 @@ REAL_EXECUTOR_EVERY = 20
 """One history of so many runs the simulated executor of the service, over the wire's conversions."""
 SHARE_WITH_DRAFTS = 0.34
 """Of histories."""
+SHARE_WITH_ADAPTERS = 0.4
 RECORDED_EVERY = 12
 """One history of so many is recorded, and its plan log replayed."""
 
@@ -31,6 +33,10 @@ LANE_FAULT_KINDS = (
     "join", "drained executor", "drained and removed", "removed", "gone", "other list", "other model", "network",
 )  # fmt: skip
 """Faults of histories with several executors."""
+ADAPTER_FAULT_KINDS = (
+    "changed adapter", "failed load", "slow load", "forgotten adapters", "unloaded adapter", "reloaded adapter",
+)  # fmt: skip
+"""Faults of histories with adapters, and what an operator does with them."""
 _WEIGHTS = {"cut": 6, "kill": 6, "failed step": 3, "other limits": 4, "fenced": 0.4, "poison": 1.2, "silence": 0.7,
             "hang": 1.5, "watchdog": 1.0, "unusable limits": 0.6, "other numerics": 1.0,
             "non-finite": 2.5, "join": 2.0, "drained executor": 3.0, "drained and removed": 2.0, "gone": 3.0,
@@ -75,6 +81,8 @@ class ClientPlan:
     final_only: bool
     max_drafts: int | None = None
     """The most drafts that it allows; None: as many as the executor."""
+    adapter: str = ""
+    """The name of its adapter; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,7 @@ class Scenario:
     resolves: bool
     """Whether the scheduler's list of executors is a name that it resolves again and again."""
     drafts: DraftPlan = NO_DRAFTS
+    adapters: AdapterPlan = NO_ADAPTERS
 
 
 @cache
@@ -127,7 +136,60 @@ def draw_scenario(seed: int) -> Scenario:
         resolves=rng.random() < 0.2,
     )
     drawn = Random(f"drafts {seed}")
-    return _with_drafts(drawn, scenario) if drawn.random() < SHARE_WITH_DRAFTS else scenario
+    if drawn.random() < SHARE_WITH_DRAFTS:
+        scenario = _with_drafts(drawn, scenario)
+    drawn = Random(f"adapters {seed}")
+    return _with_adapters(drawn, scenario, duration_s) if drawn.random() < SHARE_WITH_ADAPTERS else scenario
+
+
+def _with_adapters(rng: Random, scenario: Scenario, duration_s: float) -> Scenario:
+    """The same with executors that have adapters, requests of theirs and of none, and more clients now and then."""
+    contents = {f"a{number}": rng.choice(CONTENTS) for number in range(1, 1 + rng.choice([2, 3, 4, 8]))}
+    if rng.random() < 0.2:
+        contents["broken"] = 0
+    names = list(contents)
+    more = [
+        _draw_client(rng, f"s{number}", duration_s, rng.randrange(NUM_STEMS)) for number in range(rng.choice([0, 4, 8]))
+    ]
+    clients = tuple(
+        replace(client, adapter=_draw_name(rng, names) if rng.random() < 0.8 else "")
+        for client in (*scenario.clients, *more)
+    )
+    max_loras = rng.choice([1, 1, 2, 3])
+    faults = [
+        Fault(rng.choice(ADAPTER_FAULT_KINDS), rng.random() * 1.2 * duration_s, rng.random(), rng.random())
+        for _ in range(rng.choice([0, 1, 2, 4]))
+    ]
+    return replace(
+        scenario,
+        config=scenario.config.model_copy(
+            update={
+                "lora": [f"{name}={path_of(name)}" for name in names],
+                "lora_load_timeout_s": rng.choice([0.5, 30.0, 30.0]),
+            }
+        ),
+        models=tuple(_with_places(rng, model, max_loras) for model in scenario.models),
+        clients=clients,
+        faults=(*scenario.faults, *faults),
+        adapters=AdapterPlan(
+            tuple(contents.items()),
+            load_s=rng.choice([0.001, 0.02, 0.2]),
+            max_passed=rng.choice([2, 3, 32]),
+            max_passed_s=rng.choice([0.05, 0.2, 1.0]),
+        ),
+    )
+
+
+def _draw_name(rng: Random, names: list[str]) -> str:
+    """The first ones most often."""
+    return names[min(len(names) - 1, int(rng.expovariate(0.6)))]
+
+
+def _with_places(rng: Random, model: ModelDescription, max_loras: int) -> ModelDescription:
+    """Places for adapters; one of several executors may have none, or others."""
+    chosen = rng.random()
+    max_loras = 0 if chosen < 0.05 else rng.choice([1, 2, 4]) if chosen < 0.2 else max_loras
+    return replace(model, max_loras=max_loras, max_cpu_loras=max_loras and max_loras + rng.choice([0, 0, 1, 3, 8]))
 
 
 def _with_drafts(rng: Random, scenario: Scenario) -> Scenario:

@@ -182,6 +182,62 @@ SEEDED_BUGS = (
         "scheduler_svc.engine.fleet.executor_set", "ExecutorSet.can_serve",
         "return any(", "return all(",
     ),
+    # --- adapters
+    SeededBug(
+        "groups of running adapters pass one that waits for a place for ever",
+        "scheduler_svc.core.adapters.turns", "AdapterTurns._must_wait",
+        "return self._num_passed >= MAX_PASSED or now - self._since >= MAX_PASSED_S", "return False",
+    ),
+    SeededBug(
+        "no group that lacks a place for its adapter has a turn",
+        "scheduler_svc.core.adapters.turns", "AdapterTurns.pass_over",
+        "if self.waits is None:", "if False:",
+    ),
+    SeededBug(
+        "more adapters run than have places",
+        "scheduler_svc.core.adapters.lane_adapters", "LaneAdapters.has_place",
+        "(self.has(index) and self.turns.admits(group, running, now))", "self.has(index)",
+    ),
+    SeededBug(
+        "a plan names an adapter that is still being loaded",
+        "scheduler_svc.core.adapters.lane_adapters", "LaneAdapters.has",
+        "found.state is AdapterState.LOADED and", "found.state is not AdapterState.UNLOADING and",
+    ),
+    SeededBug(
+        "an executor with other files of an adapter takes its requests",
+        "scheduler_svc.core.adapters.lane_adapters", "LaneAdapters.on_loaded",
+        "if known_hash and answer.content_hash != known_hash:", "if False:",
+    ),
+    SeededBug(
+        "an adapter gives its place away while requests use it",
+        "scheduler_svc.core.adapters.lane_adapters", "LaneAdapters.least_recently_used",
+        "and index not in users", "",
+    ),
+    SeededBug(
+        "an executor is taken to have the adapters that it had in its last session",
+        "scheduler_svc.core.steps.adapter_changes", "adopt_loaded",
+        "lane.adapters.reset()", "pass",
+    ),
+    SeededBug(
+        "prefixes are shared between adapters",
+        "scheduler_svc.core.memory.prefix_lookups", "root_of",
+        "sequence.group.adapter_hash", "b''",
+    ),
+    SeededBug(
+        "requests are left waiting when the last executor with adapters is removed",
+        "scheduler_svc.core.steps.lane_changes", "remove",
+        "requests.adapters.num_answers += 1", "pass",
+    ),
+    SeededBug(
+        "an ended request leaves the timer of its adapter",
+        "scheduler_svc.engine.adapters", "Adapters.on_ended",
+        "timer.cancel()", "pass",
+    ),
+    SeededBug(
+        "an executor is placed first that must still load the adapter",
+        "scheduler_svc.core.placement.candidates", "able_lanes",
+        "if has_adapter(lane, group)", "if True",
+    ),
     SeededBug(
         "an executor with another model joins",
         "scheduler_svc.engine.fleet.served_executors", "ServedExecutors._why_unlike",

@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc.core.types import FinishDetail
 from tests.simulation.history import HistoryError, run_history
 from tests.simulation.many import run_chunk, summary, total
-from tests.simulation.scenario import FAULT_KINDS, LANE_FAULT_KINDS, RECORDED_EVERY
+from tests.simulation.scenario import ADAPTER_FAULT_KINDS, FAULT_KINDS, LANE_FAULT_KINDS, RECORDED_EVERY
 from tests.simulation.seeded_bugs import SEEDED_BUGS, SeededBug, seeded
 
 NUM_CHECKED = 500
@@ -30,7 +30,8 @@ def test_every_promise_holds_and_everything_happens(first: int) -> None:
     reports = run_chunk(range(first, first + _CHECKED_CHUNK))
     counts = total(reports)
     print(summary(reports))
-    rare = [kind for kind in FAULT_KINDS + LANE_FAULT_KINDS if counts[f"fault: {kind}"] < _LEAST_FAULTS]
+    kinds = FAULT_KINDS + LANE_FAULT_KINDS + ADAPTER_FAULT_KINDS
+    rare = [kind for kind in kinds if counts[f"fault: {kind}"] < _LEAST_FAULTS]
     assert not rare, f"these faults hardly happen: {rare}"
     missing = [end for end in _ENDS if not counts[f"end: {end}"]]
     assert not missing, f"nothing ends like this: {missing}"
@@ -40,6 +41,10 @@ def test_every_promise_holds_and_everything_happens(first: int) -> None:
         assert counts[name] > 300, name
     for name in ("drained", "drained executors", "removed executors", "lanes left", "plans with room for the head"):
         assert counts[name] > 0, name
+    for name in ("loads", "unloads", "plans with several adapters"):
+        assert counts[name] > 100, name
+    for name in ("failed loads", "loads by the operator", "refused loads", "turns", "groups that passed a turn"):
+        assert counts[name] > 4, name
 
 
 @pytest.mark.slow

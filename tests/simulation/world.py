@@ -16,6 +16,8 @@ from scheduler_svc.executors.addresses import ExecutorEntries
 from scheduler_svc.executors.discovery import Discovery
 from scheduler_svc.plan_loop.ports import ExecutorPort, ModelDescription
 from scheduler_svc.recording.recording import recorded_core
+from tests.simulation.adapter_checks import TurnWatch
+from tests.simulation.adapting import AdapterFiles
 from tests.simulation.host import Host
 from tests.simulation.lane_checks import HeadWatch, Overlaps, Violation, check_placed
 from tests.simulation.loop import LoopClock, VirtualLoop
@@ -51,13 +53,14 @@ class World:
         """When something last happened to the scheduler that health depends on."""
         self.quiet_at = loop.time()
         """When the last fault so far is over."""
+        self.adapters = AdapterFiles.of(scenario.adapters)
         config = scenario.config
         if record is not None:
             config = config.model_copy(update={"record": str(record)})
         self.core, self._record = stack.enter_context(recorded_core(config))
         self.engine = Engine(config, self.core, self.clock, connect=self._connect)
         self.engine.add_health_listener(self._on_health)
-        self.overlaps, self.heads = Overlaps(self), HeadWatch(self)
+        self.overlaps, self.heads, self.turns = Overlaps(self), HeadWatch(self), TurnWatch(self)
         self.hosts: list[Host] = []
         """All executors that there have been."""
         for model, numerics in zip(scenario.models, scenario.numerics, strict=True):

@@ -87,7 +87,7 @@ def _time(bench: Bench, sizes: tuple[int, int, tuple[int, ...]], rows: int, adap
 
 
 def _load(places: LoraPlaces, place: int) -> list[Pair]:
-    from executor_svc.gpu.kernels.lora.places import Pair
+    from executor_svc.gpu.kernels.lora.places import Pair, Taker
 
     def random(*shape: int) -> Tensor:
         return (torch.randn(*shape, device=places.a.device) * 0.05).to(torch.bfloat16)
@@ -96,7 +96,9 @@ def _load(places: LoraPlaces, place: int) -> list[Pair]:
     pairs = [
         Pair(random(_RANK, shape.in_features), random(end - first, _RANK), _SCALE, first) for first, end in shape.parts
     ]
-    places.load(place, pairs)
+    size, on_gpu = places.packed_bytes([_RANK] * len(pairs)), places.a.device.type == "cuda"
+    memory = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+    places.set(place, places.pack(pairs, Taker(memory)))
     return pairs
 
 

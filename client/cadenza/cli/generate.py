@@ -281,12 +281,15 @@ async def _print_streams(request: _Request, prompts: list[_Prompt]) -> None:
 
     running = [asyncio.create_task(_keep_error(pump(p, q))) for p, q in zip(prompts, queues, strict=True)]
     try:
-        for index, (prompt, queue) in enumerate(zip(prompts, queues, strict=True)):
+        for index, (prompt, queue, work) in enumerate(zip(prompts, queues, running, strict=True)):
             if len(prompts) > 1:
                 write(f"{'' if index == 0 else chr(10)}── {prompt}\n")
+            has_text = False
             while (text := await queue.get()) is not None:
                 write(text)
-            write("\n")
+                has_text = True
+            if has_text or await work is None:
+                write("\n")
         errors = await asyncio.gather(*running)
     finally:  # after Ctrl-C or a closed stdout, the remaining answers are not needed
         for task in running:

@@ -32,8 +32,8 @@ Examples:
   cadenza generate --adapter sql "..."
   cadenza lora unload sql                   its requests go on
 
-What is changed here lasts until the scheduler is started again: its option --lora names the adapters that it starts
-with.
+What is changed here lasts until the scheduler is started again, or longer if it has a --journal. Its option --lora
+names the adapters that it starts with, and --lora-dir a folder whose adapters are loaded when a request names them.
 """
 EPILOG = "Exit codes: 0 success, 1 no server or a refusal, 2 wrong options, 130 Ctrl-C."
 _DIGITS = 12

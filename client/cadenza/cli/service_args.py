@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 from typer.core import TyperCommand
@@ -59,15 +59,19 @@ def with_fields(command: Callable[..., None], options: Iterable[FieldOption]) ->
     """Give `command` a keyword parameter for each option in place of its `**options`; parameters that it has are kept.
 
     Values are passed as text (flags as bool), None if not given: the models check them, so that every front end has the
-    same errors. Of two options with one name the first is used.
+    same errors. An option of several values may be given several times, and is passed with commas. Of two options with
+    one name the first is used.
     """
+    options = list(options)
+    lists = {option.name for option in options if _is_list(option.field)}
     signature = inspect.signature(command, eval_str=True)
     parameters = {p.name: p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     for option in options:
         parameters.setdefault(option.name, _parameter(option))
 
     def run(**values: Any) -> None:
-        command(**values)
+        joined = {name: ",".join(values[name]) if values.get(name) else None for name in lists & values.keys()}
+        command(**{**values, **joined})
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
@@ -150,7 +154,7 @@ def _parameter(option: FieldOption) -> inspect.Parameter:
 
     name, field = option.name, option.field
     shown = value_name(field.annotation)
-    kind: Any = str if shown else bool
+    kind: Any = list[str] if _is_list(field) else str if shown else bool
     declaration = flag(name) if shown else f"{flag(name)}/{flag('no_' + name)}"
     made = typer.Option(
         declaration,
@@ -162,3 +166,7 @@ def _parameter(option: FieldOption) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, made]
     )
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is list

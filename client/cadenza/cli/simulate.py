@@ -38,7 +38,7 @@ fit-costs` made from a recording. The results are those of `cadenza loadtest`: t
 """
 EPILOG = "Exit codes: 0 simulated, 1 no request was served or no rate holds, 2 wrong options, 130 Ctrl-C."
 _LOAD_PANELS = ("Workload", "Load", "Measuring")
-_NOT_SIMULATED = ("timeout_s", "warm_up_requests", "sweep")
+_NOT_SIMULATED = ("timeout_s", "warm_up_requests", "sweep", "adapters", "adapter_share", "adapter_prefix")
 
 
 Executor = Annotated[

@@ -28,6 +28,9 @@ The file holds hashes of tokens. A token itself is printed once, on stdout, and 
 was started with --tenants FILE reads it again within a second.
 """
 EPILOG = "Exit codes: 0 success, 2 wrong options or a wrong file."
+_COLUMNS = (
+    "tenant", "tokens", "weight", "requests", "queued tokens", "tokens/min", "priority", "shares", "adapters", "",
+)  # fmt: skip
 _HASH_CHARS = 8
 _PIPE_CELLS = 1000
 """In a pipe no line is wrapped."""
@@ -63,6 +66,13 @@ def add(
     shared_prefixes: Annotated[
         str | None, typer.Option(metavar="NAME", help="Share cached prefixes with the tenants of this name.")
     ] = None,
+    adapters: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="LoRA adapters that it may use, with commas and * and ?.  [default: all]"),
+    ] = None,
+    may_load_adapters: Annotated[
+        bool, typer.Option("--may-load-adapters", help="It may load and unload those adapters.")
+    ] = False,
     admin: Annotated[bool, typer.Option("--admin", help="It sees everything, and may drain the server.")] = False,
 ) -> None:
     """Add a tenant with one token; the file is made if there is none."""
@@ -73,6 +83,8 @@ def add(
         "tokens_per_minute": tokens_per_minute,
         "max_priority": max_priority,
         "shared_prefixes": shared_prefixes,
+        "adapters": None if adapters is None else [each for each in map(str.strip, adapters.split(",")) if each],
+        "may_load_adapters": may_load_adapters or None,
         "admin": admin or None,
     }
     made = _editor(file, create=True).add_tenant(name, {key: each for key, each in values.items() if each is not None})
@@ -101,7 +113,7 @@ def list_tenants(file: File) -> None:
 
     editor = _editor(file)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("tenant", "tokens", "weight", "requests", "queued tokens", "tokens/min", "priority", "shares", ""):
+    for column in _COLUMNS:
         table.add_column(column, overflow="fold")
     for tenant in editor.tenants.by_name.values():
         limits = (tenant.max_requests, tenant.max_queued_tokens, tenant.tokens_per_minute, tenant.max_priority)
@@ -111,7 +123,8 @@ def list_tenants(file: File) -> None:
             f"{tenant.weight:g}",
             *("-" if limit is None else str(limit) for limit in limits),
             tenant.shared_prefixes or "-",
-            "admin" if tenant.admin else "",
+            " ".join(tenant.adapters) or "-",
+            "admin" if tenant.admin else "loads adapters" if tenant.may_load_adapters else "",
         )
     width = None if Console().is_terminal else _PIPE_CELLS
     Console(width=width, emoji=False, markup=False, highlight=False).print(table)

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from cadenza.cli.rows import Row, elide, named
 from cadenza.cli.text import number, printable, size
+from cadenza.cli.top_adapters import loaded_adapters
 from cadenza.cli.top_lanes import share, tokens_per_step
 from cadenza.cli.wrapping import wrap
 from cadenza.top.figures import TIMES, ExecutorFigures, Snapshot
@@ -87,6 +88,7 @@ class _Rows:
         tokens = (figures.prompt_tokens_per_s, figures.sampled_tokens_per_s)
         parts = _drafts(figures)
         drafts = [self.row("  drafts", parts, 58 - later)] if parts else []
+        adapters = [loaded_adapters([info])] if info.max_loaded_adapters else []
         reason = [Row(self._indented(info.reason), 84 - later)] if info.reason else []
         return [
             self.row(f"executor {info.index}", [f"{target}, {head}"], 85 - later),
@@ -103,6 +105,7 @@ class _Rows:
             *drafts,
             self.row("  tokens/s", [f"{number(tokens[0])} prompt", f"{number(tokens[1])} sampled"], 50 - later),
             self.row("  session", [f"incarnation {info.incarnation:016x}", f"epoch {info.epoch}"], 70 - later),
+            *([self.row("  adapters", adapters, 57 - later)] if adapters else []),
             self.row("  memory", [_resident(info.resident_bytes)], 40 - later),
         ]
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cadenza.cli.rows import Row, elide, fit, named
 from cadenza.cli.text import number, printable
+from cadenza.cli.top_adapters import adapter_parts
 from cadenza.cli.top_details import detail_rows
 from cadenza.cli.top_lanes import duration, lane_rows, share, tokens_per_step
 from cadenza.cli.top_tenants import fault_parts, tenant_rows
@@ -30,6 +31,7 @@ _ERROR_LINES = 6
 _TOTALS_KEEP = 84
 """Rows from this on are more important than the lines of executors."""
 _FAULTS_KEEP = 83.5
+_ADAPTERS_KEEP = 83.4
 
 
 class Page(Enum):
@@ -139,6 +141,9 @@ class TopView:
         if num_away:
             keep = 95 if len(executors) == 1 else 82  # of several, each has its state in its own line
             rows.append(self._about("away", [f"{num_away} of {len(executors)} executors"], keep, width))
+        adapters = adapter_parts(snapshot.info)
+        if adapters:
+            rows.append(self._about("adapters", adapters, _ADAPTERS_KEEP, width))
         if snapshot.info.faults:
             rows.append(self._about("faults", fault_parts(snapshot.info.faults), _FAULTS_KEEP, width))
         return rows

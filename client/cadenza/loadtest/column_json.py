@@ -13,6 +13,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from cadenza.loadtest.columns import RequestColumns, StepColumns
 
+_MAY_LACK = {"adapter"}
+"""Columns that files from before they were recorded do not have."""
 DECIMALS = 6
 """Decimals of times in seconds: microseconds."""
 
@@ -29,7 +31,10 @@ class ColumnLists:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         hints = get_type_hints(source)
-        columns = {each.name: core_schema.typed_dict_field(_column(hints[each.name])) for each in fields(source)}
+        columns = {
+            each.name: core_schema.typed_dict_field(_column(hints[each.name]), required=each.name not in _MAY_LACK)
+            for each in fields(source)
+        }
 
         def build(values: dict[str, Any]) -> Any:
             made = source(**values)

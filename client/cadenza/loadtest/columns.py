@@ -53,6 +53,12 @@ class RequestColumns:
     gap_s: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """[sum of num_gaps] seconds between successive messages with tokens of one request: inter-token latencies. Empty if
     they were not kept; num_gaps is 0 then."""
+    adapter: npt.NDArray[np.str_] = field(default_factory=lambda: np.zeros(0, np.str_))
+    """Name of the LoRA adapter, "" for none, as for all requests where it is not given."""
+
+    def __post_init__(self) -> None:
+        if not len(self.adapter):
+            self.adapter = np.full(len(self.index), "", np.str_)
 
     def __len__(self) -> int:
         return len(self.index)

@@ -98,6 +98,7 @@ class Recorder:
         self._gaps = array("f")
         self._kinds: list[str] = []
         self._tenants: list[str] = []
+        self._adapters: list[str] = []
         self._errors: list[str] = []
 
     def add(self, live: LiveRequest) -> None:
@@ -127,6 +128,7 @@ class Recorder:
         )
         self._kinds.append(shape.kind)
         self._tenants.append(shape.tenant)
+        self._adapters.append(shape.adapter)
         self._errors.append(live.error)
 
     def columns(self, start_s: float) -> RequestColumns:
@@ -144,6 +146,7 @@ class Recorder:
             kind=np.array(self._kinds, np.str_)[order],
             tenant=np.array(self._tenants, np.str_)[order],
             error=np.array(self._errors, np.str_)[order],
+            adapter=np.array(self._adapters, np.str_)[order],
             gap_s=np.concatenate([gaps[place] for place in order]) if gaps else np.zeros(0, np.float32),
         )
 

@@ -9,7 +9,7 @@ from cadenza.loadtest.metrics import LATENCIES, Metrics, Spread
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "p99_9", "max")
 _ACRONYMS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "queue_s": "queue time"}
 _LEFT_OUT = {"window_s", "slo", "errors", "count", "kept_up"}
-_GROUPS = ("by_kind", "by_tenant")
+_GROUPS = ("by_kind", "by_tenant", "by_adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ _NAMES = {
     "num_cached_tokens": MetricName("from the prefix cache", "tokens"),
     "num_output_tokens": MetricName("output", "tokens"),
     "num_preemptions": MetricName("preemptions", less_is_better=True),
+    "num_adapters": MetricName("adapters, distinct"),
     "offered_per_s": MetricName("offered rate", "requests/s"),
     "requests_per_s": MetricName("request throughput", "requests/s", less_is_better=False),
     "output_tokens_per_s": MetricName("output throughput", "tokens/s", less_is_better=False),
@@ -81,7 +82,7 @@ def describe(name: str) -> MetricName:
         return _NAMES[name]
     kind, _, rest = name.partition(".")
     if kind in _GROUPS:
-        # The name of a kind or tenant may contain dots; a statistic or a plain metric has none.
+        # The name of a kind, tenant or adapter may contain dots; a statistic or a plain metric has none.
         pieces = rest.rsplit(".", 2 if rest.rpartition(".")[2] in STATISTICS else 1)
         return _with(describe(".".join(pieces[1:])), f" of {pieces[0] or 'the rest'}")
     base, _, statistic = name.rpartition(".")

@@ -6,11 +6,12 @@ it. So windows that divide a run count each request once, and each token when it
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from cadenza.loadtest.columns import RequestColumns, StepColumns
 from cadenza.loadtest.latencies import (
@@ -37,6 +38,8 @@ _RATES = (
     "requests_per_s", "goodput_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "mean_concurrency",
     "max_concurrency",
 )  # fmt: skip
+MAX_ADAPTERS = 16
+"""Most adapters of which each has its metrics."""
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s")
 
 
@@ -153,8 +156,12 @@ class Metrics(_Frozen):
     """Whether about as many requests ended as arrived in the second half of the window; None without a window, and in
     files from before this was recorded."""
     by_kind: dict[str, Group]
-    """Empty if all requests have the same unnamed kind; by_tenant likewise."""
+    """Empty if all requests have the same unnamed kind; by_tenant and by_adapter likewise."""
     by_tenant: dict[str, Group]
+    by_adapter: dict[str, Group] = Field(default_factory=dict)
+    """Also empty with more than MAX_ADAPTERS adapters."""
+    num_adapters: int | None = None
+    """Distinct LoRA adapters that requests due within the window named; None if none did."""
     steps: StepFacts | None
 
 
@@ -199,6 +206,8 @@ def measure(
         kept_up=kept_up(columns, window),
         by_kind=_groups(columns, due, columns.kind, good),
         by_tenant=_groups(columns, due, columns.tenant, good),
+        by_adapter=_groups(columns, due, columns.adapter, good, MAX_ADAPTERS + 1),
+        num_adapters=len(set(columns.adapter[due].tolist()) - {""}) or None,
         steps=None if steps is None else step_facts(steps, window),
     )
 
@@ -287,9 +296,11 @@ def _share(good: Rows | None, due: Rows) -> float | None:
     return None if good is None or not due.any() else float(good[due].mean())
 
 
-def _groups(columns: RequestColumns, due: Rows, names: npt.NDArray[np.str_], good: Rows | None) -> dict[str, Group]:
+def _groups(
+    columns: RequestColumns, due: Rows, names: npt.NDArray[np.str_], good: Rows | None, most: float = math.inf
+) -> dict[str, Group]:
     present = [str(name) for name in np.unique(names[due])]
-    if present in ([], [""]):
+    if present in ([], [""]) or len(present) > most:
         return {}
     return {name: _group(columns, due & (names == name), good) for name in present}
 

@@ -1,4 +1,4 @@
-"""Mixes: the algorithm (n samples, beams) and the tenant of each request."""
+"""Mixes: the algorithm (n samples, beams), the tenant and the LoRA adapter of each request."""
 
 from __future__ import annotations
 
@@ -54,28 +54,34 @@ class Label(NamedTuple):
     n: int
     beam_width: int
     tenant: str
+    adapter: str
     kind: str
     """The algorithm's label, if there is a mix."""
 
 
+NO_LABEL = Label(1, 0, "", "", "")
+
+
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Draws the labels of requests; without a mix one sample, without tenants no tenant."""
+    """Draws the labels of requests; without a mix one sample, without tenants or adapters none."""
 
     mix: Weighted[Algorithm] | None = None
     tenants: Weighted[str] | None = None
+    adapters: Weighted[str] | None = None
 
     def draw(self, streams: ChunkStreams, count: int) -> Iterable[Label]:
         """Labels for `count` requests."""
-        if self.mix is None and self.tenants is None:
-            return itertools.repeat(Label(1, 0, "", ""), count)
+        if self.mix is None and self.tenants is None and self.adapters is None:
+            return itertools.repeat(NO_LABEL, count)
         tenants = [""] * count if self.tenants is None else self.tenants.draw(streams("tenants"), count)
+        adapters = [""] * count if self.adapters is None else self.adapters.draw(streams("adapters"), count)
         if self.mix is None:
-            return [Label(1, 0, tenant, "") for tenant in tenants]
+            return [Label(1, 0, tenant, adapter, "") for tenant, adapter in zip(tenants, adapters, strict=True)]
         algorithms = self.mix.draw(streams("mix"), count)
         return [
-            Label(algorithm.n, algorithm.beam_width, tenant, algorithm.label)
-            for algorithm, tenant in zip(algorithms, tenants, strict=True)
+            Label(algorithm.n, algorithm.beam_width, tenant, adapter, algorithm.label)
+            for algorithm, tenant, adapter in zip(algorithms, tenants, adapters, strict=True)
         ]
 
     def endless(self, seed: int) -> Iterator[Label]:
@@ -110,7 +116,7 @@ def parse_tenants(text: str) -> Weighted[str] | None:
 def mix_of(text: str) -> Weighted[Algorithm] | None:
     """As parse_mix, for callers that name the option themselves; raises ValueError."""
     shares: dict[Algorithm, float] = {}
-    for part in _parts(text):
+    for part in parts_of(text):
         name, colon, share = part.partition(":")
         if not colon:
             raise ValueError(f"{part!r} has no share; a mix looks like {MIX_FORM}")
@@ -127,13 +133,13 @@ def mix_of(text: str) -> Weighted[Algorithm] | None:
         raise ValueError(f"the shares sum to {1 - rest:g}; with n=1 among them they must sum to 1")
     if rest > 1e-9:
         shares[Algorithm()] = rest
-    return _weighted(shares)
+    return weighted(shares)
 
 
 def tenants_of(text: str) -> Weighted[str] | None:
     """As parse_tenants, for callers that name the option themselves; raises ValueError."""
     weights: dict[str, float] = {}
-    for part in _parts(text):
+    for part in parts_of(text):
         name, colon, weight = part.rpartition(":")
         name = (name if colon else part).strip()
         if not name:
@@ -141,10 +147,11 @@ def tenants_of(text: str) -> Weighted[str] | None:
         if name in weights:
             raise ValueError(f"{name} is given twice")
         weights[name] = positive(weight, f"the weight in {part!r}") if colon else 1.0
-    return _weighted(weights) if weights else None
+    return weighted(weights) if weights else None
 
 
-def _parts(text: str) -> list[str]:
+def parts_of(text: str) -> list[str]:
+    """The entries of a list with commas; none for an empty text."""
     return [part.strip() for part in text.split(",")] if text.strip() else []
 
 
@@ -158,6 +165,7 @@ def _algorithm(name: str) -> Algorithm:
     return Algorithm(n=int(number)) if kind == "n" else Algorithm(beam_width=int(number))
 
 
-def _weighted(weights: dict[_T, float]) -> Weighted[_T]:
+def weighted(weights: dict[_T, float]) -> Weighted[_T]:
+    """Values by their weights, which are above 0."""
     total = math.fsum(weights.values())
     return Weighted(tuple(weights), tuple(weight / total for weight in weights.values()))

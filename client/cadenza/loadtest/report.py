@@ -204,7 +204,7 @@ def _file(file: LoadTestFile, line: str) -> dict[str, Any]:
 def _point(point: Point) -> dict[str, Any]:
     runs, metrics = point.runs, point.runs[0].metrics
     beware = dict.fromkeys(notice for run in runs for notice in notices(run.metrics, run.messages))
-    groups = [("kind", "by_kind", metrics.by_kind), ("tenant", "by_tenant", metrics.by_tenant)]
+    groups = [(name, f"by_{name}", getattr(metrics, f"by_{name}")) for name in ("kind", "tenant", "adapter")]
     return {
         "title": point_name(point.swept),
         "runs": f"{metrics.num_requests:,} requests" + (f", mean of {len(runs)} runs" if len(runs) > 1 else ""),

@@ -39,6 +39,8 @@ class RequestShape:
     beam_width: int = 0
     """Width of a beam search in place of sampling; 0: none."""
     tenant: str = ""
+    adapter: str = ""
+    """Name of the LoRA adapter; empty: none."""
     session: int = -1
     """The conversation that the request is a turn of; -1: none."""
     turn: int = 0

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from cadenza.loadtest.adapters import ADAPTERS_FORM, PREFIX, adapters_of
 from cadenza.loadtest.lengths import FORMS, lengths_of
 from cadenza.loadtest.mixes import MIX_FORM, TENANTS_FORM, mix_of, tenants_of
 from cadenza.loadtest.published import sharegpt_lengths
@@ -109,6 +110,27 @@ class WorkloadSpec(BaseModel):
         json_schema_extra=about(GROUP, values=f"as {TENANTS_FORM}"),
     )
 
+    adapters: str = Field(
+        default="",
+        description="LoRA adapters that requests name; zipf:N: of N adapters the k-th has a weight of 1/k, with "
+        "zipf:N:S of 1/k^S; uniform:N: equal weights; or names and their weights.",
+        json_schema_extra=about(GROUP, values=ADAPTERS_FORM),
+    )
+    adapter_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="With --adapters: share of the requests that name an adapter; default 1.",
+        json_schema_extra=about(GROUP),
+    )
+    adapter_prefix: str | None = Field(
+        default=None,
+        min_length=1,
+        description=f"With zipf and uniform: what the adapters' names begin with; their numbers follow, such as "
+        f"{PREFIX}0000, the most popular one. Default: {PREFIX}",
+        json_schema_extra=about(GROUP, values="TEXT"),
+    )
+
     @field_validator(*_LENGTH_FIELDS)
     @classmethod
     def _check_lengths(cls, text: str | None) -> str | None:
@@ -131,8 +153,17 @@ class WorkloadSpec(BaseModel):
         tenants_of(text)
         return text
 
+    @field_validator("adapters")
+    @classmethod
+    def _check_adapters(cls, text: str) -> str:
+        adapters_of(text)
+        return text
+
     @model_validator(mode="after")
     def _check_use(self) -> Self:
+        for name in ("adapter_share", "adapter_prefix"):
+            if getattr(self, name) is not None and not self.adapters:
+                raise ValueError(f"{flag(name)} is for --adapters")
         used = self._defaults()
         for name in _OPTIONAL:
             if getattr(self, name) is not None and name not in used:

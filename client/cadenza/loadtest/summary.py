@@ -36,6 +36,7 @@ COUNTS = (
     "max_concurrency",
     "num_cached_tokens",
     "num_preemptions",
+    "num_adapters",
     "steps.mean_sequences",
     "steps.mean_kv_use",
     "steps.max_kv_use",
@@ -120,10 +121,12 @@ def _none_due(metrics: Metrics) -> str:
 
 
 def point_view(point: Point, title: str = "") -> RenderableType:
-    """Throughput, latencies, kinds and tenants of a point, and warnings about its runs."""
+    """Throughput, latencies, kinds, tenants and adapters of a point, and warnings about its runs."""
     parts: list[RenderableType] = [_counts_table(point, title or _title(point)), _latency_table(point)]
     metrics = point.runs[0].metrics
-    for where, groups, name in (("by_kind", metrics.by_kind, "kind"), ("by_tenant", metrics.by_tenant, "tenant")):
+    for name in ("kind", "tenant", "adapter"):
+        where = f"by_{name}"
+        groups = getattr(metrics, where)
         if groups:
             parts.append(_group_table(point.summary, where, list(groups), name))
     for index, run in enumerate(point.runs, start=1):

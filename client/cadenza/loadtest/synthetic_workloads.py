@@ -111,7 +111,7 @@ class Independent:
             streams = ChunkStreams(seed, chunk)
             drawn = self._drawing.draw(seed, streams, _CHUNK)
             prompt, output = fit(drawn.prompt, drawn.output, self._max_total_len)
-            n, beam_width, tenant, algorithm = zip(*self._labels.draw(streams, _CHUNK), strict=True)
+            n, beam_width, tenant, adapter, algorithm = zip(*self._labels.draw(streams, _CHUNK), strict=True)
             made = map(
                 RequestShape,
                 range(chunk * _CHUNK, (chunk + 1) * _CHUNK),
@@ -123,12 +123,13 @@ class Independent:
                 n,
                 beam_width,
                 tenant,
+                adapter,
             )
             yield from mark_truncated(made, prompt < drawn.prompt, output < drawn.output)
 
 
 class Sessions:
-    """Conversations of several turns; all turns of a session have the same algorithm and tenant."""
+    """Conversations of several turns; all turns of a session have the same algorithm, tenant and adapter."""
 
     def __init__(
         self,
@@ -191,6 +192,7 @@ class Sessions:
             [label.n for label in own],
             [label.beam_width for label in own],
             [label.tenant for label in own],
+            [label.adapter for label in own],
             (session + chunk * _SESSIONS).tolist(),
             turn.tolist(),
             think_s.tolist(),

@@ -191,6 +191,7 @@ def replicates_of(columns: RequestColumns, metrics: Metrics, *, seed: int = 0) -
     for where, groups, names in (
         ("by_kind", metrics.by_kind, columns.kind),
         ("by_tenant", metrics.by_tenant, columns.tenant),
+        ("by_adapter", metrics.by_adapter, columns.adapter),
     ):
         for group in groups:
             rows = due & columns.ok & (names == group)

@@ -2,8 +2,8 @@
 
 Formats, which are distinguished by the beginning of the file:
 - JSON lines, or a JSON list, of objects with `prompt` (token ids or text) or `prompt_tokens` (a length), `output_len`
-  (or `output_tokens`, or `max_tokens`), and if wanted `n`, `beam_width`, `tenant`, `kind`, `session`, `turn`,
-  `think_s`, `timestamp` (seconds), `id`; or a CSV whose header has these names;
+  (or `output_tokens`, or `max_tokens`), and if wanted `n`, `beam_width`, `tenant`, `adapter`, `kind`, `session`,
+  `turn`, `think_s`, `timestamp` (seconds), `id`; or a CSV whose header has these names;
 - ShareGPT's format, a list or lines of {"conversations": [{"from", "value"}]}: the first human message is the prompt;
   output lengths are from `--output-len`, because the answers' lengths in tokens are unknown without a tokenizer;
 - traces as CSV: Azure's (TIMESTAMP, ContextTokens, GeneratedTokens) and BurstGPT's (Timestamp, Model, Request tokens,
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from cadenza.loadtest.lengths import Lengths
-from cadenza.loadtest.mixes import Label, Labels
+from cadenza.loadtest.mixes import NO_LABEL, Label, Labels
 from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.seeds import ChunkStreams, check_seed
 from cadenza.loadtest.synthetic_workloads import check_count, fit
@@ -63,7 +63,7 @@ class FileWorkload:
         order = _Order(self._path)
         labels = self._labels.endless(seed)
         outputs = None if self._output_lengths is None else _endless(self._output_lengths, seed)
-        num_started, used, label = 0, 0, Label(1, 0, "", "")
+        num_started, used, label = 0, 0, NO_LABEL
         for index, (place, record) in enumerate(read_records(self._path)):
             session, turn, due_s = order.next(place, record)
             if turn == 0:
@@ -182,6 +182,7 @@ def _shape(
         n=record.n or 1 if says_algorithm else label.n,
         beam_width=record.beam_width or 0 if says_algorithm else label.beam_width,
         tenant=label.tenant if record.tenant is None else record.tenant,
+        adapter=label.adapter if record.adapter is None else record.adapter,
         session=session,
         turn=turn,
         think_s=record.think_s if turn else 0.0,

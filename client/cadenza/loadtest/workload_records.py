@@ -24,6 +24,7 @@ class Record(BaseModel):
     n: _Count | None = None
     beam_width: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     tenant: str | None = None
+    adapter: str | None = None
     kind: str = ""
     session: int | str | None = None
     turn: Annotated[int, Field(ge=0)] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from cadenza.loadtest.adapters import PREFIX, parse_adapters
 from cadenza.loadtest.lengths import Lengths, parse_lengths
 from cadenza.loadtest.mixes import Labels, parse_mix, parse_tenants
 from cadenza.loadtest.requests import Workload
@@ -20,7 +21,12 @@ def make_workload(spec: WorkloadSpec) -> Workload:
 
     Raises a LoadTestError that names the option, and for a file that cannot be read.
     """
-    labels = Labels(parse_mix(spec.mix), parse_tenants(spec.tenants))
+    adapters = parse_adapters(
+        spec.adapters,
+        1.0 if spec.adapter_share is None else spec.adapter_share,
+        PREFIX if spec.adapter_prefix is None else spec.adapter_prefix,
+    )
+    labels = Labels(parse_mix(spec.mix), parse_tenants(spec.tenants), adapters)
     if spec.from_file:
         given = None if spec.output_len is None else parse_lengths(spec.output_len, "--output-len")
         return FileWorkload(find_file(spec), given, labels, spec.max_total_len)

@@ -30,7 +30,7 @@ SHARING = ("shared-prefix", "multi-turn")
 """Workloads whose prompts share prefixes; in the others no block is shared and the prefix cache has no hits."""
 MAX_KEPT_GAPS = 100_000
 """Most requests of a run whose inter-token latencies are kept by default."""
-_NOT_SIMULATED = ("timeout_s", "url")
+_NOT_SIMULATED = ("timeout_s", "url", "adapters")
 _PROMPT_VOCABULARY = 32_768
 
 
@@ -73,7 +73,7 @@ def simulate(
 ) -> Outcome:
     """Run these settings with this seed; raises LoadTestError for settings that cannot be simulated."""
     for name in _NOT_SIMULATED:
-        if getattr(settings, name) is not None:
+        if getattr(settings, name):
             raise LoadTestError(f"--{name.replace('_', '-')}: cannot be simulated")
     settings = truncated_to(settings, max(profile.spec(config).max_model_len for profile in fleet))
     truncations = Truncations()

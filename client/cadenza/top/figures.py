@@ -137,6 +137,7 @@ def _snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
         "executors": executors,
         "tenants": tenants,
         "faults": info["faults"],
+        "adapters": info["adapters"],
     }
 
 

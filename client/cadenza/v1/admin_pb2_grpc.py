@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class AdminServiceStub(object):
     """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
-    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED. Tenants with
+    may_load_adapters may call LoadAdapter, UnloadAdapter and ListAdapters, for the adapters that they may use.
     """
 
     def __init__(self, channel):
@@ -95,7 +96,8 @@ class AdminServiceStub(object):
 
 class AdminServiceServicer(object):
     """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
-    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED. Tenants with
+    may_load_adapters may call LoadAdapter, UnloadAdapter and ListAdapters, for the adapters that they may use.
     """
 
     def WatchSteps(self, request, context):
@@ -159,7 +161,8 @@ class AdminServiceServicer(object):
 
     def LoadAdapter(self, request, context):
         """LoadAdapter gives a LoRA adapter a name, and returns once an executor has loaded it. ALREADY_EXISTS if the name is
-        taken, PERMISSION_DENIED for a path that is not below --lora-root, INVALID_ARGUMENT where its files are wrong.
+        taken, PERMISSION_DENIED for a path that is not below --lora-root or a name that is not the tenant's,
+        INVALID_ARGUMENT where its files are wrong. With a journal it is loaded again after a restart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,14 +170,14 @@ class AdminServiceServicer(object):
 
     def UnloadAdapter(self, request, context):
         """UnloadAdapter takes an adapter's name away. Its requests go on; it is unloaded after the last one. NOT_FOUND if
-        there is none of this name.
+        there is none of this name, PERMISSION_DENIED if the name is not the tenant's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """ListAdapters returns the adapters that have names.
+        """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -248,7 +251,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
     """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
-    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED. Tenants with
+    may_load_adapters may call LoadAdapter, UnloadAdapter and ListAdapters, for the adapters that they may use.
     """
 
     @staticmethod

@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class AdminServiceStub:
     """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
-    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED. Tenants with
+    may_load_adapters may call LoadAdapter, UnloadAdapter and ListAdapters, for the adapters that they may use.
     """
 
     @_typing.overload
@@ -59,19 +60,21 @@ class AdminServiceStub:
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
     """LoadAdapter gives a LoRA adapter a name, and returns once an executor has loaded it. ALREADY_EXISTS if the name is
-    taken, PERMISSION_DENIED for a path that is not below --lora-root, INVALID_ARGUMENT where its files are wrong.
+    taken, PERMISSION_DENIED for a path that is not below --lora-root or a name that is not the tenant's,
+    INVALID_ARGUMENT where its files are wrong. With a journal it is loaded again after a restart.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
     """UnloadAdapter takes an adapter's name away. Its requests go on; it is unloaded after the last one. NOT_FOUND if
-    there is none of this name.
+    there is none of this name, PERMISSION_DENIED if the name is not the tenant's.
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
-    """ListAdapters returns the adapters that have names."""
+    """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
     """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
-    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED. Tenants with
+    may_load_adapters may call LoadAdapter, UnloadAdapter and ListAdapters, for the adapters that they may use.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -99,18 +102,20 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """LoadAdapter gives a LoRA adapter a name, and returns once an executor has loaded it. ALREADY_EXISTS if the name is
-    taken, PERMISSION_DENIED for a path that is not below --lora-root, INVALID_ARGUMENT where its files are wrong.
+    taken, PERMISSION_DENIED for a path that is not below --lora-root or a name that is not the tenant's,
+    INVALID_ARGUMENT where its files are wrong. With a journal it is loaded again after a restart.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """UnloadAdapter takes an adapter's name away. Its requests go on; it is unloaded after the last one. NOT_FOUND if
-    there is none of this name.
+    there is none of this name, PERMISSION_DENIED if the name is not the tenant's.
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
-    """ListAdapters returns the adapters that have names."""
+    """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
-    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED.
+    valid token a call ends with UNAUTHENTICATED, with the token of another tenant with PERMISSION_DENIED. Tenants with
+    may_load_adapters may call LoadAdapter, UnloadAdapter and ListAdapters, for the adapters that they may use.
     """
 
     @_abc_1.abstractmethod
@@ -190,7 +195,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
         """LoadAdapter gives a LoRA adapter a name, and returns once an executor has loaded it. ALREADY_EXISTS if the name is
-        taken, PERMISSION_DENIED for a path that is not below --lora-root, INVALID_ARGUMENT where its files are wrong.
+        taken, PERMISSION_DENIED for a path that is not below --lora-root or a name that is not the tenant's,
+        INVALID_ARGUMENT where its files are wrong. With a journal it is loaded again after a restart.
         """
 
     @_abc_1.abstractmethod
@@ -200,7 +206,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
         """UnloadAdapter takes an adapter's name away. Its requests go on; it is unloaded after the last one. NOT_FOUND if
-        there is none of this name.
+        there is none of this name, PERMISSION_DENIED if the name is not the tenant's.
         """
 
     @_abc_1.abstractmethod
@@ -209,7 +215,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
-        """ListAdapters returns the adapters that have names."""
+        """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

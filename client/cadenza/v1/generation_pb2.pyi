@@ -771,6 +771,7 @@ class GetServerInfoResponse(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     FAULTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Cadenza's version."""
     protocol_version: _builtins.int
@@ -801,6 +802,12 @@ class GetServerInfoResponse(_message.Message):
     def faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___FaultCount]:
         """Faults since start, one entry for each kind that has occurred; none for a tenant without admin."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterUse]:
+        """The LoRA adapters that unfinished requests use: the 64 with the most requests, those first. None for a tenant
+        without admin.
+        """
+
     def __init__(
         self,
         *,
@@ -814,14 +821,45 @@ class GetServerInfoResponse(_message.Message):
         resident_bytes: _builtins.int = ...,
         tenants: _abc.Iterable[Global___TenantInfo] | None = ...,
         faults: _abc.Iterable[Global___FaultCount] | None = ...,
+        adapters: _abc.Iterable[Global___AdapterUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executors", b"executors", "faults", b"faults", "load", b"load", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "executors", b"executors", "faults", b"faults", "load", b"load", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class AdapterUse(_message.Message):
+    """AdapterUse counts the unfinished requests of a LoRA adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    num_running: _builtins.int
+    """Requests that run."""
+    num_waiting: _builtins.int
+    """Requests that wait: in the queue, for its load, or preempted."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterUse: _TypeAlias = AdapterUse  # noqa: Y015
 
 @_typing.final
 class FaultCount(_message.Message):
@@ -1053,6 +1091,8 @@ class ExecutorInfo(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     MAX_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     """Its address."""
     connected: _builtins.bool
@@ -1111,6 +1151,10 @@ class ExecutorInfo(_message.Message):
     """Of these, accepted."""
     max_drafts: _builtins.int
     """The most drafts of a sequence in its newest step with a result in which sequences decoded; 0: none."""
+    num_loaded_adapters: _builtins.int
+    """LoRA adapters that it has loaded."""
+    max_loaded_adapters: _builtins.int
+    """The most LoRA adapters that it has loaded; 0: it has no adapters."""
     def __init__(
         self,
         *,
@@ -1142,10 +1186,12 @@ class ExecutorInfo(_message.Message):
         num_drafts: _builtins.int = ...,
         num_accepted_drafts: _builtins.int = ...,
         max_drafts: _builtins.int = ...,
+        num_loaded_adapters: _builtins.int = ...,
+        max_loaded_adapters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "draining", b"draining", "epoch", b"epoch", "incarnation", b"incarnation", "index", b"index", "last_step_id", b"last_step_id", "max_drafts", b"max_drafts", "max_num_seqs", b"max_num_seqs", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_device_blocks", b"num_cached_device_blocks", "num_device_blocks", b"num_device_blocks", "num_drafts", b"num_drafts", "num_inflight_plans", b"num_inflight_plans", "num_output_tokens", b"num_output_tokens", "num_prefix_hits", b"num_prefix_hits", "num_prefix_queries", b"num_prefix_queries", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_used_device_blocks", b"num_used_device_blocks", "num_waiting", b"num_waiting", "refusal", b"refusal", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "draining", b"draining", "epoch", b"epoch", "incarnation", b"incarnation", "index", b"index", "last_step_id", b"last_step_id", "max_drafts", b"max_drafts", "max_loaded_adapters", b"max_loaded_adapters", "max_num_seqs", b"max_num_seqs", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_device_blocks", b"num_cached_device_blocks", "num_device_blocks", b"num_device_blocks", "num_drafts", b"num_drafts", "num_inflight_plans", b"num_inflight_plans", "num_loaded_adapters", b"num_loaded_adapters", "num_output_tokens", b"num_output_tokens", "num_prefix_hits", b"num_prefix_hits", "num_prefix_queries", b"num_prefix_queries", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_used_device_blocks", b"num_used_device_blocks", "num_waiting", b"num_waiting", "refusal", b"refusal", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
 from executor_svc.errors import StartError
 from executor_svc.gpu.kernels import activation, norm, rows
@@ -16,6 +17,9 @@ from executor_svc.gpu.kernels.attention.config import HEAD_SIZES
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.few_bits.embedding import embed_few_bits
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
+from executor_svc.gpu.kernels.lora.adapter_places import GpuAdapterPlaces, GpuEmbeddingPlaces
+from executor_svc.gpu.kernels.lora.adapter_rows import GpuAdapterRows
+from executor_svc.gpu.kernels.lora.tables import MAX_PLACES
 from executor_svc.gpu.kernels.rope import rope_write_kv
 from executor_svc.gpu.kernels.sampling import logits
 
@@ -56,9 +60,10 @@ class GpuRecording:
 
 
 class GpuKernels:
-    """Implements `device.kernels.Kernels`, for one stream and for use by one thread at a time.
+    """Implements `device.adapters.AdapterKernels`, for one stream and for use by one thread at a time.
 
-    Recorded results have kept memory: the same for the same name, shape and dtype.
+    Recorded results have kept memory: the same for the same name, shape and dtype. Adapters have the memory of their
+    places from the start, and are packed by any thread.
     """
 
     name = "gpu-1"
@@ -70,6 +75,7 @@ class GpuKernels:
         self._num_sms = num_sms
         self._recording: GpuRecording | None = None
         self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._num_places = 0
 
     @contextmanager
     def recording(self) -> Iterator[GpuRecording]:
@@ -179,6 +185,64 @@ class GpuKernels:
         if divisor == 1.0 and cap is None:
             return scores
         return self._run(scores, lambda n: activation.finish_logits(scores[:n], dtype, divisor, cap))
+
+    # ------------------------------------------------------------------ adapters
+
+    def new_adapter_memory(self, num_bytes: int) -> Tensor:
+        """Return pinned memory: steps read a part of it, and copies of the rest do not wait.
+
+        Raises ValueError if the system has no more of it.
+        """
+        try:
+            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        except RuntimeError as error:
+            raise ValueError(f"{num_bytes} bytes of pinned memory of the host: {error}") from error
+
+    def new_adapter_rows(self, max_rows: int) -> GpuAdapterRows:
+        """As in `AdapterKernels`, for the number of places of those that were made before."""
+        return GpuAdapterRows(max_rows, self._num_places, self._device)
+
+    def new_adapter_places(
+        self,
+        num_places: int,
+        max_rank: int,
+        in_features: int,
+        part_columns: Sequence[int],
+        dtype: torch.dtype,
+        replaces_rows: bool = False,
+    ) -> GpuAdapterPlaces:
+        """As in `AdapterKernels`; raises StartError, naming the option, for too many places."""
+        self._set_num_places(num_places)
+        return GpuAdapterPlaces(num_places, max_rank, in_features, part_columns, dtype, self._device, replaces_rows)
+
+    def new_embedding_places(
+        self, num_places: int, max_rank: int, hidden_size: int, dtype: torch.dtype
+    ) -> GpuEmbeddingPlaces:
+        """As in `AdapterKernels`; raises StartError, naming the option, for too many places."""
+        self._set_num_places(num_places)
+        return GpuEmbeddingPlaces(num_places, max_rank, hidden_size, dtype, self._device)
+
+    def add_adapters(self, x: Tensor, y: Tensor, places: AdapterPlaces, rows: AdapterRows) -> Tensor:
+        assert isinstance(places, GpuAdapterPlaces)
+        assert isinstance(rows, GpuAdapterRows)
+        sums, table = self._new("adapter sums", (places.workspace_size(len(x)),), torch.float32), rows.table
+        return self._run(y, lambda n: places.add(x[:n], table, sums, y[:n]))
+
+    def add_embedding_adapters(
+        self, token_ids: Tensor, y: Tensor, places: EmbeddingPlaces, rows: AdapterRows
+    ) -> Tensor:
+        assert isinstance(places, GpuEmbeddingPlaces)
+        assert isinstance(rows, GpuAdapterRows)
+        sums, table = self._new("adapter sums", (places.workspace_size(len(y)),), torch.float32), rows.table
+        return self._run(y, lambda n: places.add(token_ids[:n], table, sums, y[:n]))
+
+    def scale_rows(self, x: Tensor, scale: float) -> Tensor:
+        return self._run(x, lambda n: rows.scale_rows(x[:n], scale))
+
+    def _set_num_places(self, num_places: int) -> None:
+        if num_places > MAX_PLACES:
+            raise StartError(f"--max-loras {num_places}: at most {MAX_PLACES} are possible on a GPU")
+        self._num_places = num_places
 
     # ------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Gathers rows by index, token embeddings and the hidden states of logits rows, and copies columns of rows."""
+"""Gathers rows by index, token embeddings and the hidden states of logits rows; copies columns of rows, scales rows."""
 
 from __future__ import annotations
 
@@ -77,6 +77,30 @@ def copy_columns(source: Tensor, target: Tensor) -> None:
     programs = source.shape[0] * chunks(source.shape[1], constants["CHUNK"])
     if programs:
         _copy_columns[programs,](source, target, **constants, **options(constants["CHUNK"]))
+
+
+@triton.jit
+def _scale_rows(x, scale, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    parts: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    program = tl.program_id(0)
+    columns = program % parts * CHUNK + tl.arange(0, CHUNK)
+    at = x + (program // parts).to(tl.int64) * WIDTH + columns
+    value = tl.load(at, columns < WIDTH)
+    tl.store(at, (value.to(tl.float32) * scale).to(value.dtype), columns < WIDTH)
+
+
+def scale_rows(x: Tensor, scale: float) -> None:
+    """Multiply x [T, columns] by a number in place, rounded as `embed` rounds."""
+    check("x", x, tuple(x.shape), *DTYPES)
+    constants = scaling_constants(x.shape[1])
+    programs = x.shape[0] * chunks(x.shape[1], constants["CHUNK"])
+    if programs:
+        _scale_rows[programs,](x, float(scale), **constants, **options(constants["CHUNK"]))
+
+
+def scaling_constants(width: int) -> dict[str, Any]:
+    """Return the constants of the kernel for rows of this width."""
+    return {"WIDTH": width, "CHUNK": chunk_size(width)}
 
 
 def copying_constants(width: int, source_stride: int, target_stride: int) -> dict[str, Any]:
@@ -163,10 +187,12 @@ def variants() -> list[Variant]:
                 constants = picking_constants(hidden, hidden, scaled)
                 quick = (hidden, dtype, scaled) == (4096, "bf16", False)
                 found.append(variant(name, _take_rows, arguments, constants, options(constants["CHUNK"]), quick))
+            constants = scaling_constants(hidden)
+            arguments, name = {"x": f"*{dtype}", "scale": "fp32"}, f"scale_rows hidden{hidden} {dtype}"
+            found.append(variant(name, _scale_rows, arguments, constants, options(constants["CHUNK"])))
             for times in (1, 2, 3):  # in place of rows, beside an embedding, and into auxiliary hidden states
                 constants = copying_constants(hidden, hidden, times * hidden)
                 arguments = {"source": f"*{dtype}", "target": f"*{dtype}"}
                 name = f"copy_columns hidden{hidden} of {times} {dtype}"
-                quick = (hidden, dtype, times) == (4096, "bf16", 2)
-                found.append(variant(name, _copy_columns, arguments, constants, options(constants["CHUNK"]), quick))
+                found.append(variant(name, _copy_columns, arguments, constants, options(constants["CHUNK"])))
     return found

@@ -20,6 +20,15 @@ def allowed_folder(path: str | Path, roots: Sequence[Path]) -> Path:
     return found
 
 
+def is_missing(path: str | Path, roots: Sequence[Path]) -> bool:
+    """Return whether nothing is at a path that lies below one of the roots; False for all other paths."""
+    try:
+        found = Path(path).expanduser().resolve()
+        return not found.exists() and any(found.is_relative_to(root.expanduser().resolve()) for root in roots)
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
 def allowed_file(folder: Path, name: str, roots: Sequence[Path] | None) -> Path:
     """Return a file of a folder, without symbolic links in its path; roots as in `allowed_folder`, None: anywhere.
 

@@ -78,6 +78,11 @@ class LaneAdapters:
         return self.max_cpu_loras - held
 
     @property
+    def num_loaded(self) -> int:
+        """Number of adapters that plans may name."""
+        return sum(each.state is AdapterState.LOADED and each.error is None for each in self._states.values())
+
+    @property
     def num_loading(self) -> int:
         """Number of loads without an answer."""
         return sum(each.state is AdapterState.LOADING for each in self._states.values())

@@ -38,7 +38,7 @@ class AdapterTable:
         self.num_changes = 0
         """Grows with each change after which an executor may be told something else."""
         self.num_answers = 0
-        """Number of answers of executors, and of sessions."""
+        """Number of answers of executors, of sessions, and of executors that left."""
         self._last_index = 0
 
     def register(self, registered: AdapterRegistered) -> None:

@@ -267,19 +267,24 @@ class Placer:
     def _choice(self, group: SequenceGroup, now: float) -> Candidate | None:
         """The lane to place a group on; None: no open lane can hold it."""
         assert self._policy is not None
-        holder, able = self._holder(group), able_lanes(group, self._lanes.values())
+        holder, able = self._holder(group), self._able_lanes(group)
         if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
             return self._candidate(group, holder)
-        lanes = self._lanes.values()
-        if not holding_lanes(group, lanes) and any(may_continue(lane, group) for lane in lanes):
-            # Nothing can ever hold it: the largest pool finishes it, as far as its tokens go.
-            ready = [lane for lane in self._open_lanes() or lanes if has_adapter(lane, group)]
-            able = [max(ready, key=lambda lane: lane.spec.num_blocks)] if ready else []
         candidates = [self._candidate(group, lane) for lane in able if lane.is_open and not lane.draining]
         if not candidates and group.lane_id is not None and (former := self._lanes.get(group.lane_id)) in able:
             # What no other lane can hold ends on the draining one, where it ran.
             candidates = [self._candidate(group, former)] if former.is_open else []
         return self._policy.choose(group, candidates, now) if candidates else None
+
+    def _able_lanes(self, group: SequenceGroup) -> list[Lane]:
+        """The lanes that can hold a group; if none ever can, the one with the largest pool, which finishes it as far as
+        its tokens go."""
+        lanes = self._lanes.values()
+        able = able_lanes(group, lanes)
+        if able or holding_lanes(group, lanes) or not any(may_continue(lane, group) for lane in lanes):
+            return able
+        ready = [lane for lane in self._open_lanes() or lanes if has_adapter(lane, group)]
+        return [max(ready, key=lambda lane: lane.spec.num_blocks)] if ready else []
 
     def _holder(self, group: SequenceGroup, *, swapped: bool = True) -> Lane | None:
         """The lane that holds something of a group; without `swapped`, something other than swapped KV."""
@@ -357,7 +362,7 @@ class Placer:
         holder = self._holder(group, swapped=False)
         if holder is lane and group.is_bound:
             return True
-        return not lane.draining and holder in (None, lane) and lane in able_lanes(group, self._lanes.values())
+        return not lane.draining and holder in (None, lane) and lane in self._able_lanes(group)
 
     def _in_order(self, lane: Lane, head: SequenceGroup, passed: Collection[SequenceGroup]) -> SequenceGroup | None:
         """The first group of the queue, by the order and then by arrival, that may run on this lane."""

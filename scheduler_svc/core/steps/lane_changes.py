@@ -68,5 +68,7 @@ def remove(requests: RequestTable, lane: Lane) -> None:
             for sequence in group.sequences:
                 sequence.last_slot = None
     del requests.lanes[lane.executor_id]
+    # Those that are left may have no adapters.
+    requests.adapters.num_answers += 1
     sort_waiting(requests)
     requests.placer.on_lane_changed(lane.executor_id)

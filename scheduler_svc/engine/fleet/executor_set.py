@@ -30,6 +30,7 @@ from scheduler_svc.engine.fleet.listener import ExecutorSetListener
 from scheduler_svc.engine.fleet.served_executors import ModelListener, ServedExecutors
 from scheduler_svc.engine.lane_views import num_held
 from scheduler_svc.engine.request_trace import ExecutorIdentity
+from scheduler_svc.metrics.adapter_numbers import AdapterMessage
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.listener import AdoptModel
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
@@ -244,6 +245,10 @@ class ExecutorSet:
         """Pass the result on."""
         self._wake_idle()
         return self._listener.on_applied(step, result, outputs, now)
+
+    def on_adapters(self, executor_id: int, message: AdapterMessage, now: float) -> None:
+        """Count loads and unloads."""
+        self._listener.numbers.on_adapters(executor_id, message, now)
 
     def on_connected(self, executor_id: int) -> None:
         """An executor serves."""

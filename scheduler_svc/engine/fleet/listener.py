@@ -8,10 +8,13 @@ from typing import Protocol
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.types import StepResult
+from scheduler_svc.metrics.numbers import EngineNumbers
 
 
 class ExecutorSetListener(Protocol):
     """Receives the events of all executors; called on the event loop, never concurrently."""
+
+    numbers: EngineNumbers
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Samples have new tokens or have finished."""

@@ -62,6 +62,6 @@ def test_refusals_are_one_line(
 ) -> None:
     assert command(*arguments) == code
     out, err = capsys.readouterr()
-    assert out == ""
+    assert not out.strip(), "generate ends the line of an answer that is empty"
     assert message in err
     assert err.count("\n") == 1

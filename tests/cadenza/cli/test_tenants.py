@@ -31,11 +31,14 @@ def test_a_tenant_from_its_first_token_to_its_last(path: Path, capsys: pytest.Ca
     file = ("--file", str(path))
     limits = "--weight 4 --max-requests 8 --max-queued-tokens 900 --tokens-per-minute 60 --max-priority -1".split()
     first = made(capsys, "add", "gold", *file, *limits, "--shared-prefixes", "team")
-    ops = made(capsys, "add", "ops", *file, "--admin")
+    ops = made(capsys, "add", "ops", *file, "--admin", "--adapters", "")
+    made(capsys, "add", "loader", *file, "--may-load-adapters", "--adapters", 'sql, "*')
     assert read_tenants(str(path)).by_name == {
         "gold": Tenant("gold", 4.0, 8, 900, 60, -1, "team"),
-        "ops": Tenant("ops", admin=True),
+        "ops": Tenant("ops", admin=True, adapters=()),
+        "loader": Tenant("loader", adapters=("sql", '"*'), may_load_adapters=True),
     }
+    assert run(["tenants", "revoke", "loader", next(iter(_digests(path, "loader"))), *file]) == 0
     second = made(capsys, "token", "gold", *file)
     assert len({first, second, ops}) == 3
     assert all(re.fullmatch(r"cadenza_[\w-]{43}", each) for each in (first, second, ops)), "256 random bits"
@@ -50,6 +53,10 @@ def test_a_tenant_from_its_first_token_to_its_last(path: Path, capsys: pytest.Ca
     assert set(read_tenants(str(path)).by_digest) == {digest_of(ops)}
     again = made(capsys, "token", "gold", *file)
     assert read_tenants(str(path)).by_digest[digest_of(again)] == "gold"
+
+
+def _digests(path: Path, name: str) -> list[str]:
+    return [digest.hex() for digest, owner in read_tenants(str(path)).by_digest.items() if owner == name]
 
 
 def test_what_people_wrote_stays(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

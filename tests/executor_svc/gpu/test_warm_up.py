@@ -17,9 +17,11 @@ from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
 from executor_svc.gpu.kernels.compile.registry import entries
 from executor_svc.gpu.kernels.few_bits.linear import TILE_ROWS
+from executor_svc.gpu.kernels.lora import lora, shrink, tables
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.gpu.warm_up import run_largest_steps, run_steps
+from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.plan.description import limits_of
 from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepStatus
 from executor_svc.plan.sampling import SequenceSampling
@@ -98,13 +100,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     return found
 
 
-def started(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> GpuStepExecutor:
-    """What `model_build` makes on a GPU."""
+def started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, adapters: AdapterSizes | None = None, **options: Any
+) -> GpuStepExecutor:
+    """What `model_build` makes on a GPU; adapters: with places, and nothing that loads some."""
     sizes = {
         "block_size": BLOCK_SIZE, "max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 64,
         "num_gpu_blocks": 16,
     }  # fmt: skip
-    model = Model(folder, device="cuda", **sizes | options)
+    model = Model(folder, adapters, device="cuda", **sizes | options)
     config = ExecutorConfig(**model.options)
     draft = load_speculative_model(config, model.device, model.loaded)
     run_trial(model.loaded, model.device, config, draft)
@@ -154,6 +158,37 @@ def test_no_step_waits_for_a_compiler(
             {"released_slots": ints(2), "resumed_slots": ints(0), "decode_ready": True, "max_drafts": num_drafts},
         ],
     )
+    assert compiled == known
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_no_step_with_adapters_waits_for_a_compiler(
+    enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+) -> None:
+    """Few rows and many, prompts with logprobs, decodes with graphs and with drafts, beside steps without adapters."""
+    for module in (tables, lora, shrink):
+        monkeypatch.setattr(module, "FEW_ROWS", 8)
+    folder = make_checkpoint(tmp_path, "gemma2", vocab_size=131, num_hidden_layers=1, head_dim=64)
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "speculative": "ngram", "num_speculative_tokens": 1}
+    executor = started(folder, monkeypatch, AdapterSizes(2, 20), enforce_eager=enforce_eager, **options)
+    known = set(compiled)
+    names = {str(name).rpartition(".")[2] for found in compiled for name in found[:2]}
+    kernels = {"_sort_rows", "_shrink", "_expand", "_take_ranks", "_replace_embeddings", "_replace_logits"}
+    assert {*kernels, "_scale_rows"} <= names
+    logprobs = SequenceSampling(num_logprobs=2, num_prompt_logprobs=1)
+    first = sequence(0, list(range(30)), [3, 1, 9, 4], max_drafts=1)
+    second = sequence(2, [7], [5, 6], sampling=logprobs, max_drafts=1)
+    begins = [
+        {"admitted": (first,), "scheduled": scheduled((0, 21, False))},
+        {"admitted": (second,), "scheduled": scheduled((0, 9, True), (2, 1, True))},
+    ]
+    decodes: list[dict[str, Any]] = [{"decode_ready": True, "appends": columns((0, 11)), "max_drafts": 1}]
+    decodes += [{"decode_ready": True, "held_slots": ints(0)}, {"released_slots": ints(0, 2)}]
+    adapted = executor.adapted()
+    assert adapted is not None
+    with adapted:
+        run(executor, [*begins, *decodes])
+    run(executor, begins)
     assert compiled == known
 
 
@@ -214,11 +249,11 @@ def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches are seen under Triton's interpreter")
-@pytest.mark.parametrize("quantization", ["int8", "fp8_w8a8", "gptq"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8_w8a8", "gptq", "none"])
 def test_launches_are_as_kernels_were_compiled_ahead_of_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: Launches, quantization: str
 ) -> None:
-    """Warps, stages and FP fusion are said each time, and as the kernel's variants say them."""
+    """Warps, stages and FP fusion are said each time, and as the kernel's variants say them; those of adapters, too."""
     sizes = {"hidden_size": 1024, "intermediate_size": 32, "head_dim": 64, "num_hidden_layers": 1}
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, **sizes)
     options: dict[str, Any] = {"dtype": "bfloat16", "num_cpu_blocks": 2, "max_num_batched_tokens": 18}
@@ -226,7 +261,8 @@ def test_launches_are_as_kernels_were_compiled_ahead_of_time(
         quantize_checkpoint(folder, quantization, tmp_path / "few bits", tmp_path / "dense")
         executor = started(tmp_path / "few bits", monkeypatch, **options)
     else:
-        executor = started(folder, monkeypatch, quantization=quantization, **options)
+        places = AdapterSizes(2, 20) if quantization == "none" else None
+        executor = started(folder, monkeypatch, places, quantization=quantization, **options)
     drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
     run(executor, [{"admitted": (sequence(0, [5, 6], [0], sampling=drawn),), "scheduled": scheduled((0, 2, True))}])
     # How many warps hangs on sizes too.

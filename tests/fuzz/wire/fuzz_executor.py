@@ -172,7 +172,18 @@ def _sessions() -> st.SearchStrategy[Session]:
         st.just(b"") | any_message(pb.OpenSession.DESCRIPTOR),
         st.lists(sent | hostile(pb.ExecuteRequest.DESCRIPTOR, []), max_size=6),
     )
-    return mixed((5, plans_alone), (1, anything))
+    adapters = st.builds(Session, st.just(b""), st.lists(sent | _adapters(), min_size=1, max_size=6))
+    return mixed((10, plans_alone), (2, anything), (1, adapters))
+
+
+def _adapters() -> st.SearchStrategy[bytes]:
+    """Loads and unloads of adapters: right ones of folders that are not there, and nearly right ones."""
+    index, path = st.integers(0, 3), st.sampled_from(["", "/nowhere", "/etc", "..", "/proc/self/mem"])
+    load = st.builds(lambda index, path: pb.LoadAdapter(adapter_index=index, name="a", path=path), index, path)
+    loads = load.map(lambda each: pb.ExecuteRequest(load_adapter=each).SerializeToString())
+    unloads = index.map(lambda each: pb.ExecuteRequest(unload_adapter=pb.UnloadAdapter(adapter_index=each)))
+    both = loads | unloads.map(lambda each: each.SerializeToString())
+    return both | both.flatmap(lambda base: hostile(pb.ExecuteRequest.DESCRIPTOR, [base]))
 
 
 def examples() -> st.SearchStrategy[Example]:

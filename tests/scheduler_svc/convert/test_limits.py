@@ -61,6 +61,7 @@ def test_nothing_is_without_a_limit():
         for message in (
             pb.GenerateRequest, pb.SessionRequest, pb.AbortRequest, pb.TokenizeRequest, pb.DetokenizeRequest,
             admin_pb2.WatchStepsRequest, admin_pb2.GetBlockTableRequest, admin_pb2.DrainRequest,
+            admin_pb2.LoadAdapterRequest, admin_pb2.UnloadAdapterRequest, admin_pb2.ListAdaptersRequest,
         )
     ]  # fmt: skip
     found = {name for request in requests for name in lengthy_fields(request)}

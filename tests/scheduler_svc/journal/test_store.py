@@ -15,7 +15,7 @@ from tests.helpers.journals import HeldThread, admission, end, new_tokens, opene
 
 def test_what_is_committed_is_there_in_order_of_arrival(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
-    store.commit(Batch(admitted=[admission(2), admission(1, stores_tokens=True)], started=[1])).result()
+    store.commit(Batch(admitted=[admission(2), admission(1, stores_tokens=True)], started=[(b"", 1)])).result()
     store.commit(Batch(tokens=[new_tokens(1, 0, [5, 6])])).result()
     store.commit(Batch(tokens=[new_tokens(1, 2, [7])], samples=[sample(2, [8, 9])], ends=[end(2)])).result()
     store.close()
@@ -45,7 +45,7 @@ def test_a_finished_sample_replaces_its_tokens_and_a_deleted_request_leaves_noth
 
 def test_a_request_that_is_admitted_again_has_shown_nothing(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
-    store.commit(Batch(admitted=[admission(1)], started=[1])).result()
+    store.commit(Batch(admitted=[admission(1)], started=[(b"", 1)])).result()
     store.commit(Batch(admitted=[admission(1, fingerprint=b"other")])).result()
     (found,) = store.load().result()[0]
     assert (found.admission.fingerprint, found.started) == (b"other", False)

@@ -49,11 +49,13 @@ SAMPLING = core_sampling(
 REQUEST = RequestSpec(
     "r", (5, 6, 7), SAMPLING, max_tokens=11, eos_token_ids=frozenset({9, 3}), num_samples=3,
     beams=BeamSpec(4, 0.1, early_stopping=None), cache_salt=b"\xff\x00", uses_prefix_cache=False, priority=-3,
-    tenant="blue", shared_prefixes="team", expected_output_tokens=0, max_drafts=3, known_outputs=((5, 6), ()),
+    tenant="blue", shared_prefixes="team", expected_output_tokens=0, max_drafts=3, adapter_index=2, adapter_hash=b"h",
+    known_outputs=((5, 6), ()),
 )  # fmt: skip
+PLAIN = dataclasses.replace(REQUEST, beams=None, num_samples=1, known_outputs=(), adapter_index=0, adapter_hash=b"")
 EXECUTOR = ExecutorSpec(
     8, 100, 10, 5, 50, 64, watermark=0.1, num_host_blocks=20, shares_prefixes=False, numerics=b"n",
-    max_drafts=4, adaptive_drafts=True,
+    max_drafts=4, adaptive_drafts=True, max_loras=2, max_cpu_loras=3,
     lacks=frozenset({"beams", "samples"}),
 )  # fmt: skip
 DESCRIPTION = execution_pb2.DescribeResponse(
@@ -321,7 +323,10 @@ def test_differences_name_the_fields() -> None:
 
 
 def test_the_replayed_core_must_refuse_what_was_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    core, spec = Scheduler(), dataclasses.replace(REQUEST, prompt_token_ids=(1,) * 64, beams=None, num_samples=1)
+    core, spec = (
+        Scheduler(),
+        dataclasses.replace(PLAIN, prompt_token_ids=(1,) * 64, known_outputs=REQUEST.known_outputs),
+    )
     core.add_executor(0, EXECUTOR)
     with pytest.raises(RequestRejectedError, match="64 prompt tokens") as refusal:
         core.add_request(spec, 0.0)
@@ -340,7 +345,7 @@ def test_the_replayed_core_must_refuse_what_was_refused(tmp_path: Path, capsys: 
 
 def test_plans_where_there_were_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """And none where there was one."""
-    spec = dataclasses.replace(REQUEST, beams=None, num_samples=1, known_outputs=())
+    spec = PLAIN
     nothing, something = records.plan_step(0, 2.0, None, 1), records.plan_step(0, 2.0, StepPlan(1, 0), 1)
     path = written(tmp_path / "log", header(), calls()[0], something)
     assert replay.main([str(path)]) == 1

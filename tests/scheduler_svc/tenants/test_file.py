@@ -24,13 +24,15 @@ def test_everything_is_read() -> None:
         tokens_per_minute = 60
         max_priority = -2
         shared_prefixes = "team"
+        adapters = ["sql", "gold-*"]
+        may_load_adapters = true
         [tenants.ops]
         admin = true
         [tenants."with.dots"]
     """
     found = parse_tenants(text.encode(), "t.toml")
     assert list(found.by_name.values()) == [
-        Tenant("gold", 4.0, 10, 1000, 60, -2, "team"),
+        Tenant("gold", 4.0, 10, 1000, 60, -2, "team", ("sql", "gold-*"), may_load_adapters=True),
         Tenant("ops", admin=True),
         Tenant("with.dots"),
     ]
@@ -54,6 +56,8 @@ def test_everything_is_read() -> None:
         ("[tenants.gold]\nmax_requests = 1.5", "[tenants.gold] max_requests: Input should be a valid integer"),
         ("[tenants.gold]\nmax_priority = 2147483648", "[tenants.gold] max_priority:"),
         ('[tenants.gold]\nadmin = "no"', "[tenants.gold] admin: Input should be a valid boolean, not 'no'"),
+        ('[tenants.gold]\nadapters = ""', "[tenants.gold] adapters: Input should be a valid list, not ''"),
+        ('[tenants.gold]\nadapters = [""]', "[tenants.gold] adapters: '' is no name or pattern of 1 to 128 characters"),
         ('[tenants.gold]\nshared_prefixes = "\\u0000"', "[tenants.gold] shared_prefixes:"),
         (f'[tenants.a]\ntokens = ["{HASH}"]\n[tenants.b]\ntokens = ["{HASH}"]', "tokens: entry 0 is a token of a too"),
     ],

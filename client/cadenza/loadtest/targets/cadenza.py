@@ -128,6 +128,7 @@ class CadenzaTarget:
             prompt=[part],
             sampling_params=params,
             cache_salt=self._cache_salt,
+            adapter=shape.adapter,
         )
 
 

@@ -145,7 +145,8 @@ class OpenAITarget:
     def _body(self, shape: RequestShape, prompt: list[int] | str) -> dict[str, Any]:
         temperature = self._temperature if shape.n == 1 else self._temperature or 1.0
         body: dict[str, Any] = {
-            "model": self._model,
+            # As vLLM and others name adapters.
+            "model": shape.adapter or self._model,
             "max_tokens": shape.num_output_tokens,
             "temperature": temperature,
             "stream": True,

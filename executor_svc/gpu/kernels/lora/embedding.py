@@ -1,11 +1,12 @@
 """LoRA beside a table of embeddings: y += scale * (a[token] @ b.T), with the same `expand` as linears.
 
-a has a row for each token of the vocabulary. Its memory is taken when an adapter is loaded, as few adapters change the
-table: the kernel reads its address at the adapter's place.
+a has a row for each token of the vocabulary, and few adapters have one: it stays in pinned memory of the host, where
+the kernel reads the ranks of a step's tokens through the address at the adapter's place.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from executor_svc.device.adapters import EmbeddingPair
 from executor_svc.gpu.kernels.lora.expand import expand
-from executor_svc.gpu.kernels.lora.places import RANKS, LoraPlaces, LoraShape, Pair
+from executor_svc.gpu.kernels.lora.places import (
+    RANKS,
+    LoraPlaces,
+    LoraShape,
+    PackedPairs,
+    Pair,
+    Taker,
+    piece_bytes,
+)
 from executor_svc.gpu.kernels.lora.tables import TILE_ROWS, TILE_WORDS, RowTable, num_tiles, tile_rows
 from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows
 from executor_svc.gpu.kernels.variant import Variant
@@ -23,43 +33,52 @@ _TILE_WORDS = tl.constexpr(TILE_WORDS)
 _WARPS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class PackedEmbedding:
+    """The pair of an adapter, in the host's memory."""
+
+    products: PackedPairs
+    a: Tensor
+    """[vocabulary, r], which steps read where it is."""
+    address: Tensor
+    """[1] int64: of a."""
+
+
 class EmbeddingPlaces:
     """The matrices of the adapters of a table of embeddings."""
 
-    def __init__(
-        self, vocabulary: int, hidden: int, max_loras: int, max_rank: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, hidden: int, max_loras: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         """Take the memory of all b, and of addresses. Raises ValueError naming the argument."""
-        self.vocabulary, self.dtype = vocabulary, dtype
+        self.dtype = dtype
         self.products = LoraPlaces.empty(LoraShape(0, hidden, (0,)), max_loras, max_rank, dtype, device)
         self.addresses = torch.zeros(max_loras, dtype=torch.int64, device=device)
         """[max_loras]: of each a [vocabulary, r]; without meaning where the rank is 0."""
-        self._held: dict[int, Tensor] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all b, and of the a of the adapters that are loaded."""
-        return self.products.num_bytes + sum(each.nbytes for each in self._held.values())
+    def packed_bytes(self, pair: EmbeddingPair) -> int:
+        """Return the memory that `pack` takes; raises ValueError for matrices that do not fit."""
+        self.products.check([_pair(pair)])
+        vocabulary, rank = pair.a.shape
+        pieces = ((self.dtype, (vocabulary, rank)), (torch.int64, (1,)))
+        return self.products.packed_bytes([rank]) + sum(piece_bytes(dtype, *shape) for dtype, shape in pieces)
 
-    def load(self, place: int, a: Tensor, b: Tensor, scale: float) -> None:
-        """Put a [vocabulary, r] and b [hidden, r] in a place, rounded to its dtype; conditions as in `LoraPlaces.load`.
+    def pack(self, pair: EmbeddingPair, memory: Taker) -> PackedEmbedding:
+        """Copy a pair to memory, rounded to the dtype of the places; the memory of a is read by steps."""
+        products = self.products.pack([_pair(pair)], memory)
+        a = memory.take(self.dtype, *pair.a.shape).copy_(pair.a)
+        return PackedEmbedding(products, a, memory.take(torch.int64, 1).fill_(a.data_ptr()))
 
-        Raises ValueError, before anything is written, for matrices that do not fit.
-        """
-        if a.dim() != 2 or a.shape[0] != self.vocabulary or a.shape[1] != b.shape[1]:
-            raise ValueError(f"a {list(a.shape)}, b {list(b.shape)}: a must be [{self.vocabulary}, r]")
-        self.products.load(place, [Pair(a.new_empty(a.shape[1], 0), b, scale, 0)])
-        kept = a.to(self.addresses.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
-        self._held[place] = kept
-        self.addresses[place].fill_(kept.data_ptr())
+    def set(self, place: int, packed: PackedEmbedding | None) -> None:
+        """Enqueue the copy of an adapter to a place, as `LoraPlaces.set`. Its a must live until no step reads it."""
+        self.products.set(place, None if packed is None else packed.products)
+        if packed is not None:
+            self.addresses[place : place + 1].copy_(packed.address, non_blocking=True)
 
-    def clear(self, place: int) -> None:
-        """Take the adapter out of a place, and free its a.
 
-        Steps that were enqueued before still read it: PyTorch gives freed memory to later work of its stream only.
-        """
-        self.products.clear(place)
-        self._held.pop(place, None)
+def _pair(pair: EmbeddingPair) -> Pair:
+    """Return a pair as one part of a linear of no inputs; raises ValueError for different ranks."""
+    if pair.a.dim() != 2 or pair.a.shape[1] != pair.b.shape[1]:
+        raise ValueError(f"a {list(pair.a.shape)}, b {list(pair.b.shape)}: a must be [vocabulary, r], b [hidden, r]")
+    return Pair(pair.a.new_empty(pair.a.shape[1], 0), pair.b, pair.scale, 0)
 
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["token_ids"])

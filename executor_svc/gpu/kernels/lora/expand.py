@@ -2,8 +2,8 @@
 
 A row's bits come from that row and its adapter alone: splits are added in their order, then ranks in theirs, 16 at a
 time. t stays in float32: beside b in 16 bits, which tf32 holds exactly, it is multiplied as the sum of two numbers in
-tf32, which leaves an error of 2**-21 of t at most. Products of float32 are float32. y is rounded once. Tiles are of 16
-or 32 rows, with the same mma.
+tf32, which leaves an error of 2**-21 of t at most. Products of float32 are float32. y is rounded once, to the dtype of
+b, where it is float32 too. Tiles are of 16 or 32 rows, with the same mma.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def _expand(
         inside = within & (feature < end)[None, :]
         old = tl.load(y_at, inside, other=0.0).to(tl.float32)
         new = old + total * tl.load(scales + place * parts + part)
-        tl.store(y_at, new.to(y.dtype.element_ty), inside)
+        # Rounded once, to the type of b, in which a float32 y holds numbers then.
+        tl.store(y_at, new.to(b.dtype.element_ty).to(y.dtype.element_ty), inside)
 
 
 def expand(sums: Tensor, num_sums: int, places: LoraPlaces, table: RowTable, y: Tensor) -> None:

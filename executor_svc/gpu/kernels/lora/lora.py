@@ -20,7 +20,7 @@ def workspace_size(shape: LoraShape, max_rank: int, max_rows: int) -> int:
 
 
 def add_lora(x: Tensor, places: LoraPlaces, table: RowTable, workspace: Tensor, y: Tensor) -> None:
-    """Add scale * (x @ a.T @ b.T) of each row's adapter to y, summed in float32 and rounded once.
+    """Add scale * (x @ a.T @ b.T) of each row's adapter to y, summed in float32 and rounded once to the dtype of x.
 
     Rows without an adapter, and parts that a row's adapter does not have, are untouched. The bits of a row depend on
     its own x, y and adapter only: neither on other rows and their number, nor on places or the largest rank.

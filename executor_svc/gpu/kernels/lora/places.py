@@ -1,18 +1,19 @@
 """The adapters' matrices on the device: for each linear, memory for as many adapters as one batch may have.
 
 The scale, the rank and both matrices of a part lie at the adapter's place. Memory is for the largest rank, in blocks of
-16; the kernels read the blocks of the actual rank only.
+16; the kernels read the blocks of the actual rank only. An adapter is packed in the same order in the host's memory, so
+that a place takes a few copies: one for a of each part, one for b, and two for ranks and scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from executor_svc.device.adapters import AdapterPart
 from executor_svc.gpu.kernels.lora.tables import RowTable
 from executor_svc.gpu.kernels.rows import DTYPES
 
@@ -22,33 +23,13 @@ FEATURES = 128
 """Rows of a linear's output that one program of `expand` computes."""
 OUT_TILE_WORDS = 4
 _ALIGNED = 16
-
-
-class Matrices(Protocol):
-    """What an adapter adds to some rows of a linear's output: scale * (x @ a.T @ b.T)."""
-
-    @property
-    def a(self) -> Tensor:
-        """[r, in_features]."""
-        ...
-
-    @property
-    def b(self) -> Tensor:
-        """[rows, r]."""
-        ...
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def first_row(self) -> int:
-        """Of its rows among those of the linear."""
-        ...
+_PIECE = 64
+"""Packed pieces begin at multiples of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Implements `Matrices`."""
+    """Implements `AdapterPart`."""
 
     a: Tensor
     b: Tensor
@@ -83,6 +64,40 @@ class LoraShape:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedPairs:
+    """The parts of one linear of an adapter, as they lie at a place, in the host's memory."""
+
+    a: tuple[tuple[int, Tensor], ...]
+    """The number of each part that there is, and its a [rank, in_features]."""
+    b: Tensor
+    """[blocks of the largest rank, out_features, 16]; 0 where a part has no rank."""
+    ranks: Tensor
+    """[parts] int32."""
+    scales: Tensor
+    """[parts] float32."""
+
+
+class Taker:
+    """Hands out packed memory, piece by piece."""
+
+    def __init__(self, memory: Tensor) -> None:
+        """memory: [num_bytes] uint8, zeros."""
+        self._memory = memory
+
+    def take(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Return the next piece; its zeros are kept until it is written."""
+        num_bytes = piece_bytes(dtype, *shape)
+        assert num_bytes <= len(self._memory), "packed_bytes says how much is needed"
+        piece, self._memory = self._memory[:num_bytes].view(dtype), self._memory[num_bytes:]
+        return piece[: torch.Size(shape).numel()].view(shape)
+
+
+def piece_bytes(dtype: torch.dtype, *shape: int) -> int:
+    """Return the bytes of a piece: a multiple of 64."""
+    return -(-torch.Size(shape).numel() * dtype.itemsize // _PIECE) * _PIECE
+
+
+@dataclass(frozen=True, slots=True)
 class LoraPlaces:
     """The matrices of the adapters of one linear; or b alone, with in_features 0, of a table of embeddings."""
 
@@ -108,7 +123,7 @@ class LoraPlaces:
             raise ValueError(f"dtype: must be one of activations, is {dtype}")
         if max_loras < 1 or max_rank < 1:
             raise ValueError(f"--max-loras {max_loras}, --max-lora-rank {max_rank}: must be at least 1")
-        parts, blocks = len(shape.parts), -(-max_rank // RANKS)
+        parts, blocks = len(shape.parts), _blocks(max_rank)
         tiles = [
             (part, first, min(first + FEATURES, end), 0)
             for part, (start, end) in enumerate(shape.parts)
@@ -141,34 +156,42 @@ class LoraPlaces:
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in (self.a, self.b, self.ranks, self.scales, self.out_tiles))
 
-    def load(self, place: int, parts: Sequence[Matrices]) -> None:
-        """Put an adapter in a place, in place of what was there; numbers are rounded to the dtype of the places.
+    # ------------------------------------------------------------------ adapters on the host
 
-        Enqueues copies on the current stream: steps that were enqueued before still read the former adapter. Parts on
-        the CPU must stay as they are until the copies are done.
+    def packed_bytes(self, ranks: Sequence[int]) -> int:
+        """Return the memory that `pack` takes for parts of these ranks; none: 0."""
+        return sum(piece_bytes(dtype, *shape) for dtype, shape in self._pieces(ranks))
 
-        Raises ValueError, before anything is written, for a part that the linear does not have or that is too large.
-        """
+    def pack(self, parts: Sequence[AdapterPart], memory: Taker) -> PackedPairs:
+        """Copy parts, at least one, to memory, rounded to the dtype of the places. Raises ValueError as `check`."""
+        numbers, kept = self.check(parts), []
+        ranks = [part.a.shape[0] for part in parts]
+        *firsts, b, all_ranks, scales = (memory.take(dtype, *shape) for dtype, shape in self._pieces(ranks))
+        for number, part, rank, a in zip(numbers, parts, ranks, firsts, strict=True):
+            kept.append((number, a.copy_(part.a)))
+            first, end = self.shape.parts[number]
+            for block, start in enumerate(range(0, rank, RANKS)):
+                source = part.b[:, start : start + RANKS]
+                b[block, first:end, : source.shape[1]].copy_(source)
+            all_ranks[number], scales[number] = rank, part.scale
+        return PackedPairs(tuple(kept), b, all_ranks, scales)
+
+    def check(self, parts: Sequence[AdapterPart]) -> list[int]:
+        """Return the number of each part; raises ValueError for one that the linear does not have, or too large."""
         numbers = [self._part_of(each) for each in parts]
-        if not 0 <= place < self.max_loras or len(set(numbers)) < len(numbers):
-            raise ValueError(f"place {place}, parts {numbers}: no such place, or a part twice")
-        self.clear(place)
-        for number, each in zip(numbers, parts, strict=True):
-            self._write_part(place, number, each)
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"parts {numbers}: a part twice")
+        return numbers
 
-    def clear(self, place: int) -> None:
-        """Take the adapter out of a place: rows of this place are then untouched."""
-        self.ranks[place].zero_()
+    def _pieces(self, ranks: Sequence[int]) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
+        """Yield the dtypes and shapes of the tensors of an adapter."""
+        if ranks:
+            yield from ((self.a.dtype, (rank, self.shape.in_features)) for rank in ranks)
+            yield self.b.dtype, (_blocks(max(ranks)), self.shape.out_features, RANKS)
+            yield torch.int32, (self.num_parts,)
+            yield torch.float32, (self.num_parts,)
 
-    def check_table(self, table: RowTable, num_rows: int) -> None:
-        """Raise ValueError unless a table may be of so many rows, and of as many places as there are."""
-        if table.max_loras != self.max_loras or table.rows.numel() < num_rows:
-            raise ValueError(
-                f"table: of {table.rows.numel()} rows and {table.max_loras} places, "
-                f"not of {num_rows} and {self.max_loras}"
-            )
-
-    def _part_of(self, part: Matrices) -> int:
+    def _part_of(self, part: AdapterPart) -> int:
         (rank, in_features), (num_rows, same) = part.a.shape, part.b.shape
         bounds = (part.first_row, part.first_row + num_rows)
         if rank != same or in_features != self.shape.in_features or bounds not in self.shape.parts:
@@ -180,13 +203,31 @@ class LoraPlaces:
             raise ValueError(f"--max-lora-rank {self.max_rank}: a part has rank {rank}")
         return self.shape.parts.index(bounds)
 
-    def _write_part(self, place: int, number: int, part: Matrices) -> None:
-        rank, (first, end) = part.a.shape[0], self.shape.parts[number]
-        self.a[place, number, :rank].copy_(part.a, non_blocking=True)
-        for block, start in enumerate(range(0, rank, RANKS)):
-            target, source = self.b[place, block, first:end], part.b[:, start : start + RANKS]
-            target[:, : source.shape[1]].copy_(source, non_blocking=True)
-            # The kernel multiplies whole blocks: what a former adapter left here may not be finite.
-            target[:, source.shape[1] :].zero_()
-        self.ranks[place, number].fill_(rank)
-        self.scales[place, number].fill_(part.scale)
+    # ------------------------------------------------------------------ places
+
+    def set(self, place: int, packed: PackedPairs | None) -> None:
+        """Enqueue the copy of an adapter to a place, in place of what was there; None: nothing, so its rows stay.
+
+        Steps that were enqueued before still read the former adapter.
+        """
+        if packed is None:
+            self.ranks[place].zero_()
+            return
+        for number, a in packed.a:
+            self.a[place, number, : len(a)].copy_(a, non_blocking=True)
+        # Whole blocks: the kernel multiplies them, and what a former adapter left in them may not be finite.
+        self.b[place, : len(packed.b)].copy_(packed.b, non_blocking=True)
+        self.ranks[place].copy_(packed.ranks, non_blocking=True)
+        self.scales[place].copy_(packed.scales, non_blocking=True)
+
+    def check_table(self, table: RowTable, num_rows: int) -> None:
+        """Raise ValueError unless a table may be of so many rows, and of as many places as there are."""
+        if table.max_loras != self.max_loras or table.rows.numel() < num_rows:
+            raise ValueError(
+                f"table: of {table.rows.numel()} rows and {table.max_loras} places, "
+                f"not of {num_rows} and {self.max_loras}"
+            )
+
+
+def _blocks(rank: int) -> int:
+    return -(-rank // RANKS)

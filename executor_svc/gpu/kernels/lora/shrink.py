@@ -48,7 +48,7 @@ def num_sums(num_rows: int, in_features: int) -> int:
 
 
 @triton.jit
-def _sum_columns(
+def sum_columns(
     x_at, a_at, x_inside, a_inside, start, end, in_features, ROWS: tl.constexpr, RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _shrink(
         total = tl.zeros((ROWS, RANKS), tl.float32)
         for split in range(first_split, last_split):
             begin = split * split_columns
-            total += _sum_columns(
+            total += sum_columns(
                 x_at, a_at, within[:, None], (which < rank)[:, None], begin,
                 tl.minimum(begin + split_columns, in_features), in_features, ROWS, RANKS, COLUMNS,
             )  # fmt: skip

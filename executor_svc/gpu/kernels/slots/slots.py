@@ -28,7 +28,8 @@ MAX_LEN = tl.constexpr(7)
 NUM_DRAFTS = tl.constexpr(8)
 DRAFTS_END = tl.constexpr(9)
 NUM_GUESSED = tl.constexpr(10)
-NUM_NUMBERS = 11
+ADAPTER_PLACE = tl.constexpr(11)
+NUM_NUMBERS = 12
 
 # Rows of the matrices of a step: by token, by sequence, by sampling row.
 TOKEN_IDS = tl.constexpr(0)
@@ -151,6 +152,11 @@ class SlotState:
     def num_guessed(self) -> Tensor:
         """[n] int32: known tokens and drafts, while a draft model makes further drafts; else without meaning."""
         return self._number(NUM_GUESSED)
+
+    @property
+    def adapter_places(self) -> Tensor:
+        """[n] int32: the place of the slot's adapter, -1 for none; in steps without adapters without meaning."""
+        return self._number(ADAPTER_PLACE)
 
     def _number(self, row: tl.constexpr) -> Tensor:
         return self.numbers[row.value, : self.num_slots]

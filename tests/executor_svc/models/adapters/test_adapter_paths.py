@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from executor_svc.models.adapters.paths import allowed_file, allowed_folder, folder_of_name
+from executor_svc.models.adapters.paths import allowed_file, allowed_folder, folder_of_name, is_missing
 from executor_svc.models.folder import LoaderError
 
 
@@ -42,6 +42,17 @@ def test_other_folders_are_refused_alike(root: Path, path: str) -> None:
     with pytest.raises(LoaderError) as refused:
         allowed_folder(given, [root])
     assert str(refused.value) == f"{given}: not a folder below {root}"
+
+
+@pytest.mark.parametrize(
+    ("path", "missing"),
+    [
+        ("none", True), ("a/none", True), ("inside/none", True), ("a", False), ("a/own", False), ("outside", False),
+        ("outside/none", False), ("../root-2/none", False), ("circle", False), ("a\0", False),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_said_of_paths_below_a_root_alone(root: Path, path: str, missing: bool) -> None:
+    assert is_missing(os.path.join(root, path), [root]) is missing
 
 
 def test_without_roots_nothing_is_allowed(root: Path) -> None:

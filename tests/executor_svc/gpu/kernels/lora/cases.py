@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.gpu.kernels.lora.lora import add_lora, workspace_size
-from executor_svc.gpu.kernels.lora.places import LoraPlaces, LoraShape, Pair
+from executor_svc.gpu.kernels.lora.places import LoraPlaces, LoraShape, Pair, Taker
 from executor_svc.gpu.kernels.lora.tables import RowTable, sort_rows
 
 UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -57,8 +57,15 @@ def placed(
     for each in (places.a, places.b, places.scales):
         each.fill_(NAN)
     for place, parts in adapters.items():
-        places.load(place, parts)
+        load(places, place, parts)
     return places
+
+
+def load(places: LoraPlaces, place: int, parts: Adapter) -> None:
+    """Pack an adapter, at least one part, and set it in a place."""
+    size = places.packed_bytes([part.a.shape[0] for part in parts])
+    memory = torch.zeros(size, dtype=torch.uint8, pin_memory=places.a.device.type == "cuda")
+    places.set(place, places.pack(parts, Taker(memory)))
 
 
 def added(x: Tensor, y: Tensor, places: LoraPlaces, of_rows: Sequence[int]) -> Tensor:

@@ -17,6 +17,7 @@ from triton.runtime import driver
 from executor_svc.gpu.kernels.lora.embedding import EmbeddingPlaces, add_embedding_lora
 from executor_svc.gpu.kernels.lora.lora import add_lora, workspace_size
 from executor_svc.gpu.kernels.lora.places import LoraPlaces, LoraShape
+from executor_svc.gpu.kernels.lora.replaced import ReplacedPlaces, replace_embeddings, replace_logits
 from executor_svc.gpu.kernels.lora.tables import FEW_ROWS, RowTable, sort_rows, sort_tokens
 from executor_svc.gpu.kernels.slots.slots import StepBuffers, StepSizes
 from tests.executor_svc.gpu.stubbed_start import LIBRARY, StubbedDriver, noted_compiles
@@ -44,7 +45,8 @@ def run_steps(max_loras: int, max_rank: int) -> None:
     tokens, table = torch.zeros(MOST + 1, dtype=torch.int64), RowTable.empty(MOST, max_loras, CPU)
     linears = [LoraPlaces.empty(shape, max_loras, max_rank, DTYPE, CPU) for shape in SHAPES]
     workspace = torch.empty(max(workspace_size(shape, max_rank, MOST) for shape in SHAPES))
-    embedding = EmbeddingPlaces(10, 256, max_loras, max_rank, DTYPE, CPU)
+    embedding = EmbeddingPlaces(256, max_loras, max_rank, DTYPE, CPU)
+    replaced = ReplacedPlaces(256, 48, max_loras, DTYPE, CPU)
     for count in (1, 2, 16, 33, FEW_ROWS, FEW_ROWS + 1, MOST):
         for num_seqs in {1, count}:
             # State of the slots and indexes may begin anywhere.
@@ -53,7 +55,9 @@ def run_steps(max_loras: int, max_rank: int) -> None:
         for first in (0, 1):
             sort_rows(token_places, tokens[first : first + count], table)
             y = torch.zeros(count, 256, dtype=DTYPE)
+            replace_embeddings(tokens[first : first + count], replaced, table, y)
             add_embedding_lora(tokens[first : first + count], embedding, table, workspace, y)
+            replace_logits(y, replaced, table, torch.zeros(count, 48))
         for places in linears:
             x = torch.zeros(count, places.shape.in_features, dtype=DTYPE)
             y = torch.zeros(count, places.shape.out_features, dtype=DTYPE)

@@ -32,7 +32,9 @@ def test_steps_of_all_sizes_take_two_builds_that_multiply_alike(stub: Path) -> N
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     compiled = Counter(json.loads(ended.stdout.splitlines()[-1]))
-    assert compiled == dict.fromkeys(("_sort_rows", "_take_ranks", "_shrink", "_expand"), 2)
-    for kernel, product in (("_shrink", "mma.sync.aligned.m16n8k16"), ("_expand", "mma.sync.aligned.m16n8k8")):
+    tables = ("_take_ranks", "_replace_embeddings", "_replace_logits")
+    assert compiled == dict.fromkeys(("_sort_rows", "_shrink", "_expand", *tables), 2)
+    wide, narrow = "mma.sync.aligned.m16n8k16", "mma.sync.aligned.m16n8k8"
+    for kernel, product in (("_shrink", wide), ("_expand", narrow), ("_replace_logits", wide)):
         builds = [path.read_text(encoding="utf-8") for path in stub.rglob(f"{kernel}.ptx")]
         assert [set(_PRODUCT.findall(build)) for build in builds] == [{product}] * 2

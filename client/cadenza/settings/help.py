@@ -16,7 +16,6 @@ GROUPS = (
     "Memory",
     "Batching",
     "Speculation",
-    "Ranks",
     "Adapters",
     "Ranks",
     "Scheduling",

@@ -125,16 +125,27 @@ def route_options(
         settings = {name: Setting(value, file.path) for name, value in from_file.items()} if file is not None else {}
         settings |= {name: setting for name, setting in given.items() if name in fields}
         chosen[service] = {name: setting for name, setting in settings.items() if name in fields}
+    places = _places_for_adapters(chosen)
     checked = {service: _checked(service, model, settings) for service, settings in chosen.items()}
     arguments = {service: to_arguments(values) for service, values in checked.items()}
     if "tokenizer" not in chosen[SCHEDULER]:
         arguments[SCHEDULER] += _own_tokenizer(model)
+    arguments[EXECUTOR] += places
     return ServiceArguments(
         arguments[EXECUTOR],
         arguments[SCHEDULER],
         int(checked[STARTER].get("executors", 1)),
         chosen[STARTER] | chosen[EXECUTOR] | chosen[SCHEDULER],
     )
+
+
+def _places_for_adapters(chosen: Mapping[str, Mapping[str, Setting]]) -> list[str]:
+    """What an executor gets if adapters are named and their number in a batch is not: on a GPU it has none by itself."""
+    named = any(name in chosen[SCHEDULER] for name in ("lora", "lora_dir", "lora_root"))
+    if not named or "max_loras" in chosen[EXECUTOR]:
+        return []
+    default = config_classes()[EXECUTOR].model_fields["max_loras"].default
+    return ["--max-loras", str(default)]
 
 
 def read_places(

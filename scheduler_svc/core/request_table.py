@@ -214,6 +214,9 @@ class RequestTable:
         sequence.finish = finish
         if group.queued and not group.waiting_sequences:
             self._leave_queue(group)
+        elif group.queued and lane is not None and lane.draining and not group.is_bound:
+            # The rest of it waited for this lane only because this sequence ran there.
+            self.placer.replace(group)
         self._finished.append(sequence)
         if report and sequence.sample_index < group.spec.num_samples:
             self._outputs.finishes[sequence] = finish

@@ -250,9 +250,8 @@ class Adapters:
 
     def _is_settled(self, index: int) -> bool:
         adapter = self._core.adapters.adapters.get(index)
-        if adapter is None or self._error(index) is not None:
-            return True
-        return any(lane.adapters.has(index) for lane in self._core.lanes.values())
+        # One that was loaded may have given its place away at once.
+        return adapter is None or bool(adapter.content_hash) or self._error(index) is not None
 
     def _error(self, index: int) -> AdapterError | None:
         """Why an adapter cannot be loaded by any executor."""

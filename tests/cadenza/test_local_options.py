@@ -55,6 +55,17 @@ def test_the_scheduler_gets_the_models_tokenizer(tmp_path):
     assert route_options(model, {"tokenizer": "another"}).scheduler == ["--tokenizer=another"]
 
 
+@pytest.mark.parametrize("option", ["lora", "lora_dir", "lora_root"])
+def test_an_executor_has_places_where_adapters_are_named(option):
+    """On a GPU it has none by itself, since they take memory."""
+    value = {"lora": ["a=/adapter"], "lora_dir": "/adapters", "lora_root": ["/adapters"]}[option]
+    assert route_options("m", {option: value}).executor[-2:] == ["--max-loras", "8"]
+    given = route_options("m", {option: value, "max_loras": 3}).executor
+    assert given[given.index("--max-loras") + 1] == "3"
+    assert given.count("--max-loras") == 1
+    assert "--max-loras" not in route_options("m", {}).executor
+
+
 def test_values_reach_the_services_as_their_types():
     arguments = route_options("m", {"skip_tokenizer_init": "yes", "enable_prefix_caching": "0", "block_size": "08"})
     assert set(arguments.executor) == {"--model=m", "--block-size=8"}

@@ -93,7 +93,8 @@ class AdapterFaults:
         if name in world.adapters.names:
             return
         world.adapters.names.add(name)
-        index = world.engine.adapters.register(name, path_of(name), wanted=True)
+        world.engine.adapters.load(name, path_of(name))
+        index = world.engine.adapters.names.find(name) or 0
         world.engine.executors.wake()
         world.note(f"adapter {index} is {name}")
         self.tasks.append(asyncio.create_task(self._loaded(name, index)))

@@ -90,9 +90,8 @@ class Client:
         while True:
             try:
                 if self.plan.adapter:
-                    # As the front does: the name is looked up once the request arrives.
-                    index = engine.adapters.index_of(self.plan.adapter)
-                    self.spec = replace(self.spec, adapter_index=index)
+                    # As the engine will find it.
+                    self.spec = replace(self.spec, adapter_index=engine.adapters.names.find(self.plan.adapter) or 0)
                 return engine.submit(self._request())
             except (RequestRejectedError, PreconditionError) as exc:
                 self.refusal = exc
@@ -116,6 +115,7 @@ class Client:
             make_text=self.entry.text_stream if self.entry.stop else None,
             deadline=self.deadline,
             body_digest=sha256(self.plan.name.encode()).digest(),
+            adapter=self.plan.adapter,
         )
 
     def _submit_again(self) -> None:

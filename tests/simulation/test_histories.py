@@ -63,6 +63,13 @@ def test_a_seed_repeats_its_history(seed: int) -> None:
     assert len(trace) > 30
 
 
+@pytest.mark.parametrize("seed", [142, 569, 2788, 2999])
+def test_what_once_went_wrong_in_few_histories(seed: int) -> None:
+    """Requests of adapters outlived the last executor with any; what outgrew all pools waited for ever in a batch, and
+    the rest of a group for a draining executor; an operator's load whose adapter gave its place away had no answer."""
+    run_history(seed)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", SEEDED_BUGS, ids=lambda bug: bug.name)

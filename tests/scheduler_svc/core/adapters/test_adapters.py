@@ -161,8 +161,10 @@ def test_a_request_runs_where_its_adapter_is_and_is_refused_where_it_fails_every
     assert rig.core.adapter_refusal(1, b"one") is None
     assert "have changed" in rig.core.adapter_refusal(1, b"other").message  # type: ignore[union-attr]
     rig.end(name)
+    num_answers = rig.core.adapters.num_answers
     rig.core.remove_executor(1, rig.now)
     assert rig.core.adapter_refusal(1) == error
+    assert rig.core.adapters.num_answers > num_answers, "the engine looks at waiting requests again"
 
 
 def test_another_content_is_refused_and_unloaded() -> None:

@@ -140,12 +140,12 @@ def route_options(
 
 
 def _places_for_adapters(chosen: Mapping[str, Mapping[str, Setting]]) -> list[str]:
-    """What an executor gets if adapters are named and their number in a batch is not: on a GPU it has none by itself."""
+    """What an executor gets if adapters are named, and their number in a batch is not: by itself a GPU has none."""
     named = any(name in chosen[SCHEDULER] for name in ("lora", "lora_dir", "lora_root"))
     if not named or "max_loras" in chosen[EXECUTOR]:
         return []
     default = config_classes()[EXECUTOR].model_fields["max_loras"].default
-    return ["--max-loras", str(default)]
+    return [f"--max-loras={default}"]
 
 
 def read_places(

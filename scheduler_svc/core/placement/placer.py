@@ -277,7 +277,7 @@ class Placer:
         return self._policy.choose(group, candidates, now) if candidates else None
 
     def _able_lanes(self, group: SequenceGroup) -> list[Lane]:
-        """The lanes that can hold a group; if nothing ever can, the largest pool, which takes it as far as that goes."""
+        """The lanes that can hold a group; if none ever can, the largest pool, which takes it as far as that goes."""
         lanes = self._lanes.values()
         able = able_lanes(group, lanes)
         if able or holding_lanes(group, lanes) or not any(may_continue(lane, group) for lane in lanes):

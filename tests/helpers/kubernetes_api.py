@@ -160,7 +160,7 @@ def kubernetes_api(
         server.daemon_threads = True
         server.socket = context.wrap_socket(server.socket, server_side=True)
         api.port = server.server_address[1]
-        serving = threading.Thread(target=server.serve_forever, daemon=True)
+        serving = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         serving.start()
         try:
             yield api

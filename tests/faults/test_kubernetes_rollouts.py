@@ -12,6 +12,7 @@ import pytest
 from cadenza import AsyncClient
 from cadenza.transport import format_address
 from tests.checkpoints import make_llama
+from tests.helpers.kubernetes_api import kubernetes_api
 from tests.helpers.manifests import needs_kubectl
 from tests.helpers.pods import LocalCluster, local_cluster
 from tests.helpers.rolling import ClientLoad, Seen, rolling
@@ -87,11 +88,33 @@ async def test_executors_and_scheduler_are_replaced_without_a_lost_token(
         await roll_executors(cluster)
         await load.more(100)
         await cluster.replace_scheduler()
+        for pod in [cluster.scheduler, *cluster.executors]:
+            assert [await pod.passes(probe) for probe in ("startupProbe", "livenessProbe")] == [True, True]
         assert await load.finished() == expected
         assert "go on in the next process with this --journal" in cluster.scheduler.log()
         await cluster.scheduler.terminate()
         for pod in cluster.executors:
             await pod.terminate()
+
+
+async def test_a_scheduler_without_executors_is_alive_and_not_ready(tmp_path: Path) -> None:
+    """And ready as soon as one is there; SIGTERM ends it at any time."""
+    with kubernetes_api(tmp_path) as api:
+        cluster = LocalCluster("cpu", tmp_path, api, tmp_path, simulated(tmp_path))
+        try:
+            await cluster.scheduler.start()
+            for _ in range(500):
+                if await cluster.scheduler.passes("livenessProbe"):
+                    break
+                await asyncio.sleep(0.05)
+            assert await cluster.scheduler.passes("startupProbe")
+            assert not await cluster.scheduler.passes("readinessProbe")
+            executor = await cluster.add_executor()
+            await cluster.scheduler.ready()
+            await cluster.scheduler.terminate()
+            await executor.terminate()
+        finally:
+            await cluster.kill()
 
 
 async def test_a_replica_of_two_ranks_is_replaced_without_a_lost_token(

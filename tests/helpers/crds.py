@@ -1,8 +1,8 @@
 """Schemas of the custom resources in deploy/: of each published one, the fields that the manifests use.
 
 Written from the CRDs of these versions, all Apache-2.0: LeaderWorkerSet 0.10 (kubernetes-sigs/lws), cert-manager 1.21,
-prometheus-operator 0.93, KEDA 2.20, InferencePool v1 (kubernetes-sigs/gateway-api-inference-extension, August 2026). Every
-field that is not here is refused, so a new one is looked up first. Whole published files are read by `published_crds`.
+prometheus-operator 0.93, KEDA 2.20, InferencePool v1 (kubernetes-sigs/gateway-api-inference-extension, August 2026).
+Every field that is not here is refused, so a new one is looked up first. `published_crds` reads whole files.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import urllib.request
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -35,6 +36,14 @@ def _new_address() -> str:
     """An address of the loopback that no other test run has."""
     own = os.getpid()
     return f"127.{1 + own % 250}.{1 + own // 250 % 250}.{next(_NUMBERS)}"
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return 200 <= answer.status < 400
+    except OSError:
+        return False
 
 
 class Pod:
@@ -67,22 +76,28 @@ class Pod:
                 stderr=log,
             )
 
-    async def is_ready(self) -> bool:
-        """Run the readiness probe once."""
-        probe = self.template.container["readinessProbe"]
-        if "grpc" in probe:
-            return await asyncio.to_thread(check, f"{self.address}:{probe['grpc']['port']}") is None
-        python, *rest = probe["exec"]["command"]
-        assert python == "python"
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, *(self._local(part) for part in rest)), stdout=DEVNULL, stderr=DEVNULL
-        )
-        return await process.wait() == 0
+    async def passes(self, name: str) -> bool:
+        """Run a probe once: readinessProbe, livenessProbe or startupProbe."""
+        match self.template.container[name]:
+            case {"grpc": {"port": port}}:
+                return await asyncio.to_thread(check, f"{self.address}:{port}") is None
+            case {"exec": {"command": ["python", *rest]}}:
+                command = (sys.executable, *(self._local(part) for part in rest))
+                process = await asyncio.create_subprocess_exec(*command, stdout=DEVNULL, stderr=DEVNULL)
+                return await process.wait() == 0
+            case {"httpGet": {"path": path, "port": port}}:
+                return await asyncio.to_thread(_answers, f"http://{self.address}:{self.port(port)}{path}")
+            case probe:
+                raise AssertionError(f"a probe that this rig does not know: {probe}")
+
+    def port(self, name: str) -> int:
+        (port,) = (each["containerPort"] for each in self.template.container["ports"] if each["name"] == name)
+        return port
 
     async def ready(self) -> None:
         """Probe it until it is ready."""
         async with asyncio.timeout(_READY_S):
-            while not await self.is_ready():
+            while not await self.passes("readinessProbe"):
                 assert self.process.returncode is None, self.log()
 
     async def terminate(self) -> None:
@@ -125,10 +140,7 @@ class LocalCluster:
     @property
     def target(self) -> str:
         """Where clients connect to: the address of the scheduler's service."""
-        (port,) = (
-            each["containerPort"] for each in self.scheduler.template.container["ports"] if each["name"] == "grpc"
-        )
-        return f"{self.scheduler.address}:{port}"
+        return f"{self.scheduler.address}:{self.scheduler.port('grpc')}"
 
     @property
     def client_environment(self) -> dict[str, str]:

@@ -14,11 +14,11 @@ from cadenza.transport import format_address
 from tests.checkpoints import make_llama
 from tests.helpers.kubernetes_api import kubernetes_api
 from tests.helpers.manifests import needs_kubectl
-from tests.helpers.pods import LocalCluster, local_cluster
+from tests.helpers.pods import LocalCluster, Pod, local_cluster
 from tests.helpers.rolling import ClientLoad, Seen, rolling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), needs_kubectl]
-MAX_TOKENS, NUM_REQUESTS = 400, 8
+MAX_TOKENS, NUM_REQUESTS = 150, 16
 SIZES = {"CADENZA_MAX_NUM_SEQS": "48", "CADENZA_NUM_GPU_BLOCKS": "3000"}
 OPTIONS = ("--max-num-seqs", "48", "--num-gpu-blocks", "3000")
 
@@ -51,14 +51,14 @@ def simulated(models: Path) -> dict[str, dict[str, str]]:
     return {"executor": executor, "scheduler": {"CADENZA_SKIP_TOKENIZER_INIT": "true"}}
 
 
-async def roll_executors(cluster: LocalCluster) -> None:
+async def roll_executors(cluster: LocalCluster, new: list[Pod]) -> None:
     """As a Deployment with maxSurge 1 and maxUnavailable 0: a new one serves before an old one is told to end."""
-    old = list(cluster.executors)
+    old = [pod for pod in cluster.executors if pod not in new]
     async with AsyncClient(cluster.target) as client:
-        for pod in old:
-            new = await cluster.add_executor()
-            await serving(client, format_address(new.address, 50052))
-            await cluster.remove_executor(pod)
+        for before, after in zip(old, new, strict=True):
+            cluster.serve(after)
+            await serving(client, format_address(after.address, after.port("grpc")))
+            await cluster.remove_executor(before)
 
 
 async def serving(client: AsyncClient, address: str) -> None:
@@ -83,9 +83,10 @@ async def test_executors_and_scheduler_are_replaced_without_a_lost_token(
     async with local_cluster(overlay, tmp_path, tmp_path, num_executors, **simulated(tmp_path)) as cluster:
         for name, value in cluster.client_environment.items():
             monkeypatch.setenv(name, value)
+        new = await asyncio.gather(*(cluster.start_executor() for _ in range(num_executors)))
         load = ClientLoad(cluster.target, MAX_TOKENS, NUM_REQUESTS)
-        await load.more(400)
-        await roll_executors(cluster)
+        await load.more(100)
+        await roll_executors(cluster, new)
         await load.more(100)
         await cluster.replace_scheduler()
         for pod in [cluster.scheduler, *cluster.executors]:
@@ -109,7 +110,8 @@ async def test_a_scheduler_without_executors_is_alive_and_not_ready(tmp_path: Pa
                 await asyncio.sleep(0.05)
             assert await cluster.scheduler.passes("startupProbe")
             assert not await cluster.scheduler.passes("readinessProbe")
-            executor = await cluster.add_executor()
+            executor = await cluster.start_executor()
+            cluster.serve(executor)
             await cluster.scheduler.ready()
             await cluster.scheduler.terminate()
             await executor.terminate()
@@ -127,7 +129,8 @@ async def test_a_replica_of_two_ranks_is_replaced_without_a_lost_token(
         for name, value in cluster.client_environment.items():
             monkeypatch.setenv(name, value)
         expected = await ClientLoad(cluster.target, 60, 8).finished()
+        new = await cluster.start_executor()
         load = ClientLoad(cluster.target, 60, 8)
         await load.more(20)
-        await roll_executors(cluster)
+        await roll_executors(cluster, [new])
         assert await load.finished() == expected

@@ -135,7 +135,7 @@ class LocalCluster:
         self.file.write_text(json.dumps({"names": str(self._names), "api": account}))
         self._certificates = certificates(folder / "certs", hosts=self._dns_names())
         self.scheduler = Pod(self, self._templates["scheduler"], _new_address())
-        self._publish()
+        self._names.write_text("{}")
 
     @property
     def target(self) -> str:
@@ -151,25 +151,24 @@ class LocalCluster:
         files = {"CADENZA_TLS_CA": tls.ca, "CADENZA_TLS_CERT": tls.cert, "CADENZA_TLS_KEY": tls.key}
         return {**{name: str(path) for name, path in files.items()}, "CADENZA_TLS_SERVER_NAME": "cadenza-scheduler"}
 
-    async def add_executor(self) -> Pod:
-        """Start an executor, and let its service have it once it is ready."""
+    async def start_executor(self) -> Pod:
+        """Start an executor whose probe passes, and which its service does not have yet."""
         pod = Pod(self, self._templates["executor"], _new_address())
         self.executors.append(pod)
         await pod.start()
-        self._listed[pod.address] = False
-        self._publish()
+        self._publish(pod, is_ready=False)
         await pod.ready()
-        self._listed[pod.address] = True
-        self._publish()
         return pod
+
+    def serve(self, pod: Pod) -> None:
+        """Let the service of the executors have it."""
+        self._publish(pod, is_ready=True)
 
     async def remove_executor(self, pod: Pod) -> None:
         """What Kubernetes does with a pod that is deleted: it is not ready any more, and is told to end."""
-        self._listed[pod.address] = False
-        self._publish()
+        self._publish(pod, is_ready=False)
         await pod.terminate()
-        del self._listed[pod.address]
-        self._publish()
+        self._publish(pod, is_ready=None)
         self.executors.remove(pod)
 
     async def start_scheduler(self) -> None:
@@ -222,9 +221,13 @@ class LocalCluster:
             {name for each in of_kind(self.overlay, "Certificate") for name in each["spec"].get("dnsNames", [])}
         )
 
-    def _publish(self) -> None:
+    def _publish(self, pod: Pod, *, is_ready: bool | None) -> None:
+        """Tell the name and the slices of the service. None: the pod is gone."""
+        self._listed.pop(pod.address, None)
+        if is_ready is not None:
+            self._listed[pod.address] = is_ready
         service = named(self.overlay, "Service", "cadenza-executor")
-        ready = [address for address, is_ready in self._listed.items() if is_ready]
+        ready = [address for address, serves in self._listed.items() if serves]
         new = self._names.with_suffix(".new")
         new.write_text(json.dumps({service["metadata"]["name"]: ready} if ready else {}))
         new.replace(self._names)
@@ -245,7 +248,8 @@ async def local_cluster(
     with kubernetes_api(folder) as api:
         cluster = LocalCluster(overlay, folder, api, models, chosen)
         try:
-            await asyncio.gather(*(cluster.add_executor() for _ in range(num_executors)))
+            for pod in await asyncio.gather(*(cluster.start_executor() for _ in range(num_executors))):
+                cluster.serve(pod)
             await cluster.start_scheduler()
             yield cluster
         finally:

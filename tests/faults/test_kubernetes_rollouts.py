@@ -18,7 +18,7 @@ from tests.helpers.pods import LocalCluster, Pod, local_cluster
 from tests.helpers.rolling import ClientLoad, Seen, rolling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), needs_kubectl]
-MAX_TOKENS, NUM_REQUESTS = 150, 16
+MAX_TOKENS, NUM_REQUESTS = 300, 8
 SIZES = {"CADENZA_MAX_NUM_SEQS": "48", "CADENZA_NUM_GPU_BLOCKS": "3000"}
 OPTIONS = ("--max-num-seqs", "48", "--num-gpu-blocks", "3000")
 

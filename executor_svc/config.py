@@ -206,6 +206,13 @@ class ExecutorConfig(ServiceSettings):
         description="With --speculative: the most drafts of a sequence in one step.",
         json_schema_extra=about("Speculation", "tokens"),
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Number of ranks that the model is divided among: processes that each hold a part of every layer, "
+        "on the CPU of this machine.",
+        json_schema_extra=about("Ranks", "ranks"),
+    )
     max_loras: int = Field(
         8,
         ge=0,

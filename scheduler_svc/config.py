@@ -31,7 +31,8 @@ class SchedulerConfig(ServiceSettings):
     executor: Annotated[list[str], NoDecode] = Field(
         ["127.0.0.1:50052"],
         description="HOST:PORT of an executor; several times, or with commas, for several ones. dns:///NAME:PORT: each "
-        "address of the name; file:PATH: each line of the file; docs/executors.md.",
+        "address of the name; k8s://NAMESPACE/SERVICE: each ready endpoint; file:PATH: each line of the file; "
+        "docs/executors.md.",
         json_schema_extra=about("Basics"),
     )
     listen: str = Field(

@@ -153,6 +153,10 @@ class LLMOptions(TypedDict, total=False):
     num_speculative_tokens: int | None
     """With --speculative: the most drafts of a sequence in one step. [default: 5]"""
 
+    tensor_parallel_size: int | None
+    """Number of ranks that the model is divided among: processes that each hold a part of every layer, on the CPU of
+    this machine. [default: 1]"""
+
     max_loras: int | None
     """executor: Maximum LoRA adapters in one batch; 0: no adapters. On a GPU there are none unless this is given, as
     the adapters of a batch take memory there. [default: 8] scheduler: Maximum LoRA adapters in one batch; default: the

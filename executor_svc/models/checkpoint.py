@@ -16,6 +16,7 @@ from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError, find_weights
+from executor_svc.models.parallel.split import Part
 from executor_svc.models.quantized.method import Quantization
 from executor_svc.models.safetensors_file import StoredTensor, tensors_of
 
@@ -235,6 +236,23 @@ class SafetensorsWeights(Weights):
         self._hashes[f"{prefix} format"] = hashlib.sha256(description.encode()).digest()
         return rows
 
+    def open_part(self, name: str, shape: tuple[int, ...], part: Part) -> StoredWeight:
+        """Return some rows or columns of a tensor of this shape, of which nothing else is read; as `open`."""
+        self._check(name, shape)
+        return PartOfFile(self, name, part, self._stored(name), self._dtype, self._torch_device)
+
+    def part_blocks(self, name: str, part: Part, rows: int) -> Iterator[Tensor]:
+        """As `blocks`, for a part of a tensor; the hash is of what is read."""
+        stored = self._stored(name)
+        content = ContentDigest(f"{name} {list(stored.shape)} {part} {self._dtype}")
+        for chosen in part.ranges:
+            blocks = stored.column_blocks if part.of_columns else stored.row_blocks
+            for read in blocks(chosen, rows):
+                block = read.to(self._dtype)
+                content.update(block)
+                yield block
+        self._hashes[name], self._counts[name] = content.digest(), math.prod(stored.shape)
+
     def find(self, name: str) -> StoredTensor | None:
         """As in `quantized.tensors.CheckpointTensors`, like the following methods."""
         return self._stored(name) if name in self._file_of else None
@@ -307,3 +325,31 @@ class SafetensorsWeights(Weights):
 
 def _raw_content(stored: StoredTensor) -> ContentDigest:
     return ContentDigest(f"{stored.name} {list(stored.shape)} {stored.stored_as}")
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfFile:
+    """Implements `models.base.StoredWeight`: some rows or columns of a tensor of a file."""
+
+    source: SafetensorsWeights
+    name: str
+    part: Part
+    stored: StoredTensor
+    dtype: torch.dtype
+    torch_device: torch.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.part.shape_of(self.stored.shape)
+
+    def blocks(self, rows: int) -> Iterator[Tensor]:
+        """As in `StoredWeight`: blocks of `rows` rows, the last one of each range of rows perhaps smaller."""
+        return self.source.part_blocks(self.name, self.part, rows)
+
+    def whole(self) -> Tensor:
+        """As in `StoredWeight`."""
+        whole, first = torch.empty(self.shape, dtype=self.dtype), 0
+        for block in self.blocks(max(1, whole.shape[0])):
+            whole[first : first + len(block)] = block
+            first += len(block)
+        return whole.to(self.torch_device)

@@ -13,6 +13,7 @@ from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import KVScales
+from executor_svc.device.ranks import RankKernels
 from executor_svc.models.adapters.building import AdaptingBuilder
 from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
@@ -24,6 +25,9 @@ from executor_svc.models.gguf.linear_shapes import linear_shapes
 from executor_svc.models.gguf.tensor_names import TensorNames
 from executor_svc.models.gguf.weights import GgufWeights, read_vector
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
+from executor_svc.models.parallel.building import RankBuilder
+from executor_svc.models.parallel.source import RankSource
+from executor_svc.models.parallel.split import spec_of
 from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
@@ -89,11 +93,12 @@ def load_decoder(
     spec: DecoderSpec,
     max_model_len: int,
     adapters: ModelAdapters | None = None,
+    ranks: RankKernels | None = None,
 ) -> tuple[Decoder, Weights]:
     """Load the weights onto a device whose dtype is set; returns also where they came from.
 
     config: its options about weights, and `model`, which messages name as --model. adapters: without linears yet; they
-    get those of the model.
+    get those of the model. ranks: the decoder is that of one rank; spec is that of the whole model.
     """
     folder = checkpoint.folder
     try:
@@ -103,9 +108,13 @@ def load_decoder(
         if device.kv_dtype != device.dtype:
             names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
             scales = read_scales(weights, folder, names, spec.num_kv_heads, device)
+        builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
+        if ranks is not None:
+            source = RankSource(source, spec, ranks.share)
+            builder = RankBuilder(builder, ranks, spec.vocab_size)
+            spec = spec_of(spec, ranks.share)
         with saved or nullcontext():
             with device.loading():
-                builder = device if adapters is None else AdaptingBuilder(device, adapters)
                 model = _decoder(spec, max_model_len, source, builder, scales, folder)
             if not isinstance(weights, DummyWeights):
                 weights.check_all_used(lambda tensor: is_ignored(tensor, spec))
@@ -154,6 +163,7 @@ def _source(
     """
     folder, rounding, linears = checkpoint.folder, rounding_of(config, device), spec.num_linear_elements
     held = weights.least_bytes(linears) if rounding is None else rounded_bytes(rounding, linears)
+    held //= config.tensor_parallel_size
     tables = spec.num_rotary_elements(max_model_len) * device.dtype.itemsize
     check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device)
     checked = weights if rounding is None else RoundedSource(weights, rounding)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device
+from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
 from executor_svc.models.base import CausalLM, ModelConfigError
@@ -31,6 +32,7 @@ from executor_svc.models.gguf.config_content import special_token_ids
 from executor_svc.models.kv_scales import wants_fp8_kv_cache
 from executor_svc.models.quantized.round_to_nearest import rounding_of
 from executor_svc.models.registry import unknown_architecture
+from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import ModelGeometry
 
 __all__ = ["LoadedModel", "LoaderError", "ModelGeometry", "load_model"]
@@ -61,20 +63,52 @@ class LoadedModel:
     """The places of its adapters; None: it has none."""
     base_table: BaseTable | None = None
     """Opens the tables of embeddings of the checkpoint, to compare those of adapters with them."""
+    ranks: RankKernels | None = None
+    """What joins the ranks that the model is divided among; None: it is not."""
+
+    @property
+    def own_geometry(self) -> ModelGeometry:
+        """The sizes of what this process holds: of one rank."""
+        if self.ranks is None:
+            return self.geometry
+        shape, size = self.model.attention_shapes[0], self.ranks.share.size
+        own_bytes = self.geometry.weight_bytes // size
+        return replace(
+            self.geometry, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, weight_bytes=own_bytes
+        )
 
 
-def load_model(config: ExecutorConfig, device: Device, adapter_sizes: AdapterSizes | None = None) -> LoadedModel:
+def load_model(
+    config: ExecutorConfig, device: Device, adapter_sizes: AdapterSizes | None = None, join: Join | None = None
+) -> LoadedModel:
     """Load `config.model` onto a device and set the device's dtype.
 
     adapter_sizes: of the places for LoRA adapters; None: it runs without, and so does a model through transformers.
+    join: joins the ranks of which this process is one, for a model that is divided among them.
 
     Raises LoaderError for a model that is missing, incomplete or not supported (the message names the problem), and
     NumericsError if exact numerics are requested and this machine cannot guarantee them.
     """
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
     if checkpoint.architecture is not None:
-        return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes)
+        return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes, join)
+    if join is not None:
+        raise LoaderError(
+            f"model folder {checkpoint.folder}: {', '.join(checkpoint.names)} has no code in Cadenza, which "
+            "--tensor-parallel-size needs"
+        )
     return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
+
+
+Join = Callable[[DecoderSpec], RankKernels]
+"""Joins the ranks of a model, whose whole spec it gets."""
+
+
+def _join(join: Join, spec: DecoderSpec, folder: Path) -> RankKernels:
+    try:
+        return join(spec)
+    except ModelConfigError as error:
+        raise LoaderError(f"model folder {folder}: --tensor-parallel-size: {error}") from error
 
 
 def _load_own(
@@ -83,18 +117,22 @@ def _load_own(
     checkpoint: Checkpoint,
     architecture: str,
     adapter_sizes: AdapterSizes | None,
+    join: Join | None,
 ) -> LoadedModel:
     spec = checkpoint.read_spec()
+    ranks = None if join is None else _join(join, spec, checkpoint.folder)
     eos, bos = _special_tokens(checkpoint.folder, checkpoint.content, checkpoint.gguf)
     max_model_len = _max_model_len(config, spec.context_limit)
     _adopt_dtypes(device, checkpoint.folder, checkpoint.content)
     adapters = None
     if adapter_sizes is not None:
         assert isinstance(device.kernels, AdapterKernels)
-        adapters = ModelAdapters(device.kernels, spec, adapter_sizes, device.dtype)
-    model, weights = load_decoder(config, device, checkpoint, spec, max_model_len, adapters)
+        share = Share() if ranks is None else ranks.share
+        adapters = ModelAdapters(device.kernels, spec, adapter_sizes, device.dtype, share)
+    model, weights = load_decoder(config, device, checkpoint, spec, max_model_len, adapters, ranks)
     _check_activations(config, device)
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
+    geometry = replace(geometry, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
     _probe(device, max(config.max_num_batched_tokens, config.max_num_seqs))
     return LoadedModel(
         model=model,
@@ -107,6 +145,7 @@ def _load_own(
         shares_prefixes=spec.shares_prefixes(max_model_len),
         adapters=adapters,
         base_table=partial(open_table, config, device, checkpoint, spec),
+        ranks=ranks,
     )
 
 

@@ -79,6 +79,32 @@ class StoredTensor:
             return next(alone.blocks(1))[0]
         return next(self.blocks(self.shape[0]))
 
+    def row_blocks(self, chosen: range, rows: int) -> Iterator[Tensor]:
+        """Yield some consecutive rows, `rows` at a time; nothing else is read. Otherwise as `blocks`."""
+        count = math.prod(self.shape[1:]) * self._item_bytes
+        part = replace(self, shape=(len(chosen), *self.shape[1:]), offset=self.offset + chosen.start * count)
+        return part.blocks(rows) if len(chosen) else iter(())
+
+    def column_blocks(self, chosen: range, rows: int) -> Iterator[Tensor]:
+        """Yield some consecutive columns of a matrix, `rows` rows at a time; nothing else is read; as `blocks`."""
+        num_rows, num_columns = self.shape
+        buffer = torch.empty(min(rows, num_rows), len(chosen), dtype=self.dtype)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                for start in range(0, num_rows, rows):
+                    block = buffer[: num_rows - start]
+                    for index, row in enumerate(block, start):
+                        file.seek(self.offset + (index * num_columns + chosen.start) * self._item_bytes)
+                        self._read(file, row)
+                    yield block
+        except OSError as error:
+            raise LoaderError(f"{self.path}: tensor {self.name} cannot be read: {error}") from error
+
+    @property
+    def _item_bytes(self) -> int:
+        assert self.dtype is not None
+        return self.dtype.itemsize
+
     def _read(self, file: Any, block: Tensor) -> None:
         bytes_left = block.reshape(-1).view(torch.uint8).numpy().data
         while bytes_left:

@@ -6,6 +6,7 @@ Per-token data is in numpy columns. Enums have the protocol's numbers. Fields th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -144,6 +145,8 @@ class StepPlan:
     # Whether a heartbeat names this step before it runs.
     announces_start: bool = False
     reserved: tuple[str, ...] = ()
+    wire: Callable[[], bytes] = field(default=bytes, repr=False, compare=False)
+    """Returns the message that it was read from, for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,11 @@ def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
     return run_at_once(plan_in_slices(message))
 
 
+def plan_from_bytes(wire: bytes) -> p.StepPlan:
+    """Reverse `StepPlan.wire`; errors as those of `plan_from_wire`."""
+    return plan_from_wire(pb.StepPlan.FromString(wire))
+
+
 def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
     """Read a plan, with a pause after each slice of its admissions; raises InvalidPlan, as `plan_from_wire`."""
     # A step that only decodes has none of the parts.
@@ -80,6 +85,7 @@ def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
         announces_start=message.announces_start,
         # Each once and only some of them: a list of millions would be the error message.
         reserved=tuple(dict.fromkeys(reserved))[:_MAX_NAMED],
+        wire=message.SerializeToString,
         **parts,
     )
 

@@ -45,8 +45,8 @@ def make_adapters(config: ExecutorConfig, device: Device, loaded: LoadedModel) -
         return None
     # Packed adapters lie in the host's memory, whatever the device.
     free = device.free_memory_bytes() if device.name == "cpu" else int(psutil.virtual_memory().available)
-    max_loaded = _max_loaded(config, model, free)
-    return ModelAdapterLoader(model, max_loaded, roots=config.adapter_roots, base_table=loaded.base_table)
+    most = max_loaded(config, model, free // config.tensor_parallel_size)
+    return ModelAdapterLoader(model, most, roots=config.adapter_roots, base_table=loaded.base_table)
 
 
 def held_on_cpu(adapters: ModelAdapterLoader | None, device: Device) -> int:
@@ -61,7 +61,7 @@ def with_adapters(limits: Limits, adapters: ModelAdapterLoader | None) -> Limits
     return replace(limits, max_loras=adapters.num_places, max_cpu_loras=adapters.max_loaded)
 
 
-def _max_loaded(config: ExecutorConfig, model: ModelAdapters, free: int) -> int:
+def max_loaded(config: ExecutorConfig, model: ModelAdapters, free: int) -> int:
     """Return the most loaded adapters: those of the option, or of its default as many as the share of memory holds."""
     each, most = model.bytes_of_rank(config.max_lora_rank), config.max_cpu_loras
     if "max_cpu_loras" not in config.model_fields_set:

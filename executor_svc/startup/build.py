@@ -115,6 +115,10 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
 
     Raises LoaderError or DeviceError with a message for the user.
     """
+    if config.tensor_parallel_size > 1:
+        from executor_svc.startup.ranks import build_divided
+
+        return build_divided(config, drafts)
     began = time.monotonic()
     device = make_device(config)
     check_speculation(config, device.name)

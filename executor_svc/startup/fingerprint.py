@@ -31,6 +31,8 @@ def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Finge
         device.num_threads,
         device.versions,
     )
+    if loaded.ranks is not None:
+        parts += (f"{loaded.ranks.share.size} ranks",)
     if device.few_bits.forms:
         parts += (device.few_bits.forms,)
     return Fingerprint(

@@ -28,6 +28,7 @@ from executor_svc.worker.block_moves import BlockPools, move_blocks
 from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.profiling import Spans
+from executor_svc.worker.step_ranks import Alone, StepRanks
 
 
 class Runner(Protocol):
@@ -60,9 +61,10 @@ class StepExecutor:
         on_gpu: bool = False,
         drafts: DraftSource | None = None,
         adapters: ModelAdapterLoader | None = None,
+        ranks: StepRanks | None = None,
     ) -> None:
         """drafts: makes drafts, as many as the plans allow; None: there are none. adapters: those that plans may name,
-        in the places of the runner's model."""
+        in the places of the runner's model. ranks: what the ranks of a divided model do together."""
         self.limits = limits
         self.adapters = adapters
         self._span = Spans(on_gpu)
@@ -70,11 +72,13 @@ class StepExecutor:
         self._drafting = Drafting(self.slots, drafts)
         self._runner = runner
         self._pools = pools
+        self._ranks: StepRanks = ranks or Alone()
 
     def clear(self) -> None:
         """Free all slots; KV stays."""
         self.slots.clear()
         self._drafting.clear()
+        self._ranks.clear()
 
     def is_out_of_memory(self, exc: Exception) -> bool:
         """Return whether a step failed for lack of memory."""
@@ -98,12 +102,16 @@ class StepExecutor:
 
         Raises InvalidPlan before anything is computed or moved, and any error of the device.
         """
+        try:
+            return self._execute(plan, received_ns)
+        except Exception as error:
+            self._ranks.failed(error)
+            raise
+
+    def _execute(self, plan: StepPlan, received_ns: int) -> StepResult:
         started = time.monotonic_ns()
         with self._span("plan"):
-            if self.adapters is not None:
-                self.adapters.check(plan)
-            self.slots.apply(plan)
-            scheduled = self.slots.schedule(plan)
+            scheduled = self._ranks.agreed(plan, self.slots, lambda: self._apply(plan))
         with self._span("move blocks"):
             moves_ns = move_blocks(self._pools, plan)
         with self._span("draft"):
@@ -121,6 +129,12 @@ class StepExecutor:
         ended = time.monotonic_ns()
         timings = StepTimings(started - received_ns, computed.device_ns, computed.sample_ns, ended - started, moves_ns)
         return make_result(plan.step_id, scheduled, computed, timings, digest)
+
+    def _apply(self, plan: StepPlan) -> Scheduled:
+        if self.adapters is not None:
+            self.adapters.check(plan)
+        self.slots.apply(plan)
+        return self.slots.schedule(plan)
 
     def _compute(self, scheduled: Scheduled) -> Computed:
         """Run the model over the scheduled tokens, then compute prompt logprobs and sample."""
@@ -142,10 +156,13 @@ class StepExecutor:
             with self._span("sample"):
                 rows = scheduled.rows
                 positions = self.slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead)
-                sampled = choose(logits.contiguous(), best, self.slots, scheduled, self._runner.functions)
-                sampled = self._without_failed_prompts(scheduled, sampled)
-                sampled = accept_drafts(self.slots, scheduled, sampled)
+                sampled = self._ranks.sampled(lambda: self._sample(logits, best, scheduled))
         return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
+
+    def _sample(self, logits: Tensor, best: IntArray, scheduled: Scheduled) -> SampledTokens:
+        sampled = choose(logits.contiguous(), best, self.slots, scheduled, self._runner.functions)
+        sampled = self._without_failed_prompts(scheduled, sampled)
+        return accept_drafts(self.slots, scheduled, sampled)
 
     def _prompt_logprobs(self, scheduled: Scheduled, hidden: Tensor) -> tuple[SlotLogprobs, ...]:
         wanted = prompt_rows(self.slots, scheduled)

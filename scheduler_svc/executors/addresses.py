@@ -1,13 +1,16 @@
-"""The entries of --executor: addresses, DNS names, and files of addresses."""
+"""The entries of --executor: addresses, DNS names, services of Kubernetes, and files of addresses."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cadenza.transport import EXECUTOR_PORT, format_address, parse_address
 
-_DNS, _FILE = "dns:///", "file:"
+_DNS, _FILE, _KUBERNETES = "dns:///", "file:", "k8s://"
+_LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
+"""A name of Kubernetes, as RFC 1123 has labels."""
 _MAX_CHARS = 300
 """More than a DNS name (253) and a port have."""
 _THIS_MACHINE = {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
@@ -38,6 +41,17 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceName:
+    """A service of Kubernetes: each endpoint of it that is ready is an executor."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{_KUBERNETES}{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorEntries:
     """The entries of --executor by kind."""
 
@@ -46,11 +60,12 @@ class ExecutorEntries:
     """(name, port): each address of the name is an executor."""
     files: tuple[str, ...]
     """Paths of files with an address on each line."""
+    services: tuple[ServiceName, ...] = ()
 
     @property
     def are_fixed(self) -> bool:
         """Whether the list changes only with the options."""
-        return not (self.names or self.files)
+        return not (self.names or self.files or self.services)
 
 
 def executor_entries(entries: Iterable[str]) -> ExecutorEntries:
@@ -58,16 +73,26 @@ def executor_entries(entries: Iterable[str]) -> ExecutorEntries:
     addresses: list[str] = []
     names: list[tuple[str, int]] = []
     files: list[str] = []
+    services: list[ServiceName] = []
     for entry in entries:
         if entry.startswith(_DNS):
             names.append(_host_and_port(entry.removeprefix(_DNS)))
+        elif entry.startswith(_KUBERNETES):
+            services.append(_service_name(entry))
         elif entry.startswith(_FILE):
             files.append(entry.removeprefix(_FILE))
             if not files[-1]:
                 raise ValueError(f"{entry!r} names no file: it must be file:PATH")
         else:
             addresses.append(executor_address(entry))
-    return ExecutorEntries(tuple(addresses), tuple(names), tuple(files))
+    return ExecutorEntries(tuple(addresses), tuple(names), tuple(files), tuple(services))
+
+
+def _service_name(entry: str) -> ServiceName:
+    found = re.fullmatch(rf"{_KUBERNETES}({_LABEL})/({_LABEL})", entry)
+    if found is None:
+        raise ValueError(f"{entry!r} names no service of Kubernetes: it must be k8s://NAMESPACE/SERVICE")
+    return ServiceName(found[1], found[2])
 
 
 def addresses_in(text: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""Follows the list of executors: DNS names that are resolved again, files and options that SIGHUP reads again.
+"""Follows the list of executors: DNS names that are resolved again, services of Kubernetes that are watched, files and
+options that SIGHUP reads again.
 
 Only what changes from one list to the next is done: an address that is new is added, one that vanishes is drained and
 removed. So an executor that an operator added or removed by a call stays so until the list itself changes.
@@ -9,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
 from cadenza.transport import format_address
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
-from scheduler_svc.executors.addresses import ExecutorEntries, addresses_in
+from scheduler_svc.executors.addresses import ExecutorEntries, ServiceName, addresses_in
+from scheduler_svc.executors.daemon_thread import in_daemon_thread
+from scheduler_svc.executors.kubernetes import Cluster, Endpoints
 
 _LOG = logging.getLogger(__name__)
 RESOLVE_S = 5.0
@@ -26,6 +27,8 @@ _LIST = "the list"
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Gives the addresses of a name; raises OSError."""
+Watch = Callable[[ServiceName, str], Awaitable[Endpoints]]
+"""Gives the endpoints of a service once they may differ from those of a version, at once for ""; raises OSError."""
 
 
 class Executors(Protocol):
@@ -53,21 +56,24 @@ class Discovery:
         entries: ExecutorEntries,
         *,
         resolve: Resolve | None = None,
+        watch: Watch | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._executors = executors
         self._entries = entries
         self._resolve = resolve or resolve_name
+        self._watch = watch or Cluster().endpoints
         self._sleep = sleep
         self._listed: dict[str, None] = {}
         """In the order of the entries."""
         self._resolved: dict[tuple[str, int], list[str]] = {}
         """The last good answer for each name."""
+        self._endpoints: dict[ServiceName, tuple[str, ...]] = {}
         self._read: dict[str, list[str]] = {}
         """What each file had when it could last be read."""
         self._problems: dict[str, str] = {}
         self._retiring: dict[str, asyncio.Task[None]] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._following: list[asyncio.Task[None]] = []
         self._stopped = False
 
     def start(self) -> None:
@@ -90,16 +96,17 @@ class Discovery:
     async def stop(self) -> None:
         """Follow the list no more."""
         self._stopped = True
-        tasks = [*self._retiring.values(), *([self._task] if self._task is not None else [])]
+        tasks = [*self._retiring.values(), *self._following]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _follow(self) -> None:
-        """Resolve the names at once, and then again and again."""
-        if self._task is not None:
-            self._task.cancel()
-        self._task = asyncio.create_task(self._follow_names(), name="discovery")
+        """Resolve the names and list the services at once, and then again and again."""
+        for task in self._following:
+            task.cancel()
+        work = [self._follow_names(), *(self._follow_service(service) for service in self._entries.services)]
+        self._following = [asyncio.create_task(each, name="discovery") for each in work]
 
     async def _follow_names(self) -> None:
         while self._entries.names:
@@ -121,6 +128,24 @@ class Discovery:
             return
         self._report(key, "")
         self._resolved[name] = found
+
+    async def _follow_service(self, service: ServiceName) -> None:
+        version = ""
+        while True:
+            try:
+                found = await self._watch(service, version)
+            except OSError as exc:
+                self._report(str(service), f"cannot be read: {exc.strerror or exc}")
+                version = ""
+                await self._sleep(RESOLVE_S)
+                continue
+            version = found.version
+            if not found.addresses:
+                self._report(str(service), "has no endpoint that is ready")
+                continue
+            self._report(str(service), "")
+            self._endpoints[service] = found.addresses
+            self._apply()
 
     def _read_files(self) -> None:
         for path in self._entries.files:
@@ -144,11 +169,13 @@ class Discovery:
         found = list(entries.addresses)
         for name in entries.names:
             found += self._resolved.get(name, ())
+        for service in entries.services:
+            found += self._endpoints.get(service, ())
         for path in entries.files:
             found += self._read.get(path, ())
         if not found:
-            # Names are resolved later, and a file that cannot be read was reported.
-            if not (entries.names or any(self._problems.get(path) for path in entries.files)):
+            # Names and services are resolved later, and a file that cannot be read was reported.
+            if not (entries.names or entries.services or any(self._problems.get(path) for path in entries.files)):
                 self._report(_LIST, "is empty")
             return
         self._report(_LIST, "")
@@ -188,14 +215,9 @@ async def resolve_name(name: str, port: int) -> list[str]:
 
     In a daemon thread: the system may take 30 s and more, and a process that stops must not wait for it.
     """
-    found: Future[list[str]] = Future()
 
-    def run() -> None:
-        try:
-            infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-            found.set_result(sorted({format_address(str(info[4][0]), port) for info in infos}))
-        except BaseException as exc:
-            found.set_exception(exc)
+    def look_up() -> list[str]:
+        infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        return sorted({format_address(str(info[4][0]), port) for info in infos})
 
-    threading.Thread(target=run, name="resolving", daemon=True).start()
-    return await asyncio.wrap_future(found)
+    return await in_daemon_thread(look_up, "resolving")

@@ -165,7 +165,8 @@ class Driver:
         out = self.runner.logits(self.runner.forward(batch), rows).clone()
         for sequence, count in work:
             sequence.num_computed += count
-        return list(out.split([1 if logits == "last" else count for _, count in work]))
+        sizes = [1 if logits == "last" else count for _, count in work]
+        return list(torch.split(out, sizes))
 
 
 class Model:

@@ -18,6 +18,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.plan.description import limits_of
 from executor_svc.plan.plan import Limits
+from executor_svc.ranks.drafts import LeaderDrafts
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.speculation import Draft, make_draft_source, source_of, state_layers_of
@@ -43,6 +44,7 @@ from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result
 from tests.executor_svc.driver import Model
 from tests.helpers.core_adapters import CoreAdapters
+from tests.helpers.rank_threads import RankModel, RankThreads
 
 _STEP_S = 0.01
 _MAX_CUTS = 40
@@ -131,16 +133,17 @@ class Rig:
 
     def __init__(
         self,
-        model: Model,
+        model: Model | RankModel,
         setting: Setting,
         drafts: DraftSource | None = None,
         draft_model: Draft | None = None,
         speculative: str | None = None,
         adapters: Mapping[int, Path] | None = None,
+        ranks: RankThreads | None = None,
     ) -> None:
         """drafts: a source without a model; draft_model: a source with one. speculative: the source of this option.
 
-        adapters: folders by index, for a model that has places.
+        adapters: folders by index, for a model that has places. ranks: of which `model` is the first one's part.
         """
         sizes: dict[str, Any] = {
             "block_size": setting.block_size,
@@ -155,7 +158,7 @@ class Rig:
         """How often what a setting may ask for did happen."""
         self.outcome: Outcome = {}
         self.pools = model.device.new_kv_cache(
-            geometry, config, draft=None if draft_model is None else draft_model.layers
+            model.loaded.own_geometry, config, draft=None if draft_model is None else draft_model.layers
         )
         loras = {"max_loras": setting.max_loras, "max_cpu_loras": setting.max_cpu_loras}
         limits = replace(limits_of(config, geometry, self.pools), max_drafts=setting.max_drafts, **loras)
@@ -179,7 +182,11 @@ class Rig:
             elif draft_model is not None:
                 source = source_of(draft_model, limits, model.device, self.pools, runner)
             loader = None if self.adapters is None else self.adapters.loader
-            return StepExecutor(runner, self.pools, limits, drafts=source, adapters=loader)
+            if ranks is None:
+                return StepExecutor(runner, self.pools, limits, drafts=source, adapters=loader)
+            leader = ranks.start(config, limits)
+            shared = None if source is None else LeaderDrafts(source, leader)
+            return StepExecutor(runner, self.pools, limits, drafts=shared, ranks=leader)
 
         self._start = start
         self.executor = start()

@@ -114,7 +114,7 @@ async def test_an_admin_sees_all_adapters_and_a_loader_those_that_it_may_use(fol
 
 async def test_a_changed_list_holds_for_new_requests(folder: Path) -> None:
     async with serving(folder, lora_dir=str(folder)) as (service, clients):
-        long = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+        long = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
         running = asyncio.create_task(clients["any"].generate([PROMPT], long, adapter="chat"))
         await tokens(clients["any"], "chat")
         write_tenants(folder.parent / "tenants.toml", TENANTS | {"any": {"adapters": ["sql"]}})
@@ -122,4 +122,4 @@ async def test_a_changed_list_holds_for_new_requests(folder: Path) -> None:
         await refusal(clients["any"], "chat")
         assert await tokens(clients["any"], "sql") == greedy_tokens(PROMPT, 6, folder / "sql")
         (output,) = await running
-        assert output.outputs[0].token_ids == greedy_tokens(PROMPT, 3000, folder / "chat")
+        assert output.outputs[0].token_ids == greedy_tokens(PROMPT, 1000, folder / "chat")

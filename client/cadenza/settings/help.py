@@ -17,6 +17,7 @@ GROUPS = (
     "Batching",
     "Speculation",
     "Adapters",
+    "Ranks",
     "Scheduling",
     "Security",
     "Logging",

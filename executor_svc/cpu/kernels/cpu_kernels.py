@@ -235,9 +235,14 @@ class CpuKernels:
         """Return x @ weight.T + bias for a weight in parts, one below the other."""
         assert x.is_contiguous()
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        how = self._new, self._launch, self._launch_product, self._scratch, self._row_forms, self._product
-        PartLaunches(Host(self._code, self._team.num_threads, *how), x, bias, y).run(parts)
+        PartLaunches(self.host, x, bias, y).run(parts)
         return y
+
+    @property
+    def host(self) -> Host:
+        """What launches of other modules need."""
+        how = self._new, self._launch, self._launch_product, self._scratch, self._row_forms, self._product
+        return Host(self._code, self._team.num_threads, *how)
 
     def _row_forms(self, x: Tensor) -> RowForms:
         """Return rows in the forms in which dense products read them."""

@@ -12,10 +12,13 @@ import torch
 
 from executor_svc.device.adapters import AdapterKernels, AdapterRows, PackedPart
 from executor_svc.device.kernels import AttentionShape, Embedding, Linear
+from executor_svc.device.ranks import Share
 from executor_svc.models.adapters.adapter import Adapter, LoraPart, TokenRows
 from executor_svc.models.adapters.linears import AdaptedEmbedding, AdaptedLinear, AdapterSwitch
 from executor_svc.models.adapters.modules import LinearName, decoder_modules
 from executor_svc.models.adapters.padded import pad_part
+from executor_svc.models.adapters.shares import own_adapter, own_columns
+from executor_svc.models.parallel.split import spec_of
 from executor_svc.models.spec import DecoderSpec
 
 LinearUse = tuple[int | None, LinearName]
@@ -46,17 +49,26 @@ class PackedAdapter:
 class ModelAdapters:
     """Owns all places of a model, which is built with `building.AdaptingBuilder`."""
 
-    def __init__(self, kernels: AdapterKernels, spec: DecoderSpec, sizes: AdapterSizes, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        kernels: AdapterKernels,
+        spec: DecoderSpec,
+        sizes: AdapterSizes,
+        dtype: torch.dtype,
+        share: Share = Share(),  # noqa: B008 - it cannot be changed
+    ) -> None:
+        """spec: of the whole model, of which the decoder has a share."""
         self.kernels, self.spec, self.sizes = kernels, spec, sizes
-        self._dtype, self._hidden_size = dtype, spec.hidden_size
+        self._dtype, self._hidden_size, self._share = dtype, spec.hidden_size, share
+        own = spec_of(spec, share)
         self._shape = AttentionShape(
-            spec.num_heads,
-            spec.num_kv_heads,
+            own.num_heads,
+            own.num_kv_heads,
             spec.head_size,
             kernels.padded_head_size(spec.head_size),
             spec.attention_scale,
         )
-        self._columns = _part_columns(spec, self._shape)
+        self._columns = _part_columns(spec, self._shape, share)
         self._switch = AdapterSwitch()
         self._linears: dict[LinearUse, AdaptedLinear] = {}
         self._embedding: AdaptedEmbedding | None = None
@@ -95,6 +107,7 @@ class ModelAdapters:
 
         Raises ValueError for an adapter that does not fit the model or its largest rank.
         """
+        adapter = own_adapter(adapter, self.spec, self._share)
         if unknown := adapter.linears.keys() - self._linears.keys():
             raise ValueError(f"the model has no {sorted(map(str, unknown))[0]}")
         assert self._embedding is not None
@@ -151,13 +164,13 @@ def _use(name: str, index: int) -> LinearUse:
     raise AssertionError(f"{name} is no linear of a decoder")
 
 
-def _part_columns(spec: DecoderSpec, shape: AttentionShape) -> Mapping[LinearUse, list[int]]:
-    """Return the columns of each module of each linear, heads padded."""
+def _part_columns(spec: DecoderSpec, shape: AttentionShape, share: Share) -> Mapping[LinearUse, list[int]]:
+    """Return the columns of each part of each linear of a share of the model, heads padded."""
     found: dict[LinearUse, list[int]] = {}
     for module in decoder_modules(spec).values():
         if module.linear is not None:
-            columns = module.shape[0]
+            columns = own_columns(module, spec, share)
             if module.linear == "attention.qkv":
-                columns = columns // shape.head_size * shape.padded_head_size
-            found.setdefault((module.layer, module.linear), []).append(columns)
+                columns = [each // shape.head_size * shape.padded_head_size for each in columns]
+            found.setdefault((module.layer, module.linear), []).extend(columns)
     return found

@@ -161,7 +161,7 @@ def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
 
     builder.position_at_end(spin)
     more = builder.add(spins, _I64(1))
-    _pause(builder, more)
+    pause(builder, more)
     spins.add_incoming(more, builder.block)
     builder.branch(wait)
 
@@ -171,7 +171,7 @@ def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
     builder.position_at_end(end)
 
 
-def _pause(builder: ir.IRBuilder, spins: ir.Value) -> None:
+def pause(builder: ir.IRBuilder, spins: ir.Value) -> None:
     """Yield to the core's other hardware thread, and sometimes to any process: it may hold up the awaited item."""
     give_way = symbol(None, "sched_yield")
     if "x86_64" in llvm.get_default_triple():

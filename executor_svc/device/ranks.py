@@ -1,0 +1,69 @@
+"""The operations between the ranks of one model replica: each holds some heads, some of the MLP and of the vocabulary.
+
+Every rank runs the same operations in the same order (Shoeybi et al., 2019). Sums are taken in the order of the ranks,
+so that a degree gives the same bits in every run, but not those of another degree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rank that a process is, among how many."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, total: int) -> range:
+        """Return this rank's part of `total` rows in a row: the same number for each, fewer for the last ones."""
+        each = -(-total // self.size)
+        return range(min(total, self.rank * each), min(total, (self.rank + 1) * each))
+
+
+class RankError(RuntimeError):
+    """A rank failed within a step; the message names it."""
+
+
+class RankKernels(Protocol):
+    """The operations between ranks, of one rank; recorded like all others."""
+
+    share: Share
+
+    def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the sum of all ranks' x [T, hidden] float32, plus bias [hidden], rounded once to dtype, on each."""
+        ...
+
+    def embed(self, table: Embedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
+        """Return the tokens' rows [T, hidden] on every rank; table: of this rank, for tokens first to first + count."""
+        ...
+
+    def gather_columns(self, x: Tensor, first: int, columns: int) -> Tensor:
+        """Return [R, columns] float32 on rank 0, of the ranks' x [R, n] side by side; first: the first column of x.
+
+        Other ranks get memory of this shape, without a meaning.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise RankError if a rank has failed during the last operations: their results mean nothing."""
+        ...
+
+    def fail(self) -> None:
+        """Let every rank leave the operations in which it waits for others, as this one has failed."""
+        ...
+
+    def reset(self) -> None:
+        """Begin anew, while no rank is in an operation: rank 0 first, then the others."""
+        ...
+
+
+class Embedding(Protocol):
+    """As `device.kernels.Embedding`."""
+
+    def __call__(self, token_ids: Tensor, scale: float) -> Tensor: ...

@@ -1,0 +1,138 @@
+"""The processes of ranks 1 and up: children of rank 0, each with a link to it and the memory of exchanges."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from executor_svc.errors import StartError
+from executor_svc.ranks.links import Frame, Link, LinkClosed
+
+_log = logging.getLogger(__name__)
+
+MODULE = "executor_svc.startup.member"
+"""What a child runs; its arguments: its rank, the descriptors of its links and of the memory, and rank 0's process."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RankProcesses:
+    """Starts the other ranks and watches them."""
+
+    def __init__(self, size: int, options: dict[str, Any]) -> None:
+        """size: of all ranks, this one included; options: those of a child, without its number of the rank."""
+        self._memory = os.memfd_create("cadenza ranks")
+        self.links: list[Link] = []
+        """Of steps, and of all before the first."""
+        self.adapter_links: list[Link] = []
+        self._children: list[subprocess.Popen[bytes]] = []
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            our_adapters, their_adapters = socket.socketpair()
+            with theirs, their_adapters:
+                ends = theirs.fileno(), their_adapters.fileno(), self._memory
+                child = subprocess.Popen(
+                    [sys.executable, "-m", MODULE, *map(str, (rank, *ends, os.getpid()))],
+                    pass_fds=ends,
+                    stdin=subprocess.DEVNULL,
+                )
+            link = Link(ours)
+            self.adapter_links.append(Link(our_adapters))
+            link.send(Frame.CONFIG, json.dumps(options).encode())
+            self.links.append(link)
+            self._children.append(child)
+
+    def open_memory(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return the memory of exchanges, of this size, and let the others open it."""
+        os.ftruncate(self._memory, num_bytes)
+        self._tell(Frame.MEMORY, str(num_bytes).encode())
+        return map_memory(self._memory, num_bytes)
+
+    def agree(
+        self, own: dict[str, Any], decide: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return what is decided from what all ranks hold, in the order of ranks; they get it, too.
+
+        Raises StartError, with the reason of a rank that cannot start.
+        """
+        decided = decide([own, *(json.loads(self._expect(rank, Frame.HELD)) for rank in self._ranks)])
+        self._tell(Frame.SIZES, json.dumps(decided).encode())
+        return decided
+
+    def wait_until_ready(self) -> None:
+        """Wait until all ranks wait for plans; raises StartError."""
+        for rank in self._ranks:
+            self._expect(rank, Frame.READY)
+
+    def watch(self, on_death: Callable[[int, str], None]) -> None:
+        """Call on_death once with the first rank whose process ends, and how; in a thread of its own."""
+        once = threading.Lock()
+
+        def wait(rank: int, child: subprocess.Popen[bytes]) -> None:
+            code = child.wait()
+            if once.acquire(blocking=False):
+                on_death(rank, _how(child.pid, code))
+
+        for rank, child in zip(self._ranks, self._children, strict=True):
+            threading.Thread(target=wait, args=(rank, child), name=f"rank {rank}", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the processes of the other ranks."""
+        for link, child in zip(self.links, self._children, strict=True):
+            link.close()
+            child.kill()
+
+    @property
+    def _ranks(self) -> range:
+        return range(1, len(self.links) + 1)
+
+    def _tell(self, kind: Frame, content: bytes) -> None:
+        for rank, link in zip(self._ranks, self.links, strict=True):
+            try:
+                link.send(kind, content)
+            except LinkClosed:
+                raise self._ended(rank) from None
+
+    def _expect(self, rank: int, wanted: Frame) -> bytes:
+        try:
+            kind, content = self.links[rank - 1].receive()
+        except LinkClosed:
+            raise self._ended(rank) from None
+        if kind == Frame.REFUSED:
+            raise StartError(f"rank {rank}: {content.decode(errors='replace')}")
+        assert kind == wanted, f"rank {rank} sent {kind.name}"
+        return content
+
+    def _ended(self, rank: int) -> StartError:
+        child = self._children[rank - 1]
+        return StartError(f"rank {rank} ended while it started: {_how(child.pid, child.wait())}")
+
+
+def map_memory(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
+    """Return shared memory, all zeros at first; it lives as long as the array."""
+    return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+
+
+def end_with(parent: int) -> None:
+    """Let this process be killed when its parent ends, however that does; Linux. Ends it if that has happened."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _how(pid: int, code: int) -> str:
+    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"process {pid}, {ended}"

@@ -1,0 +1,185 @@
+"""Steps of several ranks: rank 0 passes each plan on, all agree before the first exchange, and rank 0 samples.
+
+A rank that cannot run a plan says so before any rank computes. A failure after that is marked in the memory of
+exchanges, so that no rank waits for another one there; the session ends on all, and the next one begins anew.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slots import Slots
+from executor_svc.batch.step_result import SampledTokens
+from executor_svc.device.ranks import RankError, RankKernels
+from executor_svc.plan.plan import InvalidPlan, StepPlan
+from executor_svc.ranks.arrays import read_columns, write_columns
+from executor_svc.ranks.links import Frame, Link, LinkClosed
+
+_OK, _INVALID, _ERROR = b"k", b"i", b"e"
+
+
+class LeaderRanks:
+    """Implements `StepRanks` for rank 0."""
+
+    samples = True
+
+    def __init__(self, kernels: RankKernels, links: Sequence[Link]) -> None:
+        """links: to ranks 1 and up."""
+        self._kernels, self._links = kernels, links
+
+    def agreed(self, plan: StepPlan, slots: Slots, apply: Callable[[], Scheduled]) -> Scheduled:
+        """As in `StepRanks`."""
+        self._send(Frame.PLAN, plan.wire())
+        scheduled, error, own = _applied(plan, slots, apply)
+        statuses = [own, *(self._receive(rank, Frame.STATUS) for rank in range(1, len(self._links) + 1))]
+        verdict = _verdict(statuses)
+        self._send(Frame.VERDICT, verdict)
+        return _judged(scheduled, error, verdict)
+
+    def sampled(self, sample: Callable[[], SampledTokens]) -> SampledTokens:
+        """As in `StepRanks`."""
+        self._kernels.check()
+        found = sample()
+        self._send(Frame.SAMPLED, write_columns(found.token_ids, found.errors))
+        return found
+
+    def send_drafts(self, content: bytes) -> None:
+        """Give the drafts of a step to the others."""
+        self._send(Frame.DRAFTS, content)
+
+    def failed(self, error: Exception) -> None:
+        """As in `StepRanks`."""
+        self._kernels.fail()
+        for link in self._links:
+            with suppress(LinkClosed):
+                link.send(Frame.FAILED, str(error).encode())
+
+    def clear(self) -> None:
+        """As in `StepRanks`."""
+        self._kernels.fail()  # whoever still waits for another rank
+        self._send(Frame.CLEAR)
+        for rank in range(1, len(self._links) + 1):
+            self._receive(rank, Frame.CLEARED, skips=(Frame.STATUS,))
+        self._kernels.reset()
+        self._send(Frame.BEGIN)
+
+    def _send(self, kind: Frame, content: bytes = b"") -> None:
+        for rank, link in enumerate(self._links, 1):
+            try:
+                link.send(kind, content)
+            except LinkClosed as error:
+                raise _gone(rank, error) from error
+
+    def _receive(self, rank: int, wanted: Frame, skips: Sequence[Frame] = ()) -> bytes:
+        while True:
+            try:
+                kind, content = self._links[rank - 1].receive()
+            except LinkClosed as error:
+                raise _gone(rank, error) from error
+            if kind == wanted:
+                return content
+            if kind not in skips:
+                raise RankError(f"rank {rank} sent {kind.name}, not {wanted.name}")
+
+
+class MemberRanks:
+    """Implements `StepRanks` for the other ranks."""
+
+    samples = False
+
+    def __init__(self, kernels: RankKernels, link: Link) -> None:
+        self._kernels, self._link = kernels, link
+        self._ended: Frame | None = None
+        """A frame that ended a step."""
+
+    def next_frame(self) -> tuple[Frame, bytes]:
+        """Wait for the next plan, or for the end of the session."""
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            return ended, b""
+        return self._link.receive()
+
+    def agreed(self, plan: StepPlan, slots: Slots, apply: Callable[[], Scheduled]) -> Scheduled:
+        """As in `StepRanks`."""
+        scheduled, error, status = _applied(plan, slots, apply)
+        self._link.send(Frame.STATUS, status)
+        return _judged(scheduled, error, self._expect(Frame.VERDICT))
+
+    def sampled(self, sample: Callable[[], SampledTokens]) -> SampledTokens:
+        """As in `StepRanks`."""
+        self._kernels.check()
+        token_ids, errors = read_columns(self._expect(Frame.SAMPLED), 2)
+        return SampledTokens(token_ids, errors, None)
+
+    def receive_drafts(self) -> bytes:
+        """Return the drafts of a step."""
+        return self._expect(Frame.DRAFTS)
+
+    def failed(self, error: Exception) -> None:
+        """As in `StepRanks`."""
+        self._kernels.fail()
+
+    def clear(self) -> None:
+        """As in `StepRanks`: the answer to CLEAR."""
+        self._link.send(Frame.CLEARED)
+        self._expect(Frame.BEGIN)
+        self._kernels.reset()
+
+    def _expect(self, wanted: Frame) -> bytes:
+        kind, content = self._link.receive()
+        if kind == wanted:
+            return content
+        if kind == Frame.CLEAR:
+            self._ended = kind
+        raise RankError(f"the step has failed on rank 0: {content.decode(errors='replace') or kind.name}")
+
+
+def _applied(
+    plan: StepPlan, slots: Slots, apply: Callable[[], Scheduled]
+) -> tuple[Scheduled | None, Exception | None, bytes]:
+    """Apply a plan; return its work, or an error, and this rank's status."""
+    try:
+        scheduled = apply()
+    except InvalidPlan as error:
+        return None, error, _INVALID + str(error).encode()
+    except Exception as error:
+        return None, error, _ERROR + f"{type(error).__name__}: {error}".encode()
+    return scheduled, None, _OK + _digest(plan, slots)
+
+
+def _verdict(statuses: Sequence[bytes]) -> bytes:
+    """Return nothing if all ranks are ready with the same slots; else what is wrong with the first one."""
+    for rank, status in enumerate(statuses):
+        if not status.startswith(_OK):
+            return status[:1] + f"rank {rank}: ".encode() + status[1:]
+        if status != statuses[0]:
+            return _ERROR + f"rank {rank} has other slots than rank 0".encode()
+    return b""
+
+
+def _judged(scheduled: Scheduled | None, error: Exception | None, verdict: bytes) -> Scheduled:
+    if error is not None:
+        raise error
+    if verdict:
+        text = verdict[1:].decode(errors="replace")
+        raise InvalidPlan(text) if verdict.startswith(_INVALID) else RankError(text)
+    assert scheduled is not None
+    return scheduled
+
+
+def _digest(plan: StepPlan, slots: Slots) -> bytes:
+    """Return what differs between ranks whose slots, or whose steps, differ."""
+    columns = (slots.num_tokens, slots.num_computed_tokens, slots.num_blocks, slots.stopped, slots.held)
+    found = plan.step_id
+    for column in columns:
+        found = zlib.crc32(np.where(slots.admitted, column, 0).tobytes(), found)
+    return found.to_bytes(8, "little")
+
+
+def _gone(rank: int, error: LinkClosed) -> RankError:
+    return RankError(f"rank {rank} is gone: {error}")

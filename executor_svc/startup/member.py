@@ -1,0 +1,75 @@
+"""The process of a rank other than 0: loads its part of the model, then runs the plans that rank 0 passes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+from cadenza.telemetry import logs
+from executor_svc.config import ExecutorConfig
+from executor_svc.errors import StartError
+from executor_svc.ranks.adapters import serve_adapters
+from executor_svc.ranks.links import Frame, Link, LinkClosed
+from executor_svc.ranks.processes import end_with
+from executor_svc.ranks.steps import MemberRanks
+from executor_svc.service.convert import plan_from_bytes
+from executor_svc.worker.step import StepExecutor
+
+_log = logging.getLogger("executor_svc.rank")
+
+
+def main() -> int:
+    """Run until rank 0 is gone; arguments as those of `ranks.processes.MODULE`."""
+    rank, end, adapters_end, memory, parent = map(int, sys.argv[1:])
+    end_with(parent)
+    # Ctrl-C reaches every process of a terminal: rank 0 decides when all stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = Link(socket.socket(fileno=end))
+    _, options = link.receive()
+    config = ExecutorConfig(**json.loads(options))
+    logs.configure(config.log_level, config.log_format, f"executor_svc rank {rank}")
+    # Imported here, so that the link answers before torch is there.
+    from executor_svc.startup.ranks import build_member
+
+    try:
+        executor, ranks = build_member(config, rank, link, memory)
+        if executor.adapters is not None:
+            adapter_link = Link(socket.socket(fileno=adapters_end))
+            serve = threading.Thread(target=serve_adapters, args=(executor.adapters, adapter_link), daemon=True)
+            serve.start()
+    except StartError as error:
+        link.send(Frame.REFUSED, str(error).encode())
+        return 1
+    link.send(Frame.READY)
+    try:
+        follow(executor, ranks)
+    except LinkClosed:
+        _log.info("rank 0 is gone")
+    return 0
+
+
+def follow(executor: StepExecutor, ranks: MemberRanks) -> None:
+    """Run plans and sessions as they come; raises LinkClosed when rank 0 ends."""
+    while True:
+        kind, content = ranks.next_frame()
+        if kind == Frame.CLEAR:
+            executor.clear()
+        elif kind == Frame.PLAN:
+            try:
+                executor.execute(plan_from_bytes(content), received_ns=0)
+            except LinkClosed:
+                raise
+            except Exception as error:
+                # Rank 0 answers for all: this one waits for the next session.
+                _log.error("a step has failed", exc_info=error)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

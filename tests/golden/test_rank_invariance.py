@@ -1,0 +1,72 @@
+"""As test_invariance.py, for a model that is divided among two ranks: requests get the bits that they have alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.models.heads.draft import load_draft
+from tests.checkpoints import blend, make_llama
+from tests.executor_svc.driver import NUM_THREADS
+from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
+from tests.helpers.core_model import Outcome, Rig
+from tests.helpers.known_drafts import KnownDrafts
+from tests.helpers.rank_threads import RankThreads
+
+NAMES = (
+    "all at once", "small chunks, few at once", "recompute, no cache, four plans", "swap", "cached in the host pool",
+    "broken sessions", "kept sessions, swap", "drafts", "drafts, swap",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A model in two ranks, and the outcome of each request alone."""
+
+    folder: Path
+    ranks: RankThreads
+    expected: Outcome
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def divided(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Divided]:
+    torch.set_num_threads(NUM_THREADS)
+    folder = make_llama(tmp_path_factory.mktemp("model"), dtype=getattr(torch, request.param))
+    ranks = RankThreads(folder, 2, {"dtype": request.param})
+    yield Divided(folder, ranks, Rig(ranks.first, ALONE, ranks=ranks).run(load()))
+    ranks.stop()
+
+
+@pytest.mark.parametrize(
+    ("divided", "name"),
+    [*(("float32", name) for name in NAMES), *(("bfloat16", name) for name in ("swap", "drafts"))],
+    indirect=["divided"],
+    scope="module",
+)
+def test_same_request_same_bits(divided: Divided, name: str) -> None:
+    setting, drafts = SETTINGS[name], None
+    if setting.max_drafts:
+        drafts = KnownDrafts(known_texts(divided.expected), VOCAB_SIZE, acceptance=0.8)
+    rig = Rig(divided.ranks.first, setting, drafts, ranks=divided.ranks)
+    found = rig.run(load())
+    for key, alone in divided.expected.items():
+        assert found[key] == alone, key
+    assert setting.happens - {"hits"} <= (+rig.happened).keys()
+
+
+@pytest.mark.parametrize("divided", ["float32"], indirect=True, scope="module")
+def test_same_bits_with_a_draft_model_on_rank_0(divided: Divided, tmp_path: Path) -> None:
+    folder, first = make_llama(tmp_path, seed=1), divided.ranks.first
+    blend(folder, divided.folder, 0.06)
+    config = ExecutorConfig(**{**first.options, "speculative": "draft", "speculative_model": str(folder)})
+    draft = load_draft(str(folder), config, first.device, first.loaded)
+    rig = Rig(first, SETTINGS["drafts, swap"], draft_model=draft, ranks=divided.ranks)
+    found = rig.run(load())
+    for key, alone in divided.expected.items():
+        assert found[key] == alone, key
+    assert rig.happened["drafts"] > 0

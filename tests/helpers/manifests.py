@@ -1,0 +1,91 @@
+"""Renders the manifests of deploy/ by `kubectl kustomize`, and reads them."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers.paths import ROOT
+
+OVERLAYS = ("cpu", "gpu", "ranks", "pool")
+KUBECTL = shutil.which("kubectl")
+needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="no kubectl, which renders the manifests")
+Manifest = dict[str, Any]
+
+
+@functools.cache
+def rendered(overlay: str) -> tuple[Manifest, ...]:
+    """What `kubectl apply -k` sends for an overlay; fails on warnings too."""
+    assert KUBECTL
+    command = [KUBECTL, "kustomize", str(ROOT / "deploy" / "overlays" / overlay)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(overlay: str, *kinds: str) -> list[Manifest]:
+    return [each for each in rendered(overlay) if each["kind"] in kinds]
+
+
+def named(overlay: str, kind: str, name: str) -> Manifest:
+    (found,) = (each for each in of_kind(overlay, kind) if each["metadata"]["name"] == name)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PodTemplate:
+    """The pods of a Deployment, or of a LeaderWorkerSet's groups."""
+
+    owner: Manifest
+    labels: dict[str, str]
+    """With those that LeaderWorkerSet gives its leaders."""
+    spec: Manifest
+
+    @property
+    def name(self) -> str:
+        return self.owner["metadata"]["name"]
+
+    @property
+    def container(self) -> Manifest:
+        (only,) = self.spec["containers"]
+        return only
+
+    @property
+    def party(self) -> str:
+        """scheduler or executor."""
+        return self.container["name"]
+
+
+def pod_templates(overlay: str) -> list[PodTemplate]:
+    return list(_pod_templates(overlay))
+
+
+def _pod_templates(overlay: str) -> Iterator[PodTemplate]:
+    for owner in of_kind(overlay, "Deployment"):
+        template = owner["spec"]["template"]
+        yield PodTemplate(owner, template["metadata"]["labels"], template["spec"])
+    for owner in of_kind(overlay, "LeaderWorkerSet"):
+        template = owner["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        added = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
+        yield PodTemplate(owner, {**template["metadata"]["labels"], **added}, template["spec"])
+
+
+def environment_of(overlay: str, pod: PodTemplate) -> dict[str, str]:
+    """The variables of the pod's container."""
+    found: dict[str, str] = {}
+    for source in pod.container.get("envFrom", []):
+        found |= named(overlay, "ConfigMap", source["configMapRef"]["name"])["data"]
+    return found | {each["name"]: each["value"] for each in pod.container.get("env", [])}
+
+
+def matches(selector: dict[str, Any] | None, labels: dict[str, str]) -> bool:
+    """Whether a selector by labels selects these; without one, or an empty one, everything."""
+    wanted = (selector or {}).get("matchLabels", {})
+    return wanted.items() <= labels.items()

@@ -1,0 +1,138 @@
+"""The ranks of a model as threads of one process: what processes do, without their start. For tests only."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.cpu.kernels.ranks.launches import CpuRanks
+from executor_svc.cpu.kernels.ranks.memory import ExchangeMemory, ExchangeSizes
+from executor_svc.cpu.runner import ModelRunner
+from executor_svc.device.interface import Device
+from executor_svc.device.ranks import Share
+from executor_svc.models.loading import LoadedModel, load_model
+from executor_svc.models.parallel.split import check_split
+from executor_svc.models.spec import DecoderSpec
+from executor_svc.plan.plan import Limits
+from executor_svc.ranks.drafts import MemberDrafts
+from executor_svc.ranks.links import Link, LinkClosed
+from executor_svc.ranks.steps import LeaderRanks, MemberRanks
+from executor_svc.startup.device import make_device
+from executor_svc.startup.member import follow
+from executor_svc.worker.step import StepExecutor
+from tests.executor_svc.driver import NUM_THREADS
+
+Found = TypeVar("Found")
+
+
+def on_ranks(size: int, work: Callable[[int], Found]) -> list[Found]:
+    """Return what each rank makes, all at once; raises the error of the first that fails."""
+    with ThreadPoolExecutor(size) as pool:
+        return [each.result() for each in [pool.submit(work, rank) for rank in range(size)]]
+
+
+class SharedMemory:
+    """The memory of exchanges, made by the rank that comes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: NDArray[np.uint8] | None = None
+
+    def ranks(self, share: Share, kernels: CpuKernels, sizes: ExchangeSizes) -> CpuRanks:
+        """Return a rank's exchanges."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = np.zeros(sizes.num_bytes, np.uint8)
+        return CpuRanks(share, kernels, ExchangeMemory(self._memory, sizes))
+
+
+@dataclass
+class RankModel:
+    """One rank's part of a model; as far as it is used, a `tests.executor_svc.driver.Model`."""
+
+    options: dict[str, Any]
+    device: Device
+    loaded: LoadedModel
+
+
+@dataclass
+class RankThreads:
+    """A model that is divided among ranks, and the threads of those after the first."""
+
+    folder: Path
+    size: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._memory = SharedMemory()
+        self.options = {
+            "model": str(self.folder), "device": "cpu", "num_gpu_blocks": 64, "num_threads": NUM_THREADS,
+            "max_num_batched_tokens": 512, "max_num_seqs": 100, **self.options, "tensor_parallel_size": self.size,
+        }  # fmt: skip
+        self.models = on_ranks(self.size, self._load)
+        self._links: list[Link] = []
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def first(self) -> RankModel:
+        """Rank 0's part."""
+        return self.models[0]
+
+    def start(self, config: ExecutorConfig, limits: Limits) -> LeaderRanks:
+        """Start the other ranks anew, with pools of these sizes; returns rank 0's side of steps."""
+        self.stop()
+        for model in self.models[1:]:
+            ours, theirs = map(Link, socket.socketpair())
+            self._links.append(ours)
+            self._threads.append(threading.Thread(target=_follow, args=(model, config, limits, theirs)))
+            self._threads[-1].start()
+        ranks = self.first.loaded.ranks
+        assert ranks is not None
+        leader = LeaderRanks(ranks, self._links)
+        leader.clear()
+        return leader
+
+    def stop(self) -> None:
+        """End the other ranks."""
+        for link in self._links:
+            link.close()
+        for thread in self._threads:
+            thread.join()
+        self._links, self._threads = [], []
+
+    def _load(self, rank: int) -> RankModel:
+        config = ExecutorConfig(**self.options)
+        device = make_device(config)
+
+        def join(spec: DecoderSpec) -> CpuRanks:
+            check_split(spec, self.size)
+            most = config.max_num_batched_tokens, spec.hidden_size, config.max_num_seqs, spec.vocab_size
+            kernels = device.kernels
+            assert isinstance(kernels, CpuKernels)
+            return self._memory.ranks(Share(rank, self.size), kernels, ExchangeSizes(self.size, *most))
+
+        return RankModel(self.options, device, load_model(config, device, None, join))
+
+
+def _follow(model: RankModel, config: ExecutorConfig, limits: Limits, link: Link) -> None:
+    pools = model.device.new_kv_cache(model.loaded.own_geometry, config)
+    for layer in (*pools.layers, *pools._host_layers):
+        layer.fill_(float("nan"))
+    assert model.loaded.ranks is not None
+    ranks = MemberRanks(model.loaded.ranks, link)
+    runner = ModelRunner(model.loaded.model, model.device, pools, limits)
+    drafts = MemberDrafts(ranks) if limits.max_drafts else None
+    with suppress(LinkClosed):
+        follow(StepExecutor(runner, pools, limits, drafts=drafts, ranks=ranks), ranks)
+    link.close()

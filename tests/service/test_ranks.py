@@ -1,0 +1,85 @@
+"""A model in two ranks, as real processes: tokens of transformers and of peft, and what is refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from cadenza import LLM, SamplingParams
+from executor_svc.config import ExecutorConfig
+from executor_svc.device.interface import Device
+from executor_svc.startup.device import make_device
+from executor_svc.startup.ranks import RanksError, check_ranks, threads_of
+from tests.checkpoints import make_checkpoint
+from tests.helpers.golden import random_prompts, transformers_greedy, transformers_model
+from tests.helpers.peft_adapters import save_peft_adapter
+
+NEW_TOKENS = 16
+
+
+def test_tokens_of_every_request_with_adapters_and_drafts(tmp_path: Path) -> None:
+    """A tied model; adapters on all linears, on the table and on the head; drafts from the text itself."""
+    base = make_checkpoint(tmp_path / "model", "qwen3")
+    kinds = {
+        "linears": {"r": 8, "target_modules": "all-linear"},
+        "table": {"r": 3, "target_modules": ["embed_tokens", "o_proj"]},
+        "tokens": {"r": 2, "target_modules": ["down_proj"], "trainable_token_indices": [5, 7, 90, 130]},
+    }
+    references = {
+        name: save_peft_adapter(base, tmp_path / name, seed=seed, lora_alpha=2, **config)
+        for seed, (name, config) in enumerate(kinds.items())
+    }
+    prompts = random_prompts(131, (1, 40))
+    prompts.append([9, 8, 7, 6] * 8)
+    sizes = {"num_gpu_blocks": 100, "max_num_seqs": 16, "max_num_batched_tokens": 64, "max_loras": 2}
+    lora = [f"{name}={tmp_path / name}" for name in kinds]
+    names = [*kinds, None]
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(str(base), dtype="float32", tensor_parallel_size=2, lora=lora, speculative="ngram", **sizes) as llm:
+        found = llm.generate(
+            prompts * len(names), params, adapter=[name for name in names for _ in prompts], use_tqdm=False
+        )
+    models = [*references.values(), transformers_model(base)]
+    expected = [transformers_greedy(model, prompt, NEW_TOKENS).tokens for model in models for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inject": "error=5"}, "--inject"),
+        ({"speculative": "mtp"}, "--speculative mtp"),
+        ({"speculative": "eagle3", "speculative_model": "head"}, "--speculative eagle3"),
+    ],
+)
+def test_options_that_are_not_possible_with_ranks(options: dict[str, str], message: str) -> None:
+    config = ExecutorConfig(model="any", device="cpu", tensor_parallel_size=2, **options)
+    with pytest.raises(RanksError, match=f"--tensor-parallel-size 2 is not possible with {re.escape(message)}"):
+        check_ranks(config, make_device(config))
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor_svc.startup.ranks.cores", lambda: 7)
+    config = ExecutorConfig(model="any", device="cpu", tensor_parallel_size=3)
+    assert threads_of(config).num_threads == 2
+    assert threads_of(config.model_copy(update={"num_threads": 5})).num_threads == 5
+
+
+def test_ranks_are_for_the_cpu_so_far() -> None:
+    class Other:
+        name = "cuda"
+
+    device: Device = Other()  # type: ignore[assignment]
+    with pytest.raises(RanksError, match="needs --device cpu"):
+        check_ranks(ExecutorConfig(model="any", tensor_parallel_size=2), device)
+
+
+def test_a_model_that_cannot_be_divided_is_refused_by_its_field(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path, "llama")
+    before = torch.get_num_threads()
+    with pytest.raises(Exception, match="num_attention_heads 4 cannot be divided among 3 ranks"):
+        LLM(str(base), tensor_parallel_size=3)
+    assert torch.get_num_threads() == before

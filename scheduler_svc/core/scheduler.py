@@ -254,15 +254,15 @@ class Scheduler:
     def misfit(self, key: RequestKey) -> RequestRejectedError | None:
         """Why an unfinished request can never run within the present limits; None if it can, or is unknown.
 
-        With an adapter the limits are those of the executors that may load it, if there are any. None too for samples
-        with output: planning ends each one that is too long, with MAX_MODEL_LEN or KV_CAPACITY.
+        With an adapter the limits are those of executors that may load it, if there are any. None too for samples with
+        output: planning ends each one that is too long, with MAX_MODEL_LEN or KV_CAPACITY.
         """
         group = self.groups.get(key)
         if group is None:
             return None
         # Samples after their fork are admitted one by one.
         count = 1 if group.can_admit_partially else group.spec.num_sequences
-        return adapter_changes.misfit(self._requests, group.spec, count, has_output=group.has_output)
+        return adapter_changes.group_misfit(self._requests, group, count)
 
     def take_outputs(self) -> StepOutputs:
         """The outputs since the last call."""

@@ -115,6 +115,8 @@ def _check_precondition(world: World, client: Client, error: PreconditionError) 
         _require(waited_s >= world.scenario.config.lora_load_timeout_s - 1e-6, f"after {waited_s:.3f} s: {error}")
     elif "have changed" in text:
         _require(len(files.answered.get(index, ())) > 1, f"ended without other files: {error}")
+    elif "other numerics" in text:
+        _require(len(world.numerics) > 1, f"ended without other numerics: {error}")
     elif FAILED in text or INVALID in text:
         _require(index in files.failed, f"ended without a failed load: {error}")
     else:

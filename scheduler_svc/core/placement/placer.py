@@ -282,7 +282,7 @@ class Placer:
         able = able_lanes(group, lanes)
         if able or holding_lanes(group, lanes) or not any(may_continue(lane, group) for lane in lanes):
             return able
-        ready = [lane for lane in self._open_lanes() or lanes if has_adapter(lane, group)]
+        ready = [lane for lane in self._open_lanes() or lanes if has_adapter(lane, group) and may_continue(lane, group)]
         return [max(ready, key=lambda lane: lane.spec.num_blocks)] if ready else []
 
     def _holder(self, group: SequenceGroup, *, swapped: bool = True) -> Lane | None:

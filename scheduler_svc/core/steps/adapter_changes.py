@@ -15,7 +15,7 @@ from scheduler_svc.core.adapters.events import (
 from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.placement.candidates import check_fits_one
+from scheduler_svc.core.placement.candidates import check_fits_one, may_continue
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import RequestSpec
@@ -90,6 +90,15 @@ def misfit(
     except RequestRejectedError as exc:
         return exc
     return None
+
+
+def group_misfit(requests: RequestTable, group: SequenceGroup, count: int) -> RequestRejectedError | None:
+    """As `misfit` of an unfinished group; also why none that may load its adapter can go on with its tokens."""
+    index = group.spec.adapter_index
+    able = [lane for lane in requests.lanes.values() if lane.adapters.may_have(index)]
+    if index and able and not any(may_continue(lane, group) for lane in able):
+        return RequestRejectedError("adapter", "the executors that may load it have other numerics than its tokens")
+    return misfit(requests, group.spec, count, has_output=group.has_output)
 
 
 def adapter_misfit(requests: RequestTable, spec: RequestSpec) -> RequestRejectedError | None:

@@ -40,6 +40,7 @@ class AdapterDesk:
         """Scheduler id and incarnation of the process that chose the indexes."""
         self._loads: set[Future[LoadedAdapter]] = set()
         self._num_waiting = 0
+        self._is_closed = False
 
     async def open(self, process: tuple[str, int], cleared: asyncio.Future[int]) -> int:
         """Begin a session once its slots are clear; returns the result of `cleared`.
@@ -53,6 +54,7 @@ class AdapterDesk:
         if self._loader is not None and (self._loads or self._process != process):
             # Behind a load that runs: its adapter is listed, or cleared.
             work = self._loader.clear if self._process != process else _nothing
+            self._process = None  # until that is done: whoever comes next clears, too
             await asyncio.get_running_loop().run_in_executor(self._pool, work)
         self._process = process
         return last_completed
@@ -69,6 +71,8 @@ class AdapterDesk:
             return "the executor has no adapters"
         if not index:
             return "adapter_index must be 1 or more"
+        if self._is_closed or session.closed:
+            return ""  # nobody waits for an answer: the executor stops, or the session has ended
         if self._num_waiting >= _MAX_WAITING:
             return f"over {_MAX_WAITING} loads and unloads of adapters wait"
         self._num_waiting += 1
@@ -80,6 +84,7 @@ class AdapterDesk:
 
     def close(self) -> None:
         """Begin no more loads: the executor stops."""
+        self._is_closed = True
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -66,7 +66,7 @@ class ModelAdapterLoader:
             return known.adapter
         if count >= self.max_loaded:
             raise AdapterRefused("full", f"adapter {name}: max_cpu_loras = {self.max_loaded} adapters are loaded")
-        torch.set_num_threads(1)  # of this thread: the others are for the steps
+        torch.set_num_threads(1)  # of this thread, and of those that start later: the others are for the steps
         held = self._read(index, name, path)
         with self._lock:
             self._held[index] = held

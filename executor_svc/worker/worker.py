@@ -226,7 +226,7 @@ class Worker:
 
     def submit_action(self, session: Session, act: Callable[[], None], done: Callable[[], None]) -> None:
         """Queue what is done on the device thread after the plans so far, and before those that come; drop it if the
-        session has ended. `done` is called after it; neither may raise.
+        session has ended. `done` is called after it; `done` may not raise.
         """
         with self._changed:
             if session.closed or self._finished is not None:
@@ -279,8 +279,7 @@ class Worker:
                     self._tracing.before_step(executor.start_trace)
                 begun.append(self._begin(executor, item))
             elif isinstance(item, _Action):
-                item.act()
-                item.done()
+                self._act(executor, item)
             else:
                 result = self._finish(executor, item)
                 self.numbers.on_result(result)
@@ -289,6 +288,16 @@ class Worker:
                 ended_ns = time.monotonic_ns()
             # A step that was launched ahead starts when the one before it has ended.
             self._running = (begun[0].step.plan.step_id, max(begun[0].started_ns, ended_ns)) if begun else None
+
+    def _act(self, executor: Executor, item: _Action) -> None:
+        """Do what is to be done between steps; after an error the session launches nothing more."""
+        try:
+            item.act()
+        except Exception as exc:
+            _log.error("work between steps has failed", exc_info=exc)
+            self._report_if_lost(executor, exc)
+            item.session.failed = True
+        item.done()
 
     def _next(self, begun: deque[_LaunchedStep]) -> _Open | _Step | _Action | _LaunchedStep | None:
         """Wait for the next work: a step to finish, a step to launch, an action, or a session to open; None: stop."""

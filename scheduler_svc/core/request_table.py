@@ -181,9 +181,10 @@ class RequestTable:
         self.waiting.remove_first(len(groups))
         lane_id, numerics, on_admission = lane.executor_id, lane.spec.numerics, self.policies.order.on_admission
         for group in groups:
-            group.lane_id, group.numerics, group.was_admitted = lane_id, numerics, True
+            group.lane_id, group.numerics = lane_id, numerics
             if group.spec.adapter_index:
                 lane.adapters.on_admitted(group)
+            group.was_admitted = True
             on_admission(group)
 
     def requeue(self, sequence: Sequence, *, swapped: bool = False) -> None:

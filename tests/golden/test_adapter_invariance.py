@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from executor_svc.batch.slots import Slots
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.models.heads.draft import load_draft
+from executor_svc.plan.arrays import IntArray
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
@@ -24,7 +27,7 @@ from tests.helpers.core_model import Chat, Outcome, Rig, Setting
 from tests.helpers.known_drafts import KnownDrafts
 from tests.helpers.peft_adapters import save_peft_adapter
 
-SIZES = AdapterSizes(num_places=4, max_rank=64)
+SIZES = AdapterSizes(num_places=16, max_rank=64)
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS: list[dict[str, Any]] = [
     {"target_modules": LINEARS},
@@ -90,6 +93,28 @@ def test_same_request_same_bits(adapted: Adapted, name: str) -> None:
     rig = Rig(adapted.model, setting, drafts, adapters=adapted.folders)
     check(adapted, rig)
     assert bool(setting.max_drafts) == (rig.happened["drafts"] > 0)
+
+
+@pytest.mark.parametrize("adapted", ["float32"], indirect=True, scope="module")
+def test_same_bits_with_all_16_adapters_in_one_batch(adapted: Adapted) -> None:
+    setting = replace(SETTINGS["all at once"], max_loras=16, max_cpu_loras=16, max_num_seqs=100, num_blocks=900)
+    rig = Rig(adapted.model, setting, adapters=adapted.folders)
+    widest = 0
+    place = rig.executor.adapters
+    assert place is not None
+    places_of = place.places_of
+
+    def counted(slots: Slots) -> IntArray | None:
+        nonlocal widest
+        found = places_of(slots)
+        widest = max(widest, 0 if found is None else len(np.unique(found[found >= 0])))
+        return found
+
+    place.places_of = counted  # type: ignore[method-assign]
+    found = rig.run(adapted_load())
+    for key, alone in adapted.expected.items():
+        assert found[key] == alone, key
+    assert widest >= 12
 
 
 @pytest.mark.parametrize("adapted", ["float32"], indirect=True, scope="module")

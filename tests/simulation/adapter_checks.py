@@ -51,6 +51,8 @@ class TurnWatch:
     def __init__(self, world: World) -> None:
         self._world = world
         self._turns: dict[Lane, _Turn] = {}
+        self._begun: set[SequenceGroup] = set()
+        """Groups that have run: preempted ones pass."""
 
     def on_plan(self, lane: Lane) -> None:
         """A lane has planned a step."""
@@ -58,9 +60,11 @@ class TurnWatch:
         if not lane.adapters.max_loras:
             return
         joined = list(dict.fromkeys(each.group for each in step.joined if each.group.spec.adapter_index))
+        begun, joined = joined, [group for group in joined if group not in self._begun]
+        self._begun.update(begun)
         turn, waits = self._turns.get(lane), lane.adapters.turns.waits
         late = _passing(joined, turn.group) if turn is not None else []
-        if turn is not None and late and turn.group not in joined and _waits_for(turn.group, lane):
+        if turn is not None and late and turn.group not in begun and _waits_for(turn.group, lane):
             is_due = step.planned_at - turn.since >= plan.max_passed_s
             if is_due or turn.num_passed + len(late) > plan.max_passed:
                 how = f"{step.planned_at - turn.since:.3f} s after its turn began, with {turn.num_passed} before it"
@@ -96,12 +100,8 @@ class TurnWatch:
 
 
 def _passing(joined: list[SequenceGroup], waiting: SequenceGroup) -> list[SequenceGroup]:
-    """The groups that came later than one that waits, and have another adapter."""
-    return [
-        group
-        for group in joined
-        if group.arrival_number > waiting.arrival_number and group.spec.adapter_index != waiting.spec.adapter_index
-    ]
+    """The groups that begin before one that waits, and have another adapter."""
+    return [group for group in joined if group.spec.adapter_index != waiting.spec.adapter_index]
 
 
 def _waits_for(group: SequenceGroup, lane: Lane) -> bool:

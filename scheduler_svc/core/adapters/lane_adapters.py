@@ -61,6 +61,11 @@ class LaneAdapters:
         found = self._states.get(index)
         return not index or (found is not None and found.state is AdapterState.LOADED and found.error is None)
 
+    def has_failed(self, index: int) -> bool:
+        """Whether this executor could not load an adapter, or found another content."""
+        found = self._states.get(index)
+        return found is not None and found.error is not None
+
     def has_place(self, group: SequenceGroup, running: Collection[int], now: float) -> bool:
         """Whether a group may be admitted now as far as its adapter goes. running: adapters of running groups."""
         index = group.spec.adapter_index
@@ -86,6 +91,11 @@ class LaneAdapters:
     def num_loading(self) -> int:
         """Number of loads without an answer."""
         return sum(each.state is AdapterState.LOADING for each in self._states.values())
+
+    @property
+    def num_unloading(self) -> int:
+        """Number of unloads without an answer: places that are about to be free."""
+        return sum(each.state is AdapterState.UNLOADING for each in self._states.values())
 
     def start_load(self, index: int) -> None:
         """A load is sent."""

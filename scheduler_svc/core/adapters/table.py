@@ -98,7 +98,9 @@ class AdapterTable:
         lane.forget_errors(self.adapters)
         unloads = lane.to_unload(self.users, names)
         needed = [index for index in {**self.users, **self._wanted} if lane.state(index) is None]
-        num_short = min(len(needed), MAX_LOADING - lane.num_loading) - lane.num_places - len(unloads)
+        num_short = (
+            min(len(needed), MAX_LOADING - lane.num_loading) - lane.num_places - len(unloads) - lane.num_unloading
+        )
         if num_short > 0:
             unused = [index for index in lane.least_recently_used(self.users) if index not in unloads]
             unloads += unused[:num_short]

@@ -3,9 +3,9 @@ pass it.
 
 A group whose adapter has no place is passed over: groups of adapters that run already, or of none, take no place from
 it. So that such adapters do not keep their places for ever, the first group in the order of the queue that finds no
-place gets the next turn of the executor. It is passed over by at most MAX_PASSED groups with adapters that arrived
-later, and for at most MAX_PASSED_S. After that no group that arrived later and has another adapter is admitted until
-it is: places become free as running groups end, and the first one is its own.
+place gets the next turn of the executor. It is passed over by at most MAX_PASSED groups with other adapters, whenever
+they arrived, and for at most MAX_PASSED_S. After that no group with another adapter is admitted until it is, but for
+those that have run before and were preempted: places become free as running groups end, and the first one is its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AdapterTurns:
         index = group.spec.adapter_index
         if not index or group is self.waits:
             return not index or index in running or len(running) < self._max_loras
-        if self._must_wait(group, index, now):
+        if self._must_wait(group, now):
             return False
         return index in running or len(running) < self._max_loras
 
@@ -57,12 +57,17 @@ class AdapterTurns:
             return
         if group is waits:
             self.waits = None
-        elif group.arrival_number > waits.arrival_number:
+        elif _passes(group, waits):
             self._num_passed += 1
 
-    def _must_wait(self, group: SequenceGroup, index: int, now: float) -> bool:
+    def _must_wait(self, group: SequenceGroup, now: float) -> bool:
         """Whether a group may not go before the one whose turn it is."""
         waits = self.waits
-        if waits is None or index == waits.spec.adapter_index or group.arrival_number < waits.arrival_number:
+        if waits is None or not _passes(group, waits):
             return False
         return self._num_passed >= MAX_PASSED or now - self._since >= MAX_PASSED_S
+
+
+def _passes(group: SequenceGroup, waits: SequenceGroup) -> bool:
+    """Whether a group would begin before the one whose turn it is, with another adapter."""
+    return group.spec.adapter_index != waits.spec.adapter_index and not group.was_admitted

@@ -16,7 +16,7 @@ from scheduler_svc.core.adapters.events import (
 from scheduler_svc.core.adapters.turns import MAX_PASSED, MAX_PASSED_S
 from scheduler_svc.core.errors import InvariantError, RequestRejectedError
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.queues.orders import PriorityOrder
+from scheduler_svc.core.queues.orders import FairOrder, PriorityOrder
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling, StepPlan, StepResult
 
@@ -52,10 +52,10 @@ class Rig:
             for index in loads:
                 self.core.adapter_event(AdapterLoaded(index, b"%d" % index), lane)
 
-    def add(self, adapter: int, *, priority: int = 0) -> str:
+    def add(self, adapter: int, *, priority: int = 0, tenant: str = "") -> str:
         self.num_requests += 1
         name = f"r{self.num_requests}"
-        spec = RequestSpec(name, (1, 2, 3), Sampling(), 4000, adapter_index=adapter, priority=priority)
+        spec = RequestSpec(name, (1, 2, 3), Sampling(), 4000, adapter_index=adapter, priority=priority, tenant=tenant)
         self.core.add_request(spec, self.now)
         return name
 
@@ -70,7 +70,7 @@ class Rig:
         return plan
 
     def end(self, name: str) -> None:
-        self.core.abort(("", name), KEPT)
+        self.core.abort(next(key for key in self.core.groups if key[1] == name), KEPT)
 
     @property
     def running(self) -> set[str]:
@@ -101,6 +101,18 @@ def test_an_adapter_that_an_operator_loads_takes_a_place_like_a_request() -> Non
     assert rig.commands() == ([], [])
     rig.add(1)
     assert rig.commands() == ([], [2])
+
+
+def test_no_more_adapters_are_unloaded_than_places_are_short() -> None:
+    """Also while the answers to earlier unloads are on their way."""
+    rig = Rig(max_cpu_loras=4)
+    rig.register(*range(1, 8))
+    rig.load_all()
+    unloads = []
+    for index in (5, 6, 7):
+        rig.add(index)
+        unloads += rig.commands()[1]
+    assert unloads == [1, 2, 3]
 
 
 def test_a_request_takes_the_place_of_the_least_recently_used() -> None:
@@ -218,6 +230,25 @@ def test_a_group_is_passed_over_so_many_times_at_most(order: str) -> None:
     rig.end(waits)
     rig.step()
     assert running[-1] in rig.running, "what had to wait goes on"
+
+
+@pytest.mark.parametrize("order", ["fair", "priority"])
+def test_earlier_groups_pass_no_longer_than_later_ones(order: str) -> None:
+    """Many requests came before, and the order puts the one that lacks a place between them."""
+    rig = Rig(max_loras=1, policies=Policies(order=FairOrder() if order == "fair" else PriorityOrder()))
+    rig.register(1, 2)
+    rig.load_all()
+    before = [rig.add(1, tenant="x") for _ in range(3 * MAX_PASSED)]
+    rig.step()
+    first = len(rig.running)
+    assert first < len(before)
+    waits = rig.add(2, tenant="y", priority=-1)
+    num_steps = 0
+    while waits not in rig.running:
+        num_steps += 1
+        assert num_steps <= MAX_PASSED + first + 1
+        rig.end(next(name for name in before if name in rig.running))
+        rig.step()
 
 
 def test_a_group_is_passed_over_for_so_long_at_most() -> None:

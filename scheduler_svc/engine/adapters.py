@@ -243,9 +243,8 @@ class Adapters:
         if since is not None and is_connected and self._waits(key):
             self.refusals["timeout"] += 1
             text = f"adapter {live.request.adapter!r} was not loaded within {self._load_timeout_s:g} s"
-            states = [lane.adapters.state(live.request.spec.adapter_index) for lane in self._core.lanes.values()]
-            if not any(states):
-                text += ": all that executors hold (max_cpu_loras) are in use"
+            if all(lane.adapters.num_places <= 0 for lane in self._core.lanes.values()):
+                text += ": as many as executors hold (max_cpu_loras) are in use"
             self._fail(live, PreconditionError(FIELD, text))
         else:
             self._watch(key, arrival_ns)

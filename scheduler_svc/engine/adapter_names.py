@@ -69,7 +69,7 @@ class AdapterNames:
         """The index of a name that a request has, which may be its first use; raises UnknownAdapterError."""
         index = self._indexes.get(name)
         if index is not None and name not in self._first_uses:
-            return self._looked_at_again(name, index)
+            return index
         if index is not None and self._core.adapter_refusal(index) is not None:
             # Its folder may be another one by now.
             self.remove(name)
@@ -82,16 +82,6 @@ class AdapterNames:
         self._first_uses[name] = None
         self._forget_oldest(name)
         return index
-
-    def _looked_at_again(self, name: str, index: int) -> int:
-        """The index of a given name: another one if executors could not load it, as its folder may be mended by now."""
-        if not any(lane.adapters.has_failed(index) for lane in self._core.lanes.values()):
-            return index
-        if self._core.adapter_refusal(index) is None:
-            return index
-        path = self._core.adapters.adapters[index].registered.path
-        self.remove(name)
-        return self.register(name, path)
 
     def is_from_first_use(self, name: str, index: int) -> bool:
         """Whether a name has this index, and came by first use."""

@@ -90,7 +90,7 @@ class TurnWatch:
             return
         for group in core.waiting:
             index = group.spec.adapter_index
-            late = _passing(joined, group)
+            late = [each for each in _passing(joined, group) if each.arrival_number > group.arrival_number]
             if index and late and index not in running and lane.adapters.has(index) and _waits_for(group, lane):
                 self._fail(lane, group, late[0], "which has no turn")
 

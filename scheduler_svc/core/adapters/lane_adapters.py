@@ -61,11 +61,6 @@ class LaneAdapters:
         found = self._states.get(index)
         return not index or (found is not None and found.state is AdapterState.LOADED and found.error is None)
 
-    def has_failed(self, index: int) -> bool:
-        """Whether this executor could not load an adapter, or found another content."""
-        found = self._states.get(index)
-        return found is not None and found.error is not None
-
     def has_place(self, group: SequenceGroup, running: Collection[int], now: float) -> bool:
         """Whether a group may be admitted now as far as its adapter goes. running: adapters of running groups."""
         index = group.spec.adapter_index

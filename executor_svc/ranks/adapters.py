@@ -19,7 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 class LeaderAdapters(ModelAdapterLoader):
-    """The adapters of rank 0, which the other ranks load and unload when it does. Steps wait for neither of them."""
+    """The adapters of rank 0, which the other ranks load and unload when it does.
+
+    Steps do not wait for loads; an unload, which is done between steps, waits for a load that is under way.
+    """
 
     def __init__(
         self,

@@ -300,7 +300,7 @@ class Scheduler:
         adapter_changes.apply_event(self._requests, event, self.lanes.get(executor_id))
 
     def adapter_commands(self, executor_id: int) -> AdapterCommands:
-        """What an executor with a session must be told before its next plan."""
+        """The loads and unloads that go to an executor with a session before its next plan."""
         return self.adapters.commands(self.lanes[executor_id].adapters)
 
     # --- steps -------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Cluster:
         except GoneError:
             pass  # The version is too old.
         except TimeoutError:
-            pass  # The link is dead, or the server does not end watches: the next list will tell.
+            pass  # The link is dead, or the server does not end watches: the next list has the changes.
         finally:
             connection.close()
         time.sleep(_SETTLE_S)

@@ -157,7 +157,7 @@ def adapter_event(event: AdapterEvent, executor_id: int) -> pb.PlanLogRecord:
 
 
 def adapter_commands(executor_id: int, commands: AdapterCommands) -> pb.PlanLogRecord:
-    """Return the record of what an executor is told to load and unload."""
+    """Return the record of the loads and unloads that an executor gets."""
     loads = [registered.index for registered in commands.loads]
     call = pb.AdapterCommandsCall(executor_id=executor_id, loads=loads, unloads=commands.unloads)
     return pb.PlanLogRecord(adapter_commands=call)

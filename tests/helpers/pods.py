@@ -165,7 +165,7 @@ class LocalCluster:
         self._publish(pod, is_ready=True)
 
     async def remove_executor(self, pod: Pod) -> None:
-        """What Kubernetes does with a pod that is deleted: it is not ready any more, and is told to end."""
+        """What Kubernetes does with a pod that is deleted: it is not ready any more, and gets SIGTERM."""
         self._publish(pod, is_ready=False)
         await pod.terminate()
         self._publish(pod, is_ready=None)

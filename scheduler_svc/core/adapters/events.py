@@ -1,4 +1,4 @@
-"""What happens to LoRA adapters, and what executors are told to do about them."""
+"""Events of LoRA adapters, and the commands that executors get for them."""
 
 from __future__ import annotations
 

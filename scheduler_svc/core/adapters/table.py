@@ -36,7 +36,7 @@ class AdapterTable:
         self.parked: dict[SequenceGroup, bool] = {}
         """Groups outside of the queue, since no executor has their adapter loaded; whether they were queued before."""
         self.num_changes = 0
-        """Grows with each change after which an executor may be told something else."""
+        """Grows with each change after which the commands for an executor may be others."""
         self.num_answers = 0
         """Number of answers of executors, of sessions, and of executors that left."""
         self._last_index = 0

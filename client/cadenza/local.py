@@ -1,4 +1,4 @@
-"""Runs a scheduler and its executors as child processes: starts, watches, restarts and stops them."""
+"""Runs a scheduler, its executors and a gateway as child processes: starts, watches, restarts and stops them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.executor_progress import ExecutorProgress
 from cadenza.executor_shares import ExecutorShare, executor_shares
 from cadenza.local_checks import check_address, check_device, check_files, check_listener, check_model, own_tls
-from cadenza.local_options import SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
+from cadenza.local_gateway import gateway_address, gateway_arguments, gateway_environment
+from cadenza.local_options import GATEWAY, SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
 from cadenza.local_ports import metrics_ports, reserve_port, scheduler_address
 from cadenza.short_interrupts import quiet_at_exit
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
@@ -41,6 +42,7 @@ class Programs:
 
     executor: Sequence[str] = ("-m", "executor_svc")
     scheduler: Sequence[str] = ("-m", "scheduler_svc")
+    gateway: Sequence[str] = ("-m", "cadenza.gateway")
 
 
 @dataclass(slots=True)
@@ -72,16 +74,16 @@ class _Family:
 class LocalServices:
     """A scheduler and one or several executors on this machine, while this object and this process exist.
 
-    `options` are those of the two services, by their names in `executor_svc.config` and `scheduler_svc.config`, and
-    `executors`; each option goes to the services that have it. Options that are not given may come from the
+    `options` are those of the services, by their names in `executor_svc.config`, `scheduler_svc.config` and
+    `cadenza.gateway.config`, `executors` and `http`; each option goes to the services that have it. Options that are not given may come from the
     environment, such as CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is checked before anything is
     started: an OptionError names the option. Then `on_start` gets the executors' names, and `on_log` each line of the
     services' logs. Services are named "scheduler" and "executor", or "executor 0", "executor 1" and so on if there are
-    several. A LocalServiceError names the service that did not start and the reason. A service that dies later, or that
+    several, and "gateway". A LocalServiceError names the service that did not start and the reason. A service that dies later, or that
     a signal has stopped for long, is started again at the same port as `restarts` says. Each such event is a line to
     `on_event`, and `on_back` gets the service's name when it is ready again. After `restarts.max_deaths` deaths without
     progress a service is given up. If it is the scheduler or the last executor, all services are stopped, and `failure`
-    is set: calls in flight end with UNAVAILABLE, which `naming_failure` explains.
+    is set: calls in flight end with UNAVAILABLE, which `naming_failure` explains. Without a gateway the others go on.
     """
 
     def __init__(
@@ -116,7 +118,9 @@ class LocalServices:
             arguments,
             shares,
             programs or Programs(),
-            addresses | {SCHEDULER: scheduler_address(host, port, kept)},
+            addresses
+            | {SCHEDULER: scheduler_address(host, port, kept)}
+            | gateway_address(host, arguments.http, arguments.settings, kept),
             kept,
             start_timeout_s,
             stop_grace_s,
@@ -167,6 +171,11 @@ class LocalServices:
         return dict(self._family.addresses)
 
     @property
+    def http(self) -> str | None:
+        """`HOST:PORT` of the gateway; None: there is none."""
+        return self._family.addresses.get(GATEWAY)
+
+    @property
     def executors(self) -> list[str]:
         """The names of the executors."""
         return list(self._family.shares)
@@ -201,12 +210,15 @@ class LocalServices:
             raise
 
     def drain(self) -> None:
-        """Let the scheduler finish its requests within its drain_timeout_s and end; `close` ends the executors."""
+        """Let gateway and scheduler finish their requests within drain_timeout_s and end; `close` ends the executors."""
         family = self._family
         _end_supervision(family)
         setting = self.settings.get("drain_timeout_s")
         timeout_s = DRAIN_TIMEOUT_S if setting is None else float(setting.value)
-        family.children[SCHEDULER].drain(timeout_s + family.stop_grace_s)
+        until = time.monotonic() + timeout_s + family.stop_grace_s
+        for service in (GATEWAY, SCHEDULER):
+            if service in family.children:
+                family.children[service].drain(until - time.monotonic())
 
     def close(self) -> None:
         """Stop all at once, with SIGINT, then SIGKILL; returns when they have exited. A second call does nothing."""
@@ -214,11 +226,18 @@ class LocalServices:
 
 
 def _start_all(family: _Family) -> None:
-    """Start all services at once and wait until they are ready; the scheduler itself waits for the executors."""
+    """Start all services at once and wait until they are ready; the scheduler itself waits for the executors.
+
+    The gateway comes last: its scheduler may have chosen its port.
+    """
     children = [_spawn(family, service) for service in (*family.shares, SCHEDULER)]
     for child in children:
         address = child.wait_ready(family.start_timeout_s, family.stopping, beside=children)
         family.addresses[child.name] = address
+    if GATEWAY in family.addresses:
+        children.append(_spawn(family, GATEWAY))
+        address = children[-1].wait_ready(family.start_timeout_s, family.stopping, beside=children)
+        family.addresses[GATEWAY] = address
 
 
 def _spawn(family: _Family, service: str) -> ChildService:
@@ -229,6 +248,10 @@ def _spawn(family: _Family, service: str) -> ChildService:
     if service == SCHEDULER:
         executors = [part for name in family.shares for part in ("--executor", family.addresses[name])]
         program, arguments = family.programs.scheduler, [*family.arguments.scheduler, *own, *executors]
+    elif service == GATEWAY:
+        own = gateway_arguments(family.addresses[SCHEDULER], family.addresses[GATEWAY])
+        program, arguments = family.programs.gateway, [*family.arguments.gateway, *own]
+        environment = gateway_environment(family.tls)
     else:
         share, environment = family.shares[service], family.shares[service].environment
         program, arguments = family.programs.executor, [*family.arguments.executor, *share.arguments, *own]
@@ -247,6 +270,8 @@ def _watch(family: _Family) -> None:
         progress = ExecutorProgress(lambda: family.addresses[SCHEDULER], family.addresses[executor], family.tls)
         services[executor] = _supervised(family, executor, progress.completed_step)
     services[SCHEDULER] = _supervised(family, SCHEDULER, _cannot_know)
+    if GATEWAY in family.addresses:
+        services[GATEWAY] = _supervised(family, GATEWAY, _cannot_know)
     try:
         while not family.stopping.wait(_WATCH_S):
             _look_at_all(family, services)
@@ -259,15 +284,18 @@ def _watch(family: _Family) -> None:
 
 
 def _look_at_all(family: _Family, services: dict[str, SupervisedService]) -> None:
-    """Do what is due; removes an executor that is given up while there are others, else raises its error."""
+    """Do what is due; removes a gateway that is given up, or an executor while there are others, else raises its error."""
     for name, service in list(services.items()):
         try:
             service.look(time.monotonic())
         except LocalServiceError as error:
-            num_left = len(services) - 2  # without the scheduler and this one
+            num_left = sum(each in family.shares for each in services) - (name != GATEWAY)
             if name == SCHEDULER or num_left == 0:
                 raise
             del services[name], family.children[name]
+            if name == GATEWAY:
+                _report(family.on_event, f"{error}; there is no HTTP any more")
+                continue
             _report(family.on_event, f"{error}; {num_left} of {len(family.shares)} executors are left")
 
 
@@ -282,7 +310,7 @@ def _supervised(family: _Family, service: str, completed_step: Callable[[], bool
         family.children[service],
         time.monotonic(),
         spawn=partial(_spawn, family, service),
-        policy=family.restarts.of_scheduler() if service == SCHEDULER else family.restarts,
+        policy=family.restarts.of_scheduler() if service in (SCHEDULER, GATEWAY) else family.restarts,
         start_timeout_s=family.start_timeout_s,
         completed_step=completed_step,
         on_event=partial(_report, family.on_event),
@@ -325,8 +353,10 @@ def _end_supervision(family: _Family) -> None:
 
 
 def _stop_children(family: _Family, grace_s: float) -> None:
-    """Stop the scheduler first, so that its clients see its shutdown and not an executor failure."""
+    """Stop the gateway, then the scheduler, so that clients see a shutdown and not a failure of what is behind it."""
     children = dict(family.children)
+    if (gateway := children.pop(GATEWAY, None)) is not None:
+        gateway.stop(grace_s)
     if (scheduler := children.pop(SCHEDULER, None)) is not None:
         scheduler.stop(grace_s)
     for child in children.values():

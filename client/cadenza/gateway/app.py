@@ -22,6 +22,8 @@ from cadenza.gateway.state import STATE, State
 def make_state(config: GatewayConfig) -> State:
     """What the handlers share; on the event loop that is to serve. Raises OptionError for files and TLS."""
     own_token = None if config.http_token_file is None else read_token(config.http_token_file)
+    keys = _keys("http-api-key-file", config.http_api_key_file)
+    admin_keys = _keys("http-admin-key-file", config.http_admin_key_file)
     return State(
         config=config,
         link=SchedulerLink(
@@ -30,8 +32,8 @@ def make_state(config: GatewayConfig) -> State:
             insecure=config.insecure,
             own_token=own_token,
         ),
-        keys=_keys("http-api-key-file", config.http_api_key_file),
-        admin_keys=_keys("http-admin-key-file", config.http_admin_key_file),
+        keys=keys,
+        admin_keys=admin_keys,
         names=Names(config.served_model_name),
         cors=Cors(config.http_cors_origin),
     )

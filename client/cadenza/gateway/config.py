@@ -102,7 +102,7 @@ class GatewayConfig(Settings):
         description="Largest body of a request; a larger one is refused with 413.",
         json_schema_extra=about("HTTP", "MB"),
     )
-    http_max_connections: int = Field(
+    http_max_requests: int = Field(
         4096,
         ge=1,
         description="Requests that are served at a time; further ones get 429.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from cadenza.metrics.families import Definition, Scrape
@@ -59,8 +58,7 @@ class Counts:
 def metrics_text(counts: Counts, num_prompts: int, is_serving: bool) -> bytes:
     """Prometheus' text format; for a thread, as it pauses now and then."""
     # Imported here: it takes some 0.1 s, for those who want metrics only.
-    from prometheus_client import CollectorRegistry, Metric, generate_latest
-    from prometheus_client.registry import Collector
+    from cadenza.metrics.server import text_of
 
     scrape = Scrape(DEFINITIONS)
     for (path, status), count in sorted(counts.ended_requests.items()):
@@ -72,11 +70,4 @@ def metrics_text(counts: Counts, num_prompts: int, is_serving: bool) -> bytes:
     scrape.add("cadenza_gateway_writes_total", counts.num_writes)
     scrape.add("cadenza_gateway_slow_readers_total", counts.num_slow_readers)
     scrape.add("cadenza_gateway_scheduler_serving", int(is_serving))
-
-    class _Families(Collector):
-        def collect(self) -> Iterator[Metric]:
-            return scrape.families()
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families())
-    return bytes(generate_latest(registry))
+    return text_of(scrape.families()).encode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable
 from typing import Any
@@ -53,10 +54,13 @@ class SchedulerLink:
         self._callers: OrderedDict[str | None, Caller] = OrderedDict()
         self._own: Caller | None = None
         self._has_tenants: bool | None = None
+        """As far as is known."""
+        self._is_sure = False
         self._reached = False
         self._watching: asyncio.Task[None] | None = None
         self.is_serving = False
         """Whether the scheduler serves, by its own health."""
+        self._unserved_since = time.monotonic()
 
     def start(self) -> None:
         """Watch the scheduler's health from now on."""
@@ -69,6 +73,11 @@ class SchedulerLink:
             await asyncio.gather(self._watching, return_exceptions=True)
         await close_all([*self._callers.values(), *([self._own] if self._own else [])])
         await self._channel.close()
+
+    @property
+    def unserved_s(self) -> float:
+        """For how long the scheduler has not served; 0 while it does."""
+        return 0.0 if self.is_serving else time.monotonic() - self._unserved_since
 
     @property
     def num_requests(self) -> int:
@@ -87,7 +96,7 @@ class SchedulerLink:
 
         Raises UnauthenticatedError for a key that the scheduler does not know, UnavailableError without a scheduler.
         """
-        if self._has_tenants is None:
+        if not self._is_sure:
             await self._find_tenants()
         if not self._has_tenants:
             key = None
@@ -110,13 +119,13 @@ class SchedulerLink:
         try:
             await anonymous.check_model()
         except UnauthenticatedError:
-            self._has_tenants = True
+            self._has_tenants = self._is_sure = True
             return
         except UnavailableError:
-            if None not in self._callers:
+            if self._has_tenants is None:
                 raise
-            return  # it had none, and is away: requests wait for it
-        self._has_tenants = False
+            return  # it is away: requests wait for it, as it was
+        self._has_tenants, self._is_sure = False, True
         self._callers.setdefault(None, anonymous)
 
     def _make(self, key: str | None) -> Caller:
@@ -144,7 +153,7 @@ class SchedulerLink:
 
     def _on_loss(self) -> None:
         """A session has ended: the next scheduler may have tenants, or none any more."""
-        self._has_tenants = None
+        self._is_sure = False
 
     async def _explained(self, call: Awaitable[Any]) -> Any:
         try:
@@ -170,7 +179,7 @@ class SchedulerLink:
 
     def _set_serving(self, serving: bool) -> None:
         if serving != self.is_serving:
-            self.is_serving = serving
+            self.is_serving, self._unserved_since = serving, time.monotonic()
             _LOG.info("the scheduler at %s %s", self.target, "serves" if serving else "does not serve")
 
 

@@ -1,0 +1,32 @@
+"""Fixtures of the gateway's tests: a scheduler over a scripted executor, and a gateway in front of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.gateway import gateway
+from tests.helpers.scheduler_world import world
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    """A folder with the toy byte-level tokenizer and its chat template."""
+    from tests.helpers.toy_tokenizers import hf_byte_level
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    hf_byte_level().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+async def w(tokenizer_folder):
+    """The scheduler; its executor follows scripts by seed."""
+    async with world(tokenizer=tokenizer_folder) as it:
+        yield it
+
+
+@pytest.fixture
+async def g(w):
+    """The gateway."""
+    async with gateway(w.target) as it:
+        yield it

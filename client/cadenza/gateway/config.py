@@ -59,7 +59,7 @@ class GatewayConfig(Settings):
         f"127.0.0.1:{HTTP_PORT}",
         min_length=1,
         validate_default=True,
-        description="HOST:PORT to listen on; port 0 takes any free one.",
+        description="HOST:PORT to listen on, or the port alone; port 0 takes any free one.",
         json_schema_extra=about("HTTP"),
     )
     served_model_name: Annotated[list[str], NoDecode] = Field(
@@ -154,6 +154,7 @@ class GatewayConfig(Settings):
     @field_validator("http")
     @classmethod
     def _check_http(cls, value: str, info: ValidationInfo) -> str:
+        value = f":{value}" if value.isdigit() else value  # as of `cadenza up`
         host = parse_address(value, default_port=HTTP_PORT)[0]
         if not (is_loopback(host) or info.data.get("insecure") or info.data.get("http_tls_cert")):
             raise ValueError(

@@ -52,11 +52,10 @@ class _Services:
 @contextlib.asynccontextmanager
 async def _services(options: argparse.Namespace, streams: int, step_us: int) -> AsyncIterator[_Services]:
     with tempfile.TemporaryDirectory() as folder:
-        costs = Path(folder, "costs.json")
-        costs.write_text(json.dumps({"step_us": step_us}))
+        costs = _write_costs(folder, step_us)
         length = str(options.prompt_tokens + max(options.output_tokens, options.probe_tokens) + 1)
         executor = (
-            *("--simulate", str(costs), "--simulate-vocab-size", str(_VOCAB_SIZE), "--max-model-len", length),
+            *("--simulate", costs, "--simulate-vocab-size", str(_VOCAB_SIZE), "--max-model-len", length),
             *("--max-num-seqs", str(streams + 8), "--max-num-batched-tokens", str(32 * (streams + 8))),
             *("--num-gpu-blocks", str((streams + 8) * (int(length) // 16 + 2))),
         )
@@ -67,6 +66,12 @@ async def _services(options: argparse.Namespace, streams: int, step_us: int) -> 
             service_process("cadenza.gateway", "--target", target, listen="--http") as (gateway, http),
         ):
             yield _Services(target, f"http://{http}", gateway)
+
+
+def _write_costs(folder: str, step_us: int) -> str:
+    path = Path(folder, "costs.json")
+    path.write_text(json.dumps({"step_us": step_us}))
+    return str(path)
 
 
 def _prompt(options: argparse.Namespace, index: int) -> list[int]:
@@ -160,7 +165,7 @@ async def _first_token(options: argparse.Namespace, streams: int) -> dict[str, f
                 asyncio.create_task(_http_stream(http, services.url, _body(options, index, options.probe_tokens)))
                 for index in range(streams - 1)
             ]
-            while (await client.server_info()).load.num_running < streams - 1:
+            while (await client.server_info()).load.num_running < streams - 1:  # noqa: ASYNC110  # no event says so
                 await asyncio.sleep(0.05)
             await _http_stream(http, services.url, _body(options, streams, 1))  # its connection is open then
             grpc_ms, http_ms = [], []
@@ -217,7 +222,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", type=positive, default=256, help="of each request of a burst (default 256)")
     parser.add_argument("--step-ms", type=positive, default=20, help="time of a step beside probes (default 20)")
     parser.add_argument("--probes", type=positive, default=50, help="probes by each way (default 50)")
-    parser.add_argument("--probe-tokens", type=positive, default=2000, help="of the streams beside probes (default 2000)")
+    parser.add_argument(
+        "--probe-tokens", type=positive, default=2000, help="of the streams beside probes (default 2000)"
+    )
     parser.add_argument("--quick", action="store_true", help="few streams and short runs: whether it works at all")
 
 

@@ -46,7 +46,7 @@ Its options are under [HTTP](options.md#http). `docker compose up` serves it at 
 | `POST /v1/messages`, `/v1/messages/count_tokens` | Anthropic's API |
 | `GET /v1/models`, `/v1/models/NAME` | the model by its names, and the LoRA adapters that the key may see |
 | `POST /tokenize`, `/detokenize` | as vLLM has them |
-| `POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter` | with the key of `--http-admin-key-file`; without that option there are no such paths |
+| `POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter` | with the key of `--http-admin-key-file` alone |
 | `GET /health` | 200 while requests are served, else 503; needs no key |
 | `GET /version` | Cadenza's version |
 | `GET /metrics`, also `HEAD` | the gateway's metrics, and the scheduler's below them ([metrics](metrics.md)) |
@@ -56,12 +56,12 @@ Its options are under [HTTP](options.md#http). `docker compose up` serves it at 
 
 A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
-- **A scheduler with tenants** ([tenants](tenants.md)): the keys are the tenants' tokens. The gateway passes each on with
-  that client's requests and decides nothing: limits, shares, adapters and refusals are the tenant's. It holds no token
-  that could do more than its clients'. `--http-token-file` has one of its own, an admin's, only for the scheduler's
+- **A scheduler with tenants** ([tenants](tenants.md)): the keys are the tenants' tokens. The gateway passes each on
+  with that client's requests and decides nothing: limits, shares, adapters and refusals are the tenant's. It holds no
+  token that could do more than its clients'. `--http-token-file` has one of its own, an admin's, only for the scheduler's
   metrics and for adapters.
-- **Without tenants** any key will do, and none. `--http-api-key-file` names a file of keys, one a line, of which a request
-  needs one.
+- **Without tenants** any key will do, and none. `--http-api-key-file` names a file of keys, one a line, of which a
+  request needs one.
 
 Beyond loopback the gateway wants `--http-tls-cert` and `--http-tls-key`, or `--insecure`. Keys go to a scheduler on
 another machine only with TLS ([security](security.md)), or with `--insecure`.
@@ -90,18 +90,18 @@ and that of responses as `response.failed`.
 
 - A client that leaves ends its request at once.
 - A client that does not read its stream is disconnected after `--http-write-timeout-s`; others notice nothing.
-- A scheduler that is restarted is a pause of up to `--http-reconnect-timeout-s`: with `--journal` streams go on with the next
-  token. Without one, answers that nobody has seen a part of are begun anew, and streams that have begun end with an error.
+- A scheduler that is restarted is a pause of up to `--http-reconnect-timeout-s`: with `--journal` streams go on with
+  the next token. Without one, answers that nobody has seen a part of are begun anew, and streams that have begun end
+  with an error.
 - SIGTERM lets the gateway finish what runs, for `--drain-timeout-s`.
 
 All that one step of the scheduler brings for a client is one write to its socket.
 
 ## Fields
 
-`null` is as if absent. A field that is in no table is refused with 400, and the nearest name is suggested. "same" in the
-last column: vLLM 0.33 does the same.
+`null` is as if absent. A field that is in no table is refused with 400, and the nearest name is suggested. "same" in
+the last column: vLLM 0.33 does the same.
 """
-
 
 
 def page() -> str:

@@ -75,15 +75,16 @@ class LocalServices:
     """A scheduler and one or several executors on this machine, while this object and this process exist.
 
     `options` are those of the services, by their names in `executor_svc.config`, `scheduler_svc.config` and
-    `cadenza.gateway.config`, `executors` and `http`; each option goes to the services that have it. Options that are not given may come from the
-    environment, such as CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is checked before anything is
-    started: an OptionError names the option. Then `on_start` gets the executors' names, and `on_log` each line of the
-    services' logs. Services are named "scheduler" and "executor", or "executor 0", "executor 1" and so on if there are
-    several, and "gateway". A LocalServiceError names the service that did not start and the reason. A service that dies later, or that
-    a signal has stopped for long, is started again at the same port as `restarts` says. Each such event is a line to
-    `on_event`, and `on_back` gets the service's name when it is ready again. After `restarts.max_deaths` deaths without
-    progress a service is given up. If it is the scheduler or the last executor, all services are stopped, and `failure`
-    is set: calls in flight end with UNAVAILABLE, which `naming_failure` explains. Without a gateway the others go on.
+    `cadenza.gateway.config`, `executors` and `http`; each option goes to the services that have it. Options that are
+    not given may come from the environment, such as CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is
+    checked before anything is started: an OptionError names the option. Then `on_start` gets the executors' names, and
+    `on_log` each line of the services' logs. Services are named "scheduler", "gateway" and "executor", or "executor 0",
+    "executor 1" and so on if there are several. A LocalServiceError names the service that did not start and the
+    reason. A service that dies later, or that a signal has stopped for long, is started again at the same port as
+    `restarts` says. Each such event is a line to `on_event`, and `on_back` gets the service's name when it is ready
+    again. After `restarts.max_deaths` deaths without progress a service is given up. If it is the scheduler or the last
+    executor, all services are stopped, and `failure` is set: calls in flight end with UNAVAILABLE, which
+    `naming_failure` explains. Without a gateway the others go on.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class LocalServices:
             raise
 
     def drain(self) -> None:
-        """Let gateway and scheduler finish their requests within drain_timeout_s and end; `close` ends the executors."""
+        """Let gateway and scheduler finish their requests within drain_timeout_s and end; `close` ends the others."""
         family = self._family
         _end_supervision(family)
         setting = self.settings.get("drain_timeout_s")
@@ -284,7 +285,7 @@ def _watch(family: _Family) -> None:
 
 
 def _look_at_all(family: _Family, services: dict[str, SupervisedService]) -> None:
-    """Do what is due; removes a gateway that is given up, or an executor while there are others, else raises its error."""
+    """Do what is due; removes a gateway that is given up, or one of several executors, else raises the error."""
     for name, service in list(services.items()):
         try:
             service.look(time.monotonic())

@@ -58,7 +58,10 @@ def test_echo_has_the_logprobs_of_the_prompt(url):
     assert len(columns["tokens"]) == answer["usage"]["prompt_tokens"] > 2
     assert columns["token_logprobs"][0] is None
     assert all(each < 0 for each in columns["token_logprobs"][1:])
-    assert all(max(top.values()) >= each for top, each in zip(columns["top_logprobs"][1:], columns["token_logprobs"][1:], strict=True))
+    assert all(
+        max(top.values()) >= each
+        for top, each in zip(columns["top_logprobs"][1:], columns["token_logprobs"][1:], strict=True)
+    )
     streamed = urllib.request.Request(f"{url}/v1/completions", json.dumps({**body, "stream": True}).encode())
     with urllib.request.urlopen(streamed, timeout=30) as response:
         events = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
@@ -67,7 +70,10 @@ def test_echo_has_the_logprobs_of_the_prompt(url):
 
 
 def test_beams_and_prompt_logprobs(url):
-    beams = post(f"{url}/v1/completions", {"prompt": "12+34=", "use_beam_search": True, "n": 3, "max_tokens": 4, "temperature": 0})
+    beams = post(
+        f"{url}/v1/completions",
+        {"prompt": "12+34=", "use_beam_search": True, "n": 3, "max_tokens": 4, "temperature": 0},
+    )
     assert len({choice["text"] for choice in beams["choices"]}) == 3
     answer = post(f"{url}/v1/chat/completions", {"messages": USER, "prompt_logprobs": 1, "max_tokens": 2})
     rows = answer["prompt_logprobs"]

@@ -1,4 +1,4 @@
-"""`python -m cadenza.gateway.healthcheck HOST:PORT`: exit code 0 if a gateway serves, else 1 and the reason in one line.
+"""`python -m cadenza.gateway.healthcheck HOST:PORT`: exit code 0 if a gateway serves, else 1 and the reason.
 
 For the health checks of containers and process supervisors.
 """

@@ -15,7 +15,8 @@ DEFINITIONS = (
         "HTTP requests answered, by path and status; 499: the client left.", ("path", "status"),
     ),
     Definition(
-        "cadenza_gateway_request_seconds", "histogram", "seconds", "From the head of a request to the end of its answer."
+        "cadenza_gateway_request_seconds", "histogram", "seconds",
+        "From the head of a request to the end of its answer.",
     ),
     Definition("cadenza_gateway_running_requests", "gauge", "requests", "HTTP requests that are being answered."),
     Definition("cadenza_gateway_running_prompts", "gauge", "prompts", "Prompts of these that run at the scheduler."),

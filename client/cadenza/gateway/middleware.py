@@ -12,9 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from cadenza.errors import CadenzaError
+from cadenza.gateway.fields.tables import RENAMED
 from cadenza.gateway.http.errors import ApiError, anthropic_body, api_error, openai_body
 from cadenza.gateway.http.events import SlowReaderError
-from cadenza.gateway.http.reading import too_large
+from cadenza.gateway.http.reading import ANSWER_HEADERS, too_large
 from cadenza.gateway.state import STATE
 
 _LOG = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ async def answers(request: web.Request, handler: _Handler) -> web.StreamResponse
     state.counts.began()
     given = request.headers.get("X-Request-ID", "")
     request_id = given if 0 < len(given) <= _MAX_ID and given.isprintable() and given.isascii() else uuid.uuid4().hex
-    request["headers"] = {"X-Request-ID": request_id, **state.cors.headers(request)}
+    request[ANSWER_HEADERS] = {"X-Request-ID": request_id, **state.cors.headers(request)}
     status = 499  # the client has gone
     try:
         response = await _answered(request, handler)
@@ -51,7 +52,8 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
     except ApiError as error:
         response = error_response(request, error)
     except CadenzaError as error:
-        response = error_response(request, api_error(error))
+        params = {"adapter": "model", **RENAMED.get(request.path, {})}
+        response = error_response(request, api_error(error, params))
     except web.HTTPRequestEntityTooLarge:
         response = error_response(request, too_large(state.max_body_bytes))
     except web.HTTPNotFound:
@@ -68,7 +70,7 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
         _LOG.exception("%s %s failed", request.method, request.path)
         response = error_response(request, ApiError(500, "the gateway failed; its log has the reason"))
     if not response.prepared:
-        response.headers.update(request["headers"])
+        response.headers.update(request[ANSWER_HEADERS])
     return response
 
 
@@ -76,7 +78,7 @@ def error_response(request: web.Request, error: ApiError) -> web.Response:
     """An error as the API of the request's path has it."""
     body: dict[str, Any]
     if request.path.startswith(_ANTHROPIC):
-        body = anthropic_body(error) | {"request_id": request["headers"]["X-Request-ID"]}
+        body = anthropic_body(error) | {"request_id": request[ANSWER_HEADERS]["X-Request-ID"]}
     else:
         body = openai_body(error)
     return web.json_response(body, status=error.status, headers=error.headers)

@@ -26,6 +26,18 @@ async def w(tokenizer_folder):
 
 
 @pytest.fixture
+async def simulated(tokenizer_folder):
+    """A gateway before the simulated executor, which has samples, beams and adapters."""
+    from tests.helpers.services import cadenza_services
+
+    options = {"tokenizer": tokenizer_folder}
+    async with cadenza_services("simulated", scheduler=options, simulate="instant", simulate_vocab_size=400) as running:
+        async with gateway(running.target) as it:
+            yield it
+        await running.wait_until_free()
+
+
+@pytest.fixture
 async def g(w):
     """The gateway."""
     async with gateway(w.target) as it:

@@ -10,16 +10,16 @@ from cadenza.gateway.http.errors import ApiError
 
 # What vLLM 0.33 takes on chat beside OpenAI's fields (its protocol.py), and what the benchmarks of the field send.
 VLLM_CHAT = (
-    "top_k min_p repetition_penalty length_penalty use_beam_search stop_token_ids include_stop_str_in_output ignore_eos "
-    "min_tokens skip_special_tokens truncate_prompt_tokens prompt_logprobs allowed_token_ids bad_words echo "
+    "top_k min_p repetition_penalty length_penalty use_beam_search stop_token_ids include_stop_str_in_output "
+    "ignore_eos min_tokens skip_special_tokens truncate_prompt_tokens prompt_logprobs allowed_token_ids bad_words echo "
     "add_generation_prompt continue_final_message documents chat_template chat_template_kwargs structured_outputs "
     "priority request_id return_token_ids cache_salt session_id"
 ).split()
 OPENAI_CHAT = (
-    "messages model audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens "
-    "metadata modalities n parallel_tool_calls prediction presence_penalty prompt_cache_key reasoning_effort "
-    "response_format safety_identifier seed service_tier stop store stream stream_options temperature tool_choice tools "
-    "top_logprobs top_p user verbosity web_search_options"
+    "messages model audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens "
+    "max_tokens metadata modalities n parallel_tool_calls prediction presence_penalty prompt_cache_key "
+    "reasoning_effort response_format safety_identifier seed service_tier stop store stream stream_options "
+    "temperature tool_choice tools top_logprobs top_p user verbosity web_search_options"
 ).split()
 OPENAI_COMPLETIONS = (
     "model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream "

@@ -39,7 +39,12 @@ PROMPTS = st.one_of(
     st.lists(st.integers(-1, 600), max_size=5),
     st.lists(st.lists(st.integers(0, 511), max_size=3), max_size=3),
 )
-LIKELY = {"messages": MESSAGES, "prompt": PROMPTS, "input": st.one_of(TEXTS, MESSAGES), "system": st.one_of(TEXTS, PARTS)}
+LIKELY = {
+    "messages": MESSAGES,
+    "prompt": PROMPTS,
+    "input": st.one_of(TEXTS, MESSAGES),
+    "system": st.one_of(TEXTS, PARTS),
+}
 NEEDED = {
     "/v1/completions": ("prompt",),
     "/v1/chat/completions": ("messages",),

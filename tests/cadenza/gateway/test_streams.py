@@ -47,7 +47,9 @@ async def test_one_of_many_prompts_that_fails_ends_the_others(w, g):
 async def test_a_client_that_does_not_read_is_disconnected_and_harms_nobody(tokenizer_folder):
     executor = ScriptedExecutor(max_model_len=100_000, num_blocks=20_000, max_logprobs=128)
     async with world(executor, tokenizer=tokenizer_folder) as w, gateway(w.target, http_write_timeout_s=0.3) as g:
-        body = json.dumps({"prompt": [5] * 3, "max_tokens": 50_000, "seed": 7, "ignore_eos": True, "logprobs": 100, "stream": True})
+        body = json.dumps(
+            {"prompt": [5] * 3, "max_tokens": 50_000, "seed": 7, "ignore_eos": True, "logprobs": 100, "stream": True}
+        )
         reader = socket.create_connection(parse_address(g.address, default_port=0))
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -74,7 +74,9 @@ def read_fields(table: Mapping[str, Field], body: Mapping[str, Any]) -> dict[str
         field = table.get(name)
         if field is None:
             known = [each.name for each in table.values() if each.use is not Use.REFUSED]
-            raise bad_request(f"{shown(name)}: there is no such field{suggestion(name[:_MAX_NAME], known)}", name[:_MAX_NAME])
+            raise bad_request(
+                f"{shown(name)}: there is no such field{suggestion(name[:_MAX_NAME], known)}", name[:_MAX_NAME]
+            )
         if value is None:
             continue
         if field.use is Use.REFUSED:

@@ -33,7 +33,7 @@ def sampling_params(values: Mapping[str, Any], renamed: Mapping[str, str] | None
         message = str(error)
         name = message.partition(" ")[0]
         field = renamed.get(name, name)
-        raise bad_request(f"{field}{message[len(name):]}"[:500], field) from None
+        raise bad_request(f"{field}{message[len(name) :]}"[:500], field) from None
 
 
 def _beams(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,9 @@ def stream_options(values: Mapping[str, Any]) -> tuple[bool, bool]:
         if value is not None:
             check_kind(f"stream_options.{name}", "a boolean", value)
     if options.get("include_obfuscation"):
-        raise bad_request("stream_options.include_obfuscation is not supported: chunks are not padded", "stream_options")
+        raise bad_request(
+            "stream_options.include_obfuscation is not supported: chunks are not padded", "stream_options"
+        )
     return bool(options.get("include_usage")), bool(options.get("continuous_usage_stats"))
 
 

@@ -84,7 +84,9 @@ COMPLETIONS = by_name(
         honoured("max_tokens", "an integer", "default 16; 0 with echo: the prompt alone"),
         honoured("best_of", "an integer", "samples drawn, of which the n most likely are returned; not with stream"),
         honoured("echo", "a boolean", "the prompt before the output, its logprobs with logprobs"),
-        honoured("logprobs", "an integer", "top logprobs of each token beside the chosen one's", "at most 20 unless told"),
+        honoured(
+            "logprobs", "an integer", "top logprobs of each token beside the chosen one's", "at most 20 unless told"
+        ),
         honoured("add_special_tokens", "a boolean", "default true"),
         refused("suffix", "the model does not fill gaps", "refused too", ("",)),
         refused("prompt_embeds", "prompts are texts and token ids", "with an option at start"),
@@ -245,6 +247,18 @@ UNLOAD_ADAPTER = by_name(
         accepted("lora_int_id", "an integer", "adapters have names here"),
     ),
 )
+
+_OF_CHATS = {"prompt": "messages", "logprobs": "top_logprobs"}
+RENAMED = {
+    "/v1/chat/completions": _OF_CHATS,
+    "/v1/responses": {"prompt": "input", "logprobs": "top_logprobs", "max_tokens": "max_output_tokens"},
+    "/v1/messages": {"prompt": "messages", "stop": "stop_sequences"},
+    "/v1/messages/count_tokens": {"prompt": "messages"},
+    "/detokenize": {"token_ids": "tokens"},
+    "/v1/load_lora_adapter": {"name": "lora_name", "path": "lora_path"},
+    "/v1/unload_lora_adapter": {"name": "lora_name"},
+}
+"""By path: the name there of what has another one on the wire, besides `adapter`, which is `model`."""
 
 APIS = {
     "/v1/completions": COMPLETIONS,

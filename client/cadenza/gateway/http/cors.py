@@ -22,7 +22,11 @@ class Cors:
         if origin is None or not ({origin, _ANY} & self._origins):
             return {}
         allowed = _ANY if _ANY in self._origins else origin
-        return {"Access-Control-Allow-Origin": allowed, "Access-Control-Expose-Headers": "X-Request-ID", "Vary": "Origin"}
+        return {
+            "Access-Control-Allow-Origin": allowed,
+            "Access-Control-Expose-Headers": "X-Request-ID",
+            "Vary": "Origin",
+        }
 
     async def preflight(self, request: web.Request) -> web.Response:
         """The answer to a browser's question whether its page may call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,11 @@ def api_error(error: CadenzaError, params: Mapping[str, str] | None = None) -> A
         case InvalidRequestError():
             param = error.field_violations[0].field if error.field_violations else None
             status = 413 if "bytes" in error.message and param in (None, "message") else 400
-            return ApiError(status, error.message, param=_param(param, params or {}))
+            return ApiError(status, _own_words(error.message), param=_param(param, params or {}))
+        case FailedPreconditionError():
+            named = _FIELD.match(error.message)
+            param = _param(named[1] if named else None, params or {})
+            return ApiError(400, _own_words(error.message), param=param)
         case QueueFullError():
             retry_s = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
             return ApiError(429, error.message, code="rate_limit_exceeded", retry_after_s=retry_s)
@@ -128,10 +133,18 @@ def api_error(error: CadenzaError, params: Mapping[str, str] | None = None) -> A
 _STATUS: tuple[tuple[type[CadenzaError], int], ...] = (
     (PermissionDeniedError, 403),
     (AlreadyExistsError, 409),
-    (FailedPreconditionError, 400),
     (DeadlineError, 504),
     (UnsupportedError, 501),
 )
+
+
+_FIELD = re.compile(r"([a-z_.]+)(?:\[\d+\])?: ")
+"""The field that a message begins with."""
+
+
+def _own_words(message: str) -> str:
+    """A message of the scheduler without the wire's words."""
+    return message.replace("sampling_params.", "")
 
 
 def _param(field: str | None, params: Mapping[str, str]) -> str | None:

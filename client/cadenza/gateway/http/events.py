@@ -8,6 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from cadenza.gateway.http.reading import ANSWER_HEADERS
+
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -56,7 +58,7 @@ class EventStream:
         response = self._response
         if response is None:
             response = web.StreamResponse(headers=_HEADERS)
-            response.headers.update(self._request.get("headers", {}))
+            response.headers.update(self._request.get(ANSWER_HEADERS, {}))
             await response.prepare(self._request)
             self._response = response
         try:

@@ -37,7 +37,7 @@ class KeyFile:
         except OSError:
             return False
         given = (key or "").encode("utf-8", "replace")[:MAX_TOKEN_CHARS]
-        return any([hmac.compare_digest(given, each) for each in self._keys])
+        return sum(hmac.compare_digest(given, each) for each in self._keys) > 0
 
     def check(self, key: str | None) -> None:
         """Raise the ApiError of a key that is none of these."""

@@ -10,6 +10,8 @@ from aiohttp import web
 
 from cadenza.gateway.http.errors import ApiError, bad_request
 
+ANSWER_HEADERS = web.RequestKey("answer_headers", dict[str, str])
+"""Of a request: what every answer to it has in its head."""
 _LONG_BYTES = 128 * 1024
 """A longer body is parsed in a thread: 1 MB of token ids takes 20 ms."""
 

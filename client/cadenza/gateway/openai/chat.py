@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from cadenza.gateway.fields.field import read_fields, wrong_value
-from cadenza.gateway.fields.sampling import answer_id, number_of_choices, require, sampling_params
+from cadenza.gateway.fields.sampling import answer_id, number_of_choices, require, sampling_params, stream_options
 from cadenza.gateway.fields.tables import CHAT
 from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.http.reading import read_object
@@ -84,6 +84,7 @@ def num_top_logprobs(values: Mapping[str, Any]) -> int | None:
 
 
 def _params(values: Mapping[str, Any], num_top: int | None) -> SamplingParams:
+    stream_options(values)
     given = [name for name in ("max_completion_tokens", "max_tokens") if name in values]
     if len(given) == 2 and values[given[0]] != values[given[1]]:
         raise bad_request("max_tokens and max_completion_tokens are one thing, and differ", "max_tokens")
@@ -91,9 +92,7 @@ def _params(values: Mapping[str, Any], num_top: int | None) -> SamplingParams:
         raise bad_request("prompt_logprobs is not for stream=true", "prompt_logprobs")
     max_tokens = values[given[0]] if given else None
     renamed = {"logprobs": "top_logprobs", "max_tokens": given[0] if given else "max_tokens"}
-    return sampling_params(
-        values, renamed, n=number_of_choices(values), max_tokens=max_tokens, logprobs=num_top
-    )
+    return sampling_params(values, renamed, n=number_of_choices(values), max_tokens=max_tokens, logprobs=num_top)
 
 
 def _echo(values: Mapping[str, Any], prompt: Prompt) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from cadenza.gateway.fields.field import read_fields, wrong_value
-from cadenza.gateway.fields.sampling import answer_id, number_of_choices, require, sampling_params
+from cadenza.gateway.fields.sampling import answer_id, number_of_choices, require, sampling_params, stream_options
 from cadenza.gateway.fields.tables import COMPLETIONS
 from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.http.reading import read_object
@@ -88,6 +88,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 def _params(values: Mapping[str, Any]) -> tuple[SamplingParams, bool]:
     """The parameters, and whether the prompt alone is wanted; raises ApiError."""
+    stream_options(values)
     n, stream, echo = number_of_choices(values), values.get("stream", False), values.get("echo", False)
     best_of = values.get("best_of")
     if stream and best_of is not None and best_of > n:

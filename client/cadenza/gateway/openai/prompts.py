@@ -48,7 +48,11 @@ def chat_prompt(messages: Sequence[Any], values: Mapping[str, Any]) -> Prompt:
 
 def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
     """The prompt with a salt of its blocks' hashes."""
-    return prompt if cache_salt is None else Prompt(prompt.text, prompt.token_ids, prompt.messages, prompt.chat, cache_salt)
+    return (
+        prompt
+        if cache_salt is None
+        else Prompt(prompt.text, prompt.token_ids, prompt.messages, prompt.chat, cache_salt)
+    )
 
 
 def last_assistant_text(prompt: Prompt) -> str:
@@ -66,7 +70,9 @@ def _message(message: Any, index: int) -> Any:
     for name in message:
         if name in _TOOL_KEYS:
             if message[name] not in (None, []):
-                raise bad_request(f"{where}.{name} is not supported: tools are not rendered into prompts yet", "messages")
+                raise bad_request(
+                    f"{where}.{name} is not supported: tools are not rendered into prompts yet", "messages"
+                )
         elif name not in _IGNORED_KEYS:
             raise bad_request(f"{where}.{shown(name)}: there is no such field", "messages")
     if message.get("audio") is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from cadenza import convert
@@ -29,7 +29,7 @@ class Job:
     prompts: Sequence[Prompt]
     params: SamplingParams
     adapter: str = ""
-    options: CallOptions = CallOptions()
+    options: CallOptions = field(default_factory=CallOptions)
 
 
 class Generation:

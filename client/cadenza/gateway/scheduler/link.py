@@ -34,7 +34,9 @@ _RETRY_S = 0.5
 class SchedulerLink:
     """Connects the gateway to a scheduler at `HOST:PORT`."""
 
-    def __init__(self, target: str, *, reconnect_timeout_s: float, insecure: bool, own_token: str | None = None) -> None:
+    def __init__(
+        self, target: str, *, reconnect_timeout_s: float, insecure: bool, own_token: str | None = None
+    ) -> None:
         """own_token: for what no client asks for: the gateway's view of metrics and adapters.
 
         Raises OptionError for TLS that cannot be used, and for keys that others could read on the way.

@@ -58,8 +58,8 @@ A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
 - **A scheduler with tenants** ([tenants](tenants.md)): the keys are the tenants' tokens. The gateway passes each on
   with that client's requests and decides nothing: limits, shares, adapters and refusals are the tenant's. It holds no
-  token that could do more than its clients'. `--http-token-file` has one of its own, an admin's, only for the scheduler's
-  metrics and for adapters.
+  token that could do more than its clients'. `--http-token-file` has one of its own, an admin's, only for the
+  scheduler's metrics and for adapters.
 - **Without tenants** any key will do, and none. `--http-api-key-file` names a file of keys, one a line, of which a
   request needs one.
 

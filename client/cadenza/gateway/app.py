@@ -60,7 +60,6 @@ def make_app(state: State) -> web.Application:
             web.post("/detokenize", tokens.detokenize),
             web.post("/v1/load_lora_adapter", models.load_adapter),
             web.post("/v1/unload_lora_adapter", models.unload_adapter),
-            web.options("/{path:.*}", state.cors.preflight),
         ]
     )
     app.cleanup_ctx.append(_connected)

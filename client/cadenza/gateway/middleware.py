@@ -48,7 +48,10 @@ async def answers(request: web.Request, handler: _Handler) -> web.StreamResponse
 async def _answered(request: web.Request, handler: _Handler) -> web.StreamResponse:
     state = request.app[STATE]
     try:
-        response = await handler(request)
+        if request.method == "OPTIONS":
+            response: web.StreamResponse = state.cors.preflight(request)
+        else:
+            response = await handler(request)
     except ApiError as error:
         response = error_response(request, error)
     except CadenzaError as error:

@@ -46,7 +46,7 @@ async def test_models_are_named_as_clients_know_them(w, g):
     assert (await g.get("/v1/models/toy"))["id"] == "toy"
     assert (await g.get("/v1/models/other", 404))["error"]["code"] == "model_not_found"
     error = (await g.post(CHAT, {**HELLO, "model": "other"}, 404))["error"]
-    assert "other" in error["message"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
     async with gateway(w.target, served_model_name=["a", "b"]) as named:
         assert [model["id"] for model in (await named.get("/v1/models"))["data"]] == ["a", "b"]
         assert (await named.post(CHAT, {**HELLO, "model": "b"}))["model"] == "b"
@@ -158,7 +158,7 @@ async def test_keys_are_the_tenants_tokens(tmp_path, tokenizer_folder):
         assert [model["id"] for model in (await g.get("/v1/models", key=token("gold")))["data"]] == ["toy"]
         assert set(g.state.link._callers) == {token("gold"), token("free")}, "no session for keys that nobody has"
         async with g.http.get("/metrics") as response:
-            assert 'cadenza_tenant_output_tokens_total{tenant="gold"}' in await response.text()
+            assert 'tenant="gold"' in await response.text()
         w.executor.going.clear()
         running = asyncio.create_task(g.post(CHAT, HELLO, key=token("free")))
         await w.until(lambda: w.engine._live)

@@ -9,6 +9,7 @@ from tests.helpers.toy_tokenizers import byte_level, hf_byte_level
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "Hello"}
 BODY = {"model": "toy", "max_tokens": 50, "messages": [USER], "system": "Be brief."}
+SIMULATED = {**BODY, "model": "simulated"}
 
 
 async def test_a_message(w, g):
@@ -27,8 +28,8 @@ async def test_a_message(w, g):
 
 
 async def test_a_streamed_message_has_anthropics_events(simulated):
-    whole = await simulated.post(PATH, {**BODY, "max_tokens": 5, "temperature": 0})
-    events = await simulated.events(PATH, {**BODY, "max_tokens": 5, "temperature": 0})
+    whole = await simulated.post(PATH, {**SIMULATED, "max_tokens": 5, "temperature": 0})
+    events = await simulated.events(PATH, {**SIMULATED, "max_tokens": 5, "temperature": 0})
     kinds = [event["type"] for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert set(kinds[2:-3]) == {"content_block_delta"}
@@ -42,9 +43,9 @@ async def test_a_streamed_message_has_anthropics_events(simulated):
 
 
 async def test_a_stop_sequence_is_named(simulated):
-    text = (await simulated.post(PATH, {**BODY, "max_tokens": 5, "temperature": 0}))["content"][0]["text"]
+    text = (await simulated.post(PATH, {**SIMULATED, "max_tokens": 5, "temperature": 0}))["content"][0]["text"]
     stop = text[2:4]
-    answer = await simulated.post(PATH, {**BODY, "max_tokens": 5, "temperature": 0, "stop_sequences": [stop]})
+    answer = await simulated.post(PATH, {**SIMULATED, "max_tokens": 5, "temperature": 0, "stop_sequences": [stop]})
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
     assert stop not in answer["content"][0]["text"]
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from cadenza.gateway.http.errors import ApiError
+
 _MAX_AGE_S = 600
 _ANY = "*"
 
@@ -28,11 +30,11 @@ class Cors:
             "Vary": "Origin",
         }
 
-    async def preflight(self, request: web.Request) -> web.Response:
+    def preflight(self, request: web.Request) -> web.Response:
         """The answer to a browser's question whether its page may call."""
         headers = self.headers(request)
         if not headers:
-            raise web.HTTPForbidden
+            raise ApiError(403, "pages of this origin may not call (--http-cors-origin)")
         asked = request.headers.get("Access-Control-Request-Headers", "")
         return web.Response(
             status=204,

@@ -23,6 +23,7 @@ from cadenza.errors import (
 )
 
 _DEFAULT_RETRY_S = 1.0
+_ADAPTER = "adapter: "
 
 
 class ApiError(Exception):
@@ -108,6 +109,10 @@ def api_error(error: CadenzaError, params: Mapping[str, str] | None = None) -> A
     `params`: the name in the API of fields that have another one on the wire.
     """
     match error:
+        case NotFoundError() | FailedPreconditionError() if error.message.startswith(_ADAPTER):
+            # A name that is not the model's was taken for an adapter's.
+            message = f"there is no such model: {error.message.removeprefix(_ADAPTER)}"
+            return ApiError(404, message, param="model", code="model_not_found")
         case InvalidRequestError():
             param = error.field_violations[0].field if error.field_violations else None
             status = 413 if "bytes" in error.message and param in (None, "message") else 400

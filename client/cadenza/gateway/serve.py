@@ -25,8 +25,8 @@ EXIT_OK, EXIT_FAILED, EXIT_OPTIONS = 0, 1, 2
 _BACKLOG = 1024
 _MAX_HEADER_BYTES = 16 * 1024
 _KEEPALIVE_S = 75.0
-_WRITE_BUFFER_BYTES = 256 * 1024
-"""What a socket may hold for a client that reads slowly, before its handler waits."""
+_SEND_BUFFER_BYTES = 128 * 1024
+"""What the system holds for a client that reads slowly; by itself it takes megabytes for each."""
 _GRACE_S = 1.0
 
 
@@ -113,6 +113,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted sockets have it too
         listener.bind(address)
     except OSError:
         listener.close()

@@ -91,7 +91,7 @@ def test_no_body_makes_the_gateway_fail_or_leaves_a_request_behind(tokenizer_fol
         await w.idle()
         assert g.state.link.num_requests == 0
 
-    @settings(max_examples=300, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
     @given(requests())
     def run(case):
         loop.run(ask(*case))

@@ -23,6 +23,7 @@ ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 200, "seed": 7, "ignore_eos": True
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_request(w, g, stream):
+    script(w, "The quick brown fox", seed=7, end=False)
     w.executor.pause_after = 3
     asking = asyncio.create_task(g.http.post(PATH, json={**ENDLESS, "stream": stream}))
     if stream:

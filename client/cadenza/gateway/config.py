@@ -51,7 +51,6 @@ class GatewayConfig(Settings):
     http_tls_key: str | None = Field(
         None,
         min_length=1,
-        validate_default=True,
         description="PEM file of the key of --http-tls-cert.",
         json_schema_extra=about("HTTP"),
     )
@@ -142,13 +141,6 @@ class GatewayConfig(Settings):
     @classmethod
     def _check_target(cls, value: str) -> str:
         parse_address(value, default_port=SCHEDULER_PORT)
-        return value
-
-    @field_validator("http_tls_key")
-    @classmethod
-    def _check_key(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if (value is None) != (info.data.get("http_tls_cert") is None):
-            raise ValueError("--http-tls-cert and --http-tls-key need each other")
         return value
 
     @field_validator("http")

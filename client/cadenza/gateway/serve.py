@@ -123,6 +123,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
     """HTTPS; None: plain text. Raises OptionError for files that cannot be used."""
+    if (config.http_tls_cert is None) != (config.http_tls_key is None):
+        raise OptionError("options http-tls-cert and http-tls-key need each other")
     if config.http_tls_cert is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

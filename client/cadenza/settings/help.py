@@ -12,7 +12,6 @@ from cadenza.settings.names import flag
 
 GROUPS = (
     "Basics",
-    "HTTP",
     "Model",
     "Memory",
     "Batching",
@@ -20,6 +19,7 @@ GROUPS = (
     "Adapters",
     "Ranks",
     "Scheduling",
+    "HTTP",
     "Security",
     "Logging",
     "Simulation",

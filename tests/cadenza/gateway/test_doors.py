@@ -198,7 +198,6 @@ async def test_request_ids_come_back(g):
     ("options", "message"),
     [
         ({"http": "0.0.0.0:0"}, "beyond loopback"),
-        ({"http_tls_cert": "a.pem"}, "need each other"),
         ({"target": "a b"}, "HOST:PORT"),
         ({"http_max_body_mb": 0}, "greater than 0"),
     ],

@@ -115,7 +115,7 @@ def test_anthropics_sdk(url):
     import anthropic
 
     client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
-    options = {"model": "demo", "max_tokens": 20, "messages": USER, "temperature": 0}
+    options = {"model": "demo", "max_tokens": 20, "messages": USER, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**options)
     text = whole.content[0].text
     assert text

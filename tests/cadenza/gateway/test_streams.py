@@ -34,6 +34,7 @@ async def test_a_client_that_leaves_ends_its_request(w, g, stream):
         await w.until(lambda: w.engine._live)
         asking.cancel()
     await w.until(lambda: not w.engine._live)
+    w.executor.pause_after = None
     w.executor.going.set()
     await w.idle()
     await w.until(lambda: not g.state.link.num_requests and not g.state.counts.num_running)

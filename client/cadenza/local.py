@@ -19,7 +19,7 @@ from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.executor_progress import ExecutorProgress
 from cadenza.executor_shares import ExecutorShare, executor_shares
 from cadenza.local_checks import check_address, check_device, check_files, check_listener, check_model, own_tls
-from cadenza.local_gateway import gateway_address, gateway_arguments, gateway_environment
+from cadenza.local_gateway import gateway_address, gateway_arguments, gateway_environment, http_place
 from cadenza.local_options import GATEWAY, SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
 from cadenza.local_ports import metrics_ports, reserve_port, scheduler_address
 from cadenza.short_interrupts import quiet_at_exit
@@ -108,6 +108,7 @@ class LocalServices:
         arguments = route_options(model, options, config=config)
         check_address(host, port)
         check_listener(host, arguments.settings)
+        place = http_place(host, arguments.http, arguments.settings)
         self._tls = own_tls(arguments.settings)
         if programs is None:
             check_device(arguments.settings)
@@ -119,9 +120,7 @@ class LocalServices:
             arguments,
             shares,
             programs or Programs(),
-            addresses
-            | {SCHEDULER: scheduler_address(host, port, kept)}
-            | gateway_address(host, arguments.http, arguments.settings, kept),
+            addresses | {SCHEDULER: scheduler_address(host, port, kept)} | gateway_address(place, kept),
             kept,
             start_timeout_s,
             stop_grace_s,

@@ -14,16 +14,14 @@ from cadenza.tls import TLS
 from cadenza.transport import SCHEDULER_PORT, format_address, parse_address
 
 
-def gateway_address(
-    host: str, http: str | None, settings: Mapping[str, Setting], kept: contextlib.ExitStack
-) -> dict[str, str]:
-    """Where it listens, by its name; nothing without a gateway.
+def http_place(host: str, http: str | None, settings: Mapping[str, Setting]) -> tuple[str, int] | None:
+    """Host and port of the option; None: there is to be no gateway.
 
-    host: the scheduler's, which a port alone is taken on. A free port is chosen here, so that a restarted gateway has
-    it too. Raises OptionError, also for an address that others can reach in plain text.
+    host: the scheduler's, which a port alone is taken on. Raises OptionError, also for an address that others can reach
+    in plain text.
     """
     if http is None:
-        return {}
+        return None
     try:
         own_host, port = (host, _port(http)) if http.isdigit() else parse_address(http, default_port=0)
     except ValueError as error:
@@ -34,10 +32,21 @@ def gateway_address(
             f"option http: {own_host}: other machines could read what is sent: give --http-tls-cert and "
             "--http-tls-key, or --insecure to serve in plain text"
         )
+    return own_host, port
+
+
+def gateway_address(place: tuple[str, int] | None, kept: contextlib.ExitStack) -> dict[str, str]:
+    """Where it listens, by its name; nothing without a gateway.
+
+    A free port is chosen here, so that a restarted gateway has it too.
+    """
+    if place is None:
+        return {}
+    host, port = place
     if port == 0:
         with contextlib.suppress(OSError):  # such as an IPv6 address: the gateway chooses the port itself
-            return {GATEWAY: reserve_port(own_host, kept)}
-    return {GATEWAY: format_address(own_host, port)}
+            return {GATEWAY: reserve_port(host, kept)}
+    return {GATEWAY: format_address(host, port)}
 
 
 def gateway_arguments(scheduler: str, http: str) -> list[str]:

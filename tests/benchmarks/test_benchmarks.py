@@ -298,6 +298,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "exactness_cost",
         "executor_loss",
         "executor_scaling",
+        "gateway",
         "journal",
         "loadtest_agreement",
         "loadtest_clock",

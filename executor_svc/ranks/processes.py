@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import mmap
 import os
 import signal
@@ -12,16 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from executor_svc.errors import StartError
-from executor_svc.ranks.links import Frame, Link, LinkClosed
-
-_log = logging.getLogger(__name__)
+from executor_svc.ranks.links import Frame, Link
+from executor_svc.ranks.members import Members
 
 MODULE = "executor_svc.startup.member"
 """What a child runs; its arguments: its rank, the descriptors of its links and of the memory, and rank 0's process."""
@@ -29,15 +26,14 @@ MODULE = "executor_svc.startup.member"
 _PR_SET_PDEATHSIG = 1
 
 
-class RankProcesses:
+class RankProcesses(Members):
     """Starts the other ranks and watches them."""
 
     def __init__(self, size: int, options: dict[str, Any]) -> None:
         """size: of all ranks, this one included; options: those of a child, without its number of the rank."""
+        super().__init__()
         self._memory = os.memfd_create("cadenza ranks")
-        self.links: list[Link] = []
-        """Of steps, and of all before the first."""
-        self.adapter_links: list[Link] = []
+        self.exchanges = self._open_memory
         self._children: list[subprocess.Popen[bytes]] = []
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
@@ -55,30 +51,14 @@ class RankProcesses:
             self.links.append(link)
             self._children.append(child)
 
-    def open_memory(self, num_bytes: int) -> NDArray[np.uint8]:
+    def _open_memory(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return the memory of exchanges, of this size, and let the others open it."""
         os.ftruncate(self._memory, num_bytes)
-        self._tell(Frame.MEMORY, str(num_bytes).encode())
+        self.tell(Frame.MEMORY, str(num_bytes).encode())
         return map_memory(self._memory, num_bytes)
 
-    def agree(
-        self, own: dict[str, Any], decide: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Return what is decided from what all ranks hold, in the order of ranks; they get it, too.
-
-        Raises StartError, with the reason of a rank that cannot start.
-        """
-        decided = decide([own, *(json.loads(self._expect(rank, Frame.HELD)) for rank in self._ranks)])
-        self._tell(Frame.SIZES, json.dumps(decided).encode())
-        return decided
-
-    def wait_until_ready(self) -> None:
-        """Wait until all ranks wait for plans; raises StartError."""
-        for rank in self._ranks:
-            self._expect(rank, Frame.READY)
-
     def watch(self, on_death: Callable[[int, str], None]) -> None:
-        """Call on_death once with the first rank whose process ends, and how; in a thread of its own."""
+        """As in `Members`."""
         once = threading.Lock()
 
         def wait(rank: int, child: subprocess.Popen[bytes]) -> None:
@@ -86,39 +66,19 @@ class RankProcesses:
             if once.acquire(blocking=False):
                 on_death(rank, _how(child.pid, code))
 
-        for rank, child in zip(self._ranks, self._children, strict=True):
+        for rank, child in zip(self.ranks, self._children, strict=True):
             threading.Thread(target=wait, args=(rank, child), name=f"rank {rank}", daemon=True).start()
 
     def stop(self) -> None:
-        """End the processes of the other ranks."""
+        """As in `Members`."""
         for link, child in zip(self.links, self._children, strict=True):
             link.close()
             child.kill()
 
-    @property
-    def _ranks(self) -> range:
-        return range(1, len(self.links) + 1)
-
-    def _tell(self, kind: Frame, content: bytes) -> None:
-        for rank, link in zip(self._ranks, self.links, strict=True):
-            try:
-                link.send(kind, content)
-            except LinkClosed:
-                raise self._ended(rank) from None
-
-    def _expect(self, rank: int, wanted: Frame) -> bytes:
-        try:
-            kind, content = self.links[rank - 1].receive()
-        except LinkClosed:
-            raise self._ended(rank) from None
-        if kind == Frame.REFUSED:
-            raise StartError(f"rank {rank}: {content.decode(errors='replace')}")
-        assert kind == wanted, f"rank {rank} sent {kind.name}"
-        return content
-
-    def _ended(self, rank: int) -> StartError:
+    def how_ended(self, rank: int) -> str:
+        """As in `Members`."""
         child = self._children[rank - 1]
-        return StartError(f"rank {rank} ended while it started: {_how(child.pid, child.wait())}")
+        return _how(child.pid, child.wait())
 
 
 def map_memory(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.ranks.launches import CpuRanks
+from executor_svc.cpu.kernels.ranks.linked import LinkedRanks
 from executor_svc.cpu.kernels.ranks.memory import ExchangeMemory, ExchangeSizes
 from executor_svc.device.interface import Device
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.spec import DecoderSpec
+from executor_svc.ranks.members import Exchanges
 
 
 def sizes_of(config: ExecutorConfig, spec: DecoderSpec) -> ExchangeSizes:
@@ -20,8 +19,10 @@ def sizes_of(config: ExecutorConfig, spec: DecoderSpec) -> ExchangeSizes:
     return ExchangeSizes(config.tensor_parallel_size, *most)
 
 
-def ranks_in_memory(device: Device, rank: int, sizes: ExchangeSizes, memory: NDArray[np.uint8]) -> RankKernels:
-    """Return the exchanges of a rank on the CPU, in memory that all ranks share."""
-    kernels = device.kernels
+def make_ranks(device: Device, rank: int, sizes: ExchangeSizes, exchanges: Exchanges) -> RankKernels:
+    """Return the exchanges of a rank on the CPU: through memory that all ranks share, or over connections."""
+    kernels, share = device.kernels, Share(rank, sizes.num_ranks)
     assert isinstance(kernels, CpuKernels)
-    return CpuRanks(Share(rank, sizes.num_ranks), kernels, ExchangeMemory(memory, sizes))
+    if callable(exchanges):
+        return CpuRanks(share, kernels, ExchangeMemory(exchanges(sizes.num_bytes), sizes))
+    return LinkedRanks(share, kernels, exchanges, sizes)

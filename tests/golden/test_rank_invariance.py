@@ -16,7 +16,7 @@ from tests.executor_svc.driver import NUM_THREADS
 from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.helpers.core_model import Outcome, Rig
 from tests.helpers.known_drafts import KnownDrafts
-from tests.helpers.rank_threads import RankThreads
+from tests.helpers.rank_threads import Connections, RankThreads
 
 NAMES = (
     "all at once", "small chunks, few at once", "recompute, no cache, four plans", "swap", "cached in the host pool",
@@ -57,6 +57,26 @@ def test_same_request_same_bits(divided: Divided, name: str) -> None:
     for key, alone in divided.expected.items():
         assert found[key] == alone, key
     assert setting.happens - {"hits"} <= (+rig.happened).keys()
+
+
+@pytest.mark.parametrize(
+    ("divided", "name"),
+    [("float32", "drafts, swap"), ("float32", "broken sessions"), ("bfloat16", "all at once")],
+    indirect=["divided"],
+    scope="module",
+)
+def test_connections_give_the_bits_of_shared_memory(divided: Divided, name: str) -> None:
+    connections = Connections()
+    ranks = RankThreads(divided.folder, 2, divided.ranks.options, connections)
+    try:
+        drafts = None
+        if SETTINGS[name].max_drafts:
+            drafts = KnownDrafts(known_texts(divided.expected), VOCAB_SIZE, acceptance=0.8)
+        found = Rig(ranks.first, SETTINGS[name], drafts, ranks=ranks).run(load())
+    finally:
+        ranks.stop()
+        connections.close()
+    assert found == divided.expected
 
 
 @pytest.mark.parametrize("divided", ["float32"], indirect=True, scope="module")

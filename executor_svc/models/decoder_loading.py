@@ -12,13 +12,14 @@ from typing import Any
 from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
-from executor_svc.device.kernels import KVScales
+from executor_svc.device.kernels import Embedding, KVScales, Linear
 from executor_svc.device.ranks import RankKernels
 from executor_svc.models.adapters.building import AdaptingBuilder
 from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
 from executor_svc.models.decoder import Decoder, is_ignored
+from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.linear_shapes import linear_shapes
@@ -135,6 +136,50 @@ def open_table(
         return weights.open(f"{name}.weight", (spec.vocab_size, spec.hidden_size))
     except GgufError as error:
         raise LoaderError(f"--model {config.model}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The table of embeddings and the linear from hidden states to logits, of all tokens."""
+
+    embedding: Embedding | None
+    head: Linear | None
+    num_parameters: int
+    """Of weights that only these have; 0: they are the model's own."""
+
+
+def read_ends(
+    config: ExecutorConfig,
+    device: Device,
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    max_model_len: int,
+    embedding: bool,
+    head: bool,
+) -> Ends:
+    """Read a decoder's ends whole, where it is divided among ranks; inside `Device.loading`.
+
+    embedding, head: which are read. Other arguments and errors as those of `load_decoder`.
+    """
+    if not (embedding or head):
+        return Ends(None, None, 0)
+    try:
+        weights, rounding = _weights(config, device, checkpoint, spec), rounding_of(config, device)
+        count = spec.vocab_size * spec.hidden_size * (2 if embedding and head and not spec.tied else 1)
+        held = count * device.dtype.itemsize if rounding is None else rounded_bytes(rounding, count)
+        what = "the table of embeddings and the head of all tokens, which rank 0 has for drafts,"
+        check_memory(checkpoint.folder, held, what, max_model_len, device)
+        source = weights if rounding is None else RoundedSource(weights, rounding)
+        table, linear = _ends(DecoderWeights(spec, source, device), embedding, head)
+    except GgufError as error:
+        raise LoaderError(f"--model {config.model}: {error}") from None
+    return Ends(table, linear, weights.num_parameters)
+
+
+def _ends(reader: DecoderWeights, embedding: bool, head: bool) -> tuple[Embedding | None, Linear | None]:
+    if embedding and head:
+        return reader.ends()
+    return reader.embedding() if embedding else None, reader.head() if head else None
 
 
 def _weights(

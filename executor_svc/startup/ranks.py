@@ -38,7 +38,12 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, max_loaded, with_adapters
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
-from executor_svc.startup.speculation import check_speculation, load_speculative_model, make_draft_source
+from executor_svc.startup.speculation import (
+    check_speculation,
+    load_speculative_model,
+    make_draft_source,
+    state_layers_of,
+)
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Executor
@@ -113,8 +118,6 @@ def check_ranks(config: ExecutorConfig, device: Device) -> None:
     for name, value in (("--inject", config.inject), ("--simulate", config.simulate)):
         if value is not None:
             raise RanksError(f"{option} is not possible with {name}")
-    if config.speculative in ("eagle3", "mtp"):
-        raise RanksError(f"{option} is not possible with --speculative {config.speculative} so far")
 
 
 def threads_of(config: ExecutorConfig) -> ExecutorConfig:
@@ -144,7 +147,8 @@ def build_divided(config: ExecutorConfig, drafts: DraftSource | None = None) -> 
         leader.stop()
         raise
     limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
-    runner = ModelRunner(loaded.model, device, pools, limits, adapters=loaded.adapters)
+    states = state_layers_of(draft)
+    runner = ModelRunner(loaded.model, device, pools, limits, state_layers=states, adapters=loaded.adapters)
     source = drafts or make_draft_source(config, limits, draft, device, pools, runner)
     shared = None if source is None else LeaderDrafts(source, ranks)
     executor = StepExecutor(runner, pools, limits, drafts=shared, adapters=adapters, ranks=ranks)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -38,17 +39,14 @@ class RankProcesses:
         self.links: list[Link] = []
         """Of steps, and of all before the first."""
         self.adapter_links: list[Link] = []
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[Child] = []
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             our_adapters, their_adapters = socket.socketpair()
             with theirs, their_adapters:
                 ends = theirs.fileno(), their_adapters.fileno(), self._memory
-                child = subprocess.Popen(
-                    [sys.executable, "-m", MODULE, *map(str, (rank, *ends, os.getpid()))],
-                    pass_fds=ends,
-                    stdin=subprocess.DEVNULL,
-                )
+                command = [sys.executable, "-m", MODULE, *map(str, (rank, *ends, os.getpid()))]
+                child = Child(f"rank {rank}", command, ends)
             link = Link(ours)
             self.adapter_links.append(Link(our_adapters))
             link.send(Frame.CONFIG, json.dumps(options).encode())
@@ -78,16 +76,18 @@ class RankProcesses:
             self._expect(rank, Frame.READY)
 
     def watch(self, on_death: Callable[[int, str], None]) -> None:
-        """Call on_death once with the first rank whose process ends, and how; in a thread of its own."""
+        """Call on_death once with the first rank whose process fails, and how; in a thread of its own.
+
+        A process that ends with code 0 has seen this one close its link: it has not failed.
+        """
         once = threading.Lock()
 
-        def wait(rank: int, child: subprocess.Popen[bytes]) -> None:
-            code = child.wait()
-            if once.acquire(blocking=False):
-                on_death(rank, _how(child.pid, code))
+        def ended(rank: int, child: Child) -> None:
+            if child.ended.result() and once.acquire(blocking=False):
+                on_death(rank, child.how())
 
         for rank, child in zip(self._ranks, self._children, strict=True):
-            threading.Thread(target=wait, args=(rank, child), name=f"rank {rank}", daemon=True).start()
+            child.ended.add_done_callback(lambda _, rank=rank, child=child: ended(rank, child))  # type: ignore[misc]
 
     def stop(self) -> None:
         """End the processes of the other ranks."""
@@ -118,7 +118,43 @@ class RankProcesses:
 
     def _ended(self, rank: int) -> StartError:
         child = self._children[rank - 1]
-        return StartError(f"rank {rank} ended while it started: {_how(child.pid, child.wait())}")
+        return StartError(f"rank {rank} ended while it started: {child.how()}")
+
+
+class Child:
+    """A process that is killed when this one ends. It has a thread, which waits for its end.
+
+    The thread starts it, too: the system kills it when the thread that started it ends, and a thread that stops in
+    order, such as the device's, is no reason for that.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], descriptors: Sequence[int]) -> None:
+        """Start it with these descriptors, besides its output. Raises OSError."""
+        self.ended: Future[int] = Future()
+        """Its exit code, below 0 the number of the signal that ended it."""
+        started: Future[subprocess.Popen[bytes]] = Future()
+
+        def run() -> None:
+            try:
+                process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+            except OSError as error:
+                started.set_exception(error)
+                return
+            started.set_result(process)
+            self.ended.set_result(process.wait())
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+        self._process = started.result()
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+
+    def how(self) -> str:
+        """Wait for its end, and say how that was."""
+        code = self.ended.result()
+        ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"process {self._process.pid}, {ended}"
 
 
 def map_memory(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
@@ -132,7 +168,3 @@ def end_with(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
 
-
-def _how(pid: int, code: int) -> str:
-    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"process {pid}, {ended}"

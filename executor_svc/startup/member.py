@@ -27,8 +27,10 @@ def main() -> int:
     """Run until rank 0 is gone; arguments as those of `ranks.processes.MODULE`."""
     rank, end, adapters_end, memory, parent = map(int, sys.argv[1:])
     end_with(parent)
-    # Ctrl-C reaches every process of a terminal: rank 0 decides when all stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches every process of a terminal, a service manager's signal every process of a service: rank 0, which
+    # finishes its work first, decides when all stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     link = Link(socket.socket(fileno=end))
     _, options = link.receive()
     config = ExecutorConfig(**json.loads(options))

@@ -104,14 +104,13 @@ def load_decoder(
     folder = checkpoint.folder
     try:
         weights = _weights(config, device, checkpoint, spec)
-        source, saved = _source(config, device, checkpoint, spec, weights, max_model_len)
+        source, saved = _source(config, device, checkpoint, spec, weights, max_model_len, ranks)
         scales = None
         if device.kv_dtype != device.dtype:
             names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
             scales = read_scales(weights, folder, names, spec.num_kv_heads, device)
         builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
         if ranks is not None:
-            source = RankSource(source, spec, ranks.share)
             builder = RankBuilder(builder, ranks, spec.vocab_size)
             spec = spec_of(spec, ranks.share)
         with saved or nullcontext():
@@ -201,21 +200,31 @@ def _source(
     spec: DecoderSpec,
     weights: DummyWeights | SafetensorsWeights | GgufWeights,
     max_model_len: int,
+    ranks: RankKernels | None,
 ) -> tuple[WeightSource, QuantizedFolder | None]:
     """Return the weights, rounded if an option says so, and the folder that they are saved to, if there is one.
 
-    Raises LoaderError, before any of them is read, if they do not fit into memory or are not there.
+    ranks: the weights are those of one rank. Raises LoaderError, before any of them is read, if they do not fit into
+    memory, are not there, or cannot be divided.
     """
     folder, rounding, linears = checkpoint.folder, rounding_of(config, device), spec.num_linear_elements
     held = weights.least_bytes(linears) if rounding is None else rounded_bytes(rounding, linears)
     held //= config.tensor_parallel_size
     tables = spec.num_rotary_elements(max_model_len) * device.dtype.itemsize
     check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device)
-    checked = weights if rounding is None else RoundedSource(weights, rounding)
-    for name, shape in linear_shapes(spec):
-        checked.open_linear(name.removesuffix(".weight"), shape)
+    checked: WeightSource = weights if rounding is None else RoundedSource(weights, rounding)
+    own: WeightSource = weights
+    shapes = linear_shapes(spec)
+    if ranks is not None:
+        checked, own = RankSource(checked, spec, ranks.share), RankSource(weights, spec, ranks.share)
+        shapes = linear_shapes(spec_of(spec, ranks.share))
+    try:
+        for name, shape in shapes:
+            checked.open_linear(name.removesuffix(".weight"), shape)
+    except ModelConfigError as error:
+        raise LoaderError(f"{_place(folder)}: {error}") from error
     saved = _saved(config, folder, checkpoint.content, rounding, device)
-    return weights if rounding is None else RoundedSource(weights, rounding, saved), saved
+    return own if rounding is None else RoundedSource(own, rounding, saved), saved
 
 
 def _decoder(
@@ -230,7 +239,7 @@ def _decoder(
     try:
         return Decoder(spec, max_model_len, source, builder, scales)
     except ModelConfigError as error:
-        raise LoaderError(f"{'model folder ' if folder.is_dir() else ''}{folder}: {error}") from error
+        raise LoaderError(f"{_place(folder)}: {error}") from error
 
 
 def folder_weights(
@@ -284,8 +293,11 @@ def check_memory(folder: Path, needed: int, what: str, max_model_len: int, devic
     """
     free = device.free_memory_bytes()
     if needed > free:
-        place = f"model folder {folder}" if folder.is_dir() else str(folder)
         raise LoaderError(
-            f"{place}: {what} for --max-model-len {max_model_len} take {needed} bytes "
+            f"{_place(folder)}: {what} for --max-model-len {max_model_len} take {needed} bytes "
             f"in {str(device.dtype).removeprefix('torch.')}, {free} bytes of memory are free"
         )
+
+
+def _place(folder: Path) -> str:
+    return f"model folder {folder}" if folder.is_dir() else str(folder)

@@ -115,7 +115,8 @@ def check_ranks(config: ExecutorConfig, device: Device) -> None:
     option = f"--tensor-parallel-size {config.tensor_parallel_size}"
     if device.name != "cpu":
         raise RanksError(f"{option} is possible on the CPU only so far: it needs --device cpu")
-    for name, value in (("--inject", config.inject), ("--simulate", config.simulate)):
+    others = ("--inject", config.inject), ("--simulate", config.simulate), ("--save-quantized", config.save_quantized)
+    for name, value in others:
         if value is not None:
             raise RanksError(f"{option} is not possible with {name}")
 

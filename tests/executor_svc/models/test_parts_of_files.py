@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cadenza.gguf_file import GgufFile
+from cadenza.gguf_file import read_gguf
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import ModelConfigError
@@ -87,8 +87,7 @@ def test_a_part_of_a_gguf_file(kind: str, tmp_path: Path, read: list[int]) -> No
     sizes = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 16}
     folder = make_checkpoint(tmp_path / "dense", "llama", **sizes)
     path = gguf_files.write_gguf(folder, tmp_path / "model.gguf", gguf_files.all_of(getattr(gguf_files.Type, kind)))
-    file = GgufFile.open(path)
-    weights = GgufWeights(file, TensorNames("llama", 16), torch.float32, CPU)
+    weights = GgufWeights(read_gguf(path), TensorNames("llama", 16), torch.float32, CPU)
     for prefix, part in (
         ("model.layers.0.self_attn.q_proj", Part((range(16, 32),), False, 64)),
         ("model.layers.0.mlp.down_proj", Part((range(256, 512),), True, 512)),

@@ -13,7 +13,7 @@ from cadenza import LLM, SamplingParams
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.startup.device import make_device
-from executor_svc.startup.ranks import RanksError, check_ranks, threads_of
+from executor_svc.startup.rank_checks import RanksError, check_ranks, threads_of
 from tests.checkpoints import make_checkpoint
 from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.golden import random_prompts, transformers_greedy, transformers_model
@@ -83,7 +83,7 @@ def test_options_that_are_not_possible_with_ranks(options: dict[str, str], messa
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor_svc.startup.ranks.cores", lambda: 7)
+    monkeypatch.setattr("executor_svc.startup.rank_checks.cores", lambda: 7)
     config = ExecutorConfig(model="any", device="cpu", tensor_parallel_size=3)
     assert threads_of(config).num_threads == 2
     assert threads_of(config.model_copy(update={"num_threads": 5})).num_threads == 5

@@ -1,0 +1,27 @@
+"""The exchanges of a rank, for its device."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.cpu.kernels.ranks.launches import CpuRanks
+from executor_svc.cpu.kernels.ranks.memory import ExchangeMemory, ExchangeSizes
+from executor_svc.device.interface import Device
+from executor_svc.device.ranks import RankKernels, Share
+from executor_svc.models.spec import DecoderSpec
+
+
+def sizes_of(config: ExecutorConfig, spec: DecoderSpec) -> ExchangeSizes:
+    """Return what the exchanges of a model's steps need."""
+    most = config.max_num_batched_tokens, spec.hidden_size, config.max_num_seqs, spec.vocab_size
+    return ExchangeSizes(config.tensor_parallel_size, *most)
+
+
+def ranks_in_memory(device: Device, rank: int, sizes: ExchangeSizes, memory: NDArray[np.uint8]) -> RankKernels:
+    """Return the exchanges of a rank on the CPU, in memory that all ranks share."""
+    kernels = device.kernels
+    assert isinstance(kernels, CpuKernels)
+    return CpuRanks(Share(rank, sizes.num_ranks), kernels, ExchangeMemory(memory, sizes))

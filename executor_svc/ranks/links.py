@@ -42,6 +42,8 @@ class Frame(IntEnum):
     """All ranks have cleared."""
     ADAPTER = 16
     """Load or unload an adapter, in JSON; the answer: why it is refused."""
+    SETTLED = 17
+    """Before a plan: how many of the session's steps rank 0 has settled, 8 bytes, little endian."""
 
 
 class LinkClosed(Exception):

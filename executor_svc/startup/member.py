@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from typing import Protocol
 
 from cadenza.telemetry import logs
 from executor_svc.config import ExecutorConfig
@@ -16,9 +17,10 @@ from executor_svc.errors import StartError
 from executor_svc.ranks.adapters import serve_adapters
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 from executor_svc.ranks.processes import end_with
+from executor_svc.plan.plan import StepPlan
 from executor_svc.ranks.steps import MemberRanks
 from executor_svc.service.convert import plan_from_bytes
-from executor_svc.worker.step import StepExecutor
+from executor_svc.worker.worker import Launched
 
 _log = logging.getLogger("executor_svc.rank")
 
@@ -55,18 +57,42 @@ def main() -> int:
     return 0
 
 
-def follow(executor: StepExecutor, ranks: MemberRanks) -> None:
-    """Run plans and sessions as they come; raises LinkClosed when rank 0 ends."""
+class Follower(Protocol):
+    """An executor that runs what rank 0 passes on: a `StepExecutor`, or one of a GPU."""
+
+    def clear(self) -> None:
+        """As in `worker.Executor`."""
+        ...
+
+    def launch(self, plan: StepPlan, received_ns: int) -> Launched:
+        """As in `worker.Executor`."""
+        ...
+
+    def settle(self, num_steps: int) -> None:
+        """Wait until so many steps of the session are done, and take note of what they gave."""
+        ...
+
+    def is_lost(self, exc: Exception) -> bool:
+        """As in `worker.Executor`."""
+        ...
+
+
+def follow(executor: Follower, ranks: MemberRanks) -> None:
+    """Run plans and sessions as they come; raises LinkClosed when rank 0 ends, and errors after which none can run."""
     while True:
         kind, content = ranks.next_frame()
         if kind == Frame.CLEAR:
             executor.clear()
+        elif kind == Frame.SETTLED:
+            executor.settle(int.from_bytes(content, "little"))
         elif kind == Frame.PLAN:
             try:
-                executor.execute(plan_from_bytes(content), received_ns=0)
+                executor.launch(plan_from_bytes(content), received_ns=0)
             except LinkClosed:
                 raise
             except Exception as error:
+                if executor.is_lost(error):
+                    raise
                 # Rank 0 answers for all: this one waits for the next session.
                 _log.error("a step has failed", exc_info=error)
 

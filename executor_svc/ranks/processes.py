@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,25 +33,35 @@ _PR_SET_PDEATHSIG = 1
 class RankProcesses:
     """Starts the other ranks and watches them."""
 
-    def __init__(self, size: int, options: dict[str, Any]) -> None:
-        """size: of all ranks, this one included; options: those of a child, without its number of the rank."""
+    def __init__(
+        self, size: int, options: dict[str, Any], environment: Callable[[int], Mapping[str, str]] = lambda _: {}
+    ) -> None:
+        """size: of all ranks, this one included; options: those of a child, without its number of the rank;
+        environment: further variables of the child that is this rank.
+        """
         self._memory = os.memfd_create("cadenza ranks")
         self.links: list[Link] = []
         """Of steps, and of all before the first."""
         self.adapter_links: list[Link] = []
         self._children: list[Child] = []
+        self._stopped = False
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             our_adapters, their_adapters = socket.socketpair()
             with theirs, their_adapters:
                 ends = theirs.fileno(), their_adapters.fileno(), self._memory
                 command = [sys.executable, "-m", MODULE, *map(str, (rank, *ends, os.getpid()))]
-                child = Child(f"rank {rank}", command, ends)
+                child = Child(f"rank {rank}", command, ends, environment(rank))
             link = Link(ours)
             self.adapter_links.append(Link(our_adapters))
             link.send(Frame.CONFIG, json.dumps(options).encode())
             self.links.append(link)
             self._children.append(child)
+
+    @property
+    def memory(self) -> int:
+        """A descriptor of the memory of exchanges, which the others have, too."""
+        return self._memory
 
     def open_memory(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return the memory of exchanges, of this size, and let the others open it."""
@@ -83,14 +93,15 @@ class RankProcesses:
         once = threading.Lock()
 
         def ended(rank: int, child: Child) -> None:
-            if child.ended.result() and once.acquire(blocking=False):
+            if child.ended.result() and not self._stopped and once.acquire(blocking=False):
                 on_death(rank, child.how())
 
         for rank, child in zip(self._ranks, self._children, strict=True):
             child.ended.add_done_callback(lambda _, rank=rank, child=child: ended(rank, child))  # type: ignore[misc]
 
     def stop(self) -> None:
-        """End the processes of the other ranks."""
+        """End the processes of the other ranks, which is no failure of theirs."""
+        self._stopped = True
         for link, child in zip(self.links, self._children, strict=True):
             link.close()
             child.kill()
@@ -128,15 +139,19 @@ class Child:
     order, such as the device's, is no reason for that.
     """
 
-    def __init__(self, name: str, command: Sequence[str], descriptors: Sequence[int]) -> None:
-        """Start it with these descriptors, besides its output. Raises OSError."""
+    def __init__(
+        self, name: str, command: Sequence[str], descriptors: Sequence[int], environment: Mapping[str, str]
+    ) -> None:
+        """Start it with these descriptors, besides its output, and variables, besides ours. Raises OSError."""
         self.ended: Future[int] = Future()
         """Its exit code, below 0 the number of the signal that ended it."""
         started: Future[subprocess.Popen[bytes]] = Future()
 
         def run() -> None:
             try:
-                process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+                process = subprocess.Popen(
+                    command, pass_fds=descriptors, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+                )
             except OSError as error:
                 started.set_exception(error)
                 return

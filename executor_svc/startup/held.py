@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import DraftLayers, KVCache
@@ -71,8 +73,9 @@ def new_pools(
 
 
 def own_memory(device: Device, config: ExecutorConfig) -> int:
-    """Return a rank's share of the free memory of this machine."""
-    return device.free_memory_bytes() // config.tensor_parallel_size
+    """Return a rank's share of the free memory of this machine, not of a GPU's."""
+    free = device.free_memory_bytes() if device.name == "cpu" else int(psutil.virtual_memory().available)
+    return free // config.tensor_parallel_size
 
 
 def fewest_blocks(

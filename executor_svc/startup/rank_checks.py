@@ -15,7 +15,7 @@ def check_ranks(config: ExecutorConfig, device: Device) -> None:
     """Raise RanksError for options that are not possible with ranks."""
     option = f"--tensor-parallel-size {config.tensor_parallel_size}"
     if device.name != "cpu":
-        raise RanksError(f"{option} is possible on the CPU only so far: it needs --device cpu")
+        _check_on_gpus(config, option)
     others = ("--inject", config.inject), ("--simulate", config.simulate), ("--save-quantized", config.save_quantized)
     for name, value in others:
         if value is not None:
@@ -26,3 +26,13 @@ def threads_of(config: ExecutorConfig) -> ExecutorConfig:
     """Return the options of one rank of this machine: its share of the cores, unless an option says how many."""
     threads = config.num_threads or max(1, cores() // config.tensor_parallel_size)
     return config.model_copy(update={"num_threads": threads})
+
+
+def _check_on_gpus(config: ExecutorConfig, option: str) -> None:
+    from executor_svc.gpu.visible import check_gpus
+
+    check_gpus(config.tensor_parallel_size)
+    if config.speculative == "draft" or config.speculative_model is not None:
+        raise RanksError(
+            f"{option} is not possible on GPUs with a draft model so far; there are --speculative ngram, suffix and auto"
+        )

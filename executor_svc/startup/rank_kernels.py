@@ -25,3 +25,17 @@ def ranks_in_memory(device: Device, rank: int, sizes: ExchangeSizes, memory: NDA
     kernels = device.kernels
     assert isinstance(kernels, CpuKernels)
     return CpuRanks(Share(rank, sizes.num_ranks), kernels, ExchangeMemory(memory, sizes))
+
+
+def ranks_on_gpus(device: Device, share: Share, memory: int) -> RankKernels:
+    """Return the exchanges of a rank on a GPU, once all ranks of this machine are there.
+
+    memory: a descriptor of memory that all of them have. Under Triton's interpreter gloo stands for NCCL.
+    """
+    from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
+    from executor_svc.gpu.ranks import GpuRanks, join_group
+
+    join_group(share, memory, "nccl" if device.torch_device.type == "cuda" else "gloo")
+    kernels = device.kernels
+    assert isinstance(kernels, GpuKernels)
+    return GpuRanks(share, kernels)

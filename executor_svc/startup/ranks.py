@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,7 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, make_adapters, with_adapters
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.startup.gpu_ranks import build_first_on_gpus, build_member_on_gpus
 from executor_svc.startup.held import fewest_blocks, held_by, limit_adapters, new_pools, read_held
 from executor_svc.startup.leader import Leader
 from executor_svc.startup.rank_checks import threads_of
@@ -36,6 +38,9 @@ from executor_svc.startup.speculation import (
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Executor
 
+if TYPE_CHECKING:
+    from executor_svc.gpu.step import GpuStepExecutor
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,6 +51,9 @@ def build_divided(config: ExecutorConfig, drafts: DraftSource | None = None) -> 
     config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
     leader = Leader(config, device)
+    if device.name != "cpu":
+        assert drafts is None
+        return build_first_on_gpus(config, device, leader)
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), leader.join)
         adapters = leader.make_adapters(loaded)
@@ -75,10 +83,14 @@ def build_divided(config: ExecutorConfig, drafts: DraftSource | None = None) -> 
     return executor, replace(described, bytes_per_block=held.bytes_per_block)
 
 
-def build_member(config: ExecutorConfig, rank: int, link: Link, memory: int) -> tuple[StepExecutor, MemberRanks]:
+def build_member(
+    config: ExecutorConfig, rank: int, link: Link, memory: int
+) -> tuple[StepExecutor | GpuStepExecutor, MemberRanks]:
     """Build the executor of another rank than 0. Raises StartError."""
     device = make_device(config)
     config = config.sized_for(device.name)
+    if device.name != "cpu":
+        return build_member_on_gpus(config, device, rank, link, memory)
 
     def join(spec: DecoderSpec) -> RankKernels:
         check_split(spec, config.tensor_parallel_size)

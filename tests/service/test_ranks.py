@@ -11,7 +11,6 @@ import torch
 
 from cadenza import LLM, SamplingParams
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.interface import Device
 from executor_svc.startup.device import make_device
 from executor_svc.startup.rank_checks import RanksError, check_ranks, threads_of
 from tests.checkpoints import make_checkpoint
@@ -87,15 +86,6 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ExecutorConfig(model="any", device="cpu", tensor_parallel_size=3)
     assert threads_of(config).num_threads == 2
     assert threads_of(config.model_copy(update={"num_threads": 5})).num_threads == 5
-
-
-def test_ranks_are_for_the_cpu_so_far() -> None:
-    class Other:
-        name = "cuda"
-
-    device: Device = Other()  # type: ignore[assignment]
-    with pytest.raises(RanksError, match="needs --device cpu"):
-        check_ranks(ExecutorConfig(model="any", tensor_parallel_size=2), device)
 
 
 def test_a_model_that_cannot_be_divided_is_refused_by_its_field(tmp_path: Path) -> None:

@@ -45,9 +45,11 @@ class Frame(IntEnum):
     """All ranks have cleared."""
     ADAPTER = 16
     """Load or unload an adapter, in JSON; the answer: why it is refused."""
-    WELCOME = 17
+    SETTLED = 17
+    """Before a plan: how many of the session's steps rank 0 has settled, 8 bytes, little endian."""
+    WELCOME = 18
     """From rank 0: the rank may load."""
-    PART = 18
+    PART = 19
     """Rows of an exchange."""
 
 

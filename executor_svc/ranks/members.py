@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from executor_svc.errors import StartError
 from executor_svc.ranks.hosts.exchange_links import ExchangeLinks
 from executor_svc.ranks.links import Frame, Link, LinkClosed
+from executor_svc.ranks.shared_memory import SharedMemory
 
 EXIT_RANK = 5
 """Exit code of a rank that has lost another one."""
 
-Exchanges = Callable[[int], NDArray[np.uint8]] | ExchangeLinks
-"""What ranks exchange rows through: what returns memory of so many bytes that all of them share, or connections."""
+Exchanges = SharedMemory | ExchangeLinks
+"""What ranks exchange rows through."""
 
 
 class Members(ABC):

@@ -98,7 +98,7 @@ def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig, draft
 
     config = config.model_copy(update={"num_gpu_blocks": 1, "num_cpu_blocks": 0})
     try:
-        pools = device.new_kv_cache(loaded.geometry, config, 0, None if draft is None else draft.layers)
+        pools = device.new_kv_cache(loaded.own_geometry, config, 0, None if draft is None else draft.layers)
         limits = limits_of(config, loaded.geometry, pools)
         model = model_on_gpu(draft, device)
         run_largest_steps(make_executor(loaded, device, pools, limits, enforce_eager=True, draft_model=model))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import DraftLayers, KVCache
@@ -93,8 +95,9 @@ def new_pools(
 
 
 def own_memory(device: Device, on_host: int) -> int:
-    """Return the share of this machine's free memory that one of so many ranks has."""
-    return device.free_memory_bytes() // on_host
+    """Return the share of this machine's free memory, not of a GPU's, that one of so many ranks has."""
+    free = device.free_memory_bytes() if device.name == "cpu" else int(psutil.virtual_memory().available)
+    return free // on_host
 
 
 def fewest_blocks(

@@ -21,7 +21,7 @@ from executor_svc.startup.adapters import max_loaded
 from executor_svc.startup.held import Held, held_by, least, own_memory, read_held
 from executor_svc.startup.members import start_members
 from executor_svc.startup.rank_checks import check_ranks, ranks_on_host
-from executor_svc.startup.rank_kernels import make_ranks, sizes_of
+from executor_svc.startup.rank_kernels import make_ranks
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 
 
@@ -33,14 +33,16 @@ class Leader:
         started. Raises StartError."""
         check_ranks(config, device)
         self._config, self._device, self._size = config, device, config.tensor_parallel_size
-        self._on_host = ranks_on_host(config, place)
+        self._on_host, self._on_gpus = ranks_on_host(config, place), device.name != "cpu"
         self._members = start_members(config, device, place)
+        if self._on_gpus:
+            # From the beginning: who waits in a collective operation for a rank that has ended waits for ever.
+            self._members.watch(_end)
 
     def join(self, spec: DecoderSpec) -> RankKernels:
         """Implements `models.loading.Join`."""
         check_split(spec, self._size)
-        sizes = sizes_of(self._config, spec)
-        return make_ranks(self._device, 0, sizes, self._members.exchanges)
+        return make_ranks(self._device, 0, self._config, spec, self._members.exchanges)
 
     def agree(self, loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None) -> Held:
         """Return what all ranks hold: the fewest blocks, and one digest. Raises StartError."""
@@ -51,7 +53,8 @@ class Leader:
         kernels = loaded.ranks
         assert kernels is not None
         self._members.wait_until_ready()
-        self._members.watch(lambda rank, how: _end(rank, how, kernels))
+        if not self._on_gpus:
+            self._members.watch(_end)
         return LeaderRanks(kernels, self._members.links)
 
     def stop(self) -> None:
@@ -67,9 +70,8 @@ class Leader:
         return LeaderAdapters(loaded.adapters, most, links, roots=config.adapter_roots, base_table=loaded.base_table)
 
 
-def _end(rank: int, how: str, kernels: RankKernels) -> None:
+def _end(rank: int, how: str) -> None:
     """End this process, and with it the others: a replica with a rank less computes nothing."""
-    kernels.fail()
     report_error(f"rank {rank} ended: {how}; this executor ends", "executor_svc")
     sys.stderr.flush()
     os._exit(EXIT_RANK)

@@ -9,17 +9,20 @@ import signal
 import socket
 import sys
 import threading
+from typing import Protocol
 
 from cadenza.telemetry import logs
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
+from executor_svc.plan.plan import StepPlan
 from executor_svc.ranks.adapters import serve_adapters
 from executor_svc.ranks.joined import Joined
 from executor_svc.ranks.links import Frame, Link, LinkClosed
-from executor_svc.ranks.processes import end_with, map_memory
+from executor_svc.ranks.processes import end_with
+from executor_svc.ranks.shared_memory import SharedMemory
 from executor_svc.ranks.steps import MemberRanks
 from executor_svc.service.convert import plan_from_bytes
-from executor_svc.worker.step import StepExecutor
+from executor_svc.worker.worker import Launched
 
 _log = logging.getLogger("executor_svc.rank")
 
@@ -28,17 +31,23 @@ def main() -> int:
     """Run a child of rank 0 until that is gone; arguments as those of `ranks.processes.MODULE`."""
     rank, end, adapters_end, memory, parent = map(int, sys.argv[1:])
     end_with(parent)
-    # Ctrl-C reaches every process of a terminal: rank 0 decides when all stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches every process of a terminal, a service manager's signal every process of a service: rank 0, which
+    # finishes its work first, decides when all stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     link = Link(socket.socket(fileno=end))
     _, options = link.receive()
     config = ExecutorConfig(**json.loads(options))
     logs.configure(config.log_level, config.log_format, f"executor_svc rank {rank}")
+
+    def meet(_: int) -> None:
+        joined.expect(Frame.MEMORY)
+
     joined = Joined(
         rank,
         config.tensor_parallel_size,
         link,
-        lambda _: map_memory(memory, int(joined.expect(Frame.MEMORY))),
+        SharedMemory(memory, meet),
         Link(socket.socket(fileno=adapters_end)),
     )
     try:
@@ -69,18 +78,42 @@ def run(config: ExecutorConfig, joined: Joined) -> None:
         _log.info("rank 0 is gone")
 
 
-def follow(executor: StepExecutor, ranks: MemberRanks) -> None:
-    """Run plans and sessions as they come; raises LinkClosed when rank 0 ends."""
+class Follower(Protocol):
+    """An executor that runs what rank 0 passes on: a `StepExecutor`, or one of a GPU."""
+
+    def clear(self) -> None:
+        """As in `worker.Executor`."""
+        ...
+
+    def launch(self, plan: StepPlan, received_ns: int) -> Launched:
+        """As in `worker.Executor`."""
+        ...
+
+    def settle(self, num_steps: int) -> None:
+        """Wait until so many steps of the session are done, and take note of what they gave."""
+        ...
+
+    def is_lost(self, exc: Exception) -> bool:
+        """As in `worker.Executor`."""
+        ...
+
+
+def follow(executor: Follower, ranks: MemberRanks) -> None:
+    """Run plans and sessions as they come; raises LinkClosed when rank 0 ends, and errors after which none can run."""
     while True:
         kind, content = ranks.next_frame()
         if kind == Frame.CLEAR:
             executor.clear()
+        elif kind == Frame.SETTLED:
+            executor.settle(int.from_bytes(content, "little"))
         elif kind == Frame.PLAN:
             try:
-                executor.execute(plan_from_bytes(content), received_ns=0)
+                executor.launch(plan_from_bytes(content), received_ns=0)
             except LinkClosed:
                 raise
             except Exception as error:
+                if executor.is_lost(error):
+                    raise
                 # Rank 0 answers for all: this one waits for the next session.
                 _log.error("a step has failed", exc_info=error)
 

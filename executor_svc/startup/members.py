@@ -22,7 +22,11 @@ def start_members(config: ExecutorConfig, device: Device, place: Place | None) -
     """
     if place is None:
         options = {**config.model_dump(exclude_unset=True, mode="json"), "num_threads": device.num_threads}
-        return RankProcesses(config.tensor_parallel_size, options)
+        if device.name == "cpu":
+            return RankProcesses(config.tensor_parallel_size, options)
+        from executor_svc.gpu.visible import environment_of
+
+        return RankProcesses(config.tensor_parallel_size, options, environment_of)
     listener = Listener(place, read_credentials(config), time.monotonic() + config.rank_timeout_s)
     try:
         own = introduction(config, device.num_threads)

@@ -16,12 +16,14 @@ def check_ranks(config: ExecutorConfig, device: Device) -> None:
     """Raise RanksError for options that are not possible with ranks."""
     option = f"--tensor-parallel-size {config.tensor_parallel_size}"
     if device.name != "cpu":
-        raise RanksError(f"{option} is possible on the CPU only so far: it needs --device cpu")
-    for name, value in (("--inject", config.inject), ("--simulate", config.simulate)):
+        if config.distributed_executor_backend != "mp":
+            backend = f"--distributed-executor-backend {config.distributed_executor_backend}"
+            raise RanksError(f"{backend} is possible on the CPU only so far: it needs --device cpu")
+        _check_on_gpus(config, option)
+    others = ("--inject", config.inject), ("--simulate", config.simulate), ("--save-quantized", config.save_quantized)
+    for name, value in others:
         if value is not None:
             raise RanksError(f"{option} is not possible with {name}")
-    if config.speculative in ("eagle3", "mtp"):
-        raise RanksError(f"{option} is not possible with --speculative {config.speculative} so far")
 
 
 def ranks_on_host(config: ExecutorConfig, place: Place | None) -> int:
@@ -33,3 +35,13 @@ def threads_of(config: ExecutorConfig, place: Place | None = None) -> ExecutorCo
     """Return the options of one rank of this machine: its share of the cores, unless an option says how many."""
     threads = config.num_threads or max(1, cores() // ranks_on_host(config, place))
     return config.model_copy(update={"num_threads": threads})
+
+
+def _check_on_gpus(config: ExecutorConfig, option: str) -> None:
+    from executor_svc.gpu.visible import check_gpus
+
+    check_gpus(config.tensor_parallel_size)
+    if config.speculative == "draft" or config.speculative_model is not None:
+        raise RanksError(
+            f"{option} is not possible on GPUs with a draft model so far; there are --speculative ngram, suffix and auto"
+        )

@@ -11,6 +11,7 @@ from executor_svc.device.interface import Device
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.ranks.members import Exchanges
+from executor_svc.ranks.shared_memory import SharedMemory
 
 
 def sizes_of(config: ExecutorConfig, spec: DecoderSpec) -> ExchangeSizes:
@@ -19,10 +20,30 @@ def sizes_of(config: ExecutorConfig, spec: DecoderSpec) -> ExchangeSizes:
     return ExchangeSizes(config.tensor_parallel_size, *most)
 
 
-def make_ranks(device: Device, rank: int, sizes: ExchangeSizes, exchanges: Exchanges) -> RankKernels:
-    """Return the exchanges of a rank on the CPU: through memory that all ranks share, or over connections."""
-    kernels, share = device.kernels, Share(rank, sizes.num_ranks)
+def make_ranks(
+    device: Device, rank: int, config: ExecutorConfig, spec: DecoderSpec, exchanges: Exchanges
+) -> RankKernels:
+    """Return the exchanges of a rank: on the CPU through memory that all ranks share, or over connections."""
+    share = Share(rank, config.tensor_parallel_size)
+    if device.name != "cpu":
+        assert isinstance(exchanges, SharedMemory)
+        return ranks_on_gpus(device, share, exchanges.descriptor)
+    kernels, sizes = device.kernels, sizes_of(config, spec)
     assert isinstance(kernels, CpuKernels)
-    if callable(exchanges):
-        return CpuRanks(share, kernels, ExchangeMemory(exchanges(sizes.num_bytes), sizes))
+    if isinstance(exchanges, SharedMemory):
+        return CpuRanks(share, kernels, ExchangeMemory(exchanges.open(sizes.num_bytes), sizes))
     return LinkedRanks(share, kernels, exchanges, sizes)
+
+
+def ranks_on_gpus(device: Device, share: Share, memory: int) -> RankKernels:
+    """Return the exchanges of a rank on a GPU, once all ranks of this machine are there.
+
+    memory: a descriptor of memory that all of them have. Under Triton's interpreter gloo stands for NCCL.
+    """
+    from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
+    from executor_svc.gpu.ranks import GpuRanks, join_group
+
+    join_group(share, memory, "nccl" if device.torch_device.type == "cuda" else "gloo")
+    kernels = device.kernels
+    assert isinstance(kernels, GpuKernels)
+    return GpuRanks(share, kernels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,13 +25,22 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, make_adapters, with_adapters
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.startup.gpu_ranks import build_first_on_gpus, build_member_on_gpus
 from executor_svc.startup.held import fewest_blocks, held_by, limit_adapters, new_pools, read_held
 from executor_svc.startup.leader import Leader
 from executor_svc.startup.rank_checks import ranks_on_host, threads_of
-from executor_svc.startup.rank_kernels import make_ranks, sizes_of
-from executor_svc.startup.speculation import check_speculation, load_speculative_model, make_draft_source
+from executor_svc.startup.rank_kernels import make_ranks
+from executor_svc.startup.speculation import (
+    check_speculation,
+    load_speculative_model,
+    make_draft_source,
+    state_layers_of,
+)
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Executor
+
+if TYPE_CHECKING:
+    from executor_svc.gpu.step import GpuStepExecutor
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +55,9 @@ def build_divided(
     config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
     leader = Leader(config, device, place)
+    if device.name != "cpu":
+        assert drafts is None
+        return build_first_on_gpus(config, device, leader)
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), leader.join)
         adapters = leader.make_adapters(loaded)
@@ -59,7 +72,8 @@ def build_divided(
         leader.stop()
         raise
     limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
-    runner = ModelRunner(loaded.model, device, pools, limits, adapters=loaded.adapters)
+    states = state_layers_of(draft)
+    runner = ModelRunner(loaded.model, device, pools, limits, state_layers=states, adapters=loaded.adapters)
     source = drafts or make_draft_source(config, limits, draft, device, pools, runner)
     shared = None if source is None else LeaderDrafts(source, ranks)
     executor = StepExecutor(runner, pools, limits, drafts=shared, adapters=adapters, ranks=ranks)
@@ -73,15 +87,17 @@ def build_divided(
     return executor, replace(described, bytes_per_block=held.bytes_per_block)
 
 
-def build_member(config: ExecutorConfig, joined: Joined) -> tuple[StepExecutor, MemberRanks]:
+def build_member(config: ExecutorConfig, joined: Joined) -> tuple[StepExecutor | GpuStepExecutor, MemberRanks]:
     """Build the executor of another rank than 0, with its number of threads. Raises StartError."""
     device = make_device(config)
     config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
+    if device.name != "cpu":
+        return build_member_on_gpus(config, device, joined)
 
     def join(spec: DecoderSpec) -> RankKernels:
         check_split(spec, config.tensor_parallel_size)
-        return make_ranks(device, joined.rank, sizes_of(config, spec), joined.exchanges)
+        return make_ranks(device, joined.rank, config, spec, joined.exchanges)
 
     loaded = load_model(config, device, adapter_sizes(config, device), join)
     adapters = make_adapters(config, device, loaded, joined.on_host)

@@ -11,11 +11,16 @@ import torch
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.heads.draft import load_draft
+from executor_svc.models.heads.eagle3_loading import load_eagle3
+from executor_svc.models.heads.mtp_loading import load_mtp
+from executor_svc.startup.speculation import Draft
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS
 from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.helpers.core_model import Outcome, Rig
+from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.known_drafts import KnownDrafts
+from tests.helpers.mtp_heads import make_mimo
 from tests.helpers.rank_threads import Connections, RankThreads
 
 NAMES = (
@@ -90,3 +95,36 @@ def test_same_bits_with_a_draft_model_on_rank_0(divided: Divided, tmp_path: Path
     for key, alone in divided.expected.items():
         assert found[key] == alone, key
     assert rig.happened["drafts"] > 0
+
+
+@pytest.mark.parametrize("divided", ["float32"], indirect=True, scope="module")
+@pytest.mark.parametrize(("name", "own"), [("drafts, swap", True), ("drafts, broken sessions", False)])
+def test_same_bits_with_a_head_on_rank_0(divided: Divided, name: str, own: bool, tmp_path: Path) -> None:
+    """own: the head has a table and a linear to logits of its own; else rank 0 has the model's whole ones for it."""
+    folder, first = tmp_path, divided.ranks.first
+    make_head(folder, HeadShape(draft_vocab_size=50 if own else 131, own_embedding=own, own_head=own))
+    config = ExecutorConfig(**{**first.options, "speculative": "eagle3", "speculative_model": str(folder)})
+    head = load_eagle3(str(folder), config, first.device, first.loaded)
+    check_with(divided, name, head)
+
+
+def test_same_bits_with_the_head_of_the_checkpoint(tmp_path: Path) -> None:
+    """Its drafts are mostly right: the table and the linear to logits that rank 0 has for it are the model's."""
+    folder = make_mimo(tmp_path, predicts=True)
+    ranks = RankThreads(folder, 2, {"dtype": "float32"})
+    divided = Divided(folder, ranks, Rig(ranks.first, ALONE, ranks=ranks).run(load()))
+    first = ranks.first
+    config = ExecutorConfig(**{**first.options, "speculative": "mtp"})
+    counts = check_with(divided, "drafts, swap", load_mtp(config, first.device, first.loaded))
+    assert 0.3 * sum(counts.drafted) < sum(counts.accepted)
+    ranks.stop()
+
+
+def check_with(divided: Divided, name: str, head: Draft) -> DraftCounts:
+    rig = Rig(divided.ranks.first, SETTINGS[name], draft_model=head, ranks=divided.ranks)
+    found = rig.run(load())
+    for key, alone in divided.expected.items():
+        assert found[key] == alone, key
+    counts = rig.core.lanes[0].counts.drafts
+    assert 0 < sum(counts.accepted) < sum(counts.drafted)
+    return counts

@@ -75,6 +75,10 @@ class LinkedRanks:
         self._parts = torch.zeros(num_bytes, dtype=torch.uint8)
         """At rank 0: what each rank gives, its own included."""
 
+    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """As in `RankKernels`."""
+        return torch.float32
+
     def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """As in `RankKernels`."""
         host, size = self._own.host, self.share.size

@@ -44,7 +44,7 @@ class RankProcesses:
         """Of steps, and of all before the first."""
         self.adapter_links: list[Link] = []
         self._children: list[Child] = []
-        self._stopped = False
+        self._stopped = threading.Event()
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             our_adapters, their_adapters = socket.socketpair()
@@ -90,10 +90,11 @@ class RankProcesses:
 
         A process that ends with code 0 has seen this one close its link: it has not failed.
         """
-        once = threading.Lock()
+        # Not this object, which keeps the links: the others end once nothing keeps them.
+        once, stopped = threading.Lock(), self._stopped
 
         def ended(rank: int, child: Child) -> None:
-            if child.ended.result() and not self._stopped and once.acquire(blocking=False):
+            if child.ended.result() and not stopped.is_set() and once.acquire(blocking=False):
                 on_death(rank, child.how())
 
         for rank, child in zip(self._ranks, self._children, strict=True):
@@ -101,7 +102,7 @@ class RankProcesses:
 
     def stop(self) -> None:
         """End the processes of the other ranks, which is no failure of theirs."""
-        self._stopped = True
+        self._stopped.set()
         for link, child in zip(self.links, self._children, strict=True):
             link.close()
             child.kill()

@@ -27,7 +27,7 @@ from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.gpu_ranks import build_first_on_gpus, build_member_on_gpus
 from executor_svc.startup.held import fewest_blocks, held_by, limit_adapters, new_pools, read_held
 from executor_svc.startup.leader import Leader
-from executor_svc.startup.rank_checks import threads_of
+from executor_svc.startup.rank_checks import RanksError, threads_of
 from executor_svc.startup.rank_kernels import ranks_in_memory, sizes_of
 from executor_svc.startup.speculation import (
     check_speculation,
@@ -50,9 +50,10 @@ def build_divided(config: ExecutorConfig, drafts: DraftSource | None = None) -> 
     check_speculation(config, device.name)
     config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
+    if device.name != "cpu" and drafts is not None:
+        raise RanksError("drafts that are given, as those of a replay, are not possible with ranks on GPUs so far")
     leader = Leader(config, device)
     if device.name != "cpu":
-        assert drafts is None
         return build_first_on_gpus(config, device, leader)
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), leader.join)

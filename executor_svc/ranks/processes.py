@@ -27,6 +27,8 @@ _PR_SET_PDEATHSIG = 1
 class RankProcesses(Members):
     """Starts the other ranks and watches them."""
 
+    exchanges: SharedMemory
+
     def __init__(
         self, size: int, options: dict[str, Any], environment: Callable[[int], Mapping[str, str]] = lambda _: {}
     ) -> None:
@@ -35,9 +37,9 @@ class RankProcesses(Members):
         """
         super().__init__()
         memory = os.memfd_create("cadenza ranks")
-        self.exchanges = SharedMemory(memory, self._size_memory)
+        self.exchanges = SharedMemory(memory)
         self._children: list[Child] = []
-        self._stopped = False
+        self._stopped = threading.Event()
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             our_adapters, their_adapters = socket.socketpair()
@@ -51,17 +53,18 @@ class RankProcesses(Members):
             self.links.append(link)
             self._children.append(child)
 
-    def _size_memory(self, num_bytes: int) -> None:
-        """Give the memory of exchanges its size, and let the others open it."""
+    def meet(self, num_bytes: int) -> None:
+        """As in `Members`: gives the memory its size."""
         os.ftruncate(self.exchanges.descriptor, num_bytes)
         self.tell(Frame.MEMORY, str(num_bytes).encode())
 
     def watch(self, on_death: Callable[[int, str], None]) -> None:
         """As in `Members`. A process that ends with code 0 has seen this one close its link: it has not failed."""
-        once = threading.Lock()
+        # Not this object, which keeps the links: the others end once nothing keeps them.
+        once, stopped = threading.Lock(), self._stopped
 
         def ended(rank: int, child: Child) -> None:
-            if child.ended.result() and not self._stopped and once.acquire(blocking=False):
+            if child.ended.result() and not stopped.is_set() and once.acquire(blocking=False):
                 on_death(rank, child.how())
 
         for rank, child in zip(self.ranks, self._children, strict=True):
@@ -69,7 +72,7 @@ class RankProcesses(Members):
 
     def stop(self) -> None:
         """As in `Members`. Their end is no failure then."""
-        self._stopped = True
+        self._stopped.set()
         for link, child in zip(self.links, self._children, strict=True):
             link.close()
             child.kill()

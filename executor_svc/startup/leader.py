@@ -42,7 +42,7 @@ class Leader:
     def join(self, spec: DecoderSpec) -> RankKernels:
         """Implements `models.loading.Join`."""
         check_split(spec, self._size)
-        return make_ranks(self._device, 0, self._config, spec, self._members.exchanges)
+        return make_ranks(self._device, 0, self._config, spec, self._members.exchanges, self._members.meet)
 
     def agree(self, loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None) -> Held:
         """Return what all ranks hold: the fewest blocks, and one digest. Raises StartError."""

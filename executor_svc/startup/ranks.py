@@ -28,7 +28,7 @@ from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.gpu_ranks import build_first_on_gpus, build_member_on_gpus
 from executor_svc.startup.held import fewest_blocks, held_by, limit_adapters, new_pools, read_held
 from executor_svc.startup.leader import Leader
-from executor_svc.startup.rank_checks import ranks_on_host, threads_of
+from executor_svc.startup.rank_checks import RanksError, ranks_on_host, threads_of
 from executor_svc.startup.rank_kernels import make_ranks
 from executor_svc.startup.speculation import (
     check_speculation,
@@ -54,9 +54,10 @@ def build_divided(
     check_speculation(config, device.name)
     config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
+    if device.name != "cpu" and drafts is not None:
+        raise RanksError("drafts that are given, as those of a replay, are not possible with ranks on GPUs so far")
     leader = Leader(config, device, place)
     if device.name != "cpu":
-        assert drafts is None
         return build_first_on_gpus(config, device, leader)
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), leader.join)
@@ -97,7 +98,7 @@ def build_member(config: ExecutorConfig, joined: Joined) -> tuple[StepExecutor |
 
     def join(spec: DecoderSpec) -> RankKernels:
         check_split(spec, config.tensor_parallel_size)
-        return make_ranks(device, joined.rank, config, spec, joined.exchanges)
+        return make_ranks(device, joined.rank, config, spec, joined.exchanges, joined.meet)
 
     loaded = load_model(config, device, adapter_sizes(config, device), join)
     adapters = make_adapters(config, device, loaded, joined.on_host)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,16 @@ from executor_svc.models.heads.draft import load_draft
 from executor_svc.models.heads.eagle3_loading import load_eagle3
 from executor_svc.models.heads.mtp_loading import load_mtp
 from executor_svc.startup.speculation import Draft
+from scheduler_svc.core.lanes.lane_counts import DraftCounts
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS
+from tests.golden.test_adapter_invariance import KINDS, RANKS, SIZES, adapted_load
 from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.helpers.core_model import Outcome, Rig
 from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.known_drafts import KnownDrafts
 from tests.helpers.mtp_heads import make_mimo
+from tests.helpers.peft_adapters import save_peft_adapter
 from tests.helpers.rank_threads import Connections, RankThreads
 
 NAMES = (
@@ -36,6 +39,7 @@ class Divided:
     folder: Path
     ranks: RankThreads
     expected: Outcome
+    adapters: Mapping[int, Path] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -117,6 +121,33 @@ def test_same_bits_with_the_head_of_the_checkpoint(tmp_path: Path) -> None:
     config = ExecutorConfig(**{**first.options, "speculative": "mtp"})
     counts = check_with(divided, "drafts, swap", load_mtp(config, first.device, first.loaded))
     assert 0.3 * sum(counts.drafted) < sum(counts.accepted)
+    ranks.stop()
+
+
+@pytest.mark.parametrize("name", ["swap", "recompute, no cache, four plans", "broken sessions"])
+def test_same_bits_with_adapters(adapted: Divided, name: str) -> None:
+    """More adapters than may be loaded at once, under preemption: every rank loads its part of each, and unloads it."""
+    setting = replace(SETTINGS[name], max_loras=3, max_cpu_loras=5)
+    rig = Rig(adapted.ranks.first, setting, adapters=adapted.adapters, ranks=adapted.ranks)
+    found = rig.run(adapted_load())
+    for key, alone in adapted.expected.items():
+        assert found[key] == alone, key
+    assert rig.adapters is not None
+    assert rig.adapters.num_unloads > 0
+    assert setting.happens - {"hits"} <= (+rig.happened).keys()
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Divided]:
+    torch.set_num_threads(NUM_THREADS)
+    folder = make_llama(tmp_path_factory.mktemp("model"))
+    folders = {index: tmp_path_factory.mktemp("adapter") for index in range(1, 17)}
+    for index, path in folders.items():
+        rank = RANKS[index % len(RANKS)]
+        save_peft_adapter(folder, path, seed=index, r=rank, lora_alpha=rank // 4 + 1, **KINDS[index % len(KINDS)])
+    ranks = RankThreads(folder, 2, {"dtype": "float32"}, SIZES)
+    alone = Rig(ranks.first, replace(ALONE, max_loras=1, max_cpu_loras=1), adapters=folders, ranks=ranks)
+    yield Divided(folder, ranks, alone.run(adapted_load()), folders)
     ranks.stop()
 
 

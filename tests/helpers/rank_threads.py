@@ -23,10 +23,12 @@ from executor_svc.cpu.kernels.ranks.memory import ExchangeMemory, ExchangeSizes
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.interface import Device
 from executor_svc.device.ranks import RankKernels, Share
+from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.models.parallel.split import check_split
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.plan import Limits
+from executor_svc.ranks.adapters import LeaderAdapters, serve_adapters
 from executor_svc.ranks.drafts import MemberDrafts
 from executor_svc.ranks.hosts.connecting import Connector
 from executor_svc.ranks.hosts.credentials import Credentials
@@ -37,6 +39,7 @@ from executor_svc.ranks.links import Link, LinkClosed
 from executor_svc.ranks.steps import LeaderRanks, MemberRanks
 from executor_svc.startup.device import make_device
 from executor_svc.startup.member import follow
+from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
 from tests.executor_svc.driver import NUM_THREADS
 from tests.helpers.loopback import new_address
@@ -107,6 +110,10 @@ class Connections:
             self._listener.close()
 
 
+def _nothing(_: StepExecutor) -> None:
+    pass
+
+
 @dataclass
 class RankModel:
     """One rank's part of a model; as far as it is used, a `tests.executor_svc.driver.Model`."""
@@ -124,6 +131,10 @@ class RankThreads:
     size: int
     options: dict[str, Any] = field(default_factory=dict)
     meeting: Meeting = field(default_factory=SharedMemory)
+    adapter_sizes: AdapterSizes | None = None
+    """Of places for adapters."""
+    prepare: Callable[[StepExecutor], None] = _nothing
+    """Called with the executor of each other rank, before its first step."""
 
     def __post_init__(self) -> None:
         self.options = {
@@ -133,6 +144,8 @@ class RankThreads:
         self.models = on_ranks(self.size, self._load)
         self._links: list[Link] = []
         self._threads: list[threading.Thread] = []
+        self._adapter_links: list[Link] = []
+        self._loaders: list[ModelAdapterLoader | None] = [None] * self.size
 
     @property
     def first(self) -> RankModel:
@@ -142,16 +155,31 @@ class RankThreads:
     def start(self, config: ExecutorConfig, limits: Limits) -> LeaderRanks:
         """Start the other ranks anew, with pools of these sizes; returns rank 0's side of steps."""
         self.stop()
-        for model in self.models[1:]:
+        for rank, model in enumerate(self.models[1:], 1):
             ours, theirs = map(Link, socket.socketpair())
             self._links.append(ours)
-            self._threads.append(threading.Thread(target=_follow, args=(model, config, limits, theirs)))
+            given = model, config, limits, theirs, self._loaders[rank], self.prepare
+            self._threads.append(threading.Thread(target=_follow, args=given))
             self._threads[-1].start()
         ranks = self.first.loaded.ranks
         assert ranks is not None
         leader = LeaderRanks(ranks, self._links)
         leader.clear()
         return leader
+
+    def new_loader(self, most: int) -> LeaderAdapters:
+        """Return what loads adapters on all ranks, `most` of them at most; the next `start` uses it."""
+        for link in self._adapter_links:
+            link.close()
+        self._adapter_links = []
+        for rank, model in enumerate(self.models[1:], 1):
+            ours, theirs = map(Link, socket.socketpair())
+            assert model.loaded.adapters is not None
+            self._loaders[rank] = loader = ModelAdapterLoader(model.loaded.adapters, most)
+            self._adapter_links.append(ours)
+            threading.Thread(target=serve_adapters, args=(loader, theirs), daemon=True).start()
+        assert self.first.loaded.adapters is not None
+        return LeaderAdapters(self.first.loaded.adapters, most, self._adapter_links)
 
     def stop(self) -> None:
         """End the other ranks."""
@@ -172,17 +200,26 @@ class RankThreads:
             assert isinstance(kernels, CpuKernels)
             return self.meeting.ranks(Share(rank, self.size), kernels, ExchangeSizes(self.size, *most))
 
-        return RankModel(self.options, device, load_model(config, device, None, join))
+        return RankModel(self.options, device, load_model(config, device, self.adapter_sizes, join))
 
 
-def _follow(model: RankModel, config: ExecutorConfig, limits: Limits, link: Link) -> None:
+def _follow(
+    model: RankModel,
+    config: ExecutorConfig,
+    limits: Limits,
+    link: Link,
+    loader: ModelAdapterLoader | None,
+    prepare: Callable[[StepExecutor], None],
+) -> None:
     pools = model.device.new_kv_cache(model.loaded.own_geometry, config)
     for layer in (*pools.layers, *pools._host_layers):
         layer.fill_(float("nan"))
     assert model.loaded.ranks is not None
     ranks = MemberRanks(model.loaded.ranks, link)
-    runner = ModelRunner(model.loaded.model, model.device, pools, limits)
+    runner = ModelRunner(model.loaded.model, model.device, pools, limits, adapters=model.loaded.adapters)
     drafts = MemberDrafts(ranks) if limits.max_drafts else None
+    executor = StepExecutor(runner, pools, limits, drafts=drafts, adapters=loader, ranks=ranks)
+    prepare(executor)
     with suppress(LinkClosed):
-        follow(StepExecutor(runner, pools, limits, drafts=drafts, ranks=ranks), ranks)
+        follow(executor, ranks)
     link.close()

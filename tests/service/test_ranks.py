@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.golden import random_prompts, transformers_greedy, transformers_model
 from tests.helpers.mtp_heads import make_mimo
 from tests.helpers.peft_adapters import save_peft_adapter
+from tests.helpers.service_process import service_process
 
 NEW_TOKENS = 16
 
@@ -72,6 +74,7 @@ def test_tokens_with_drafts_of_a_head(tmp_path: Path, kind: str) -> None:
     ("options", "message"),
     [
         ({"inject": "error=5"}, "--inject"),
+        ({"quantization": "int8", "save_quantized": "folder"}, "--save-quantized"),
         ({"simulate": "name=any"}, "--simulate"),
     ],
 )
@@ -79,6 +82,26 @@ def test_options_that_are_not_possible_with_ranks(options: dict[str, str], messa
     config = ExecutorConfig(model="any", device="cpu", tensor_parallel_size=2, **options)
     with pytest.raises(RanksError, match=f"--tensor-parallel-size 2 is not possible with {re.escape(message)}"):
         check_ranks(config, make_device(config))
+
+
+@pytest.mark.parametrize("to", ["the executor", "every process"])
+async def test_a_stop_in_order_is_no_end_of_a_rank(tmp_path: Path, to: str) -> None:
+    """As by a user, or by a service manager that signals all processes of a service."""
+    model = make_checkpoint(tmp_path, "llama")
+    sizes = "--num-gpu-blocks", "64", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"
+    options = "--model", str(model), "--device", "cpu", "--tensor-parallel-size", "2", *sizes
+    async with service_process("executor_svc", *options) as executor:
+        ranks = psutil.Process(executor.process.pid).children()
+        assert len(ranks) == 1
+        if to == "every process":
+            for rank in ranks:
+                rank.terminate()
+        executor.process.terminate()
+        assert await executor.process.wait() == 0
+        _, alive = psutil.wait_procs(ranks, timeout=5)
+        assert not alive
+        await executor.end()
+    assert not [line for line in executor.lines if "ended" in line]
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import DeviceError
 from executor_svc.gpu.kernels.rank_rows import own_ids, pick_rows, sum_parts
 from executor_svc.gpu.visible import check_gpus, environment_of
+from executor_svc.ranks.processes import RankProcesses
 from executor_svc.startup.device import make_device
 from executor_svc.startup.rank_checks import RanksError, check_ranks
 from tests.checkpoints import make_checkpoint
@@ -40,10 +41,22 @@ REQUESTS = (
 
 
 @pytest.fixture(autouse=True)
-def _group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test has a group of its own; other ranks run under the mended interpreter, too."""
+def _processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test has a group of its own; other ranks run under the mended interpreter, too, and end with the test."""
+    started: list[RankProcesses] = []
+
+    class Noted(RankProcesses):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            started.append(self)
+
     monkeypatch.setattr("executor_svc.ranks.processes.MODULE", "tests.executor_svc.gpu.mended_member")
+    monkeypatch.setattr("executor_svc.startup.leader.RankProcesses", Noted)
+    # Not the end of this process: operations that wait for the rank fail.
+    monkeypatch.setattr("executor_svc.startup.leader._end", lambda rank, how: print(f"rank {rank}: {how}"))
     yield
+    for each in started:
+        each.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
 

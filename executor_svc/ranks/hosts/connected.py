@@ -25,6 +25,8 @@ _END_S = 2.0
 class ConnectedRanks(Members):
     """Ranks 1 and up, once all have connected."""
 
+    exchanges: LeaderExchanges
+
     def __init__(self, listener: Listener, size: int, own: dict[str, Any], timeout_s: float) -> None:
         """Wait for them; own: rank 0's introduction, which theirs must match. Raises StartError."""
         super().__init__()
@@ -39,6 +41,9 @@ class ConnectedRanks(Members):
         for rank in self.ranks:
             adapters, _ = self._take(rank, size, Purpose.ADAPTERS, deadline)
             self.adapter_links.append(adapters)
+
+    def meet(self, num_bytes: int) -> None:
+        """As in `Members`: connections need no memory."""
 
     def watch(self, on_death: Callable[[int, str], None]) -> None:
         """As in `Members`."""

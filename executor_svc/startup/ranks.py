@@ -52,11 +52,11 @@ def build_divided(
     config = threads_of(config, place)
     device = make_device(config)
     check_speculation(config, device.name)
-    config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
     if device.name != "cpu" and drafts is not None:
         raise RanksError("drafts that are given, as those of a replay, are not possible with ranks on GPUs so far")
     leader = Leader(config, device, place)
+    config = config.sized_for(device.name)
     if device.name != "cpu":
         return build_first_on_gpus(config, device, leader)
     try:

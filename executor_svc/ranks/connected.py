@@ -73,7 +73,7 @@ class ConnectedRanks(Members):
             kind, content = link.receive()
             if kind != Frame.CONFIG:
                 raise StartError(f"rank {rank} at {peer} sent {kind.name}")
-            wrong = difference(own, json.loads(content))
+            wrong = _difference(own, content)
             if wrong is not None:
                 link.send(Frame.REFUSED, wrong.encode())
                 raise StartError(f"rank {rank} at {peer}: {wrong}")
@@ -105,3 +105,10 @@ class ConnectedRanks(Members):
         self.links[rank - 1].close()
         if on_death is not None and is_first:
             on_death(rank, how)
+
+
+def _difference(own: dict[str, Any], introduced: bytes) -> str | None:
+    try:
+        return difference(own, json.loads(introduced))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "it does not introduce itself as a rank of this version of Cadenza does"

@@ -54,8 +54,13 @@ class Listener:
             return link, peer
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Take no more connections, and end those that nobody has taken."""
         _end(self._socket)
+        with self._changed:
+            for link, _ in self._arrived.values():
+                link.close()
+            for end in self._unknown:
+                _end(end)
 
     def _accept(self) -> None:
         while True:

@@ -53,6 +53,12 @@ class Listener:
             self._taken[key] = peer
             return link, peer
 
+    def drop(self, purpose: Purpose) -> None:
+        """End the connections for this purpose that nobody has taken."""
+        with self._changed:
+            for key in [each for each in self._arrived if each[1] is purpose]:
+                self._arrived.pop(key)[0].close()
+
     def close(self) -> None:
         """Take no more connections, and end those that nobody has taken."""
         _end(self._socket)

@@ -91,7 +91,7 @@ class ConnectedRanks(Members):
             return self._listener.take(rank, purpose, deadline)
         except TimeoutError:
             raise PlaceError(
-                f"no connection from rank {rank} at {self._listener.target} within --rank-timeout-s: it is "
+                f"no connection from rank {rank} at {self._listener.target} within --rank-connect-timeout-s: it is "
                 f"started with RANK={rank}, WORLD_SIZE={size} and this MASTER_ADDR"
             ) from None
 

@@ -120,7 +120,7 @@ async def test_variables_that_are_wrong_end_a_rank_at_once(model: Path) -> None:
 
 
 async def test_a_rank_that_does_not_come_and_one_without_a_secret(model: Path, tmp_path: Path) -> None:
-    group = ranks_of(model, "--rank-timeout-s", "4")
+    group = ranks_of(model, "--rank-connect-timeout-s", "4")
     (tmp_path / "secret").write_text("sixteen bytes, at least\n")
     secret = "--rank-secret-file", str(tmp_path / "secret")
     group.running = [await group.start_rank(0, *secret), await group.start_rank(1)]

@@ -206,4 +206,4 @@ class LinkedRanks:
 def _memory(address: int, num_bytes: int) -> memoryview:
     if not num_bytes:
         return memoryview(bytearray())
-    return memoryview(np.frombuffer(memoryview((ctypes.c_char * num_bytes).from_address(address)), np.uint8))
+    return np.frombuffer(memoryview((ctypes.c_char * num_bytes).from_address(address)), np.uint8).data

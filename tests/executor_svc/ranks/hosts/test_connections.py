@@ -225,7 +225,7 @@ def check_newest(listener: Listener, theirs: Link) -> None:
 
 def test_nobody_listens() -> None:
     place = Place(1, 2, 0, 1, new_address(), PORT)
-    with pytest.raises(PlaceError, match=r"no connection to rank 0 at 127.* within 0.1 s \(--rank-timeout-s\)"):
+    with pytest.raises(PlaceError, match=r"no connection to rank 0 at 127.* within 0.1 s \(--rank-connect-timeout-s\)"):
         connect(place, timeout_s=0.1)
     with pytest.raises(PlaceError, match=r"the address of rank 0, rank\.invalid, is not known"):
         connect(replace(place, host="rank.invalid"), timeout_s=0.1)
@@ -283,7 +283,7 @@ def test_tls_with_certificates_of_one_name(tmp_path: Path, caplog: pytest.LogCap
 def test_tls_of_another_authority_and_plain_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     certs, other = certificates(tmp_path / "certs"), certificates(tmp_path / "other")
     with listening(tls(certs)) as (_, place):
-        with pytest.raises(PlaceError, match="local issuer certificate|self-signed certificate"):
+        with pytest.raises(PlaceError, match=r"local issuer certificate|self-signed certificate"):
             connect(place, tls(other))
         with pytest.raises(PlaceError, match=r"it speaks TLS|it closed the connection"):
             connect(place, SECRET, timeout_s=0.1)

@@ -19,20 +19,21 @@ from cadenza.telemetry.logs import report_error
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.device.ranks import RankKernels, Share
+from executor_svc.device.ranks import RankKernels
 from executor_svc.errors import StartError
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.models.parallel.split import check_split
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import Description, describe, limits_of
-from executor_svc.ranks.links import Frame, Link
+from executor_svc.ranks.joined import Joined
+from executor_svc.ranks.links import Frame
 from executor_svc.ranks.steps import MemberRanks
 from executor_svc.startup.adapters import adapter_sizes, make_adapters, with_adapters
 from executor_svc.startup.build import run_trial
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.held import Held, held_by, limit_adapters, read_held
 from executor_svc.startup.leader import Leader
-from executor_svc.startup.rank_kernels import ranks_on_gpus
+from executor_svc.startup.rank_kernels import make_ranks
 from executor_svc.startup.speculation import make_draft_source
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 
@@ -119,27 +120,24 @@ def build_first_on_gpus(config: ExecutorConfig, device: Device, leader: Leader) 
     return executor, replace(described, bytes_per_block=held.bytes_per_block)
 
 
-def build_member_on_gpus(
-    config: ExecutorConfig, device: Device, rank: int, link: Link, memory: int
-) -> tuple[GpuStepExecutor, MemberRanks]:
+def build_member_on_gpus(config: ExecutorConfig, device: Device, joined: Joined) -> tuple[GpuStepExecutor, MemberRanks]:
     """Build the executor of another rank than 0. Raises StartError."""
 
     def join(spec: DecoderSpec) -> RankKernels:
         check_split(spec, config.tensor_parallel_size)
-        return ranks_on_gpus(device, Share(rank, config.tensor_parallel_size), memory)
+        return make_ranks(device, joined.rank, config, spec, joined.exchanges)
 
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), join)
-        part = _Part(config, device, loaded, make_adapters(config, device, loaded))
-        link.send(Frame.HELD, json.dumps(held_by(loaded, part.make_pools(), part.adapters)).encode())
-        kind, content = link.receive()
-        assert kind == Frame.SIZES
-        executor, _ = part.executor(read_held(json.loads(content)))
+        part = _Part(config, device, loaded, make_adapters(config, device, loaded, joined.on_host))
+        held = held_by(loaded, part.make_pools(), part.adapters, device)
+        joined.link.send(Frame.HELD, json.dumps(held).encode())
+        executor, _ = part.executor(read_held(json.loads(joined.expect(Frame.SIZES))))
     except StartError as error:
         # Rank 0 may be in an operation that waits for this one, and would read no reason.
-        report_error(f"rank {rank}: {error}", "executor_svc")
+        report_error(f"rank {joined.rank}: {error}", "executor_svc")
         raise
     assert loaded.ranks is not None
-    ranks = MemberRanks(loaded.ranks, link)
+    ranks = MemberRanks(loaded.ranks, joined.link)
     executor.ranks.join(ranks)
     return executor, ranks

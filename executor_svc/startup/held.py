@@ -12,9 +12,17 @@ import psutil
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import DraftLayers, KVCache
+from executor_svc.errors import StartError
 from executor_svc.models.loading import LoadedModel
 from executor_svc.startup.adapters import held_on_cpu
 from executor_svc.worker.model_adapters import ModelAdapterLoader
+
+_EQUAL = {
+    "model": "another config.json than rank 0 in --model (digest %s, not %s)",
+    "isa": "the instruction set %s, and rank 0 %s: --cpu-isa gives all the same",
+    "versions": "the libraries %s, and rank 0 %s",
+}
+"""What must be the same at all ranks, and how a difference is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +38,12 @@ class Held:
     """Adapters at most."""
 
 
-def held_by(loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None) -> dict[str, Any]:
+def held_by(loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None, device: Device) -> dict[str, Any]:
     """Return what one rank holds, for `least`."""
     return {
+        "model": loaded.spec_digest.hex(),
+        "isa": device.isa,
+        "versions": list(device.versions),
         "device": pools.num_device_blocks,
         "host": pools.num_host_blocks,
         "bytes": pools.bytes_per_block,
@@ -42,7 +53,14 @@ def held_by(loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | 
 
 
 def least(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what all ranks hold, for `read_held`; ranks: in their order."""
+    """Return what all ranks hold, for `read_held`; ranks: in their order.
+
+    Raises StartError for a rank whose results would have other bits than rank 0's.
+    """
+    for rank, each in enumerate(ranks):
+        for name, what in _EQUAL.items():
+            if each[name] != ranks[0][name]:
+                raise StartError(f"rank {rank} has {what % (each[name], ranks[0][name])}")
     digests = b"".join(bytes.fromhex(each["weights"]) for each in ranks)
     return {
         "device": min(each["device"] for each in ranks),
@@ -65,17 +83,21 @@ def new_pools(
     device: Device,
     config: ExecutorConfig,
     adapters: ModelAdapterLoader | None,
+    on_host: int,
     draft: DraftLayers | None = None,
 ) -> KVCache:
-    """Return the pools of one rank: of its KV heads, in its share of this machine's free memory."""
-    others = device.free_memory_bytes() - own_memory(device, config)
+    """Return the pools of one rank: of its KV heads, in its share of this machine's free memory.
+
+    on_host: ranks of this machine.
+    """
+    others = device.free_memory_bytes() - own_memory(device, on_host)
     return device.new_kv_cache(loaded.own_geometry, config, others + held_on_cpu(adapters, device), draft)
 
 
-def own_memory(device: Device, config: ExecutorConfig) -> int:
-    """Return a rank's share of the free memory of this machine, not of a GPU's."""
+def own_memory(device: Device, on_host: int) -> int:
+    """Return the share of this machine's free memory, not of a GPU's, that one of so many ranks has."""
     free = device.free_memory_bytes() if device.name == "cpu" else int(psutil.virtual_memory().available)
-    return free // config.tensor_parallel_size
+    return free // on_host
 
 
 def fewest_blocks(

@@ -9,71 +9,64 @@ from cadenza.telemetry.logs import report_error
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.device.ranks import RankKernels, Share
+from executor_svc.device.ranks import RankKernels
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.parallel.split import check_split
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.ranks.adapters import LeaderAdapters
-from executor_svc.ranks.processes import RankProcesses
+from executor_svc.ranks.hosts.places import Place
+from executor_svc.ranks.members import EXIT_RANK
 from executor_svc.ranks.steps import LeaderRanks
 from executor_svc.startup.adapters import max_loaded
 from executor_svc.startup.held import Held, held_by, least, own_memory, read_held
-from executor_svc.startup.rank_checks import check_ranks
-from executor_svc.startup.rank_kernels import ranks_in_memory, ranks_on_gpus, sizes_of
+from executor_svc.startup.members import start_members
+from executor_svc.startup.rank_checks import check_ranks, ranks_on_host
+from executor_svc.startup.rank_kernels import make_ranks
 from executor_svc.worker.model_adapters import ModelAdapterLoader
-
-EXIT_RANK = 5
 
 
 class Leader:
     """Rank 0's side of the start."""
 
-    def __init__(self, config: ExecutorConfig, device: Device) -> None:
-        """Start the processes of the others, which load while this one does. Raises RanksError."""
+    def __init__(self, config: ExecutorConfig, device: Device, place: Place | None) -> None:
+        """Start the others, or wait for them; they load while this one does. place: of one that something else has
+        started. Raises StartError."""
         check_ranks(config, device)
         self._config, self._device, self._size = config, device, config.tensor_parallel_size
-        options = {**config.model_dump(exclude_unset=True, mode="json"), "num_threads": device.num_threads}
-        self._on_gpus = device.name != "cpu"
-        if not self._on_gpus:
-            self._processes = RankProcesses(self._size, options)
-            return
-        from executor_svc.gpu.visible import environment_of
-
-        self._processes = RankProcesses(self._size, options, environment_of)
-        # From the beginning: who waits in a collective operation for a rank that has ended waits for ever.
-        self._processes.watch(_end)
+        self._on_host, self._on_gpus = ranks_on_host(config, place), device.name != "cpu"
+        self._members = start_members(config, device, place)
+        if self._on_gpus:
+            # From the beginning: who waits in a collective operation for a rank that has ended waits for ever.
+            self._members.watch(_end)
 
     def join(self, spec: DecoderSpec) -> RankKernels:
         """Implements `models.loading.Join`."""
         check_split(spec, self._size)
-        if self._on_gpus:
-            return ranks_on_gpus(self._device, Share(0, self._size), self._processes.memory)
-        sizes = sizes_of(self._config, spec)
-        return ranks_in_memory(self._device, 0, sizes, self._processes.open_memory(sizes.num_bytes))
+        return make_ranks(self._device, 0, self._config, spec, self._members.exchanges)
 
     def agree(self, loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None) -> Held:
         """Return what all ranks hold: the fewest blocks, and one digest. Raises StartError."""
-        return read_held(self._processes.agree(held_by(loaded, pools, adapters), least))
+        return read_held(self._members.agree(held_by(loaded, pools, adapters, self._device), least))
 
     def begin(self, loaded: LoadedModel) -> LeaderRanks:
         """Return rank 0's side of steps, once all ranks wait for plans; their ends end this process from now on."""
         kernels = loaded.ranks
         assert kernels is not None
-        self._processes.wait_until_ready()
+        self._members.wait_until_ready()
         if not self._on_gpus:
-            self._processes.watch(_end)
-        return LeaderRanks(kernels, self._processes.links)
+            self._members.watch(_end)
+        return LeaderRanks(kernels, self._members.links)
 
     def stop(self) -> None:
         """End the others: this process cannot start."""
-        self._processes.stop()
+        self._members.stop()
 
     def make_adapters(self, loaded: LoadedModel) -> LeaderAdapters | None:
         """Return what loads the adapters of all ranks; None for a model without places for them."""
         if loaded.adapters is None:
             return None
-        config, links = self._config, self._processes.adapter_links
-        most = max_loaded(config, loaded.adapters, own_memory(self._device, config))
+        config, links = self._config, self._members.adapter_links
+        most = max_loaded(config, loaded.adapters, own_memory(self._device, self._on_host))
         return LeaderAdapters(loaded.adapters, most, links, roots=config.adapter_roots, base_table=loaded.base_table)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.ranks.launches import CpuRanks
+from executor_svc.cpu.kernels.ranks.linked import LinkedRanks
 from executor_svc.cpu.kernels.ranks.memory import ExchangeMemory, ExchangeSizes
 from executor_svc.device.interface import Device
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.spec import DecoderSpec
+from executor_svc.ranks.members import Exchanges
+from executor_svc.ranks.shared_memory import SharedMemory
 
 
 def sizes_of(config: ExecutorConfig, spec: DecoderSpec) -> ExchangeSizes:
@@ -20,11 +20,19 @@ def sizes_of(config: ExecutorConfig, spec: DecoderSpec) -> ExchangeSizes:
     return ExchangeSizes(config.tensor_parallel_size, *most)
 
 
-def ranks_in_memory(device: Device, rank: int, sizes: ExchangeSizes, memory: NDArray[np.uint8]) -> RankKernels:
-    """Return the exchanges of a rank on the CPU, in memory that all ranks share."""
-    kernels = device.kernels
+def make_ranks(
+    device: Device, rank: int, config: ExecutorConfig, spec: DecoderSpec, exchanges: Exchanges
+) -> RankKernels:
+    """Return the exchanges of a rank: on the CPU through memory that all ranks share, or over connections."""
+    share = Share(rank, config.tensor_parallel_size)
+    if device.name != "cpu":
+        assert isinstance(exchanges, SharedMemory)
+        return ranks_on_gpus(device, share, exchanges.descriptor)
+    kernels, sizes = device.kernels, sizes_of(config, spec)
     assert isinstance(kernels, CpuKernels)
-    return CpuRanks(Share(rank, sizes.num_ranks), kernels, ExchangeMemory(memory, sizes))
+    if isinstance(exchanges, SharedMemory):
+        return CpuRanks(share, kernels, ExchangeMemory(exchanges.open(sizes.num_bytes), sizes))
+    return LinkedRanks(share, kernels, exchanges, sizes)
 
 
 def ranks_on_gpus(device: Device, share: Share, memory: int) -> RankKernels:

@@ -17,8 +17,9 @@ from executor_svc.models.parallel.split import check_split
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.ranks.drafts import LeaderDrafts, MemberDrafts
-from executor_svc.ranks.links import Frame, Link
-from executor_svc.ranks.processes import map_memory
+from executor_svc.ranks.hosts.places import Place
+from executor_svc.ranks.joined import Joined
+from executor_svc.ranks.links import Frame
 from executor_svc.ranks.steps import MemberRanks
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, make_adapters, with_adapters
@@ -27,8 +28,8 @@ from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.gpu_ranks import build_first_on_gpus, build_member_on_gpus
 from executor_svc.startup.held import fewest_blocks, held_by, limit_adapters, new_pools, read_held
 from executor_svc.startup.leader import Leader
-from executor_svc.startup.rank_checks import RanksError, threads_of
-from executor_svc.startup.rank_kernels import ranks_in_memory, sizes_of
+from executor_svc.startup.rank_checks import RanksError, ranks_on_host, threads_of
+from executor_svc.startup.rank_kernels import make_ranks
 from executor_svc.startup.speculation import (
     check_speculation,
     load_speculative_model,
@@ -44,15 +45,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def build_divided(config: ExecutorConfig, drafts: DraftSource | None = None) -> tuple[Executor, Description]:
+def build_divided(
+    config: ExecutorConfig, drafts: DraftSource | None = None, place: Place | None = None
+) -> tuple[Executor, Description]:
     """Build the executor of rank 0, and start the others; arguments and errors as those of `build.build_model`."""
-    device = make_device(threads_of(config))
+    config = threads_of(config, place)
+    device = make_device(config)
     check_speculation(config, device.name)
     config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
     if device.name != "cpu" and drafts is not None:
         raise RanksError("drafts that are given, as those of a replay, are not possible with ranks on GPUs so far")
-    leader = Leader(config, device)
+    leader = Leader(config, device, place)
     if device.name != "cpu":
         return build_first_on_gpus(config, device, leader)
     try:
@@ -60,7 +64,7 @@ def build_divided(config: ExecutorConfig, drafts: DraftSource | None = None) -> 
         adapters = leader.make_adapters(loaded)
         draft = load_speculative_model(config, device, loaded)
         layers = None if draft is None else draft.layers
-        pools = new_pools(loaded, device, config, adapters, layers)
+        pools = new_pools(loaded, device, config, adapters, ranks_on_host(config, place), layers)
         held = leader.agree(loaded, pools, adapters)
         pools = fewest_blocks(pools, held, loaded, device, config, layers)
         limit_adapters(adapters, held)
@@ -84,33 +88,28 @@ def build_divided(config: ExecutorConfig, drafts: DraftSource | None = None) -> 
     return executor, replace(described, bytes_per_block=held.bytes_per_block)
 
 
-def build_member(
-    config: ExecutorConfig, rank: int, link: Link, memory: int
-) -> tuple[StepExecutor | GpuStepExecutor, MemberRanks]:
-    """Build the executor of another rank than 0. Raises StartError."""
+def build_member(config: ExecutorConfig, joined: Joined) -> tuple[StepExecutor | GpuStepExecutor, MemberRanks]:
+    """Build the executor of another rank than 0, with its number of threads. Raises StartError."""
     device = make_device(config)
     config = config.sized_for(device.name)
+    torch.set_num_threads(device.num_threads)
     if device.name != "cpu":
-        return build_member_on_gpus(config, device, rank, link, memory)
+        return build_member_on_gpus(config, device, joined)
 
     def join(spec: DecoderSpec) -> RankKernels:
         check_split(spec, config.tensor_parallel_size)
-        kind, content = link.receive()
-        assert kind == Frame.MEMORY
-        return ranks_in_memory(device, rank, sizes_of(config, spec), map_memory(memory, int(content)))
+        return make_ranks(device, joined.rank, config, spec, joined.exchanges)
 
     loaded = load_model(config, device, adapter_sizes(config, device), join)
-    adapters = make_adapters(config, device, loaded)
-    pools = new_pools(loaded, device, config, adapters)
-    link.send(Frame.HELD, json.dumps(held_by(loaded, pools, adapters)).encode())
-    kind, content = link.receive()
-    assert kind == Frame.SIZES
-    held = read_held(json.loads(content))
+    adapters = make_adapters(config, device, loaded, joined.on_host)
+    pools = new_pools(loaded, device, config, adapters, joined.on_host)
+    joined.link.send(Frame.HELD, json.dumps(held_by(loaded, pools, adapters, device)).encode())
+    held = read_held(json.loads(joined.expect(Frame.SIZES)))
     pools = fewest_blocks(pools, held, loaded, device, config)
     limit_adapters(adapters, held)
     limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
     assert loaded.ranks is not None
-    ranks = MemberRanks(loaded.ranks, link)
+    ranks = MemberRanks(loaded.ranks, joined.link)
     runner = ModelRunner(loaded.model, device, pools, limits, adapters=loaded.adapters)
     drafts = None if config.speculative == "off" else MemberDrafts(ranks)
     return StepExecutor(runner, pools, limits, drafts=drafts, adapters=adapters, ranks=ranks), ranks

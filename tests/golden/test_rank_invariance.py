@@ -24,7 +24,7 @@ from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.known_drafts import KnownDrafts
 from tests.helpers.mtp_heads import make_mimo
 from tests.helpers.peft_adapters import save_peft_adapter
-from tests.helpers.rank_threads import RankThreads
+from tests.helpers.rank_threads import Connections, RankThreads
 
 NAMES = (
     "all at once", "small chunks, few at once", "recompute, no cache, four plans", "swap", "cached in the host pool",
@@ -66,6 +66,26 @@ def test_same_request_same_bits(divided: Divided, name: str) -> None:
     for key, alone in divided.expected.items():
         assert found[key] == alone, key
     assert setting.happens - {"hits"} <= (+rig.happened).keys()
+
+
+@pytest.mark.parametrize(
+    ("divided", "name"),
+    [("float32", "drafts, swap"), ("float32", "broken sessions"), ("bfloat16", "all at once")],
+    indirect=["divided"],
+    scope="module",
+)
+def test_connections_give_the_bits_of_shared_memory(divided: Divided, name: str) -> None:
+    connections = Connections()
+    ranks = RankThreads(divided.folder, 2, divided.ranks.options, connections)
+    try:
+        drafts = None
+        if SETTINGS[name].max_drafts:
+            drafts = KnownDrafts(known_texts(divided.expected), VOCAB_SIZE, acceptance=0.8)
+        found = Rig(ranks.first, SETTINGS[name], drafts, ranks=ranks).run(load())
+    finally:
+        ranks.stop()
+        connections.close()
+    assert found == divided.expected
 
 
 @pytest.mark.parametrize("divided", ["float32"], indirect=True, scope="module")

@@ -8,7 +8,6 @@ Commands, environment, probes and grace periods are those of the manifests.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -25,17 +24,11 @@ from cadenza.healthcheck import check
 from tests.helpers.certificates import certificates
 from tests.helpers.compose import last_instruction, read_dockerfile
 from tests.helpers.kubernetes_api import FakeKubernetes, kubernetes_api
+from tests.helpers.loopback import new_address
 from tests.helpers.manifests import PodTemplate, environment_of, named, of_kind, pod_templates
 from tests.helpers.paths import ROOT
 
 _READY_S = 60
-_NUMBERS = itertools.count(1)
-
-
-def _new_address() -> str:
-    """An address of the loopback that no other test run has."""
-    own = os.getpid()
-    return f"127.{1 + own % 250}.{1 + own // 250 % 250}.{next(_NUMBERS)}"
 
 
 def _answers(url: str) -> bool:
@@ -134,7 +127,7 @@ class LocalCluster:
         account = [api.cluster.host, api.cluster.port, str(api.account)]
         self.file.write_text(json.dumps({"names": str(self._names), "api": account}))
         self._certificates = certificates(folder / "certs", hosts=self._dns_names())
-        self.scheduler = Pod(self, self._templates["scheduler"], _new_address())
+        self.scheduler = Pod(self, self._templates["scheduler"], new_address())
         self._names.write_text("{}")
 
     @property
@@ -153,7 +146,7 @@ class LocalCluster:
 
     async def start_executor(self) -> Pod:
         """Start an executor whose probe passes, and which its service does not have yet."""
-        pod = Pod(self, self._templates["executor"], _new_address())
+        pod = Pod(self, self._templates["executor"], new_address())
         self.executors.append(pod)
         await pod.start()
         self._publish(pod, is_ready=False)

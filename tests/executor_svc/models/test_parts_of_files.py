@@ -107,5 +107,7 @@ def test_a_part_of_a_gguf_file(kind: str, tmp_path: Path, read: list[int]) -> No
             values = weights.open_part(f"{prefix}.weight", shape, part).whole()
             share = values.numel() * 2
         assert sum(read) == share
-        wanted = everything[:, chosen.start : chosen.stop] if part.of_columns else everything[chosen.start : chosen.stop]
+        wanted = (
+            everything[:, chosen.start : chosen.stop] if part.of_columns else everything[chosen.start : chosen.stop]
+        )
         assert torch.equal(values, wanted)

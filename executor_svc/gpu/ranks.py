@@ -102,7 +102,8 @@ class GpuRanks:
     def share_first(self, *tensors: Tensor) -> None:
         """Give the numbers of rank 0's tensors to all; enqueued."""
         for tensor in tensors:
-            dist.broadcast(tensor, src=0)
+            if tensor.numel():
+                dist.broadcast(tensor, src=0)
 
     def _gathered(self, x: Tensor, parts: Tensor) -> Tensor:
         """Return the rows x [T, columns] of all ranks, [N, T, columns], in memory `parts`."""

@@ -127,7 +127,9 @@ def _memory(shape: str, options: argparse.Namespace) -> Iterator[Row]:
             "whole_process_grows_bytes": whole["grown"], "process_grows_bytes": grown,
         }  # fmt: skip
         if found["over_its_share_percent"] > _MOST_PERCENT:
-            raise BenchmarkError(f"{shape}: a rank of {size} holds {most:.0f} bytes of weights, its share is {share:.0f}")
+            raise BenchmarkError(
+                f"{shape}: a rank of {size} holds {most:.0f} bytes of weights, its share is {share:.0f}"
+            )
         yield _row({"case": "memory", "model": shape, "ranks": size}, [found], [other.cores], options)
 
 
@@ -180,7 +182,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="random checkpoints of steps and memory (default 10m, 135m and qwen3-0.6b)",
     )  # fmt: skip
     parser.add_argument(
-        "--sizes", nargs="+", type=positive, default=list(_SIZES), help="numbers of ranks of exchanges (default 2 and 4)"
+        "--sizes",
+        nargs="+",
+        type=positive,
+        default=list(_SIZES),
+        help="numbers of ranks of exchanges (default 2 and 4)",
     )
     parser.add_argument("--quick", action="store_true", help="the small model, few cases: whether it works at all")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from executor_svc.errors import StartError
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 from executor_svc.ranks.members import Exchanges
+from executor_svc.ranks.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,11 @@ class Joined:
     exchanges: Exchanges
     adapter_link: Link | None = None
     """None: not yet."""
+
+    def meet(self, _num_bytes: int) -> None:
+        """Wait until exchanges can begin; raises StartError."""
+        if isinstance(self.exchanges, SharedMemory):
+            self.expect(Frame.MEMORY)
 
     def expect(self, wanted: Frame) -> bytes:
         """Wait for a frame of this kind from rank 0, at the start; raises StartError."""

@@ -30,6 +30,10 @@ class Members(ABC):
         """Of steps, and of all before the first; in the order of ranks."""
         self.adapter_links: list[Link] = []
 
+    @abstractmethod
+    def meet(self, num_bytes: int) -> None:
+        """Let the others begin with exchanges that take so many bytes of shared memory. Raises StartError."""
+
     def agree(
         self, own: dict[str, Any], decide: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
     ) -> dict[str, Any]:

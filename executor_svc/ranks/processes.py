@@ -27,6 +27,8 @@ _PR_SET_PDEATHSIG = 1
 class RankProcesses(Members):
     """Starts the other ranks and watches them."""
 
+    exchanges: SharedMemory
+
     def __init__(
         self, size: int, options: dict[str, Any], environment: Callable[[int], Mapping[str, str]] = lambda _: {}
     ) -> None:
@@ -35,7 +37,7 @@ class RankProcesses(Members):
         """
         super().__init__()
         memory = os.memfd_create("cadenza ranks")
-        self.exchanges = SharedMemory(memory, self._size_memory)
+        self.exchanges = SharedMemory(memory)
         self._children: list[Child] = []
         self._stopped = threading.Event()
         for rank in range(1, size):
@@ -51,8 +53,8 @@ class RankProcesses(Members):
             self.links.append(link)
             self._children.append(child)
 
-    def _size_memory(self, num_bytes: int) -> None:
-        """Give the memory of exchanges its size, and let the others open it."""
+    def meet(self, num_bytes: int) -> None:
+        """As in `Members`: gives the memory its size."""
         os.ftruncate(self.exchanges.descriptor, num_bytes)
         self.tell(Frame.MEMORY, str(num_bytes).encode())
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 
+@dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """One rank's view of it."""
+    """A file in memory."""
 
-    def __init__(self, descriptor: int, meet: Callable[[int], None]) -> None:
-        """meet: called before it is mapped, with how many bytes; rank 0 gives it its size, and the others wait."""
-        self.descriptor = descriptor
-        self._meet = meet
+    descriptor: int
 
-    def open(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return it, all zeros at first; it lives as long as the array. Raises StartError."""
-        self._meet(num_bytes)
+    def map(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return it, once it has this size; all zeros at first. It lives as long as the array."""
         return np.frombuffer(mmap.mmap(self.descriptor, num_bytes), np.uint8)

@@ -125,7 +125,7 @@ def build_member_on_gpus(config: ExecutorConfig, device: Device, joined: Joined)
 
     def join(spec: DecoderSpec) -> RankKernels:
         check_split(spec, config.tensor_parallel_size)
-        return make_ranks(device, joined.rank, config, spec, joined.exchanges)
+        return make_ranks(device, joined.rank, config, spec, joined.exchanges, joined.meet)
 
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), join)

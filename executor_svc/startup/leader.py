@@ -32,7 +32,8 @@ class Leader:
         """Start the others, or wait for them; they load while this one does. place: of one that something else has
         started. Raises StartError."""
         check_ranks(config, device)
-        self._config, self._device, self._size = config, device, config.tensor_parallel_size
+        self._config, self._device = config.sized_for(device.name), device
+        self._size = config.tensor_parallel_size
         self._on_host, self._on_gpus = ranks_on_host(config, place), device.name != "cpu"
         self._members = start_members(config, device, place)
         if self._on_gpus:
@@ -42,7 +43,7 @@ class Leader:
     def join(self, spec: DecoderSpec) -> RankKernels:
         """Implements `models.loading.Join`."""
         check_split(spec, self._size)
-        return make_ranks(self._device, 0, self._config, spec, self._members.exchanges)
+        return make_ranks(self._device, 0, self._config, spec, self._members.exchanges, self._members.meet)
 
     def agree(self, loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None) -> Held:
         """Return what all ranks hold: the fewest blocks, and one digest. Raises StartError."""

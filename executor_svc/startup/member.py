@@ -40,14 +40,11 @@ def main() -> int:
     config = ExecutorConfig(**json.loads(options))
     logs.configure(config.log_level, config.log_format, f"executor_svc rank {rank}")
 
-    def meet(_: int) -> None:
-        joined.expect(Frame.MEMORY)
-
     joined = Joined(
         rank,
         config.tensor_parallel_size,
         link,
-        SharedMemory(memory, meet),
+        SharedMemory(memory),
         Link(socket.socket(fileno=adapters_end)),
     )
     try:

@@ -6,7 +6,7 @@ import time
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
-from executor_svc.ranks.hosts.connected import ConnectedRanks
+from executor_svc.ranks.connected import ConnectedRanks
 from executor_svc.ranks.hosts.credentials import read_credentials
 from executor_svc.ranks.hosts.introduction import introduction
 from executor_svc.ranks.hosts.listener import Listener

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.ranks.launches import CpuRanks
@@ -21,17 +23,26 @@ def sizes_of(config: ExecutorConfig, spec: DecoderSpec) -> ExchangeSizes:
 
 
 def make_ranks(
-    device: Device, rank: int, config: ExecutorConfig, spec: DecoderSpec, exchanges: Exchanges
+    device: Device,
+    rank: int,
+    config: ExecutorConfig,
+    spec: DecoderSpec,
+    exchanges: Exchanges,
+    meet: Callable[[int], None],
 ) -> RankKernels:
-    """Return the exchanges of a rank: on the CPU through memory that all ranks share, or over connections."""
+    """Return the exchanges of a rank: on the CPU through memory that all ranks share, or over connections.
+
+    meet: called with the bytes of that memory, before it is mapped. Raises StartError.
+    """
     share = Share(rank, config.tensor_parallel_size)
     if device.name != "cpu":
         assert isinstance(exchanges, SharedMemory)
         return ranks_on_gpus(device, share, exchanges.descriptor)
     kernels, sizes = device.kernels, sizes_of(config, spec)
     assert isinstance(kernels, CpuKernels)
+    meet(sizes.num_bytes)
     if isinstance(exchanges, SharedMemory):
-        return CpuRanks(share, kernels, ExchangeMemory(exchanges.open(sizes.num_bytes), sizes))
+        return CpuRanks(share, kernels, ExchangeMemory(exchanges.map(sizes.num_bytes), sizes))
     return LinkedRanks(share, kernels, exchanges, sizes)
 
 

@@ -52,11 +52,11 @@ def build_divided(
     config = threads_of(config, place)
     device = make_device(config)
     check_speculation(config, device.name)
-    config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
     if device.name != "cpu" and drafts is not None:
         raise RanksError("drafts that are given, as those of a replay, are not possible with ranks on GPUs so far")
     leader = Leader(config, device, place)
+    config = config.sized_for(device.name)
     if device.name != "cpu":
         return build_first_on_gpus(config, device, leader)
     try:
@@ -98,7 +98,7 @@ def build_member(config: ExecutorConfig, joined: Joined) -> tuple[StepExecutor |
 
     def join(spec: DecoderSpec) -> RankKernels:
         check_split(spec, config.tensor_parallel_size)
-        return make_ranks(device, joined.rank, config, spec, joined.exchanges)
+        return make_ranks(device, joined.rank, config, spec, joined.exchanges, joined.meet)
 
     loaded = load_model(config, device, adapter_sizes(config, device), join)
     adapters = make_adapters(config, device, loaded, joined.on_host)

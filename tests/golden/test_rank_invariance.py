@@ -76,7 +76,7 @@ def test_same_request_same_bits(divided: Divided, name: str) -> None:
 )
 def test_connections_give_the_bits_of_shared_memory(divided: Divided, name: str) -> None:
     connections = Connections()
-    ranks = RankThreads(divided.folder, 2, divided.ranks.options, connections)
+    ranks = RankThreads(divided.folder, 2, divided.ranks.options, meeting=connections)
     try:
         drafts = None
         if SETTINGS[name].max_drafts:

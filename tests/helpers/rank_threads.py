@@ -130,11 +130,11 @@ class RankThreads:
     folder: Path
     size: int
     options: dict[str, Any] = field(default_factory=dict)
-    meeting: Meeting = field(default_factory=SharedMemory)
     adapter_sizes: AdapterSizes | None = None
     """Of places for adapters."""
     prepare: Callable[[StepExecutor], None] = _nothing
     """Called with the executor of each other rank, before its first step."""
+    meeting: Meeting = field(default_factory=SharedMemory)
 
     def __post_init__(self) -> None:
         self.options = {

@@ -136,7 +136,11 @@ def _cut(stored: StoredTensor, axes: tuple[int, ...], whole: LazyRows, part: Par
     shared = whole.format.group if part.of_columns else whole.scale_rows
     each, rest = divmod(part.total, count)
     possible = (1, shared) if shared > 1 and not part.of_columns else (*_PACKED, shared)
-    if rest or each not in possible or any(edge % each for chosen in part.ranges for edge in (chosen.start, chosen.stop)):
+    if (
+        rest
+        or each not in possible
+        or any(edge % each for chosen in part.ranges for edge in (chosen.start, chosen.stop))
+    ):
         return None
     return Cut(axis, tuple(range(chosen.start // each, chosen.stop // each) for chosen in part.ranges))
 

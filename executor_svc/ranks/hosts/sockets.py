@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from typing import Any
 
 from executor_svc.ranks.hosts.places import PlaceError
 
 _RETRY_S = 0.2
-UNANSWERED_S = 1.5
-"""What is sent and not confirmed by the other machine for this long ends a connection, on Linux."""
-
 _Address = tuple[int, Any]
 """A family, and what `connect` and `bind` take."""
 
@@ -35,8 +31,6 @@ def pause() -> None:
 
 
 def settle(end: socket.socket) -> None:
-    """Let a connection wait as long as it takes, send at once, and end when the other machine is silent."""
+    """Let a connection wait as long as it takes, and send at once."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if sys.platform == "linux":
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNANSWERED_S * 1000))

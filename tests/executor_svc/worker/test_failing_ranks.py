@@ -17,7 +17,7 @@ from executor_svc.plan.description import limits_of
 from executor_svc.service.convert import plan_from_wire
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import make_llama
-from tests.helpers.rank_threads import RankThreads
+from tests.helpers.rank_threads import Connections, Meeting, RankThreads, SharedMemory
 
 PROMPT = list(range(3, 40))
 
@@ -25,8 +25,8 @@ PROMPT = list(range(3, 40))
 class Replica:
     """Rank 0's executor of a model in two ranks, and the other's."""
 
-    def __init__(self, folder: Path) -> None:
-        self.ranks = RankThreads(folder, 2, {"dtype": "float32"})
+    def __init__(self, folder: Path, meeting: Meeting) -> None:
+        self.ranks = RankThreads(folder, 2, {"dtype": "float32"}, meeting=meeting)
         members: list[StepExecutor] = []
         self.ranks.prepare = members.append
         first = self.ranks.first
@@ -52,11 +52,13 @@ class Replica:
         return first.execute(plan_from_wire(plan), 0).token_ids.tolist()
 
 
-@pytest.fixture(scope="module")
-def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
-    made = Replica(make_llama(tmp_path_factory.mktemp("model")))
+@pytest.fixture(scope="module", params=[SharedMemory, Connections])
+def replica(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    meeting = request.param()
+    made = Replica(make_llama(tmp_path_factory.mktemp("model")), meeting)
     yield made
     made.ranks.stop()
+    meeting.close()
 
 
 @contextmanager

@@ -25,6 +25,8 @@ _END_S = 2.0
 class ConnectedRanks(Members):
     """Ranks 1 and up, once all have connected."""
 
+    exchanges: LeaderExchanges
+
     def __init__(self, listener: Listener, size: int, own: dict[str, Any], timeout_s: float) -> None:
         """Wait for them; own: rank 0's introduction, which theirs must match. Raises StartError."""
         super().__init__()
@@ -39,6 +41,9 @@ class ConnectedRanks(Members):
         for rank in self.ranks:
             adapters, _ = self._take(rank, size, Purpose.ADAPTERS, deadline)
             self.adapter_links.append(adapters)
+
+    def meet(self, num_bytes: int) -> None:
+        """As in `Members`: connections need no memory."""
 
     def watch(self, on_death: Callable[[int, str], None]) -> None:
         """As in `Members`."""
@@ -68,7 +73,7 @@ class ConnectedRanks(Members):
             kind, content = link.receive()
             if kind != Frame.CONFIG:
                 raise StartError(f"rank {rank} at {peer} sent {kind.name}")
-            wrong = difference(own, json.loads(content))
+            wrong = _difference(own, content)
             if wrong is not None:
                 link.send(Frame.REFUSED, wrong.encode())
                 raise StartError(f"rank {rank} at {peer}: {wrong}")
@@ -100,3 +105,10 @@ class ConnectedRanks(Members):
         self.links[rank - 1].close()
         if on_death is not None and is_first:
             on_death(rank, how)
+
+
+def _difference(own: dict[str, Any], introduced: bytes) -> str | None:
+    try:
+        return difference(own, json.loads(introduced))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "it does not introduce itself as a rank of this version of Cadenza does"

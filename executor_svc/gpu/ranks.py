@@ -31,7 +31,7 @@ def join_group(share: Share, memory: int, backend: str) -> None:
     # Of the interface on which the ranks of one machine open their connections.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"/proc/self/fd/{memory}", share.size)
+    store = dist.FileStore(f"/proc/self/fd/{memory}", share.size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=share.rank, world_size=share.size, timeout=_TIMEOUT)
 
 

@@ -1,7 +1,7 @@
 """A rank's part of a linear in few bits, read from the file alone: its tensors, cut as its rows or columns are.
 
-A checkpoint stores codes, scales and zero points in tensors of their own, in which an element may stand for several rows
-or columns. Readers of formats see tensors of a smaller linear.
+A checkpoint stores codes, scales and zero points in tensors of their own, in which an element may stand for several
+rows or columns. Readers of formats see tensors of a smaller linear.
 """
 
 from __future__ import annotations

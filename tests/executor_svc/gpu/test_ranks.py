@@ -162,7 +162,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("executor_svc.gpu.visible.is_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_gpus(2)
-    with pytest.raises(DeviceError, match="--tensor-parallel-size 3: needs as many GPUs.*PyTorch sees 2"):
+    with pytest.raises(DeviceError, match=r"--tensor-parallel-size 3: needs as many GPUs.*PyTorch sees 2"):
         check_gpus(3)
 
 

@@ -149,6 +149,7 @@ class RankThreads:
         self._links: list[Link] = []
         self._threads: list[threading.Thread] = []
         self._adapter_links: list[Link] = []
+        self._serving: list[threading.Thread] = []
         self._loaders: list[ModelAdapterLoader | None] = [None] * self.size
 
     @property
@@ -158,7 +159,7 @@ class RankThreads:
 
     def start(self, config: ExecutorConfig, limits: Limits) -> LeaderRanks:
         """Start the other ranks anew, with pools of these sizes; returns rank 0's side of steps."""
-        self.stop()
+        self._stop_members()
         for rank, model in enumerate(self.models[1:], 1):
             ours, theirs = map(Link, socket.socketpair())
             self._links.append(ours)
@@ -173,20 +174,30 @@ class RankThreads:
 
     def new_loader(self, most: int) -> LeaderAdapters:
         """Return what loads adapters on all ranks, `most` of them at most; the next `start` uses it."""
-        for link in self._adapter_links:
-            link.close()
-        self._adapter_links = []
+        self._stop_loaders()
         for rank, model in enumerate(self.models[1:], 1):
             ours, theirs = map(Link, socket.socketpair())
             assert model.loaded.adapters is not None
             self._loaders[rank] = loader = ModelAdapterLoader(model.loaded.adapters, most)
             self._adapter_links.append(ours)
-            threading.Thread(target=serve_adapters, args=(loader, theirs), daemon=True).start()
+            self._serving.append(threading.Thread(target=_serve, args=(loader, theirs)))
+            self._serving[-1].start()
         assert self.first.loaded.adapters is not None
         return LeaderAdapters(self.first.loaded.adapters, most, self._adapter_links)
 
     def stop(self) -> None:
         """End the other ranks."""
+        self._stop_members()
+        self._stop_loaders()
+
+    def _stop_loaders(self) -> None:
+        for link in self._adapter_links:
+            link.close()
+        for thread in self._serving:
+            thread.join()
+        self._adapter_links, self._serving = [], []
+
+    def _stop_members(self) -> None:
         for link in self._links:
             link.close()
         for thread in self._threads:
@@ -226,4 +237,9 @@ def _follow(
     prepare(executor)
     with suppress(LinkClosed):
         follow(executor, ranks)
+    link.close()
+
+
+def _serve(loader: ModelAdapterLoader, link: Link) -> None:
+    serve_adapters(loader, link)
     link.close()

@@ -128,6 +128,15 @@ def published_profile(
     return ExecutorProfile(costs=costs, overheads=_OVERHEADS, limits=limits, source=source)
 
 
+LLAMA_3_1_405B = Model(
+    "Llama-3.1-405B", 405.85e9, 2 * (405.85e9 - 128_256 * 16_384), 126, 128, 8, 128, 131_072,
+    "https://huggingface.co/meta-llama/Llama-3.1-405B/blob/main/config.json",
+)  # fmt: skip
+NODE_H200 = Device(
+    "8x H200 SXM", 8 * H200.memory_bytes, 8 * H200.memory_bytes_per_s, 8 * H200.flops, 8 * H200.pcie_bytes_per_s,
+    H200.linear_share, H200.attention_share, H200.sheet,
+)  # fmt: skip
+"""Eight GPUs that share the work of each step without loss: what they exchange costs time that is left out."""
 _KV_40GB = 15_700 * OPT_13B.kv_bytes
 """15.7K slots of 800 KB, as in the experiments of https://arxiv.org/abs/2309.06180 (Table 1 and section 3)."""
 PUBLISHED: dict[str, ExecutorProfile] = {
@@ -138,6 +147,9 @@ PUBLISHED: dict[str, ExecutorProfile] = {
         ),
         "a100-80gb-opt-13b": published_profile(A100_80GB, OPT_13B, max_num_seqs=256, max_num_batched_tokens=2048),
         "h200-llama-3.1-8b": published_profile(H200, LLAMA_3_1_8B, max_num_seqs=512, max_num_batched_tokens=8192),
+        "8xh200-llama-3.1-405b": published_profile(
+            NODE_H200, LLAMA_3_1_405B, max_num_seqs=256, max_num_batched_tokens=4096
+        ),
     }.items()
 }
 """Profiles by name, for `cadenza simulate --executor NAME`."""

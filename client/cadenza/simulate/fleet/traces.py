@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import numpy as np
 from cadenza.loadtest.requests import Floats, Ints, LoadTestError
 from cadenza.loadtest.seeds import stream
 from cadenza.loadtest.workload_readers import read_records
-from cadenza.loadtest.workload_records import BLOCK_TOKENS
+from cadenza.loadtest.workload_records import BLOCK_TOKENS, Record
 from cadenza.simulate.fleet.arrivals import Arrivals, ChunkedTraffic, joined
 from cadenza.simulate.fleet.routers import mixed
 from cadenza.simulate.fleet.statistics import day_factor, day_peak
@@ -46,7 +46,7 @@ class Trace:
 def read_trace(path: str) -> Trace:
     """Read a trace; raises a LoadTestError that names the file and the line."""
     times, prompts, outputs, blocks = [], [], [], []
-    for place, record in read_records(Path(path)):
+    for place, record in _records(path):
         if record.timestamp is None or record.output_len is None:
             missing = "timestamp" if record.timestamp is None else "output_len"
             raise LoadTestError(f"--traffic {path}, {place}: {missing} is missing")
@@ -64,6 +64,13 @@ def read_trace(path: str) -> Trace:
     session, fresh, shared, group, group_tokens = _shared(blocks, prompt)
     requests = Arrivals(due_s, prompt, np.array(outputs, np.int64), session, fresh, shared, group, group_tokens)
     return Trace(requests, int(session.max()) + 1, int(group.max()) + 1)
+
+
+def _records(path: str) -> Iterator[tuple[str, Record]]:
+    try:
+        yield from read_records(Path(path))
+    except LoadTestError as error:
+        raise LoadTestError(str(error).replace("workload ", "--traffic ", 1)) from None
 
 
 def _shared(

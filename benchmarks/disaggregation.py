@@ -28,10 +28,10 @@ EXECUTORS = 8
 BUDGETS = (512, 2048, 8192)
 _RATIO, _LOWEST = 1.2, 0.2
 _SLICE_S = 0.05
-_KV_BYTES = {"h200-llama-3.1-8b": LLAMA_3_1_8B.kv_bytes, "8xh200-llama-3.1-405b": LLAMA_3_1_405B.kv_bytes}
+_KV_BYTES = {"h200-llama-3.1-8b": LLAMA_3_1_8B.kv_bytes, "8xh200-llama-3.1-405b-fp8": LLAMA_3_1_405B.kv_bytes}
 LIMITS = {
     "h200-llama-3.1-8b": (Objective(0.5, 0.010), Objective(0.5, 0.020), Objective(2.0, 0.020), Objective(2.0, 0.050)),
-    "8xh200-llama-3.1-405b": (Objective(2.0, 0.040), Objective(2.0, 0.080), Objective(8.0, 0.080), Objective(8.0, 0.2)),
+    "8xh200-llama-3.1-405b-fp8": (Objective(2.0, 0.040), Objective(2.0, 0.080), Objective(8.0, 0.080), Objective(8.0, 0.2)),
 }
 
 
@@ -122,7 +122,9 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
     for executor in options.on:
         for mix in options.mixes:
             for link in options.links:
-                yield from _rows(options, Comparison(executor, mix, link, options.seconds, options.seed), executor, mix, link)
+                yield from _rows(
+                    options, Comparison(executor, mix, link, options.seconds, options.seed), executor, mix, link
+                )
 
 
 def _rows(options: argparse.Namespace, comparison: Comparison, executor: str, mix: str, link: float) -> Iterator[Row]:
@@ -140,7 +142,9 @@ def _rows(options: argparse.Namespace, comparison: Comparison, executor: str, mi
             "mixed_budget": float(best_mixed.budget),
             "split_per_s": rates[best_split],
             "split_prefill": float(best_split.num_prefill),
-            "split_over_mixed": rates[best_split] / rates[best_mixed] if rates[best_mixed] else float(bool(rates[best_split])),
+            "split_over_mixed": rates[best_split] / rates[best_mixed]
+            if rates[best_mixed]
+            else float(bool(rates[best_split])),
             "mixed_itl_p99_ms": _itl_ms(found[best_mixed], rates[best_mixed]),
             "split_itl_p99_ms": _itl_ms(found[best_split], rates[best_split]),
         }
@@ -153,7 +157,9 @@ def _rows(options: argparse.Namespace, comparison: Comparison, executor: str, mi
 
 def _itl_ms(trials: Sequence[Trial], rate: float) -> float:
     """At the trial nearest below a rate."""
-    return max((trial for trial in trials if trial.rate <= rate), key=lambda trial: trial.rate, default=trials[0]).itl_p99_ms
+    return max(
+        (trial for trial in trials if trial.rate <= rate), key=lambda trial: trial.rate, default=trials[0]
+    ).itl_p99_ms
 
 
 def _describe(row: Row) -> str:

@@ -34,7 +34,9 @@ _VIRTUAL_OUTPUT = 100
 def cases_of(options: argparse.Namespace) -> list[LaneCase]:
     """The cases that the options select."""
     outputs = [0, options.output_tokens] if options.output_tokens else [0]
-    return [LaneCase(lanes, running, output) for lanes in options.lanes for running in options.running for output in outputs]
+    return [
+        LaneCase(lanes, running, output) for lanes in options.lanes for running in options.running for output in outputs
+    ]
 
 
 def measure_core(case: LaneCase, rounds: int, seed: int) -> dict[str, float]:
@@ -124,4 +126,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--virtual", action="store_true", help="also in virtual time, with the measured times")
 
 
-BENCHMARK = Benchmark(NAME, "how many executors and sequences does one scheduler plan for?", _add_options, _run, _describe)
+BENCHMARK = Benchmark(
+    NAME, "how many executors and sequences does one scheduler plan for?", _add_options, _run, _describe
+)

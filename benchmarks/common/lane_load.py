@@ -130,7 +130,9 @@ class LaneLoad:
                 convert_ns += converted - planned + begin_apply - begin_parse
                 apply_ns += applied - begin_apply
             self._step += 1
-            for name, value in zip(("plan", "apply", "convert", "add"), (plan_ns, apply_ns, convert_ns, add_ns), strict=True):
+            for name, value in zip(
+                ("plan", "apply", "convert", "add"), (plan_ns, apply_ns, convert_ns, add_ns), strict=True
+            ):
                 getattr(times, name).append(value)
         self._check()
         return times
@@ -150,9 +152,7 @@ class LaneLoad:
             self._num_added += 1
             sampling = Sampling(stop_token_ids=(EOS,))
             key = f"request {self._num_added}"
-            self.core.add_request(
-                RequestSpec(key, prompt, sampling, _MAX_TOKENS, eos_token_ids=frozenset({EOS})), 0.0
-            )
+            self.core.add_request(RequestSpec(key, prompt, sampling, _MAX_TOKENS, eos_token_ids=frozenset({EOS})), 0.0)
 
     def _prompts(self, count: int) -> Iterator[tuple[int, ...]]:
         """Random prompts with lengths spread over a block, so that 1 in 16 sequences needs one each step."""

@@ -16,13 +16,17 @@ from tests.helpers.simulations import profile
 COSTS = {"step_us": 10_000.0, "token_us": 10.0}
 
 
-def model(costs: dict[str, float] | None = None, overheads: dict[str, float] | None = None, **limits: int) -> ExecutorModel:
+def model(
+    costs: dict[str, float] | None = None, overheads: dict[str, float] | None = None, **limits: int
+) -> ExecutorModel:
     """An executor; by default a step takes 10 ms and 10 µs for each token."""
     given = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 4096} | limits
     return model_of(profile(COSTS if costs is None else costs, overheads, **given))
 
 
-def requests(*rows: tuple[float, int, int], sessions: Sequence[int] | None = None, shared: Sequence[int] = ()) -> Arrivals:
+def requests(
+    *rows: tuple[float, int, int], sessions: Sequence[int] | None = None, shared: Sequence[int] = ()
+) -> Arrivals:
     """Requests by (due_s, prompt, output); each of its session, which begins with its first request."""
     due_s, prompt, output = (np.array(column) for column in zip(*rows, strict=True))
     made = alone(due_s.astype(np.float64), prompt.astype(np.int64), output.astype(np.int64))

@@ -42,7 +42,7 @@ def simulate_fleet(
         ),
     ] = "round-robin",
     executor: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Profile of an executor.  [default: 8xh200-llama-3.1-405b]")
+        str | None, typer.Option(metavar="NAME|FILE", help="Profile of an executor.  [default: 8xh200-llama-3.1-405b-fp8]")
     ] = None,
     traffic: Annotated[
         str | None,
@@ -56,7 +56,7 @@ def simulate_fleet(
         str | None, typer.Option(metavar="day|flat", help="The rate's course.  [default: day; flat for a trace]")
     ] = None,
     duration_s: Annotated[float, typer.Option(metavar="SECONDS", help="Time of arrivals.")] = 86400.0,
-    slo: Annotated[str, typer.Option(metavar="LIMITS", help="What a good request keeps.")] = "ttft=5,tpot=0.1",
+    slo: Annotated[str, typer.Option(metavar="LIMITS", help="What a good request keeps.")] = "ttft=10,tpot=0.1",
     gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of an executor, for its failures.")] = 8,
     failure_rate: Annotated[
         float | None,
@@ -146,7 +146,7 @@ def fleet_table(summaries: dict[str, dict[str, float]], slo: str) -> NumberTable
             number(found["output_tokens_per_s"]),
             f"{found['cached_share']:.1%}",
             f"{found['busy_share']:.1%}",
-            *([number(found["cost_per_million_tokens"]), number(found["cost_per_million_good_tokens"])] * priced),
+            *(number(found[f"cost_per_million_{what}tokens"]) for what in (("", "good_") if priced else ())),
         ]
         for name, found in summaries.items()
     ]

@@ -8,7 +8,7 @@ Formats, which are distinguished by the beginning of the file:
   output lengths are from `--output-len`, because the answers' lengths in tokens are unknown without a tokenizer;
 - traces as CSV: Azure's (TIMESTAMP, ContextTokens, GeneratedTokens) and BurstGPT's (Timestamp, Model, Request tokens,
   Response tokens); failed requests, with no tokens on one side, are left out;
-- traces as JSON lines: Mooncake's (timestamp in milliseconds, input_length, output_length, hash_ids), whose prompts have
+- traces as JSON lines: Mooncake's (timestamp in milliseconds, input_length, output_length, hash_ids): prompts have
   equal tokens where the ids of their blocks are equal.
 """
 

@@ -79,9 +79,7 @@ def test_drawn_traffic_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         ("--executor unknown", "--executor unknown: neither a file nor a known profile"),
     ],
 )
-def test_wrong_options_are_named(
-    trace: Path, capsys: pytest.CaptureFixture[str], options: str, problem: str
-) -> None:
+def test_wrong_options_are_named(trace: Path, capsys: pytest.CaptureFixture[str], options: str, problem: str) -> None:
     assert command(SMALL, trace, *options.split()) == 2
     printed = capsys.readouterr()
     assert problem in printed.err

@@ -18,7 +18,8 @@ from cadenza.simulate.fleet.histogram import LogHistogram
 from cadenza.simulate.fleet.model import ExecutorModel
 from cadenza.simulate.fleet.requests import DECODING, QUEUED, RequestTable
 
-_LONGEST_RUN = 16
+_LONGEST_RUN, _LOOK_AHEAD = 32, 64
+_NO_END = 1 << 60
 _QUEUE = 64
 
 
@@ -30,6 +31,8 @@ class Progress:
     ended: list[tuple[Ints, Floats]] = field(default_factory=list)
     handed_on: list[tuple[Ints, Floats]] = field(default_factory=list)
     """Requests whose prompt a prefill executor has computed, and whose KV is to go elsewhere."""
+    gaps: list[tuple[Floats, Ints]] = field(default_factory=list)
+    """Times between two tokens, and how many there were of each."""
 
 
 class ExecutorBank:
@@ -60,6 +63,8 @@ class ExecutorBank:
         """Queued requests, the one that is computed in part included."""
         self.head_ready_s = np.full(num_executors, np.inf)
         self.busy_s = np.zeros(num_executors)
+        self.last_step_s = np.zeros(num_executors)
+        """Time of the newest step."""
         self.least_step_s = np.zeros(num_executors)
         """Steps take no less: the scheduler has no time for more."""
         self.gaps = LogHistogram()
@@ -67,9 +72,11 @@ class ExecutorBank:
         self.num_preemptions = 0
         self._head = np.zeros(num_executors, np.int64)
         self._queue = np.full((num_executors, _QUEUE), -1, np.int64)
-        width = 1 << (max_output + _LONGEST_RUN + 1).bit_length()
+        width = 1 << (max_output + _LONGEST_RUN + _LOOK_AHEAD).bit_length()
         self._ends = np.full((num_executors, width), -1, np.int32)
         """By executor and step, modulo the width: the first request that ends there."""
+        self._next_end = np.full(num_executors, _NO_END)
+        """A step before which none ends."""
         self._slack = model.block_size // 2
 
     def __len__(self) -> int:
@@ -99,13 +106,18 @@ class ExecutorBank:
 
     def advance(self, until_s: float) -> Progress:
         """Begin all steps that begin before this time."""
-        progress = Progress()
+        progress, rows = Progress(), np.flatnonzero(self.up)
         while True:
-            begin_s = np.where(self.batch > 0, self.clock_s, np.maximum(self.clock_s, self.head_ready_s))
-            rows = np.flatnonzero(self.up & (begin_s < until_s))
+            begin_s = self._begin_s(rows)
+            begins = begin_s < until_s
+            rows, begin_s = rows[begins], begin_s[begins]
             if not len(rows):
-                return progress
-            self._step(rows, begin_s[rows], until_s, progress)
+                break
+            self._step(rows, begin_s, until_s, progress)
+        if progress.gaps:
+            gaps, weights = zip(*progress.gaps, strict=True)
+            self.gaps.add(np.concatenate(gaps), np.concatenate(weights))
+        return progress
 
     def fail(self, executor: int) -> Ints:
         """An executor is gone, and its KV with it; returns its requests, which are to be queued elsewhere."""
@@ -121,6 +133,7 @@ class ExecutorBank:
             column[executor] = 0
         self.head_ready_s[executor] = np.inf
         self._ends[executor] = -1
+        self._next_end[executor] = _NO_END
         self.up[executor] = False
         return requests
 
@@ -129,12 +142,20 @@ class ExecutorBank:
         self.up[executor] = True
         self.clock_s[executor] = now_s
 
+    def _begin_s(self, rows: Ints) -> Floats:
+        """When the next step of executors begins; inf without work."""
+        clock_s = self.clock_s[rows]
+        idle_s = self.head_ready_s[rows] + (self.model.plan_s + self.model.transit_s)
+        return np.where(self.batch[rows] > 0, clock_s, np.maximum(clock_s, idle_s))
+
     # --- one step, or a run of steps, of each of some executors -----------------------------------------------------
 
     def _step(self, rows: Ints, begin_s: Floats, until_s: float, progress: Progress) -> None:
         """`rows` [n]: executors; their steps begin at `begin_s` [n]."""
         batch, context = self.batch[rows], self.context[rows]
-        tokens, positions, read, joins = self._take_prompts(rows, begin_s)
+        # What the plan can have: it was made before the step before ended, if there was one.
+        cut_s = begin_s - np.where(batch > 0, self.model.lead_s(self.last_step_s[rows]), 0.0)
+        tokens, positions, read, joins = self._take_prompts(rows, cut_s)
         num_joins = np.zeros(len(rows), np.int64)
         for places, _ in joins:
             num_joins[places] += 1
@@ -142,8 +163,8 @@ class ExecutorBank:
         step_s = self.model.step_s(batch + tokens, decoded + positions, decoded + read, batch + num_joins)
         step_s = np.maximum(step_s, self.least_step_s[rows])
         head_s, has_head = self.head_ready_s[rows], self.size[rows] > 0
-        bound_s = np.minimum(until_s, np.where(has_head & (head_s > begin_s), head_s, np.inf))
-        may_run = (tokens == 0) & ~(has_head & (head_s <= begin_s)) & (batch > 0)
+        bound_s = np.minimum(until_s, np.where(has_head & (head_s > cut_s), head_s, np.inf))
+        may_run = (tokens == 0) & ~(has_head & (head_s <= cut_s)) & (batch > 0)
         count = np.ones(len(rows), np.int64)
         wanted = np.ceil((bound_s[may_run] - begin_s[may_run]) / np.maximum(step_s[may_run], 1e-9))
         count[may_run] = np.clip(wanted, 1, _LONGEST_RUN)
@@ -153,27 +174,26 @@ class ExecutorBank:
         before = self.num_steps[rows]
         self.num_steps[rows] = before + count
         self.clock_s[rows] = begin_s + took_s
+        self.last_step_s[rows] = took_s / count
         self.busy_s[rows] += np.where(stuck, 0.0, took_s)
         self.context[rows] += batch * count
         self.held[rows] += batch * count
         decodes = batch > 0
-        self.gaps.add((took_s / count)[decodes], (batch * count)[decodes])
+        progress.gaps.append(((took_s / count)[decodes], (batch * count)[decodes]))
         self._end_due(rows, before, count, begin_s, took_s, progress)
         for places, requests in joins:
             self._join(rows[places], requests, self.clock_s[rows[places]], progress)
         for executor in rows[self.held[rows] > self.model.pool_tokens].tolist():
             self._preempt(executor)
 
-    def _take_prompts(
-        self, rows: Ints, begin_s: Floats
-    ) -> tuple[Ints, Ints, Ints, list[tuple[Ints, Ints]]]:
+    def _take_prompts(self, rows: Ints, cut_s: Floats) -> tuple[Ints, Ints, Ints, list[tuple[Ints, Ints]]]:
         """Tokens of prompts in the step, the positions to which they attend and the KV that they read, [n] each; and
         the requests whose prompt ends there, in lists without an executor twice: places in `rows`, requests."""
         table, budget = self.table, self.model.max_num_batched_tokens - self.batch[rows]
         seats = self.model.max_num_seqs - self.batch[rows]
         tokens, positions, read = (np.zeros(len(rows), np.int64) for _ in range(3))
         joins: list[tuple[Ints, Ints]] = []
-        able = np.flatnonzero((self.size[rows] > 0) & (self.head_ready_s[rows] <= begin_s) & (seats > 0))
+        able = np.flatnonzero((self.size[rows] > 0) & (self.head_ready_s[rows] <= cut_s) & (seats > 0))
         while len(able):
             executors = rows[able]
             requests = self._queue[executors, self._head[executors] & (self._queue.shape[1] - 1)]
@@ -199,7 +219,7 @@ class ExecutorBank:
             if len(able):
                 joins.append((able, requests))
                 self._pop(rows[able], requests)
-            more = (self.size[rows[able]] > 0) & (self.head_ready_s[rows[able]] <= begin_s[able])
+            more = (self.size[rows[able]] > 0) & (self.head_ready_s[rows[able]] <= cut_s[able])
             able = able[more & (budget[able] > 0) & (seats[able] > 0)]
         return tokens, positions, read, joins
 
@@ -235,19 +255,28 @@ class ExecutorBank:
         table.end_step[requests] = ends
         table.next[requests] = self._ends[executors, places]
         self._ends[executors, places] = requests
+        self._next_end[executors] = np.minimum(self._next_end[executors], ends)
 
     def _end_due(
         self, rows: Ints, before: Ints, count: Ints, begin_s: Floats, took_s: Floats, progress: Progress
     ) -> None:
         """Sequences whose last token is in these steps end."""
-        steps = np.arange(int(count.max()))
-        columns = (before[:, None] + 1 + steps) & (self._ends.shape[1] - 1)
-        found = self._ends[rows[:, None], columns]
-        place, column = np.nonzero((found >= 0) & (steps < count[:, None]))
+        (due,) = (before + count >= self._next_end[rows]).nonzero()
+        if not len(due):
+            return
+        steps = np.arange(_LONGEST_RUN + _LOOK_AHEAD)
+        columns = (before[due, None] + 1 + steps) & (self._ends.shape[1] - 1)
+        found = self._ends[rows[due, None], columns]
+        is_over, has_end = steps < count[due, None], found >= 0
+        later = has_end & ~is_over
+        first = np.where(later.any(axis=1), later.argmax(axis=1), len(steps))
+        self._next_end[rows[due]] = before[due] + 1 + first
+        place, column = np.nonzero(has_end & is_over)
         if not len(place):
             return
         requests = found[place, column].astype(np.int64)
-        self._ends[rows[place], columns[place, column]] = -1
+        self._ends[rows[due[place]], columns[place, column]] = -1
+        place = due[place]
         parts, owners, offsets = [requests], [place], [column]
         while len(requests):
             following = self.table.next[requests]

@@ -10,6 +10,7 @@ import numpy as np
 from cadenza.loadtest.requests import Floats
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from executor_svc.simulated.costs import StepCosts
+from scheduler_svc.plan_loop.pacing import CONFIDENCE, MARGIN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,9 @@ class ExecutorModel:
     """Tokens of the KV pool."""
     block_size: int
     request_s: float
-    """From a client's sending until a step can begin with the request: the way to the queue, a plan and its transit."""
+    """From a client's sending to the scheduler's queue."""
+    transit_s: float
+    """Of a plan to the executor."""
     reply_s: float
     """From the end of a step on the executor until the client has its tokens."""
     plan_s: float
@@ -37,6 +40,14 @@ class ExecutorModel:
         us += costs.context_token_us * context_tokens + costs.kv_token_us * kv_tokens + costs.sample_us * samples
         seconds: Floats = us / 1e6
         return seconds
+
+    def lead_s(self, step_s: Floats) -> Floats:
+        """[n] how long before the end of steps that take `step_s` the next plan is made: what comes later misses it.
+
+        With two plans in flight, as `scheduler_svc.plan_loop.pacing` has it.
+        """
+        early: Floats = step_s - self.transit_s - np.maximum(0.0, CONFIDENCE * step_s - MARGIN_S)
+        return np.maximum(early, self.plan_s + self.transit_s)
 
     @property
     def position_s(self) -> float:
@@ -58,7 +69,8 @@ def model_of(profile: ExecutorProfile) -> ExecutorModel:
         max_model_len=limits.max_model_len,
         pool_tokens=limits.pool_size * limits.block_size,
         block_size=limits.block_size,
-        request_s=(overheads.request_us + overheads.plan_us + overheads.transit_us) / 1e6,
+        request_s=overheads.request_us / 1e6,
+        transit_s=overheads.transit_us / 1e6,
         reply_s=(overheads.transit_us + overheads.reply_us) / 1e6,
         plan_s=overheads.plan_us / 1e6,
     )

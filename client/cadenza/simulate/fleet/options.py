@@ -23,7 +23,7 @@ from cadenza.simulate.options import find_profile
 
 ONE_QUEUE = "one-queue"
 """In place of a router: one scheduler for all executors, whose work takes no time."""
-DEFAULT_EXECUTOR, DEFAULT_TRAFFIC = "8xh200-llama-3.1-405b", "mooncake-conversation"
+DEFAULT_EXECUTOR, DEFAULT_TRAFFIC = "8xh200-llama-3.1-405b-fp8", "mooncake-conversation"
 _MOST_EXECUTORS = 16_384
 _COURSES = ("day", "flat")
 
@@ -43,7 +43,7 @@ class FleetOptions:
     request_rate: float | None = None
     course: str | None = None
     duration_s: float = 86400.0
-    slo: str = "ttft=5,tpot=0.1"
+    slo: str = "ttft=10,tpot=0.1"
     gpus: int = 8
     failure_rate: float = FAILURES_PER_GPU_HOUR
     repair_s: float = 600.0

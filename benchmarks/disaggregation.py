@@ -26,12 +26,17 @@ from cadenza.simulate.published import LLAMA_3_1_8B, LLAMA_3_1_405B
 NAME = "disaggregation"
 EXECUTORS = 8
 BUDGETS = (512, 2048, 8192)
-_RATIO, _LOWEST = 1.2, 0.2
-_SLICE_S = 0.05
+_RATIO, _LOWEST = 1.3, 0.15
+_SLICE_S = 0.1
 _KV_BYTES = {"h200-llama-3.1-8b": LLAMA_3_1_8B.kv_bytes, "8xh200-llama-3.1-405b-fp8": LLAMA_3_1_405B.kv_bytes}
 LIMITS = {
     "h200-llama-3.1-8b": (Objective(0.5, 0.010), Objective(0.5, 0.020), Objective(2.0, 0.020), Objective(2.0, 0.050)),
-    "8xh200-llama-3.1-405b-fp8": (Objective(2.0, 0.040), Objective(2.0, 0.080), Objective(8.0, 0.080), Objective(8.0, 0.2)),
+    "8xh200-llama-3.1-405b-fp8": (
+        Objective(2.0, 0.040),
+        Objective(2.0, 0.080),
+        Objective(8.0, 0.080),
+        Objective(8.0, 0.2),
+    ),
 }
 
 
@@ -66,7 +71,8 @@ class Comparison:
 
     def trials(self, layout: Layout, share: float) -> list[Trial]:
         """Trials at rising rates, until no pair of limits is kept by the share of the requests."""
-        found, rate = [], _LOWEST * self._guess
+        found: list[Trial] = []
+        rate = _LOWEST * self._guess
         while not found or max(found[-1].shares) >= share:
             result = self.run(layout, rate)
             shares = tuple(int(good) / max(1, result.tally.num_due) for good in result.tally.good)
@@ -166,8 +172,8 @@ def _describe(row: Row) -> str:
     found, params = row.medians, row.params
     return (
         f"{params['executor']}, {params['mix']}, TTFT {params['ttft_s']:g} s, TPOT {1000 * params['tpot_s']:g} ms, "
-        f"{params['link_gb_per_s']:g} GB/s: mixed {found['mixed_per_s']:.2f}/s (budget {found['mixed_budget']:.0f}, ITL p99 "
-        f"{found['mixed_itl_p99_ms']:.0f} ms), apart {found['split_per_s']:.2f}/s ({found['split_prefill']:.0f} of "
+        f"{params['link_gb_per_s']:g} GB/s: mixed {found['mixed_per_s']:.2f}/s (budget "
+        f"{found['mixed_budget']:.0f}, ITL p99 {found['mixed_itl_p99_ms']:.0f} ms), apart {found['split_per_s']:.2f}/s ({found['split_prefill']:.0f} of "
         f"{params['executors']} for prompts, ITL p99 {found['split_itl_p99_ms']:.0f} ms): "
         f"{found['split_over_mixed']:.2f} times"
     )
@@ -179,7 +185,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mixes", nargs="+", choices=mixes, default=mixes, help="lengths (default all)")
     parser.add_argument("--links", type=positive_number, nargs="+", default=[50.0], help="GB/s of each (default 50)")
     parser.add_argument("--share", type=positive_number, default=0.9, help="of the requests (default 0.9)")
-    parser.add_argument("--seconds", type=positive, default=180, help="of arrivals at each rate (default 180)")
+    parser.add_argument("--seconds", type=positive, default=120, help="of arrivals at each rate (default 120)")
 
 
 BENCHMARK = Benchmark(

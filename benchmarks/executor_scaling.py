@@ -69,25 +69,30 @@ async def _send(target: str, load: Load, *, finished: bool) -> None:
     load.check()
 
 
-async def _plan_times(pid: int, file: Path) -> dict[str, int]:
-    """Let the scheduler report, and begin anew."""
-    before = file.read_text().count("\n") if file.exists() else 0
+def _plan_times(pid: int, file: Path) -> dict[str, int]:
+    """Let the scheduler report, and begin anew; waits without serving this process's loop, which has nothing to do."""
+    before, deadline = _num_reports(file), time.monotonic() + _REPORT_S
     os.kill(pid, signal.SIGUSR1)
-    async with asyncio.timeout(_REPORT_S):
-        while not file.exists() or file.read_text().count("\n") == before:
-            await asyncio.sleep(0.01)
+    while _num_reports(file) == before:
+        if time.monotonic() > deadline:
+            raise BenchmarkError("the scheduler does not report its times")
+        time.sleep(0.01)
     found: dict[str, int] = json.loads(file.read_text().splitlines()[-1])
     return found
+
+
+def _num_reports(file: Path) -> int:
+    return file.read_text().count("\n") if file.exists() else 0
 
 
 async def _speed(count: int, options: argparse.Namespace) -> dict[str, float]:
     async with _services(count, options) as (target, pid, plans):
         load = Load(2 * count * options.running, options.output_tokens, text=False)
-        await _plan_times(pid, plans)
+        _plan_times(pid, plans)
         before, start = cpu_s(pid), time.perf_counter()
         await _send(target, load, finished=options.finished)
         wall_s, cores = time.perf_counter() - start, cpu_s(pid) - before
-        times = await _plan_times(pid, plans)
+        times = _plan_times(pid, plans)
         if not times["plans"]:
             raise BenchmarkError("the scheduler has made no plan")
         rounds = times["plans"] / count

@@ -112,9 +112,9 @@ def _describe(row: Row) -> str:
         )
     change = f"outputs of {params['output_tokens']}" if params["output_tokens"] else "no changes"
     return (
-        f"{where}, {change}: plans {found['plan_ms']:.2f} ms ({found['plan_percent']:.1f}% of a step of 20 ms), results "
-        f"{found['apply_ms']:.2f}, conversions {found['convert_ms']:.2f}, new requests {found['add_ms']:.2f}; whole "
-        f"{found['whole_ms']:.2f} ms ({found['whole_percent']:.1f}%), p99 {found['whole_p99_ms']:.2f}"
+        f"{where}, {change}: plans {found['plan_ms']:.2f} ms ({found['plan_percent']:.1f}% of a step of 20 ms), "
+        f"results {found['apply_ms']:.2f}, conversions {found['convert_ms']:.2f}, new requests {found['add_ms']:.2f}; "
+        f"whole {found['whole_ms']:.2f} ms ({found['whole_percent']:.1f}%), p99 {found['whole_p99_ms']:.2f}"
     )
 
 

@@ -42,7 +42,8 @@ def simulate_fleet(
         ),
     ] = "round-robin",
     executor: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Profile of an executor.  [default: 8xh200-llama-3.1-405b-fp8]")
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Profile of an executor.  [default: 8xh200-llama-3.1-405b-fp8]"),
     ] = None,
     traffic: Annotated[
         str | None,

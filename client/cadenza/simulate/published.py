@@ -130,7 +130,8 @@ def published_profile(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=model.max_model_len,
     )
-    source = f"{device.name} ({device.sheet}) with {model.name} ({model.shape}) in {weight_bits} bits; cadenza.simulate.published"
+    held = f"{model.name} ({model.shape}) in {weight_bits} bits"
+    source = f"{device.name} ({device.sheet}) with {held}; cadenza.simulate.published"
     return ExecutorProfile(costs=costs, overheads=_OVERHEADS, limits=limits, source=source)
 
 

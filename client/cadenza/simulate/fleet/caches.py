@@ -26,7 +26,7 @@ class PrefixCaches:
         """Tokens that have come into each cache."""
         self._group_stamp = np.full((num_places, max(1, num_groups)), -np.inf)
 
-    def home(self, sessions: Ints, room: npt.NDArray[np.generic]) -> tuple[Ints, Ints]:
+    def home(self, sessions: Ints, room: Ints) -> tuple[Ints, Ints]:
         """Of each session [n] the place that has it, and how many of its tokens; NOWHERE and 0 if none has.
 
         `room` [places]: tokens of each cache.
@@ -36,7 +36,7 @@ class PrefixCaches:
         alive = (place >= 0) & (sessions >= 0) & (age <= room[place])
         return np.where(alive, place, NOWHERE), np.where(alive, self._tokens[sessions], 0)
 
-    def has_group(self, groups: Ints, places: Ints, room: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+    def has_group(self, groups: Ints, places: Ints, room: Ints) -> npt.NDArray[np.bool_]:
         """Whether a place [n] has the shared beginning [n], -1 for none."""
         age = self._inserted[places] - self._group_stamp[places, groups]
         has: npt.NDArray[np.bool_] = (groups >= 0) & (age <= room[places])

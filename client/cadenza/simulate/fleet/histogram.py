@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
-from cadenza.loadtest.requests import Floats
+from cadenza.loadtest.requests import Floats, Ints
 
 _LOW_S, _HIGH_S, _RATIO = 1e-5, 1e6, 1.01
 
@@ -31,7 +30,7 @@ class LogHistogram:
         """Mean of the values; NaN without one."""
         return self.total / self.count if self.count else math.nan
 
-    def add(self, seconds: Floats, weights: npt.NDArray[np.generic] | None = None) -> None:
+    def add(self, seconds: Floats, weights: Ints | None = None) -> None:
         """Add values [n], each `weights` [n] times."""
         if not len(seconds):
             return

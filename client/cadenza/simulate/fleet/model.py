@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.loadtest.requests import Floats
+from cadenza.loadtest.requests import Floats, Ints
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.plan_loop.pacing import CONFIDENCE, MARGIN_S
@@ -33,7 +33,7 @@ class ExecutorModel:
     plan_s: float
     """The scheduler's work for a step: those of one scheduler's executors are done one after the other."""
 
-    def step_s(self, tokens: Floats, context_tokens: Floats, kv_tokens: Floats, samples: Floats) -> Floats:
+    def step_s(self, tokens: Ints, context_tokens: Ints, kv_tokens: Ints, samples: Ints) -> Floats:
         """[n] seconds of steps, by the quantities of `executor_svc.simulated.costs.StepWork`, [n] each."""
         costs = self.costs
         us = costs.step_us + costs.token_us * np.maximum(0.0, tokens - costs.hidden_tokens)

@@ -110,7 +110,7 @@ class FleetCampaign:
     def run(self, router: Wanted) -> FleetResult:
         """One run."""
         plan = self._plan
-        if router == ONE_QUEUE:
+        if router == "one-queue":
             total = plan.num_schedulers * plan.num_executors
             return Fleet(replace(plan, num_schedulers=1, num_executors=total, ideal=True), self.source()).run()
         return Fleet(replace(plan, router=router), self.source()).run()

@@ -68,7 +68,8 @@ class Placement:
     @property
     def num_taking(self) -> Ints:
         """[schedulers] executors that take new requests."""
-        return self._takes().reshape(self._shape).sum(axis=1)
+        counts: Ints = self._takes().reshape(self._shape).sum(axis=1)
+        return counts
 
     def _choose(self, schedulers: Ints, home: Ints, kept: Ints, ranks: Ints, now_s: float) -> Ints:
         wait_s = self._wait_s(now_s).reshape(self._shape)
@@ -95,7 +96,7 @@ class Placement:
         decoded = bank.context + batch
         step_s = np.maximum(model.step_s(batch, decoded, decoded, batch), bank.least_step_s)
         budget = np.maximum(1, model.max_num_batched_tokens - batch)
-        wait_s = np.maximum(0.0, bank.clock_s - now_s) + step_s * (1 + bank.backlog // budget)
+        wait_s: Floats = np.maximum(0.0, bank.clock_s - now_s) + step_s * (1 + bank.backlog // budget)
         wait_s += bank.backlog * self._token_s()
         lacking = np.maximum(0, batch + bank.size + 1 - model.max_num_seqs).astype(np.float64)
         mean_context = np.maximum(1, bank.context) / np.maximum(1, batch)
@@ -117,7 +118,8 @@ class Placement:
         load = (self._bank.batch + self._bank.size).reshape(self._shape)
         least = np.where(self._takes().reshape(self._shape), load, np.iinfo(np.int64).max).min(axis=1, keepdims=True)
         most = np.maximum(least + _MORE_REQUESTS, least * _MORE_SHARE)
-        return (load <= most).reshape(-1)
+        result: np.ndarray[tuple[int], np.dtype[np.bool_]] = (load <= most).reshape(-1)
+        return result
 
     def _room(self) -> Ints:
         """[executors] tokens of each pool that no request holds, where caches are."""

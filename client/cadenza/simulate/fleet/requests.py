@@ -96,7 +96,8 @@ class RequestTable:
     def on(self, executor: int) -> Ints:
         """Requests of an executor, those that are due first before others."""
         (rows,) = (self.live & (self.executor == executor)).nonzero()
-        return rows[np.argsort(self.due_s[rows], kind="stable")]
+        ordered: Ints = rows[np.argsort(self.due_s[rows], kind="stable")]
+        return ordered
 
     def _grow(self, count: int) -> None:
         size = len(self.live)

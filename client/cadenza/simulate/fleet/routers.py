@@ -160,7 +160,8 @@ class SessionHash(Router):
         for index, place in enumerate(places.tolist()):
             total += 1
             most = _LOAD_FACTOR * total / num_up if self.bounded else np.inf
-            best = self._ring.walk(place, lambda owner, most=most: up[owner] and loads[owner] + 1 <= max(1.0, most))
+            allowed = [each_up and each + 1 <= max(1.0, most) for each_up, each in zip(up, loads, strict=True)]
+            best = self._ring.walk(place, allowed.__getitem__)
             loads[best] += 1
             chosen[index] = best
         return chosen
@@ -247,7 +248,8 @@ class Llmd(Router):
         share = np.minimum(held, arrivals.shared[now]) / arrivals.prompt[now]
         scores[known, home[known]] += self.prefix_weight * share[known]
         scores += 1e-9 * self._rng.random(scores.shape)  # ties
-        return scores.argmax(axis=1)
+        best: Ints = scores.argmax(axis=1)
+        return best
 
 
 def fill_up(loads: Ints, count: int) -> Ints:

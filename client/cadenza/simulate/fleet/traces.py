@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,10 @@ class Trace:
 
 def read_trace(path: str) -> Trace:
     """Read a trace; raises a LoadTestError that names the file and the line."""
-    times, prompts, outputs, blocks = [], [], [], []
+    times: list[float] = []
+    prompts: list[int] = []
+    outputs: list[int] = []
+    blocks: list[tuple[int, ...]] = []
     for place, record in _records(path):
         if record.timestamp is None or record.output_len is None:
             missing = "timestamp" if record.timestamp is None else "output_len"
@@ -80,7 +84,7 @@ def _shared(
     beginning, its tokens."""
     following: dict[int, set[int]] = defaultdict(set)
     for each in blocks:
-        for one, other in zip(each, each[1:], strict=False):
+        for one, other in pairwise(each):
             following[one].add(other)
     common = {block for block, others in following.items() if len(others) >= _BRANCHES}
     last_of: dict[int, int] = {}

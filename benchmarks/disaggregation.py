@@ -170,12 +170,13 @@ def _itl_ms(trials: Sequence[Trial], rate: float) -> float:
 
 def _describe(row: Row) -> str:
     found, params = row.medians, row.params
+    mixed = f"mixed {found['mixed_per_s']:.2f}/s (budget {found['mixed_budget']:.0f}, "
+    mixed += f"ITL p99 {found['mixed_itl_p99_ms']:.0f} ms)"
+    apart = f"apart {found['split_per_s']:.2f}/s ({found['split_prefill']:.0f} of {params['executors']} for prompts, "
+    apart += f"ITL p99 {found['split_itl_p99_ms']:.0f} ms)"
     return (
         f"{params['executor']}, {params['mix']}, TTFT {params['ttft_s']:g} s, TPOT {1000 * params['tpot_s']:g} ms, "
-        f"{params['link_gb_per_s']:g} GB/s: mixed {found['mixed_per_s']:.2f}/s (budget "
-        f"{found['mixed_budget']:.0f}, ITL p99 {found['mixed_itl_p99_ms']:.0f} ms), apart {found['split_per_s']:.2f}/s ({found['split_prefill']:.0f} of "
-        f"{params['executors']} for prompts, ITL p99 {found['split_itl_p99_ms']:.0f} ms): "
-        f"{found['split_over_mixed']:.2f} times"
+        f"{params['link_gb_per_s']:g} GB/s: {mixed}, {apart}: {found['split_over_mixed']:.2f} times"
     )
 
 

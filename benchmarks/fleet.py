@@ -68,13 +68,13 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
 
 def _describe(row: Row) -> str:
     found, params = row.medians, row.params
+    good = f"{found['good_share']:.2%} good ({found['busiest_hour_good_share']:.2%} in the busiest hour)"
+    times = f"TTFT p50 {found['ttft_p50_ms']:.0f}, p99 {found['ttft_p99_ms']:.0f} ms, "
+    times += f"ITL p50 {found['itl_p50_ms']:.0f}, p99 {found['itl_p99_ms']:.0f} ms"
     return (
-        f"{params['router']}, {params['requests_per_s']:g} requests/s for {params['hours']:g} h: "
-        f"{found['good_share']:.2%} good ({found['busiest_hour_good_share']:.2%} in the busiest hour), "
-        f"TTFT p50 {found['ttft_p50_ms']:.0f}, p99 {found['ttft_p99_ms']:.0f} ms, ITL p50 {found['itl_p50_ms']:.0f}, p99 {found['itl_p99_ms']:.0f} ms, "
-        f"{found['cached_share']:.1%} cached, {found['busy_share']:.0%} busy, "
-        f"{found['cost_per_million_good_tokens']:.2f} a million good tokens; {found['failures']:.0f} failures; "
-        f"took {found['cpu_s']:.0f} s of processor time"
+        f"{params['router']}, {params['requests_per_s']:g} requests/s for {params['hours']:g} h: {good}, {times}, "
+        f"{found['cached_share']:.1%} cached, {found['cost_per_million_good_tokens']:.2f} a million good tokens; "
+        f"{found['failures']:.0f} failures; took {found['cpu_s']:.0f} s of processor time"
     )
 
 

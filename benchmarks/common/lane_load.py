@@ -75,6 +75,8 @@ class LaneLoad:
     def __init__(self, case: LaneCase, seed: int) -> None:
         self._case, self._rng = case, random.Random(seed)
         self._num_added = self._step = 0
+        self._changes = False
+        """Whether sequences end: not before all lanes are full."""
         self._stopped: list[set[int]] = [set() for _ in range(case.lanes)]
         self.core = Scheduler()
         longest = PROMPT_TOKENS + 4096
@@ -108,6 +110,7 @@ class LaneLoad:
         lanes, times, clock = range(self._case.lanes), LaneTimes(), time.process_time_ns
         for lane in lanes:
             self._plan(lane)
+        self._changes = True
         gc.collect()
         for _ in range(rounds):
             begin = clock()
@@ -175,7 +178,8 @@ class LaneLoad:
         stopped.difference_update(step.plan.released_slots)
         slots = [slot for slot in step.sampling_slots if slot not in stopped]
         tokens = [TOKEN] * len(slots)
-        for index in leavers(step.plan.step_id, len(slots), self._case.num_leaving(self._step)):
+        count = self._case.num_leaving(self._step) if self._changes else 0
+        for index in leavers(step.plan.step_id, len(slots), count):
             tokens[index] = EOS
             stopped.add(slots[index])
         return StepResult(step.plan.step_id, slots=slots, token_ids=tokens, total_ns=1000)

@@ -213,6 +213,25 @@ class ExecutorConfig(ServiceSettings):
         "on the CPU of this machine.",
         json_schema_extra=about("Ranks", "ranks"),
     )
+    distributed_executor_backend: Literal["mp", "ray"] = Field(
+        "mp",
+        description="What starts the processes; mp: this program, on this machine; ray: Ray, on the machines of its "
+        "cluster (docs/ray.md).",
+        json_schema_extra=about("Ranks"),
+    )
+    ray_address: str | None = Field(
+        None,
+        min_length=1,
+        description="HOST:PORT of the Ray cluster, of which this machine is a node; default: what RAY_ADDRESS names, "
+        "else the cluster that was started here, else one of its own on this machine alone.",
+        json_schema_extra=about("Ray"),
+    )
+    ray_placement: Literal["auto", "pack", "spread", "strict-pack", "strict-spread"] = Field(
+        "auto",
+        description="Where Ray places the processes of a placement group; auto: executors of one rank on different "
+        "machines where it can (spread), the ranks of an executor on one machine (strict-pack).",
+        json_schema_extra=about("Ray"),
+    )
     max_loras: int = Field(
         8,
         ge=0,

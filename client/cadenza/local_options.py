@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ _OWN = {
 }
 LISTENER_OPTIONS = ("insecure", "tls_cert", "tls_key", "tls_client_ca")
 """Options of both services that are the scheduler's alone here: the executors listen on loopback."""
+_PLACING = ("distributed_executor_backend", "ray_address", "ray_placement")
+"""Options of executors that the starter heeds in their place if Ray places them."""
 _CLIENT_VARIABLES = "CADENZA_TLS_"
 """Variables of clients: here they do not set the options of the listener that have the same names."""
 # Kubernetes sets such variables in every pod for a service named cadenza.
@@ -65,6 +67,13 @@ class ServiceArguments:
     scheduler: list[str]
     executors: int
     settings: dict[str, Setting]  # the options that were set, without the model
+    values: dict[str, Any] = field(default_factory=dict)
+    """Of the options that were set, checked: those of the starter and of the executors."""
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether Ray places the executors."""
+        return self.values.get("distributed_executor_backend") == "ray"
 
 
 def config_classes() -> dict[str, type[ServiceSettings]]:
@@ -127,6 +136,11 @@ def route_options(
         chosen[service] = {name: setting for name, setting in settings.items() if name in fields}
     places = _places_for_adapters(chosen)
     checked = {service: _checked(service, model, settings) for service, settings in chosen.items()}
+    values = {**checked[STARTER], **checked[EXECUTOR]}
+    _check_scaling(values, chosen[STARTER])
+    if values.get("distributed_executor_backend") == "ray":
+        for name in _PLACING:
+            checked[EXECUTOR].pop(name, None)
     arguments = {service: to_arguments(values) for service, values in checked.items()}
     if "tokenizer" not in chosen[SCHEDULER]:
         arguments[SCHEDULER] += _own_tokenizer(model)
@@ -136,7 +150,20 @@ def route_options(
         arguments[SCHEDULER],
         int(checked[STARTER].get("executors", 1)),
         chosen[STARTER] | chosen[EXECUTOR] | chosen[SCHEDULER],
+        values,
     )
+
+
+def _check_scaling(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
+    """Raise OptionError for a number of executors that cannot change, or not so."""
+    most, least = values.get("max_executors"), values.get("executors", 1)
+    if most is None:
+        return
+    if values.get("distributed_executor_backend") != "ray":
+        reason = "the number of executors changes only where Ray places them: --distributed-executor-backend ray"
+        raise settings["max_executors"].refused("max_executors", reason)
+    if most < least:
+        raise settings["max_executors"].refused("max_executors", f"{most} is less than executors {least}")
 
 
 def _places_for_adapters(chosen: Mapping[str, Mapping[str, Setting]]) -> list[str]:

@@ -15,6 +15,9 @@ import yaml
 from tests.helpers.paths import ROOT
 
 OVERLAYS = ("cpu", "gpu", "ranks", "pool")
+"""Those whose pods are the two services."""
+RAY = "ray"
+"""The overlay whose pods are machines of a Ray cluster."""
 KUBECTL = shutil.which("kubectl")
 needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="no kubectl, which renders the manifests")
 Manifest = dict[str, Any]

@@ -21,6 +21,7 @@ from tests.helpers.crds import CRD_SCHEMAS, published_crds
 from tests.helpers.manifests import (
     KUBECTL,
     OVERLAYS,
+    RAY,
     Manifest,
     PodTemplate,
     environment_of,
@@ -66,7 +67,7 @@ def own_entries(config: SchedulerConfig) -> ExecutorEntries:
 # ---------------------------------------------------------------- schemas
 
 
-@every_overlay
+@pytest.mark.parametrize("overlay", (*OVERLAYS, RAY))
 def test_resources_of_kubernetes_are_valid(overlay: str) -> None:
     """By the schemas of the API itself; unknown fields are refused."""
     seen = 0
@@ -75,9 +76,12 @@ def test_resources_of_kubernetes_are_valid(overlay: str) -> None:
             continue
         assert kubernetes_validate.validate(manifest, KUBERNETES, strict=True) == KUBERNETES
         seen += 1
-    assert seen > 10
-    for group in of_kind(overlay, "LeaderWorkerSet"):
-        template = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    assert seen > 5
+    templates = [each["spec"]["leaderWorkerTemplate"]["workerTemplate"] for each in of_kind(overlay, "LeaderWorkerSet")]
+    for cluster in of_kind(overlay, "RayCluster"):
+        groups = (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"])
+        templates += [group["template"] for group in groups]
+    for template in templates:
         wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
         kubernetes_validate.validate(wrapped, KUBERNETES, strict=True)
 
@@ -92,7 +96,7 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "Service", "spec": {"prots": []}}, KUBERNETES, True)
 
 
-@every_overlay
+@pytest.mark.parametrize("overlay", (*OVERLAYS, RAY))
 def test_custom_resources_are_valid(overlay: str) -> None:
     for manifest in rendered(overlay):
         schema = CRD_SCHEMAS.get((manifest["apiVersion"], manifest["kind"]))
@@ -105,7 +109,7 @@ def test_custom_resources_are_valid_by_the_published_schemas() -> None:
     assert CRDS
     schemas = published_crds(Path(CRDS))
     assert set(CRD_SCHEMAS) <= set(schemas)
-    for overlay in OVERLAYS:
+    for overlay in (*OVERLAYS, RAY):
         for manifest in rendered(overlay):
             schema = schemas.get((manifest["apiVersion"], manifest["kind"]))
             if schema is not None:

@@ -1,0 +1,73 @@
+"""Real Ray: two raylets of this machine, executors that come and go under load, a killed actor, a killed raylet."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cadenza import AsyncClient
+from tests.helpers.ray_cluster import RayMachines, cadenza_up, executors_below, ray_machines, raylet_of
+from tests.helpers.rolling import ClientLoad
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: the extra ray"),
+]
+MAX_TOKENS, NUM_REQUESTS = 150, 24
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[RayMachines]:
+    with ray_machines(num_cpus=3) as running:
+        yield running
+
+
+async def serving(target: str) -> list[str]:
+    """The addresses of executors that serve, where all do; else none."""
+    async with AsyncClient(target) as client:
+        infos = (await client.server_info()).executors
+    return [each.target for each in infos] if all(each.state == "serving" for each in infos) else []
+
+
+async def test_executors_come_and_go_and_actors_and_machines_are_lost(machines: RayMachines, tmp_path: Path) -> None:
+    """Not a token is lost, repeated or different; and one more executor is there for as long as it is needed."""
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"step_us": 5000}))
+    sizes = ("--num-gpu-blocks", "600", "--max-num-seqs", "8", "--skip-tokenizer-init")
+    number = ("--executors", "2", "--max-executors", "3", "--scale-up-after-s", "0.5", "--scale-down-after-s", "1")
+    with cadenza_up("--simulate", str(costs), "--ray-address", machines.address, *sizes, *number) as up:
+        expected = await ClientLoad(up.target, MAX_TOKENS, NUM_REQUESTS).finished()
+        up.logged("executor 2 is added: ")
+        up.logged("executor 2 has no requests left and is taken away")
+        assert len(await serving(up.target)) == 2
+
+        (node,) = machines.others()
+        (executor,) = [each for each in executors_below(raylet_of(node)) if "--listen" in " ".join(each.cmdline())]
+        actor = executor.parent()
+        assert actor is not None
+        load = ClientLoad(up.target, MAX_TOKENS, NUM_REQUESTS)
+        await load.more(300)
+        actor.kill()
+        assert not psutil.wait_procs([executor], timeout=2)[1]
+        up.logged("died (its Ray actor is gone")
+        assert await load.finished() == expected
+        up.logged(" is back at ")
+
+        raylet = raylet_of(node)
+        executors = executors_below(raylet)
+        assert executors
+        load = ClientLoad(up.target, MAX_TOKENS, NUM_REQUESTS)
+        await load.more(300)
+        machines.kill(node)
+        assert not psutil.wait_procs(executors, timeout=2)[1]
+        assert await load.finished() == expected
+        up.logged(" is back at ", 2)
+        up.logged("has no requests left and is taken away", 2)
+        assert len(await serving(up.target)) == 2
+    machines.add()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.helpers.manifests import (
     RAY,
     Manifest,
     PodTemplate,
+    build,
     environment_of,
     matches,
     named,
@@ -32,6 +34,7 @@ from tests.helpers.manifests import (
     pod_templates,
     rendered,
 )
+from tests.helpers.paths import ROOT
 
 pytestmark = needs_kubectl
 KUBERNETES = "1.34"
@@ -254,6 +257,25 @@ def test_services_budgets_monitors_and_scalers_select_what_is_there(overlay: str
         assert [pod.party for pod in chosen_pods] == ["scheduler", "scheduler"]
         (port,) = pool["spec"]["targetPorts"]
         assert all(pod.container["ports"][0]["containerPort"] == port["number"] for pod in chosen_pods)
+
+
+def test_the_hpa_scales_as_keda_does(tmp_path: Path) -> None:
+    """No overlay has it: a component in place of keda."""
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    overlay = tmp_path / "deploy" / "overlays" / "hpa"
+    overlay.mkdir()
+    text = "namespace: cadenza\nresources: [../../shared, ../../base]\n"
+    components = "components: [../../components/deployment, ../../components/hpa]\n"
+    (overlay / "kustomization.yaml").write_text(text + components)
+    made = {each["kind"]: each for each in build(overlay) if each["metadata"]["name"] == "cadenza-executor"}
+    scaler, owner = made["HorizontalPodAutoscaler"], made["Deployment"]
+    assert kubernetes_validate.validate(scaler, KUBERNETES, strict=True) == KUBERNETES
+    assert scaler["spec"]["scaleTargetRef"]["kind"] == owner["kind"]
+    assert "replicas" not in owner["spec"], "applying the manifests would undo the scaler's work"
+    (keda,) = of_kind("ranks", "ScaledObject")
+    assert scaler["spec"]["behavior"] == keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["external"]["target"]["averageValue"] == keda["spec"]["triggers"][0]["metadata"]["threshold"]
 
 
 def test_one_scheduler_at_a_time_has_a_journal() -> None:

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cadenza.local_options import ignored_variables, read_places, route_options
@@ -136,10 +137,12 @@ def test_the_head_ends_with_ray_and_with_the_server(tmp_path: Path, ends: str) -
             elif ends == "term":
                 head.send_signal(signal.SIGTERM)
             else:
-                subprocess.run(["pkill", "-TERM", "-s", str(head.pid), "-f", "cadenza up"], check=True)
+                (up,) = (each for each in psutil.Process(head.pid).children() if "cadenza" in " ".join(each.cmdline()))
+                up.terminate()
             head.wait(10)
         finally:
-            os.killpg(head.pid, signal.SIGKILL) if head.poll() is None else None
+            if head.poll() is None:
+                os.killpg(head.pid, signal.SIGKILL)
             (tmp_path / "up").unlink(missing_ok=True)
     lines = log.read_text().splitlines()
     assert lines[0] == "ray start"

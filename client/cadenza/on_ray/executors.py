@@ -165,10 +165,10 @@ class RayExecutors:
     # --- lives -------------------------------------------------------------------------------------------------------
 
     def _add(self, name: str) -> None:
-        actors = self._places.take(name)
+        replica = self._places.take(name)
         with self._lock:
             self._num_named += 1
-            self._replicas[name] = Replica(name, actors, self._places.asked_for)
+            self._replicas[name] = replica
 
     def _on_change(self, name: str) -> None:
         """Keep the list as the executors are, and release the place of one that has left."""

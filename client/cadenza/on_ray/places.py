@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
+from functools import partial
 from typing import Any
 
 from cadenza.on_ray.cluster import Cluster, Group
+from cadenza.on_ray.replica import Replica
 
 
 class Places:
@@ -26,21 +28,19 @@ class Places:
         self._groups: dict[str, Group] = {}
         self._kept: set[str] = set()
 
-    @property
-    def asked_for(self) -> str:
-        """What Ray is asked for, for an executor."""
-        needs = ", ".join(f"{count:g} {name}" for name, count in self._bundle.items())
-        return needs if self._size == 1 else f"{needs} for each of {self._size} ranks ({self._strategy})"
-
-    def take(self, name: str) -> Sequence[Any]:
-        """Return the actors of an executor that is added; the first ones stay."""
+    def take(self, name: str) -> Replica:
+        """Return an executor that is added; the first ones stay."""
         index = len(self._kept)
         if index < self._least:
             self._kept.add(name)
             if self._base is not None:
-                return [self._base.actor(index)]
+                return Replica(name, 1, partial(self._in_base, index), self._asked_for)
         group = self._groups[name] = self._cluster.place(self._bundle, self._size, self._strategy)
-        return [group.actor(rank) for rank in range(self._size)]
+        return Replica(name, self._size, group.actor, self._asked_for)
+
+    def _in_base(self, index: int, _rank: int) -> Any:
+        assert self._base is not None
+        return self._base.actor(index)
 
     def may_go(self, name: str, leaving: Container[str]) -> bool:
         """Whether an executor is beyond the least number, and does not leave already."""
@@ -51,3 +51,9 @@ class Places:
         group = self._groups.pop(name, None)
         if group is not None:
             group.release()
+
+    @property
+    def _asked_for(self) -> str:
+        """What Ray is asked for, for an executor."""
+        needs = ", ".join(f"{count:g} {name}" for name, count in self._bundle.items())
+        return needs if self._size == 1 else f"{needs} for each of {self._size} ranks ({self._strategy})"

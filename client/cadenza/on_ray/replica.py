@@ -28,13 +28,20 @@ Orders = Callable[[Sequence[str]], Sequence[Order]]
 class Replica:
     """The actors of an executor: one for each rank."""
 
-    def __init__(self, name: str, actors: Sequence[Any], where: str) -> None:
-        """where: what Ray is asked for, for messages."""
-        self.name, self.actors, self.where = name, actors, where
+    def __init__(self, name: str, size: int, make_actor: Callable[[int], Any], where: str) -> None:
+        """size: number of ranks; make_actor: makes that of a rank; where: what Ray is asked for, for messages."""
+        self.name, self.where = name, where
+        self._make_actor = make_actor
+        self.actors = [make_actor(rank) for rank in range(size)]
+        self.dead: set[int] = set()
+        """Ranks whose actors Ray does not start again."""
         self.num_lives = 0
 
     def start(self, orders: Orders, on_log: LogSink, on_change: Callable[[], None]) -> ReplicaLife:
         """Start the processes, and return at once."""
+        for rank in self.dead:
+            self.actors[rank] = self._make_actor(rank)
+        self.dead.clear()
         self.num_lives += 1
         return ReplicaLife(self, self.num_lives, orders, on_log, on_change)
 
@@ -118,7 +125,7 @@ class ReplicaLife:
 
     def _ask_for_orders(self) -> Sequence[Order] | None:
         """Wait until all ranks have machines; None: it is to be stopped before that."""
-        places = [self._ask(actor.place.remote) for actor in self._replica.actors]
+        places = [self._ask(rank, actor.place.remote) for rank, actor in enumerate(self._replica.actors)]
         if None in places:
             return None
         self.host, _ = parse_address(places[0], default_port=0)
@@ -130,7 +137,7 @@ class ReplicaLife:
 
         actor, seen = self._replica.actors[rank], 0
         text = order.to_json()
-        self._ask(partial(actor.start.remote, self._number, text))
+        self._ask(rank, partial(actor.start.remote, self._number, text))
         name = self.name if len(self._replica.actors) == 1 else f"{self.name} rank {rank}"
         while self._code is None:
             try:
@@ -150,7 +157,7 @@ class ReplicaLife:
                 of_rank = "" if len(self._replica.actors) == 1 else f"rank {rank}: "
                 self._end(news.code, of_rank + news.reason)
 
-    def _ask(self, call: Callable[[], Any]) -> Any:
+    def _ask(self, rank: int, call: Callable[[], Any]) -> Any:
         """Make a call until Ray has a place for the actor; None: this life has ended before that."""
         import ray
 
@@ -164,6 +171,9 @@ class ReplicaLife:
                     if not told:
                         told = True
                         self._on_log(self.name, f"Ray has no place yet: {self._replica.where}")
+            except ray.exceptions.ActorDiedError as error:  # for good, as when somebody has killed it by Ray
+                self._replica.dead.add(rank)
+                self._end(EXIT_LOST, _lost(rank, len(self._replica.actors), error))
             except ray.exceptions.RayError:  # the actor is about to be started again
                 self._stopping.wait(_RETRY_S)
         if self._stopping.is_set():

@@ -18,7 +18,7 @@ from cadenza.local_options import to_arguments
 from cadenza.on_ray.cluster import Cluster
 from cadenza.on_ray.launch import Launch
 from cadenza.on_ray.places import Places
-from cadenza.on_ray.replica import Replica, ReplicaLife
+from cadenza.on_ray.replica import ReplicaLife
 from cadenza.on_ray.shares import rank_share
 from cadenza.transport import EXECUTOR_PORT, format_address, parse_address
 
@@ -63,7 +63,7 @@ def _run(cluster: Cluster, values: Mapping[str, Any], report: Callable[[str], No
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    life = Replica(_NAME, places.take(_NAME), places.asked_for).start(launch.orders(_NAME), _print, lambda: None)
+    life = places.take(_NAME).start(launch.orders(_NAME), _print, lambda: None)
     is_ready = False
     while life.exit_code() is None and not stopped.wait(_LOOK_S):
         if life.is_ready and not is_ready:

@@ -15,6 +15,17 @@ class LLMOptions(TypedDict, total=False):
     """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
     memory divided by their number; --num-gpu-blocks is that of each. [default: 1]"""
 
+    max_executors: int | None
+    """With --distributed-executor-backend ray: the most executors. There are more than --executors while requests are
+    more than three quarters of what the executors can run at once, or wait; docs/ray.md."""
+
+    scale_up_after_s: float | None
+    """With --max-executors: how long there must be more requests than fit before an executor is added. [default:
+    5.0]"""
+
+    scale_down_after_s: float | None
+    """With --max-executors: how long fewer executors must do before one is drained and taken away. [default: 120.0]"""
+
     log_format: Literal["text", "json"] | None
     """Lines of text, or one JSON object a line with the ids that the line is about; docs/tracing.md. [default: text]"""
 
@@ -156,6 +167,18 @@ class LLMOptions(TypedDict, total=False):
     tensor_parallel_size: int | None
     """Number of ranks that the model is divided among: processes that each hold a part of every layer, on the CPU of
     this machine. [default: 1]"""
+
+    distributed_executor_backend: Literal["mp", "ray"] | None
+    """What starts the processes; mp: this program, on this machine; ray: Ray, on the machines of its cluster
+    (docs/ray.md). [default: mp]"""
+
+    ray_address: str | None
+    """HOST:PORT of the Ray cluster, of which this machine is a node; default: what RAY_ADDRESS names, else the cluster
+    that was started here, else one of its own on this machine alone."""
+
+    ray_placement: Literal["auto", "pack", "spread", "strict-pack", "strict-spread"] | None
+    """Where Ray places the processes of a placement group; auto: executors of one rank on different machines where it
+    can (spread), the ranks of an executor on one machine (strict-pack). [default: auto]"""
 
     max_loras: int | None
     """executor: Maximum LoRA adapters in one batch; 0: no adapters. On a GPU there are none unless this is given, as

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import OptionError
+from cadenza.settings.arguments import to_arguments
 from cadenza.spelling import suggestion
 
 if TYPE_CHECKING:
@@ -211,20 +212,6 @@ def ignored_variables(environment: Mapping[str, str] | None = None) -> Iterator[
         reason, hint = own.get(name.upper()), suggestion(name.upper(), known, ENV_PREFIX)
         wrong = f"has no effect here: {reason}" if reason else f"is not an option{hint}"
         yield f"{name} in the environment {wrong}"
-
-
-def to_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Command-line arguments: kebab case, `--name=value`, `--name` or `--no-name` for booleans."""
-    arguments: list[str] = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, (list, tuple)):
-            arguments += [f"--{flag}={item}" for item in value]
-        else:
-            arguments.append(f"--{flag}={value}")
-    return arguments
 
 
 def _fields_by_service() -> dict[str, list[str]]:

@@ -23,8 +23,8 @@ from cadenza.local_options import (
     read_places,
     route_options,
     service_options,
-    to_arguments,
 )
+from cadenza.settings.arguments import to_arguments
 from cadenza.settings.help import choices_of
 from cadenza.settings.service import read_config
 

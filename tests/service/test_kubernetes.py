@@ -70,7 +70,7 @@ def own_entries(config: SchedulerConfig) -> ExecutorEntries:
 # ---------------------------------------------------------------- schemas
 
 
-@pytest.mark.parametrize("overlay", (*OVERLAYS, RAY))
+@pytest.mark.parametrize("overlay", [*OVERLAYS, RAY])
 def test_resources_of_kubernetes_are_valid(overlay: str) -> None:
     """By the schemas of the API itself; unknown fields are refused."""
     seen = 0
@@ -99,7 +99,7 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "Service", "spec": {"prots": []}}, KUBERNETES, True)
 
 
-@pytest.mark.parametrize("overlay", (*OVERLAYS, RAY))
+@pytest.mark.parametrize("overlay", [*OVERLAYS, RAY])
 def test_custom_resources_are_valid(overlay: str) -> None:
     for manifest in rendered(overlay):
         schema = CRD_SCHEMAS.get((manifest["apiVersion"], manifest["kind"]))

@@ -24,8 +24,8 @@ class StarterConfig(BaseModel):
         None,
         ge=1,
         le=1024,
-        description="With --distributed-executor-backend ray: the most executors. There are more than --executors while "
-        "requests are more than three quarters of what the executors can run at once, or wait; docs/ray.md.",
+        description="With --distributed-executor-backend ray: the most executors. There are more than --executors "
+        "while requests are more than three quarters of what the executors can run at once, or wait; docs/ray.md.",
         json_schema_extra=about("Ray", "executors"),
     )
     scale_up_after_s: float = Field(

@@ -42,9 +42,7 @@ GPUS = [Machine("10.0.0.1", 8, 0), Machine("10.0.0.2", 16, 4)]
         ({"simulate": "instant"}, GPUS, 9, RankShare({"CPU": 1.0}, [])),
     ],
 )
-def test_all_ranks_get_the_same(
-    values: dict[str, Any], machines: list[Machine], count: int, share: RankShare
-) -> None:
+def test_all_ranks_get_the_same(values: dict[str, Any], machines: list[Machine], count: int, share: RankShare) -> None:
     assert rank_share(values, machines, count) == share
 
 

@@ -173,15 +173,18 @@ async def test_a_file_that_changes_is_read_again_once_it_is_written(tmp_path: Pa
     path = tmp_path / "executors"
     path.write_text("a:1\n")
     executors = FakeExecutors()
-    looks: asyncio.Queue[None] = asyncio.Queue()
+    go, waits = asyncio.Event(), asyncio.Event()
 
     async def sleep(seconds: float) -> None:
-        await looks.get()
+        waits.set()
+        await go.wait()
+        go.clear()
 
     async def look() -> None:
-        looks.put_nowait(None)
-        while looks.qsize() or not looks._getters:
-            await asyncio.sleep(0)
+        await waits.wait()
+        waits.clear()
+        go.set()
+        await waits.wait()
 
     discovery = Discovery(executors, executor_entries([f"file:{path}"]), sleep=sleep)
     discovery.start()

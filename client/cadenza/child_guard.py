@@ -22,6 +22,8 @@ _POLL_S = 1.0
 def main() -> None:
     """Run the module (`-m NAME`) or script named by the arguments, with the rest as its own arguments."""
     arguments = sys.argv[1:]
+    # A parent may have blocked them, as Ray does, and children inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     threading.Thread(target=_watch, args=(os.getppid(),), name="child-guard", daemon=True).start()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]

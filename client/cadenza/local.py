@@ -19,7 +19,15 @@ from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.executor_hosts import Command, ExecutorChild, ExecutorHost, ThisMachine, spawn_child
 from cadenza.executor_progress import ExecutorProgress
 from cadenza.executor_shares import executor_shares
-from cadenza.local_checks import check_address, check_device, check_files, check_listener, check_model, own_tls
+from cadenza.local_checks import (
+    check_address,
+    check_device,
+    check_files,
+    check_listener,
+    check_model,
+    check_scaling,
+    own_tls,
+)
 from cadenza.local_options import SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
 from cadenza.local_ports import metrics_ports, scheduler_address
 from cadenza.short_interrupts import quiet_at_exit
@@ -106,6 +114,7 @@ class LocalServices:
         arguments = route_options(model, options, config=config)
         check_address(host, port)
         check_listener(host, arguments.settings)
+        check_scaling(arguments.values, arguments.settings)
         self._tls = own_tls(arguments.settings)
         if programs is None:
             check_files(model, arguments.settings)

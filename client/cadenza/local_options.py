@@ -138,7 +138,6 @@ def route_options(
     places = _places_for_adapters(chosen)
     checked = {service: _checked(service, model, settings) for service, settings in chosen.items()}
     values = {**checked[STARTER], **checked[EXECUTOR]}
-    _check_scaling(values, chosen[STARTER])
     if values.get("distributed_executor_backend") == "ray":
         for name in _PLACING:
             checked[EXECUTOR].pop(name, None)
@@ -153,18 +152,6 @@ def route_options(
         chosen[STARTER] | chosen[EXECUTOR] | chosen[SCHEDULER],
         values,
     )
-
-
-def _check_scaling(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
-    """Raise OptionError for a number of executors that cannot change, or not so."""
-    most, least = values.get("max_executors"), values.get("executors", 1)
-    if most is None:
-        return
-    if values.get("distributed_executor_backend") != "ray":
-        reason = "the number of executors changes only where Ray places them: --distributed-executor-backend ray"
-        raise settings["max_executors"].refused("max_executors", reason)
-    if most < least:
-        raise settings["max_executors"].refused("max_executors", f"{most} is less than executors {least}")
 
 
 def _places_for_adapters(chosen: Mapping[str, Mapping[str, Setting]]) -> list[str]:

@@ -41,7 +41,7 @@ async def test_executors_come_and_go_and_actors_and_machines_are_lost(machines: 
     costs.write_text(json.dumps({"step_us": 5000}))
     sizes = ("--num-gpu-blocks", "600", "--max-num-seqs", "8", "--skip-tokenizer-init")
     number = ("--executors", "2", "--max-executors", "3", "--scale-up-after-s", "0.5", "--scale-down-after-s", "1")
-    with cadenza_up("--simulate", str(costs), "--ray-address", machines.address, *sizes, *number) as up:
+    with cadenza_up("simulated", "--simulate", str(costs), "--ray-address", machines.address, *sizes, *number) as up:
         expected = await ClientLoad(up.target, MAX_TOKENS, NUM_REQUESTS).finished()
         up.logged("executor 2 is added: ")
         up.logged("executor 2 has no requests left and is taken away")

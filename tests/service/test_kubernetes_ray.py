@@ -145,7 +145,7 @@ def test_the_head_ends_with_ray_and_with_the_server(tmp_path: Path, ends: str) -
                 os.killpg(head.pid, signal.SIGKILL)
             (tmp_path / "up").unlink(missing_ok=True)
     lines = log.read_text().splitlines()
-    assert lines[0] == "ray start"
+    assert "ray start" in lines
     assert lines[-1] == "drained"
     (up,) = (line for line in lines if line.startswith("cadenza"))
     assert "--ray-address 127.0.0.1:6379" in up

@@ -165,12 +165,25 @@ class LLMOptions(TypedDict, total=False):
     """With --speculative: the most drafts of a sequence in one step. [default: 5]"""
 
     tensor_parallel_size: int | None
-    """Number of ranks that the model is divided among: processes that each hold a part of every layer, on the CPU of
-    this machine. [default: 1]"""
+    """Number of ranks that the model is divided among: processes that each hold a part of every layer; docs/ranks.md.
+    [default: 1]"""
 
-    distributed_executor_backend: Literal["mp", "ray"] | None
-    """What starts the processes; mp: this program, on this machine; ray: Ray, on the machines of its cluster
-    (docs/ray.md). [default: mp]"""
+    distributed_executor_backend: Literal["mp", "external", "ray"] | None
+    """How the ranks start. mp: this process, rank 0, starts the others on this machine. external: something else starts
+    each, on one machine or several, with the same options and the variables of torchrun (RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or of a LeaderWorkerSet. ray: Ray starts them, and whole executors too,
+    on the machines of its cluster (docs/ray.md). [default: mp]"""
+
+    rank_port: int | None
+    """With external: the port of MASTER_ADDR at which rank 0 listens for the others; default: MASTER_PORT + 1, as
+    torchrun itself may listen at MASTER_PORT; 50053 without MASTER_PORT."""
+
+    rank_secret_file: str | None
+    """With external: a file with the same 16 bytes or more at all ranks, by which they know each other. Beyond loopback
+    ranks need it, or --tls-cert, --tls-key and --tls-client-ca, which also encrypt."""
+
+    rank_timeout_s: float | None
+    """With external: how long the ranks wait for each other at the start. [default: 600.0]"""
 
     ray_address: str | None
     """HOST:PORT of the Ray cluster, of which this machine is a node; default: what RAY_ADDRESS names, else the cluster

@@ -17,6 +17,7 @@ from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.plan.plan import Limits
+from executor_svc.ranks.hosts.places import Place
 from executor_svc.simulated.injection import InjectionError, read_injection
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, with_adapters
@@ -97,7 +98,7 @@ def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig, draft
 
     config = config.model_copy(update={"num_gpu_blocks": 1, "num_cpu_blocks": 0})
     try:
-        pools = device.new_kv_cache(loaded.geometry, config, 0, None if draft is None else draft.layers)
+        pools = device.new_kv_cache(loaded.own_geometry, config, 0, None if draft is None else draft.layers)
         limits = limits_of(config, loaded.geometry, pools)
         model = model_on_gpu(draft, device)
         run_largest_steps(make_executor(loaded, device, pools, limits, enforce_eager=True, draft_model=model))
@@ -110,15 +111,18 @@ def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig, draft
         ) from error
 
 
-def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tuple[Executor, Description]:
-    """Load the model and build its executor. drafts: in place of the source of the options.
+def build_model(
+    config: ExecutorConfig, drafts: DraftSource | None = None, place: Place | None = None
+) -> tuple[Executor, Description]:
+    """Load the model and build its executor. drafts: in place of the source of the options. place: of rank 0 among
+    ranks that something else has started.
 
     Raises LoaderError or DeviceError with a message for the user.
     """
     if config.tensor_parallel_size > 1:
         from executor_svc.startup.ranks import build_divided
 
-        return build_divided(config, drafts)
+        return build_divided(config, drafts, place)
     began = time.monotonic()
     device = make_device(config)
     check_speculation(config, device.name)

@@ -305,6 +305,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "lora",
         "placement",
         "placement_cost",
+        "ranks",
         "scheduler_cost",
         "service_plane",
         "serving_burst",

@@ -81,9 +81,17 @@ def _pod_templates(overlay: str) -> Iterator[PodTemplate]:
         template = owner["spec"]["template"]
         yield PodTemplate(owner, template["metadata"]["labels"], template["spec"])
     for owner in of_kind(overlay, "LeaderWorkerSet"):
-        template = owner["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        template = owner["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
         added = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
         yield PodTemplate(owner, {**template["metadata"]["labels"], **added}, template["spec"])
+
+
+def worker_template(overlay: str) -> PodTemplate | None:
+    """The pods of a LeaderWorkerSet's groups besides the leaders; None: an overlay has none."""
+    for owner in of_kind(overlay, "LeaderWorkerSet"):
+        template = owner["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        return PodTemplate(owner, template["metadata"]["labels"], template["spec"])
+    return None
 
 
 def environment_of(overlay: str, pod: PodTemplate) -> dict[str, str]:
@@ -97,4 +105,8 @@ def environment_of(overlay: str, pod: PodTemplate) -> dict[str, str]:
 def matches(selector: dict[str, Any] | None, labels: dict[str, str]) -> bool:
     """Whether a selector by labels selects these; without one, or an empty one, everything."""
     wanted = (selector or {}).get("matchLabels", {})
+    for each in (selector or {}).get("matchExpressions", []):
+        assert each["operator"] == "In"
+        if labels.get(each["key"]) not in each["values"]:
+            return False
     return wanted.items() <= labels.items()

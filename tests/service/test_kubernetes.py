@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from cadenza.settings.service import ServiceSettings, read_config
 from executor_svc.config import ExecutorConfig
+from executor_svc.ranks.hosts.introduction import difference, introduction
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.executors.addresses import ExecutorEntries, executor_entries
 from scheduler_svc.metrics.definitions import DEFINITIONS
@@ -33,6 +35,7 @@ from tests.helpers.manifests import (
     of_kind,
     pod_templates,
     rendered,
+    worker_template,
 )
 from tests.helpers.paths import ROOT
 
@@ -80,7 +83,8 @@ def test_resources_of_kubernetes_are_valid(overlay: str) -> None:
         assert kubernetes_validate.validate(manifest, KUBERNETES, strict=True) == KUBERNETES
         seen += 1
     assert seen > 5
-    templates = [each["spec"]["leaderWorkerTemplate"]["workerTemplate"] for each in of_kind(overlay, "LeaderWorkerSet")]
+    sets = [each["spec"]["leaderWorkerTemplate"] for each in of_kind(overlay, "LeaderWorkerSet")]
+    templates = [each[kind] for each in sets for kind in ("leaderTemplate", "workerTemplate")]
     for cluster in of_kind(overlay, "RayCluster"):
         groups = (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"])
         templates += [group["template"] for group in groups]
@@ -304,6 +308,27 @@ def test_executors_of_groups_are_those_of_deployments() -> None:
     assert common(deployed) == common(grouped)
 
 
+def test_the_other_ranks_of_a_group_are_as_their_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same pod, but for what serves the scheduler; and the options that ranks compare are the same."""
+    leader, worker = PODS["ranks", "cadenza-group"], worker_template("ranks")
+    assert worker is not None
+    served = {"args", "ports", "startupProbe", "readinessProbe", "livenessProbe"}
+    alike = {key: value for key, value in leader.container.items() if key not in served}
+    assert worker.spec == {**leader.spec, "containers": [alike]}
+    first, other = (
+        options_of("ranks", replace(pod, spec={**pod.spec, "containers": [{"args": [], **pod.container}]}), monkeypatch)
+        for pod in (leader, worker)
+    )
+    assert difference(introduction(first, 4), introduction(other, 4)) is None
+    assert first.distributed_executor_backend == "external"
+    assert (first.tls_cert, first.tls_client_ca) == (other.tls_cert, other.tls_client_ca) != (None, None)
+    assert first.tensor_parallel_size == 1  # by the group's size
+    (budget,) = (
+        each for each in of_kind("ranks", "PodDisruptionBudget") if matches(each["spec"]["selector"], leader.labels)
+    )
+    assert matches(budget["spec"]["selector"], worker.labels), "a group ends with any of its pods"
+
+
 # ---------------------------------------------------------------- network policies
 
 
@@ -355,3 +380,16 @@ def test_a_scheduler_reaches_its_own_executors_alone_and_clients_reach_scheduler
         assert admits(overlay, pod, "Egress", None, 53, **{"kubernetes.io/metadata.name": "kube-system"})
         watches = is_scheduler and bool(of_kind(overlay, "Role"))
         assert admits(overlay, pod, "Egress", None, 443, place="outside") is watches
+
+
+def test_ranks_reach_their_leader_alone() -> None:
+    leader, worker = PODS["ranks", "cadenza-group"], worker_template("ranks")
+    assert worker is not None
+    assert admits("ranks", leader, "Ingress", worker.labels, 50053)
+    assert admits("ranks", worker, "Egress", leader.labels, 50053)
+    for pod in pod_templates("ranks"):
+        assert not admits("ranks", worker, "Ingress", pod.labels, 50053)
+        assert not admits("ranks", worker, "Ingress", pod.labels, 50052)
+        assert not admits("ranks", leader, "Ingress", pod.labels, 50053)
+    assert not admits("ranks", worker, "Egress", leader.labels, 50052)
+    assert not admits("ranks", leader, "Ingress", worker.labels, 50052)

@@ -16,6 +16,7 @@ import threading
 import time
 
 _GRACE_S = 10.0
+_AGAIN_S = 0.3
 _POLL_S = 1.0
 
 
@@ -39,6 +40,8 @@ def _watch(parent: int) -> None:
         if readable and not os.read(0, 4096):
             break
     os.kill(os.getpid(), signal.SIGINT)  # at once: SIGTERM would let it finish its requests
+    time.sleep(_AGAIN_S)
+    os.kill(os.getpid(), signal.SIGINT)  # a rank that is told to stop once waits for rank 0
     time.sleep(_GRACE_S)
     os._exit(1)
 

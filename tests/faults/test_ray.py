@@ -1,17 +1,19 @@
-"""Real Ray: two raylets of this machine, executors that come and go under load, a killed actor, a killed raylet."""
+"""Real Ray: two raylets of this machine, executors that come and go under load, ranks, killed actors and raylets."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from cadenza import AsyncClient
-from tests.helpers.ray_cluster import RayMachines, cadenza_up, executors_below, ray_machines, raylet_of
+from cadenza import AsyncClient, Client, SamplingParams
+from tests.checkpoints import make_llama
+from tests.helpers.ray_cluster import RayMachines, cadenza_up, end_within, executors_below, ray_machines, raylet_of
 from tests.helpers.rolling import ClientLoad
 
 pytestmark = [
@@ -54,7 +56,7 @@ async def test_executors_come_and_go_and_actors_and_machines_are_lost(machines: 
         load = ClientLoad(up.target, MAX_TOKENS, NUM_REQUESTS)
         await load.more(300)
         actor.kill()
-        assert not psutil.wait_procs([executor], timeout=2)[1]
+        end_within([executor], 2)
         up.logged("died (its Ray actor is gone")
         assert await load.finished() == expected
         up.logged(" is back at ")
@@ -65,9 +67,47 @@ async def test_executors_come_and_go_and_actors_and_machines_are_lost(machines: 
         load = ClientLoad(up.target, MAX_TOKENS, NUM_REQUESTS)
         await load.more(300)
         machines.kill(node)
-        assert not psutil.wait_procs(executors, timeout=2)[1]
+        end_within(executors, 2)
         assert await load.finished() == expected
         up.logged(" is back at ", 2)
         up.logged("has no requests left and is taken away", 2)
         assert len(await serving(up.target)) == 2
+    machines.add()
+
+
+def test_ranks_on_two_machines_are_lost_and_no_token_is(machines: RayMachines, tmp_path: Path) -> None:
+    folder = make_llama(tmp_path, tokenizer=True, vocab_size=300, max_position_embeddings=4096)
+    sizes = ("--num-gpu-blocks", "400", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-threads", "1")
+    divided = ("--tensor-parallel-size", "2", "--ray-placement", "spread", "--dtype", "float32")
+    prompts = [[5, 7, 9], [20, 21, 22, 23], [60] * 40]
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=300, ignore_eos=True)
+    with (
+        cadenza_up(str(folder), "--ray-address", machines.address, *sizes, *divided) as up,
+        Client(up.target, reconnect_timeout_s=120) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def generate() -> list[list[int]]:
+            return [output.outputs[0].token_ids for output in client.generate(prompts, params)]
+
+        expected = generate()
+        for fault in ("actor", "machine"):
+            (node,) = machines.others()
+            ranks, there = executors_below(psutil.Process()), executors_below(raylet_of(node))
+            assert (len(ranks), len(there)) == (2, 1)
+            running = pool.submit(generate)
+            used = sum(there[0].cpu_times()[:2])
+            while sum(there[0].cpu_times()[:2]) < used + 0.2:
+                assert not running.done(), "the load ended before the fault"
+            if fault == "actor":
+                actor = there[0].parent()
+                assert actor is not None
+                actor.kill()
+            else:
+                machines.kill(node)
+            end_within(ranks, 2)
+            assert running.result(100) == expected
+    died = [line for line in up.lines if "the executor died" in line]
+    assert len(died) == 2
+    assert all("rank" in line and ("ended" in line or "is gone" in line) for line in died), died
     machines.add()

@@ -65,6 +65,17 @@ def executors_below(process: psutil.Process) -> list[psutil.Process]:
     return [each for each in process.children(recursive=True) if "executor_svc" in " ".join(each.cmdline())]
 
 
+def end_within(processes: list[psutil.Process], timeout_s: float) -> None:
+    """Return once all have ended; what is left of one whose parent was killed may stay."""
+
+    def runs(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    until(lambda: not any(map(runs, processes)), timeout_s)
+
+
 class Up:
     """A running `cadenza up`."""
 

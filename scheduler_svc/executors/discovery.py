@@ -176,10 +176,10 @@ class Discovery:
             else:
                 self._report(path, "")
 
-    def _report(self, source: str, problem: str) -> None:
+    def _report(self, source: str, problem: str, level: int = logging.WARNING) -> None:
         """Log a problem once, until it has passed or is another one."""
         if problem and problem != self._problems.get(source):
-            _LOG.warning("executors of %s: it %s; the executors stay as they are", source, problem)
+            _LOG.log(level, "executors of %s: it %s; the executors stay as they are", source, problem)
         self._problems[source] = problem
 
     def _apply(self) -> None:
@@ -195,7 +195,8 @@ class Discovery:
         if not found:
             # Names and services are resolved later, and a file that cannot be read was reported.
             if not (entries.names or entries.services or any(self._problems.get(path) for path in entries.files)):
-                self._report(_LIST, "is empty")
+                # A list that others write, as with Ray, may begin so.
+                self._report(_LIST, "is empty", level=logging.WARNING if self._listed else logging.INFO)
             return
         self._report(_LIST, "")
         before, self._listed = self._listed, dict.fromkeys(found)

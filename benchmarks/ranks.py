@@ -123,11 +123,16 @@ def _memory(shape: str, options: argparse.Namespace) -> Iterator[Row]:
         share = whole["weights"] / size
         most, grown = max(each["weights"] for each in ranks), max(each["grown"] for each in ranks)
         found = {
-            "whole_bytes": whole["weights"], "most_of_a_rank_bytes": most, "over_its_share_percent": (most / share - 1) * 100,
-            "whole_process_grows_bytes": whole["grown"], "process_grows_bytes": grown,
-        }  # fmt: skip
+            "whole_bytes": whole["weights"],
+            "most_of_a_rank_bytes": most,
+            "over_its_share_percent": (most / share - 1) * 100,
+            "whole_process_grows_bytes": whole["grown"],
+            "process_grows_bytes": grown,
+        }
         if found["over_its_share_percent"] > _MOST_PERCENT:
-            raise BenchmarkError(f"{shape}: a rank of {size} holds {most:.0f} bytes of weights, its share is {share:.0f}")
+            raise BenchmarkError(
+                f"{shape}: a rank of {size} holds {most:.0f} bytes of weights, its share is {share:.0f}"
+            )
         yield _row({"case": "memory", "model": shape, "ranks": size}, [found], [other.cores], options)
 
 
@@ -168,8 +173,8 @@ def _describe(row: Row) -> str:
             f"{found['prefill_ms']:.1f} ms, of which {found['agree_us']:.0f} us to agree"
         )
     return (
-        f"{params['model']}, {params['ranks']} ranks: at most {found['most_of_a_rank_bytes'] / 2**20:.1f} MiB of weights, "
-        f"{found['over_its_share_percent']:+.1f}% of the share of {found['whole_bytes'] / 2**20:.1f} MiB"
+        f"{params['model']}, {params['ranks']} ranks: at most {found['most_of_a_rank_bytes'] / 2**20:.1f} MiB of "
+        f"weights, {found['over_its_share_percent']:+.1f}% of the share of {found['whole_bytes'] / 2**20:.1f} MiB"
     )
 
 
@@ -180,7 +185,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="random checkpoints of steps and memory (default 10m, 135m and qwen3-0.6b)",
     )  # fmt: skip
     parser.add_argument(
-        "--sizes", nargs="+", type=positive, default=list(_SIZES), help="numbers of ranks of exchanges (default 2 and 4)"
+        "--sizes",
+        nargs="+",
+        type=positive,
+        default=list(_SIZES),
+        help="numbers of ranks of exchanges (default 2 and 4)",
     )
     parser.add_argument("--quick", action="store_true", help="the small model, few cases: whether it works at all")
 

@@ -238,7 +238,7 @@ class ExecutorConfig(ServiceSettings):
         "Beyond loopback ranks need it, or --tls-cert, --tls-key and --tls-client-ca, which also encrypt.",
         json_schema_extra=about("Ranks"),
     )
-    rank_timeout_s: float = Field(
+    rank_connect_timeout_s: float = Field(
         600.0,
         gt=0,
         allow_inf_nan=False,

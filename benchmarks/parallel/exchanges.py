@@ -36,7 +36,9 @@ class Exchange:
     """How often, in a turn."""
 
 
-def exchange_times(rank: int, size: int, folder: str, seed: int, exchanges: Sequence[Exchange]) -> list[dict[str, float]]:
+def exchange_times(
+    rank: int, size: int, folder: str, seed: int, exchanges: Sequence[Exchange]
+) -> list[dict[str, float]]:
     """Return the microseconds of each exchange, ours and gloo's; for `on_processes`.
 
     folder: a new one, in which the ranks find each other. Raises BenchmarkError if the sums differ.
@@ -45,7 +47,9 @@ def exchange_times(rank: int, size: int, folder: str, seed: int, exchanges: Sequ
     most = max(each.rows for each in exchanges), max(each.hidden for each in exchanges)
     sizes = ExchangeSizes(size, *most, 1, 1)
     kernels = CpuKernels(1)
-    ranks = CpuRanks(Share(rank, size), kernels, ExchangeMemory(_shared(Path(folder, "memory"), sizes.num_bytes), sizes))
+    ranks = CpuRanks(
+        Share(rank, size), kernels, ExchangeMemory(_shared(Path(folder, "memory"), sizes.num_bytes), sizes)
+    )
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(Path(folder, "store")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
@@ -54,7 +58,9 @@ def exchange_times(rank: int, size: int, folder: str, seed: int, exchanges: Sequ
 
 def _times(exchange: Exchange, ranks: CpuRanks, kernels: CpuKernels, rank: int, seed: int) -> dict[str, float]:
     shape = exchange.rows, exchange.hidden
-    parts = [torch.randn(shape, generator=torch.Generator().manual_seed(seed + each)) for each in range(ranks.share.size)]
+    parts = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed + each)) for each in range(ranks.share.size)
+    ]
     own = parts[rank]
     with kernels.recording() as recording:
         recording.rows = f"rows {shape}"

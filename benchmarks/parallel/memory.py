@@ -35,7 +35,9 @@ def loaded_bytes(rank: int, size: int, options: dict[str, Any]) -> dict[str, flo
     process = psutil.Process()
 
     def join(spec: DecoderSpec) -> CpuRanks:
-        sizes = ExchangeSizes(size, config.max_num_batched_tokens, spec.hidden_size, config.max_num_seqs, spec.vocab_size)
+        sizes = ExchangeSizes(
+            size, config.max_num_batched_tokens, spec.hidden_size, config.max_num_seqs, spec.vocab_size
+        )
         kernels = device.kernels
         assert isinstance(kernels, CpuKernels)
         # Nothing is exchanged while weights are loaded: pages of this memory stay untouched.

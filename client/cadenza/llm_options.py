@@ -182,7 +182,7 @@ class LLMOptions(TypedDict, total=False):
     """With external: a file with the same 16 bytes or more at all ranks, by which they know each other. Beyond loopback
     ranks need it, or --tls-cert, --tls-key and --tls-client-ca, which also encrypt."""
 
-    rank_timeout_s: float | None
+    rank_connect_timeout_s: float | None
     """With external: how long the ranks wait for each other at the start. [default: 600.0]"""
 
     ray_address: str | None

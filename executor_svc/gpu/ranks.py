@@ -31,7 +31,7 @@ def join_group(share: Share, memory: int, backend: str) -> None:
     # Of the interface on which the ranks of one machine open their connections.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"/proc/self/fd/{memory}", share.size)
+    store = dist.FileStore(f"/proc/self/fd/{memory}", share.size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=share.rank, world_size=share.size, timeout=_TIMEOUT)
 
 
@@ -102,7 +102,8 @@ class GpuRanks:
     def share_first(self, *tensors: Tensor) -> None:
         """Give the numbers of rank 0's tensors to all; enqueued."""
         for tensor in tensors:
-            dist.broadcast(tensor, src=0)
+            if tensor.numel():
+                dist.broadcast(tensor, src=0)
 
     def _gathered(self, x: Tensor, parts: Tensor) -> Tensor:
         """Return the rows x [T, columns] of all ranks, [N, T, columns], in memory `parts`."""

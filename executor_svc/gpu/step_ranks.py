@@ -1,4 +1,4 @@
-"""The part of a GPU's steps that the ranks of a replica do together; steps are launched before earlier ones are known."""
+"""The part of a GPU's steps that the ranks of a replica do together; steps are launched ahead of what is known."""
 
 from __future__ import annotations
 

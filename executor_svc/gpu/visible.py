@@ -23,8 +23,6 @@ def environment_of(rank: int) -> Mapping[str, str]:
 
 def check_gpus(size: int) -> None:
     """Raise DeviceError, naming the option, for more ranks than PyTorch sees GPUs; Triton's interpreter needs none."""
-    if is_interpreted() or torch.cuda.device_count() >= size:
-        return
-    raise DeviceError(
-        f"--tensor-parallel-size {size}: needs as many GPUs, one for each rank; PyTorch sees {torch.cuda.device_count()}"
-    )
+    count = torch.cuda.device_count()
+    if count < size and not is_interpreted():
+        raise DeviceError(f"--tensor-parallel-size {size}: needs as many GPUs, one for each rank; PyTorch sees {count}")

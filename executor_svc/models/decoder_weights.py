@@ -50,7 +50,9 @@ class DecoderWeights:
 
     def head(self) -> Linear:
         """Return the linear from hidden states to logits alone."""
-        return self._builder.prepare_linear("lm_head", self._end("model.embed_tokens" if self._spec.tied else "lm_head"))
+        return self._builder.prepare_linear(
+            "lm_head", self._end("model.embed_tokens" if self._spec.tied else "lm_head")
+        )
 
     def _end(self, name: str) -> LinearWeight | StoredLinear:
         size = (self._spec.vocab_size, self._spec.hidden_size)

@@ -33,7 +33,7 @@ class ConnectedRanks(Members):
         self.exchanges = LeaderExchanges(listener)
         self._listener = listener
         self._watched: list[Link] = []
-        self._ended: dict[int, str] = {}
+        self._ends: dict[int, str] = {}
         self._on_death: Callable[[int, str], None] | None = None
         self._changed = threading.Condition()
         deadline = time.monotonic() + timeout_s
@@ -49,7 +49,7 @@ class ConnectedRanks(Members):
         """As in `Members`."""
         with self._changed:
             self._on_death = on_death
-            ended = next(iter(self._ended.items()), None)
+            ended = next(iter(self._ends.items()), None)
         if ended is not None:
             on_death(*ended)
 
@@ -63,8 +63,8 @@ class ConnectedRanks(Members):
     def how_ended(self, rank: int) -> str:
         """As in `Members`."""
         with self._changed:
-            self._changed.wait_for(lambda: rank in self._ended, _END_S)
-            return self._ended.get(rank, f"at {self._peers[rank - 1]}, it closed its connection")
+            self._changed.wait_for(lambda: rank in self._ends, _END_S)
+            return self._ends.get(rank, f"at {self._peers[rank - 1]}, it closed its connection")
 
     def _meet(self, rank: int, size: int, own: dict[str, Any], deadline: float) -> str:
         """Take a rank's first connections, and check that it is like this one; returns where it is."""
@@ -91,14 +91,14 @@ class ConnectedRanks(Members):
             return self._listener.take(rank, purpose, deadline)
         except TimeoutError:
             raise PlaceError(
-                f"no connection from rank {rank} at {self._listener.target} within --rank-timeout-s: it is "
+                f"no connection from rank {rank} at {self._listener.target} within --rank-connect-timeout-s: it is "
                 f"started with RANK={rank}, WORLD_SIZE={size} and this MASTER_ADDR"
             ) from None
 
     def _gone(self, rank: int, how: str) -> None:
         with self._changed:
-            is_first = not self._ended
-            self._ended[rank] = how
+            is_first = not self._ends
+            self._ends[rank] = how
             self._changed.notify_all()
             on_death = self._on_death
         # Whoever waits for it: the system itself may not know yet.

@@ -55,7 +55,7 @@ def run_member(config: ExecutorConfig, place: Place) -> int:
 
 def _join(config: ExecutorConfig, place: Place) -> tuple[Joined, Link]:
     """Return the connections to rank 0, once it has welcomed this rank, and the one to be watched."""
-    connector, timeout_s = Connector(place, read_credentials(config)), config.rank_timeout_s
+    connector, timeout_s = Connector(place, read_credentials(config)), config.rank_connect_timeout_s
     link = connector.connect(Purpose.STEPS, timeout_s)
     link.end.settimeout(timeout_s)  # rank 0 waits for others, too
     assert config.num_threads is not None

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from typing import Protocol
 
 from cadenza.telemetry import logs
@@ -51,6 +52,7 @@ def main() -> int:
         run(config, joined)
     except StartError:
         return 1
+    _log.info("rank 0 is gone")
     return 0
 
 
@@ -64,15 +66,13 @@ def run(config: ExecutorConfig, joined: Joined) -> None:
     except StartError as error:
         joined.link.send(Frame.REFUSED, str(error).encode())
         raise
-    try:
+    with suppress(LinkClosed):
         if executor.adapters is not None:
             assert joined.adapter_link is not None
             served = executor.adapters, joined.adapter_link
             threading.Thread(target=serve_adapters, args=served, daemon=True).start()
         joined.link.send(Frame.READY)
         follow(executor, ranks)
-    except LinkClosed:
-        _log.info("rank 0 is gone")
 
 
 class Follower(Protocol):

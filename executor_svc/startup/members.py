@@ -27,10 +27,10 @@ def start_members(config: ExecutorConfig, device: Device, place: Place | None) -
         from executor_svc.gpu.visible import environment_of
 
         return RankProcesses(config.tensor_parallel_size, options, environment_of)
-    listener = Listener(place, read_credentials(config), time.monotonic() + config.rank_timeout_s)
+    listener = Listener(place, read_credentials(config), time.monotonic() + config.rank_connect_timeout_s)
     try:
         own = introduction(config, device.num_threads)
-        return ConnectedRanks(listener, place.size, own, config.rank_timeout_s)
+        return ConnectedRanks(listener, place.size, own, config.rank_connect_timeout_s)
     except BaseException:
         listener.close()
         raise

@@ -43,5 +43,5 @@ def _check_on_gpus(config: ExecutorConfig, option: str) -> None:
     check_gpus(config.tensor_parallel_size)
     if config.speculative == "draft" or config.speculative_model is not None:
         raise RanksError(
-            f"{option} is not possible on GPUs with a draft model so far; there are --speculative ngram, suffix and auto"
+            f"{option} is not possible on GPUs with a draft model so far; there are --speculative ngram, suffix, auto"
         )

@@ -16,7 +16,7 @@ from tests.helpers.service_process import service_process
 from tests.helpers.services import scheduler_service
 from tests.helpers.two_hosts import TwoHosts, two_hosts_or_skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 OPTIONS = (
     "--num-gpu-blocks", "600", "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--dtype", "float32",

@@ -145,7 +145,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Divided]:
     for index, path in folders.items():
         rank = RANKS[index % len(RANKS)]
         save_peft_adapter(folder, path, seed=index, r=rank, lora_alpha=rank // 4 + 1, **KINDS[index % len(KINDS)])
-    ranks = RankThreads(folder, 2, {"dtype": "float32"}, SIZES)
+    ranks = RankThreads(folder, 2, {"dtype": "float32"}, adapter_sizes=SIZES)
     alone = Rig(ranks.first, replace(ALONE, max_loras=1, max_cpu_loras=1), adapters=folders, ranks=ranks)
     yield Divided(folder, ranks, alone.run(adapted_load()), folders)
     ranks.stop()

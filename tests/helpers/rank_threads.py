@@ -90,6 +90,7 @@ class Connections:
         self._credentials = credentials or Credentials()
         self._host = new_address()
         self._listener: Listener | None = None
+        self._links: list[ExchangeLinks] = []
 
     def ranks(self, share: Share, kernels: CpuKernels, sizes: ExchangeSizes) -> LinkedRanks:
         """Return a rank's exchanges, of a session that has begun."""
@@ -100,12 +101,15 @@ class Connections:
         else:
             self._listener = Listener(place, self._credentials, time.monotonic())
             links = LeaderExchanges(self._listener)
+        self._links.append(links)
         found = LinkedRanks(share, kernels, links, sizes)
         found.reset()
         return found
 
     def close(self) -> None:
         """As in `Meeting`."""
+        for links in self._links:
+            links.close()
         if self._listener is not None:
             self._listener.close()
 

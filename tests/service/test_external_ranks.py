@@ -19,7 +19,7 @@ from tests.helpers.peft_adapters import save_peft_adapter
 from tests.helpers.rolling import ClientLoad
 from tests.helpers.services import scheduler_service
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEW_TOKENS = 16
 SIZES = ("--num-gpu-blocks", "600", "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--max-loras", "2")
@@ -88,7 +88,7 @@ async def stops_in_order(group: ExternalRanks) -> None:
         group.send(rank, signal.SIGTERM)
     _, codes = await group.ended(10)
     assert codes == [0, 0]
-    assert "is gone" not in "\n".join(group.running[1].lines)
+    assert "rank 0 has stopped" in group.running[1].lines[-1]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ async def test_variables_that_are_wrong_end_a_rank_at_once(model: Path) -> None:
 
 
 async def test_a_rank_that_does_not_come_and_one_without_a_secret(model: Path, tmp_path: Path) -> None:
-    group = ranks_of(model, "--rank-timeout-s", "4")
+    group = ranks_of(model, "--rank-connect-timeout-s", "4")
     (tmp_path / "secret").write_text("sixteen bytes, at least\n")
     secret = "--rank-secret-file", str(tmp_path / "secret")
     group.running = [await group.start_rank(0, *secret), await group.start_rank(1)]

@@ -177,7 +177,9 @@ class GgufRows:
         rows = unit * max(1, num_bytes // (unit * self.shape[1]))
         row_bytes = tensor.shape[1] // tensor.type.block_columns * size
         stored = StoredTensor(tensor.path, tensor.name, "U8", (tensor.shape[0], row_bytes), tensor.offset)
-        content = ContentDigest(f"{tensor.name} {list(tensor.shape)} {tensor.type.name}{f' {cut}' if cut.ranges else ''}")
+        content = ContentDigest(
+            f"{tensor.name} {list(tensor.shape)} {tensor.type.name}{f' {cut}' if cut.ranges else ''}"
+        )
         for block in cut.blocks(stored, rows):
             content.update(block)
             ordered = block if self._head_rows is None else halves(block, self._head_rows)

@@ -1,7 +1,7 @@
 """A rank's part of a linear in few bits, read from the file alone: its tensors, cut as its rows or columns are.
 
-A checkpoint stores codes, scales and zero points in tensors of their own, in which an element may stand for several rows
-or columns. Readers of formats see tensors of a smaller linear.
+A checkpoint stores codes, scales and zero points in tensors of their own, in which an element may stand for several
+rows or columns. Readers of formats see tensors of a smaller linear.
 """
 
 from __future__ import annotations
@@ -136,7 +136,11 @@ def _cut(stored: StoredTensor, axes: tuple[int, ...], whole: LazyRows, part: Par
     shared = whole.format.group if part.of_columns else whole.scale_rows
     each, rest = divmod(part.total, count)
     possible = (1, shared) if shared > 1 and not part.of_columns else (*_PACKED, shared)
-    if rest or each not in possible or any(edge % each for chosen in part.ranges for edge in (chosen.start, chosen.stop)):
+    if (
+        rest
+        or each not in possible
+        or any(edge % each for chosen in part.ranges for edge in (chosen.start, chosen.stop))
+    ):
         return None
     return Cut(axis, tuple(range(chosen.start // each, chosen.stop // each) for chosen in part.ranges))
 

@@ -67,6 +67,8 @@ class LeaderExchanges:
             for link in self._links.values():
                 link.close()
             self._links.clear()
+        # Of ranks that are ahead: they may wait in an exchange that this one has not come to.
+        self._listener.drop(Purpose.EXCHANGES)
 
     def renew(self) -> None:
         """As in `ExchangeLinks`."""

@@ -11,7 +11,7 @@ _OWN = {
     "config", "listen", "insecure", "log_level", "log_format", "otlp_traces_endpoint", "metrics_port", "metrics_host",
     "metrics_insecure", "metrics_token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_scheduler_name",
     "max_connections", "max_connections_per_peer", "drain_timeout_s", "step_timeout_s", "rank_port", "rank_secret_file",
-    "rank_timeout_s", "save_quantized",
+    "rank_connect_timeout_s", "save_quantized",
 }  # fmt: skip
 """Options that may differ between ranks: most are for rank 0 alone, or name a file of this machine."""
 

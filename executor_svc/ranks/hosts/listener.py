@@ -53,9 +53,20 @@ class Listener:
             self._taken[key] = peer
             return link, peer
 
+    def drop(self, purpose: Purpose) -> None:
+        """End the connections for this purpose that nobody has taken."""
+        with self._changed:
+            for key in [each for each in self._arrived if each[1] is purpose]:
+                self._arrived.pop(key)[0].close()
+
     def close(self) -> None:
-        """Take no more connections."""
+        """Take no more connections, and end those that nobody has taken."""
         _end(self._socket)
+        with self._changed:
+            for link, _ in self._arrived.values():
+                link.close()
+            for end in self._unknown:
+                _end(end)
 
     def _accept(self) -> None:
         while True:

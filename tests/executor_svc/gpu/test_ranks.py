@@ -17,7 +17,10 @@ import torch.distributed as dist
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import DeviceError
+from executor_svc.device.ranks import Share
+from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kernels.rank_rows import own_ids, pick_rows, sum_parts
+from executor_svc.gpu.ranks import GpuRanks, join_group
 from executor_svc.gpu.visible import check_gpus, environment_of
 from executor_svc.ranks.processes import RankProcesses
 from executor_svc.startup.device import make_device
@@ -118,6 +121,36 @@ def test_kernels_of_ranks(device: torch.device) -> None:
     assert torch.equal(out, torch.stack([parts[token // 4, row] for row, token in enumerate(token_ids.tolist())]))
 
 
+def test_a_group_of_one_gives_its_own_numbers(device: torch.device) -> None:
+    """All operations of one rank, recorded and run on some rows; on a GPU with NCCL in a CUDA graph."""
+    on_gpu = device.type == "cuda"
+    memory = os.memfd_create("ranks")
+    share = Share(0, 1)
+    join_group(share, memory, "nccl" if on_gpu else "gloo")
+    kernels = GpuKernels(device, 90, 132)
+    ranks = GpuRanks(share, kernels)
+    table, x, bias = (torch.randn(*size, device=device) for size in ((11, 40), (6, 40), (40,)))
+    logits, token_ids = torch.randn(6, 11, device=device), torch.tensor([3, 0, 10, 7, 7, 1], device=device)
+    with torch.inference_mode(), kernels.recording() as recording:
+        embedded = ranks.embed(lambda ids, scale: kernels.embed(table, ids, scale), 0, 11, token_ids, 1.0)
+        summed = ranks.sum_partials(x, bias, torch.float32)
+        gathered = ranks.gather_columns(logits, 0, 11)
+        program = recording.program()
+    program.run(rows=4)
+    if on_gpu:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            program.run(rows=4)
+        for each in (embedded, summed, gathered):
+            each.zero_()
+        graph.replay()
+    assert torch.equal(embedded[:4], table[token_ids[:4]])
+    assert torch.equal(summed[:4], x[:4] + bias)
+    assert torch.equal(gathered[:4], logits[:4])
+    assert not any(each[4:].any() for each in (embedded, summed, gathered))
+    os.close(memory)
+
+
 def test_each_rank_sees_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environment_of(2) == {"CUDA_VISIBLE_DEVICES": "2"}
@@ -129,7 +162,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("executor_svc.gpu.visible.is_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_gpus(2)
-    with pytest.raises(DeviceError, match="--tensor-parallel-size 3: needs as many GPUs.*PyTorch sees 2"):
+    with pytest.raises(DeviceError, match=r"--tensor-parallel-size 3: needs as many GPUs.*PyTorch sees 2"):
         check_gpus(3)
 
 

@@ -143,8 +143,7 @@ class LinkedRanks:
 
     def fail(self) -> None:
         """As in `RankKernels`."""
-        self._failure = self._failure or f"rank {self.share.rank} failed"
-        self._links.close()
+        self._fail(f"rank {self.share.rank} failed")
 
     def reset(self) -> None:
         """As in `RankKernels`."""
@@ -191,11 +190,14 @@ class LinkedRanks:
             else:
                 self._links.link(rank).receive_part(rows)
         except LinkClosed as error:
-            self._failure = self._failure or f"rank {rank} failed, or its connection did: {error}"
-            self._links.close()
+            self._fail(f"rank {rank} failed, or its connection did: {error}")
         except BaseException as error:  # nothing may be raised into a launch
-            self._failure = f"rank {self.share.rank} failed: {type(error).__name__}: {error}"
-            self._links.close()
+            self._fail(f"rank {self.share.rank} failed: {type(error).__name__}: {error}")
+
+    def _fail(self, reason: str) -> None:
+        """Exchange nothing more; the first reason counts."""
+        self._failure = self._failure or reason
+        self._links.close()
 
     def _launch(self, host: Host, num_rows: int, kernel: str, arguments: tuple[int, ...], share: int = 1) -> None:
         host.launch(Launch(kernel, "rows", share, 1, arguments), num_rows)
@@ -204,4 +206,4 @@ class LinkedRanks:
 def _memory(address: int, num_bytes: int) -> memoryview:
     if not num_bytes:
         return memoryview(bytearray())
-    return memoryview(np.frombuffer((ctypes.c_char * num_bytes).from_address(address), np.uint8))
+    return np.frombuffer(memoryview((ctypes.c_char * num_bytes).from_address(address)), np.uint8).data

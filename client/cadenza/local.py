@@ -14,13 +14,22 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from cadenza.child_process import ChildService, LogSink, subject
+from cadenza.child_process import ChildService, LogSink, subject, wait_until_ready
 from cadenza.errors import LocalServiceError, UnavailableError
+from cadenza.executor_hosts import Command, ExecutorChild, ExecutorHost, ThisMachine, spawn_child
 from cadenza.executor_progress import ExecutorProgress
-from cadenza.executor_shares import ExecutorShare, executor_shares
-from cadenza.local_checks import check_address, check_device, check_files, check_listener, check_model, own_tls
+from cadenza.executor_shares import executor_shares
+from cadenza.local_checks import (
+    check_address,
+    check_device,
+    check_files,
+    check_listener,
+    check_model,
+    check_scaling,
+    own_tls,
+)
 from cadenza.local_options import SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
-from cadenza.local_ports import metrics_ports, reserve_port, scheduler_address
+from cadenza.local_ports import metrics_ports, scheduler_address
 from cadenza.short_interrupts import quiet_at_exit
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.supervisor import RestartPolicy, SupervisedService
@@ -49,9 +58,9 @@ class _Family:
     LocalServices."""
 
     arguments: ServiceArguments
-    shares: dict[str, ExecutorShare]  # by executor
+    host: ExecutorHost
     programs: Programs
-    addresses: dict[str, str]  # where each listens; the scheduler's port may be 0 until it has chosen one
+    addresses: dict[str, str]  # of those that have one; the scheduler's port may be 0 until it has chosen one
     kept: contextlib.ExitStack  # held as long as services may be started: ports that were chosen for them
     start_timeout_s: float
     stop_grace_s: float
@@ -59,10 +68,10 @@ class _Family:
     on_log: LogSink
     on_event: Callable[[str], None]
     on_back: Callable[[str], None]
-    metrics_ports: dict[str, int]  # by service; empty: no metrics
+    metrics_port: int | None  # of the scheduler
     tls: TLS | None = None  # of connections to the scheduler
     owner: int = field(default_factory=os.getpid)  # the parent process
-    children: dict[str, ChildService] = field(default_factory=dict)
+    children: dict[str, ExecutorChild] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
     failed: threading.Event = field(default_factory=threading.Event)
     failure: LocalServiceError | None = None
@@ -105,26 +114,27 @@ class LocalServices:
         arguments = route_options(model, options, config=config)
         check_address(host, port)
         check_listener(host, arguments.settings)
+        check_scaling(arguments.values, arguments.settings)
         self._tls = own_tls(arguments.settings)
         if programs is None:
-            check_device(arguments.settings)
             check_files(model, arguments.settings)
-        shares = executor_shares(arguments.executors, arguments.settings)
         kept = contextlib.ExitStack()
-        addresses = {name: reserve_port("127.0.0.1", kept) for name in shares}
+        address = scheduler_address(host, port, kept)
+        on_log, on_event = on_log or log_line, on_event or _logger.warning
+        executors, metrics_port = _executors(arguments, programs, kept, on_log, on_event)
         self._family = _Family(
             arguments,
-            shares,
+            executors,
             programs or Programs(),
-            addresses | {SCHEDULER: scheduler_address(host, port, kept)},
+            {SCHEDULER: address},
             kept,
             start_timeout_s,
             stop_grace_s,
             restarts or RestartPolicy(),
-            on_log or log_line,
-            on_event or _logger.warning,
+            on_log,
+            on_event,
             on_back or (lambda service: None),
-            metrics_ports(arguments.settings, list(shares), kept),
+            metrics_port,
             self._tls,
         )
         for sentence in ignored_variables():
@@ -162,6 +172,11 @@ class LocalServices:
         return self._tls
 
     @property
+    def executor_tls(self) -> TLS | None:
+        """How executors are connected to; None: in plain text."""
+        return self._family.host.tls
+
+    @property
     def addresses(self) -> Mapping[str, str]:
         """`HOST:PORT` by service."""
         return dict(self._family.addresses)
@@ -169,7 +184,7 @@ class LocalServices:
     @property
     def executors(self) -> list[str]:
         """The names of the executors."""
-        return list(self._family.shares)
+        return list(self._family.host.names)
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -182,8 +197,8 @@ class LocalServices:
         return self._family.failure
 
     def pids(self) -> dict[str, int]:
-        """Process ids by service."""
-        return {name: child.pid for name, child in self._family.children.items()}
+        """Process ids of this machine by service."""
+        return {name: child.pid for name, child in self._family.children.items() if child.pid}
 
     def wait_failure(self, timeout_s: float) -> bool:
         """Wait until the services have failed for good; returns False if `timeout_s` seconds pass before."""
@@ -206,49 +221,66 @@ class LocalServices:
         _end_supervision(family)
         setting = self.settings.get("drain_timeout_s")
         timeout_s = DRAIN_TIMEOUT_S if setting is None else float(setting.value)
-        family.children[SCHEDULER].drain(timeout_s + family.stop_grace_s)
+        scheduler = family.children[SCHEDULER]
+        assert isinstance(scheduler, ChildService)
+        scheduler.drain(timeout_s + family.stop_grace_s)
 
     def close(self) -> None:
         """Stop all at once, with SIGINT, then SIGKILL; returns when they have exited. A second call does nothing."""
         self._finalizer()
 
 
+def _executors(
+    arguments: ServiceArguments,
+    programs: Programs | None,
+    kept: contextlib.ExitStack,
+    on_log: LogSink,
+    on_event: Callable[[str], None],
+) -> tuple[ExecutorHost, int | None]:
+    """Return what runs the executors, and the port of the scheduler's metrics. Raises OptionError."""
+    settings = arguments.settings
+    command = Command((programs or Programs()).executor, arguments.executor)
+    if arguments.uses_ray:
+        from cadenza.on_ray.executors import RayExecutors
+
+        ports = metrics_ports(settings, (), kept)
+        return RayExecutors(command, arguments, on_log=on_log, on_event=on_event), ports.get(SCHEDULER)
+    if programs is None:
+        check_device(settings)
+    shares = executor_shares(arguments.executors, settings)
+    ports = metrics_ports(settings, list(shares), kept)
+    return ThisMachine(command, shares, ports, on_log), ports.get(SCHEDULER)
+
+
 def _start_all(family: _Family) -> None:
     """Start all services at once and wait until they are ready; the scheduler itself waits for the executors."""
-    children = [_spawn(family, service) for service in (*family.shares, SCHEDULER)]
+    children = [_spawn(family, service) for service in (*family.host.names, SCHEDULER)]
     for child in children:
-        address = child.wait_ready(family.start_timeout_s, family.stopping, beside=children)
+        address = wait_until_ready(child, family.start_timeout_s, family.stopping, beside=children)
         family.addresses[child.name] = address
+    family.host.follow(lambda: family.addresses[SCHEDULER], family.tls)
 
 
-def _spawn(family: _Family, service: str) -> ChildService:
-    """Start one service at its address; raises LocalServiceError if the system refuses a process."""
-    own, environment = ["--listen", family.addresses[service]], {}
-    if service in family.metrics_ports:
-        own.append(f"--metrics-port={family.metrics_ports[service]}")
-    if service == SCHEDULER:
-        executors = [part for name in family.shares for part in ("--executor", family.addresses[name])]
-        program, arguments = family.programs.scheduler, [*family.arguments.scheduler, *own, *executors]
-    else:
-        share, environment = family.shares[service], family.shares[service].environment
-        program, arguments = family.programs.executor, [*family.arguments.executor, *share.arguments, *own]
-    try:
-        child = ChildService(service, program, arguments, family.on_log, environment)
-    except (OSError, RuntimeError) as error:  # no process, file descriptor or thread
-        raise LocalServiceError(str(error)) from error
-    family.children[service] = child
+def _spawn(family: _Family, service: str) -> ExecutorChild:
+    """Start one service; raises LocalServiceError if the system refuses a process."""
+    family.children[service] = child = _scheduler(family) if service == SCHEDULER else family.host.spawn(service)
     return child
+
+
+def _scheduler(family: _Family) -> ChildService:
+    own = ["--listen", family.addresses[SCHEDULER]]
+    if family.metrics_port is not None:
+        own.append(f"--metrics-port={family.metrics_port}")
+    arguments = [*family.arguments.scheduler, *own, *family.host.scheduler_arguments]
+    return spawn_child(SCHEDULER, family.programs.scheduler, arguments, family.on_log)
 
 
 def _watch(family: _Family) -> None:
     """Supervise all services until `stopping` is set, or the scheduler or the last executor is given up."""
-    services = {}
-    for executor in family.shares:
-        progress = ExecutorProgress(lambda: family.addresses[SCHEDULER], family.addresses[executor], family.tls)
-        services[executor] = _supervised(family, executor, progress.completed_step)
-    services[SCHEDULER] = _supervised(family, SCHEDULER, _cannot_know)
+    services = {name: _supervised(family, name) for name in (*family.host.names, SCHEDULER)}
     try:
         while not family.stopping.wait(_WATCH_S):
+            _follow_host(family, services)
             _look_at_all(family, services)
     except LocalServiceError as error:
         family.failure = error
@@ -256,6 +288,19 @@ def _watch(family: _Family) -> None:
         family.failed.set()
         # The streams wait for a service that will not come: ending them must not take long.
         _stop_children(family, min(family.stop_grace_s, _GIVEN_UP_GRACE_S))
+
+
+def _follow_host(family: _Family, services: dict[str, SupervisedService]) -> None:
+    """Start the executors that have come to the host's names, and stop those that have gone from them."""
+    names = family.host.names
+    for name in names:
+        if name not in services:
+            _spawn(family, name)
+            services[name] = _supervised(family, name, is_ready=False)
+    for name in [each for each in services if each not in names and each != SCHEDULER]:
+        del services[name]
+        family.addresses.pop(name, None)
+        family.children.pop(name).begin_stop()
 
 
 def _look_at_all(family: _Family, services: dict[str, SupervisedService]) -> None:
@@ -268,7 +313,8 @@ def _look_at_all(family: _Family, services: dict[str, SupervisedService]) -> Non
             if name == SCHEDULER or num_left == 0:
                 raise
             del services[name], family.children[name]
-            _report(family.on_event, f"{error}; {num_left} of {len(family.shares)} executors are left")
+            family.host.give_up(name)
+            _report(family.on_event, f"{error}; {num_left} of {num_left + 1} executors are left")
 
 
 def _cannot_know() -> bool:
@@ -276,7 +322,11 @@ def _cannot_know() -> bool:
     return False
 
 
-def _supervised(family: _Family, service: str, completed_step: Callable[[], bool]) -> SupervisedService:
+def _supervised(family: _Family, service: str, *, is_ready: bool = True) -> SupervisedService:
+    completed_step = _cannot_know
+    if service != SCHEDULER:
+        scheduler, executor = (partial(_address, family, each) for each in (SCHEDULER, service))
+        completed_step = ExecutorProgress(scheduler, executor, family.tls).completed_step
     return SupervisedService(
         subject(service),
         family.children[service],
@@ -287,10 +337,16 @@ def _supervised(family: _Family, service: str, completed_step: Callable[[], bool
         completed_step=completed_step,
         on_event=partial(_report, family.on_event),
         on_back=partial(_is_back, family, service),
+        is_ready=is_ready,
     )
 
 
+def _address(family: _Family, service: str) -> str:
+    return family.addresses.get(service, "")
+
+
 def _is_back(family: _Family, service: str) -> None:
+    family.addresses[service] = family.children[service].address
     _report(family.on_event, f"{subject(service)} is back at {family.addresses[service]}")
     _report(family.on_back, service)
 
@@ -314,6 +370,7 @@ def _stop(family: _Family) -> None:
             _stop_children(family, 0)
             raise
         finally:
+            family.host.close()
             family.kept.close()
 
 

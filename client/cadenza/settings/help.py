@@ -18,6 +18,7 @@ GROUPS = (
     "Speculation",
     "Adapters",
     "Ranks",
+    "Ray",
     "Scheduling",
     "Security",
     "Logging",

@@ -31,7 +31,8 @@ _SLICE_S = 0.1
 _KV_BYTES = {"h200-llama-3.1-8b": LLAMA_3_1_8B.kv_bytes, "8xh200-llama-3.1-405b-fp8": LLAMA_3_1_405B.kv_bytes}
 LIMITS = {
     "h200-llama-3.1-8b": (
-        Objective(0.5, 0.006), Objective(0.5, 0.010), Objective(0.5, 0.020), Objective(2.0, 0.010), Objective(2.0, 0.05),
+        Objective(0.5, 0.006), Objective(0.5, 0.010), Objective(0.5, 0.020), Objective(2.0, 0.010),
+        Objective(2.0, 0.05),
     ),
     "8xh200-llama-3.1-405b-fp8": (
         Objective(2.0, 0.025), Objective(2.0, 0.080), Objective(8.0, 0.025), Objective(8.0, 0.040), Objective(8.0, 0.2),

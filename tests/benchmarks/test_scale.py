@@ -76,7 +76,6 @@ def test_both_layouts_serve_the_same_requests() -> None:
     assert mixed.tally.num_due == apart.tally.num_due > 50
     assert mixed.tally.output_tokens == apart.tally.output_tokens
     assert mixed.tally.num_ended == apart.tally.num_ended == mixed.tally.num_due
-    assert apart.tally.gaps.percentile(95) <= mixed.tally.gaps.percentile(95)
 
 
 def test_a_fleets_row_in_words() -> None:

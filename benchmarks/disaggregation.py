@@ -1,7 +1,7 @@
 """Prefill and decode on executors of their own, or mixed with chunked prefill: which serves more within the limits?
 
-`cadenza.simulate.fleet` in virtual time: eight executors, all mixed with token budgets of 512, 2,048 and 8,192 (the
-best counts), or P of them for prompts and the others for decoding, P from 1 to 7 (the best counts), KV going from one
+`cadenza.simulate.fleet` in virtual time: eight executors, all mixed with token budgets of 256 to 8,192 (the best
+counts), or P of them for prompts and the others for decoding, P from 1 to 7 (the best counts), KV going from one
 to the other over each prefill executor's link. The highest rate at which --share of the requests keep the limits, for
 each mix of lengths and each pair of limits, linear between the rates tried. Poisson arrivals, the same for all; nothing
 is cached between requests. Nothing here depends on the machine.
@@ -25,19 +25,19 @@ from cadenza.simulate.published import LLAMA_3_1_8B, LLAMA_3_1_405B
 
 NAME = "disaggregation"
 EXECUTORS = 8
-BUDGETS = (512, 2048, 8192)
+BUDGETS = (256, 512, 2048, 8192)
 _RATIO, _LOWEST = 1.3, 0.15
 _SLICE_S = 0.1
 _KV_BYTES = {"h200-llama-3.1-8b": LLAMA_3_1_8B.kv_bytes, "8xh200-llama-3.1-405b-fp8": LLAMA_3_1_405B.kv_bytes}
 LIMITS = {
-    "h200-llama-3.1-8b": (Objective(0.5, 0.010), Objective(0.5, 0.020), Objective(2.0, 0.020), Objective(2.0, 0.050)),
-    "8xh200-llama-3.1-405b-fp8": (
-        Objective(2.0, 0.040),
-        Objective(2.0, 0.080),
-        Objective(8.0, 0.080),
-        Objective(8.0, 0.2),
+    "h200-llama-3.1-8b": (
+        Objective(0.5, 0.006), Objective(0.5, 0.010), Objective(0.5, 0.020), Objective(2.0, 0.010),
+        Objective(2.0, 0.05),
     ),
-}
+    "8xh200-llama-3.1-405b-fp8": (
+        Objective(2.0, 0.025), Objective(2.0, 0.080), Objective(8.0, 0.025), Objective(8.0, 0.040), Objective(8.0, 0.2),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,9 @@ class Comparison:
 
     def run(self, layout: Layout, rate: float) -> FleetResult:
         """One rate."""
-        profile = find_profile(self._executor).changed({"max_num_batched_tokens": layout.budget})
+        profile = find_profile(self._executor)
+        seats = min(profile.limits.max_num_seqs, layout.budget)
+        profile = profile.changed({"max_num_batched_tokens": layout.budget, "max_num_seqs": seats})
         split = Split(layout.num_prefill, _KV_BYTES[self._executor], self._bytes_per_s) if layout.num_prefill else None
         plan = FleetPlan(
             model=model_of(profile), num_schedulers=1, num_executors=EXECUTORS, duration_s=self._duration_s,

@@ -36,6 +36,11 @@ class LaneCase:
     output_tokens: int = 0
     """After a step one in so many sequences ends, and another one joins; 0: nothing changes."""
 
+    @property
+    def most_leaving(self) -> int:
+        """The largest `num_leaving`."""
+        return -(-self.running // self.output_tokens) if self.output_tokens else 0
+
     def num_leaving(self, step: int) -> int:
         """How many sequences of a lane end with this step."""
         if not self.output_tokens:
@@ -143,7 +148,9 @@ class LaneLoad:
     def _check(self) -> None:
         running = sum(len(lane.running) for lane in self.core.lanes.values())
         want = self._case.lanes * self._case.running
-        if running < 0.9 * want or self.core.num_preemptions:
+        # Those that ended are not replaced before the next plans.
+        missing = 4 * self._case.lanes * self._case.most_leaving
+        if running < want - missing or self.core.num_preemptions:
             raise BenchmarkError(
                 f"{running} of {want} sequences run, {len(self.core.waiting)} requests wait, "
                 f"{self.core.num_preemptions} were preempted"

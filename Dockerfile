@@ -1,4 +1,5 @@
-# Services, one image each: `--target scheduler` and `--target gateway`, which hold no torch, and `--target executor`.
+# Services, one image each: `--target scheduler` and `--target gateway`, which hold no torch, and `--target executor`; and
+# both services with Ray in one: `--target ray`, for the machines of a Ray cluster.
 #
 # Plain syntax, for the classic builder of Docker 20.10. It runs every stage above the one it is asked for, so the
 # stages without torch come first. docs/docker.md explains the build arguments.
@@ -95,3 +96,18 @@ COPY --from=executor-build /opt/cadenza/ /opt/cadenza/
 USER 10001:10001
 EXPOSE 50052
 ENTRYPOINT ["python", "-m", "executor_svc"]
+
+# ---------------------------------------------------------------- both services, the command line, and Ray
+
+FROM executor-build AS ray-build
+RUN for extra in scheduler cli ray; do \
+      python -c "import sys, tomllib; project = tomllib.load(sys.stdin.buffer)['project']; \
+print(*project['optional-dependencies']['$extra'], sep='\n')" < pyproject.toml > "$extra.txt" || exit 1; \
+    done \
+ && pip --python /opt/cadenza/bin/python install --quiet -r scheduler.txt -r cli.txt -r ray.txt
+
+FROM runtime AS ray
+COPY --from=ray-build /opt/cadenza/ /opt/cadenza/
+USER 10001:10001
+EXPOSE 50051
+ENTRYPOINT ["cadenza"]

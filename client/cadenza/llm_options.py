@@ -20,6 +20,17 @@ class LLMOptions(TypedDict, total=False):
     """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
     memory divided by their number; --num-gpu-blocks is that of each. [default: 1]"""
 
+    max_executors: int | None
+    """With --distributed-executor-backend ray: the most executors. There are more than --executors while requests are
+    more than three quarters of what the executors can run at once, or wait; docs/ray.md."""
+
+    scale_up_after_s: float | None
+    """With --max-executors: how long there must be more requests than fit before an executor is added. [default:
+    5.0]"""
+
+    scale_down_after_s: float | None
+    """With --max-executors: how long fewer executors must do before one is drained and taken away. [default: 120.0]"""
+
     log_format: Literal["text", "json"] | None
     """Lines of text, or one JSON object a line with the ids that the line is about; docs/tracing.md. [default: text]"""
 
@@ -162,8 +173,33 @@ class LLMOptions(TypedDict, total=False):
     """With --speculative: the most drafts of a sequence in one step. [default: 5]"""
 
     tensor_parallel_size: int | None
-    """Number of ranks that the model is divided among: processes that each hold a part of every layer, on the CPU of
-    this machine. [default: 1]"""
+    """Number of ranks that the model is divided among: processes that each hold a part of every layer; docs/ranks.md.
+    [default: 1]"""
+
+    distributed_executor_backend: Literal["mp", "external", "ray"] | None
+    """How the ranks start. mp: this process, rank 0, starts the others on this machine. external: something else starts
+    each, on one machine or several, with the same options and the variables of torchrun (RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or of a LeaderWorkerSet. ray: Ray starts them, and whole executors too,
+    on the machines of its cluster (docs/ray.md). [default: mp]"""
+
+    rank_port: int | None
+    """With external: the port of MASTER_ADDR at which rank 0 listens for the others; default: MASTER_PORT + 1, as
+    torchrun itself may listen at MASTER_PORT; 50053 without MASTER_PORT."""
+
+    rank_secret_file: str | None
+    """With external: a file with the same 16 bytes or more at all ranks, by which they know each other. Beyond loopback
+    ranks need it, or --tls-cert, --tls-key and --tls-client-ca, which also encrypt."""
+
+    rank_connect_timeout_s: float | None
+    """With external: how long the ranks wait for each other at the start. [default: 600.0]"""
+
+    ray_address: str | None
+    """HOST:PORT of the Ray cluster, of which this machine is a node; default: what RAY_ADDRESS names, else the cluster
+    that was started here, else one of its own on this machine alone."""
+
+    ray_placement: Literal["auto", "pack", "spread", "strict-pack", "strict-spread"] | None
+    """Where Ray places the processes of a placement group; auto: executors of one rank on different machines where it
+    can (spread), the ranks of an executor on one machine (strict-pack). [default: auto]"""
 
     max_loras: int | None
     """executor: Maximum LoRA adapters in one batch; 0: no adapters. On a GPU there are none unless this is given, as

@@ -14,14 +14,22 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from cadenza.child_process import ChildService, LogSink, subject
+from cadenza.child_process import ChildService, LogSink, subject, wait_until_ready
 from cadenza.errors import LocalServiceError, UnavailableError
+from cadenza.executor_hosts import ExecutorChild, ExecutorHost, spawn_child
 from cadenza.executor_progress import ExecutorProgress
-from cadenza.executor_shares import ExecutorShare, executor_shares
-from cadenza.local_checks import check_address, check_device, check_files, check_listener, check_model, own_tls
+from cadenza.local_checks import (
+    check_address,
+    check_files,
+    check_listener,
+    check_model,
+    check_scaling,
+    own_tls,
+)
+from cadenza.local_executors import Programs, executors_of
 from cadenza.local_gateway import gateway_address, gateway_arguments, gateway_environment, http_place
 from cadenza.local_options import GATEWAY, SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
-from cadenza.local_ports import metrics_ports, reserve_port, scheduler_address
+from cadenza.local_ports import scheduler_address
 from cadenza.short_interrupts import quiet_at_exit
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.supervisor import RestartPolicy, SupervisedService
@@ -36,24 +44,15 @@ _JOIN_S = 10.0
 _FAILURE_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """The programs to run: `["-m", module]` or `[script.py]`; tests replace the services by small scripts."""
-
-    executor: Sequence[str] = ("-m", "executor_svc")
-    scheduler: Sequence[str] = ("-m", "scheduler_svc")
-    gateway: Sequence[str] = ("-m", "cadenza.gateway")
-
-
 @dataclass(slots=True)
 class _Family:
     """The child processes and what a restart needs; shared with the watcher thread, so it must not refer to
     LocalServices."""
 
     arguments: ServiceArguments
-    shares: dict[str, ExecutorShare]  # by executor
+    host: ExecutorHost
     programs: Programs
-    addresses: dict[str, str]  # where each listens; the scheduler's port may be 0 until it has chosen one
+    addresses: dict[str, str]  # of those that have one; the scheduler's port may be 0 until it has chosen one
     kept: contextlib.ExitStack  # held as long as services may be started: ports that were chosen for them
     start_timeout_s: float
     stop_grace_s: float
@@ -61,10 +60,10 @@ class _Family:
     on_log: LogSink
     on_event: Callable[[str], None]
     on_back: Callable[[str], None]
-    metrics_ports: dict[str, int]  # by service; empty: no metrics
+    metrics_port: int | None  # of the scheduler
     tls: TLS | None = None  # of connections to the scheduler
     owner: int = field(default_factory=os.getpid)  # the parent process
-    children: dict[str, ChildService] = field(default_factory=dict)
+    children: dict[str, ExecutorChild] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
     failed: threading.Event = field(default_factory=threading.Event)
     failure: LocalServiceError | None = None
@@ -109,26 +108,27 @@ class LocalServices:
         check_address(host, port)
         check_listener(host, arguments.settings)
         place = http_place(host, arguments.http, arguments.settings)
+        check_scaling(arguments.values, arguments.settings)
         self._tls = own_tls(arguments.settings)
         if programs is None:
-            check_device(arguments.settings)
             check_files(model, arguments.settings)
-        shares = executor_shares(arguments.executors, arguments.settings)
         kept = contextlib.ExitStack()
-        addresses = {name: reserve_port("127.0.0.1", kept) for name in shares}
+        address = scheduler_address(host, port, kept)
+        on_log, on_event = on_log or log_line, on_event or _logger.warning
+        executors, metrics_port = executors_of(arguments, programs, kept, on_log, on_event)
         self._family = _Family(
             arguments,
-            shares,
+            executors,
             programs or Programs(),
-            addresses | {SCHEDULER: scheduler_address(host, port, kept)} | gateway_address(place, kept),
+            {SCHEDULER: address} | gateway_address(place, kept),
             kept,
             start_timeout_s,
             stop_grace_s,
             restarts or RestartPolicy(),
-            on_log or log_line,
-            on_event or _logger.warning,
+            on_log,
+            on_event,
             on_back or (lambda service: None),
-            metrics_ports(arguments.settings, list(shares), kept),
+            metrics_port,
             self._tls,
         )
         for sentence in ignored_variables():
@@ -166,6 +166,11 @@ class LocalServices:
         return self._tls
 
     @property
+    def executor_tls(self) -> TLS | None:
+        """How executors are connected to; None: in plain text."""
+        return self._family.host.tls
+
+    @property
     def addresses(self) -> Mapping[str, str]:
         """`HOST:PORT` by service."""
         return dict(self._family.addresses)
@@ -178,7 +183,7 @@ class LocalServices:
     @property
     def executors(self) -> list[str]:
         """The names of the executors."""
-        return list(self._family.shares)
+        return list(self._family.host.names)
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -191,8 +196,8 @@ class LocalServices:
         return self._family.failure
 
     def pids(self) -> dict[str, int]:
-        """Process ids by service."""
-        return {name: child.pid for name, child in self._family.children.items()}
+        """Process ids of this machine by service."""
+        return {name: child.pid for name, child in self._family.children.items() if child.pid}
 
     def wait_failure(self, timeout_s: float) -> bool:
         """Wait until the services have failed for good; returns False if `timeout_s` seconds pass before."""
@@ -217,8 +222,9 @@ class LocalServices:
         timeout_s = DRAIN_TIMEOUT_S if setting is None else float(setting.value)
         until = time.monotonic() + timeout_s + family.stop_grace_s
         for service in (GATEWAY, SCHEDULER):
-            if service in family.children:
-                family.children[service].drain(until - time.monotonic())
+            child = family.children.get(service)
+            if isinstance(child, ChildService):
+                child.drain(until - time.monotonic())
 
     def close(self) -> None:
         """Stop all at once, with SIGINT, then SIGKILL; returns when they have exited. A second call does nothing."""
@@ -230,50 +236,48 @@ def _start_all(family: _Family) -> None:
 
     The gateway comes last: its scheduler may have chosen its port.
     """
-    children = [_spawn(family, service) for service in (*family.shares, SCHEDULER)]
+    children = [_spawn(family, service) for service in (*family.host.names, SCHEDULER)]
     for child in children:
-        address = child.wait_ready(family.start_timeout_s, family.stopping, beside=children)
+        address = wait_until_ready(child, family.start_timeout_s, family.stopping, beside=children)
         family.addresses[child.name] = address
     if GATEWAY in family.addresses:
         children.append(_spawn(family, GATEWAY))
-        address = children[-1].wait_ready(family.start_timeout_s, family.stopping, beside=children)
+        address = wait_until_ready(children[-1], family.start_timeout_s, family.stopping, beside=children)
         family.addresses[GATEWAY] = address
+    family.host.follow(lambda: family.addresses[SCHEDULER], family.tls)
 
 
-def _spawn(family: _Family, service: str) -> ChildService:
-    """Start one service at its address; raises LocalServiceError if the system refuses a process."""
-    own, environment = ["--listen", family.addresses[service]], {}
-    if service in family.metrics_ports:
-        own.append(f"--metrics-port={family.metrics_ports[service]}")
-    if service == SCHEDULER:
-        executors = [part for name in family.shares for part in ("--executor", family.addresses[name])]
-        program, arguments = family.programs.scheduler, [*family.arguments.scheduler, *own, *executors]
-    elif service == GATEWAY:
-        own = gateway_arguments(family.addresses[SCHEDULER], family.addresses[GATEWAY])
-        program, arguments = family.programs.gateway, [*family.arguments.gateway, *own]
-        environment = gateway_environment(family.tls)
-    else:
-        share, environment = family.shares[service], family.shares[service].environment
-        program, arguments = family.programs.executor, [*family.arguments.executor, *share.arguments, *own]
-    try:
-        child = ChildService(service, program, arguments, family.on_log, environment)
-    except (OSError, RuntimeError) as error:  # no process, file descriptor or thread
-        raise LocalServiceError(str(error)) from error
-    family.children[service] = child
+def _spawn(family: _Family, service: str) -> ExecutorChild:
+    """Start one service; raises LocalServiceError if the system refuses a process."""
+    start = _OWN.get(service)
+    family.children[service] = child = family.host.spawn(service) if start is None else start(family)
     return child
+
+
+def _scheduler(family: _Family) -> ChildService:
+    own = ["--listen", family.addresses[SCHEDULER]]
+    if family.metrics_port is not None:
+        own.append(f"--metrics-port={family.metrics_port}")
+    arguments = [*family.arguments.scheduler, *own, *family.host.scheduler_arguments]
+    return spawn_child(SCHEDULER, family.programs.scheduler, arguments, family.on_log)
+
+
+def _gateway(family: _Family) -> ChildService:
+    own = gateway_arguments(family.addresses[SCHEDULER], family.addresses[GATEWAY])
+    arguments = [*family.arguments.gateway, *own]
+    return spawn_child(GATEWAY, family.programs.gateway, arguments, family.on_log, gateway_environment(family.tls))
+
+
+_OWN: Mapping[str, Callable[[_Family], ExecutorChild]] = {SCHEDULER: _scheduler, GATEWAY: _gateway}
+"""What starts the services that are no executors."""
 
 
 def _watch(family: _Family) -> None:
     """Supervise all services until `stopping` is set, or the scheduler or the last executor is given up."""
-    services = {}
-    for executor in family.shares:
-        progress = ExecutorProgress(lambda: family.addresses[SCHEDULER], family.addresses[executor], family.tls)
-        services[executor] = _supervised(family, executor, progress.completed_step)
-    services[SCHEDULER] = _supervised(family, SCHEDULER, _cannot_know)
-    if GATEWAY in family.addresses:
-        services[GATEWAY] = _supervised(family, GATEWAY, _cannot_know)
+    services = {name: _supervised(family, name) for name in family.children}
     try:
         while not family.stopping.wait(_WATCH_S):
+            _follow_host(family, services)
             _look_at_all(family, services)
     except LocalServiceError as error:
         family.failure = error
@@ -283,20 +287,34 @@ def _watch(family: _Family) -> None:
         _stop_children(family, min(family.stop_grace_s, _GIVEN_UP_GRACE_S))
 
 
+def _follow_host(family: _Family, services: dict[str, SupervisedService]) -> None:
+    """Start the executors that have come to the host's names, and stop those that have gone from them."""
+    names = family.host.names
+    for name in names:
+        if name not in services:
+            _spawn(family, name)
+            services[name] = _supervised(family, name, is_ready=False)
+    for name in [each for each in services if each not in names and each not in _OWN]:
+        del services[name]
+        family.addresses.pop(name, None)
+        family.children.pop(name).begin_stop()
+
+
 def _look_at_all(family: _Family, services: dict[str, SupervisedService]) -> None:
     """Do what is due; removes a gateway that is given up, or one of several executors, else raises the error."""
     for name, service in list(services.items()):
         try:
             service.look(time.monotonic())
         except LocalServiceError as error:
-            num_left = sum(each in family.shares for each in services) - (name != GATEWAY)
+            num_left = sum(each not in _OWN for each in services) - (name != GATEWAY)
             if name == SCHEDULER or num_left == 0:
                 raise
             del services[name], family.children[name]
             if name == GATEWAY:
                 _report(family.on_event, f"{error}; there is no HTTP any more")
                 continue
-            _report(family.on_event, f"{error}; {num_left} of {len(family.shares)} executors are left")
+            family.host.give_up(name)
+            _report(family.on_event, f"{error}; {num_left} of {num_left + 1} executors are left")
 
 
 def _cannot_know() -> bool:
@@ -304,21 +322,31 @@ def _cannot_know() -> bool:
     return False
 
 
-def _supervised(family: _Family, service: str, completed_step: Callable[[], bool]) -> SupervisedService:
+def _supervised(family: _Family, service: str, *, is_ready: bool = True) -> SupervisedService:
+    completed_step = _cannot_know
+    if service not in _OWN:
+        scheduler, executor = (partial(_address, family, each) for each in (SCHEDULER, service))
+        completed_step = ExecutorProgress(scheduler, executor, family.tls).completed_step
     return SupervisedService(
         subject(service),
         family.children[service],
         time.monotonic(),
         spawn=partial(_spawn, family, service),
-        policy=family.restarts.of_scheduler() if service in (SCHEDULER, GATEWAY) else family.restarts,
+        policy=family.restarts.of_scheduler() if service in _OWN else family.restarts,
         start_timeout_s=family.start_timeout_s,
         completed_step=completed_step,
         on_event=partial(_report, family.on_event),
         on_back=partial(_is_back, family, service),
+        is_ready=is_ready,
     )
 
 
+def _address(family: _Family, service: str) -> str:
+    return family.addresses.get(service, "")
+
+
 def _is_back(family: _Family, service: str) -> None:
+    family.addresses[service] = family.children[service].address
     _report(family.on_event, f"{subject(service)} is back at {family.addresses[service]}")
     _report(family.on_back, service)
 
@@ -342,6 +370,7 @@ def _stop(family: _Family) -> None:
             _stop_children(family, 0)
             raise
         finally:
+            family.host.close()
             family.kept.close()
 
 
@@ -355,10 +384,9 @@ def _end_supervision(family: _Family) -> None:
 def _stop_children(family: _Family, grace_s: float) -> None:
     """Stop the gateway, then the scheduler, so that clients see a shutdown and not a failure of what is behind it."""
     children = dict(family.children)
-    if (gateway := children.pop(GATEWAY, None)) is not None:
-        gateway.stop(grace_s)
-    if (scheduler := children.pop(SCHEDULER, None)) is not None:
-        scheduler.stop(grace_s)
+    for service in (GATEWAY, SCHEDULER):
+        if (child := children.pop(service, None)) is not None:
+            child.stop(grace_s)
     for child in children.values():
         child.begin_stop()
     deadline = time.monotonic() + grace_s

@@ -7,11 +7,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import OptionError
+from cadenza.settings.arguments import to_arguments
 from cadenza.spelling import suggestion
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ LISTENER_OPTIONS = ("insecure", "tls_cert", "tls_key", "tls_client_ca")
 """Options of both services that are the scheduler's alone here: the executors listen on loopback."""
 _GATEWAY_PLACES = ("target", "http")
 """Options of the gateway that are settled here: its scheduler, and where it listens, which is the starter's `http`."""
+_PLACING = ("distributed_executor_backend", "ray_address", "ray_placement")
+"""Options of executors that the starter heeds in their place if Ray places them."""
 _CLIENT_VARIABLES = "CADENZA_TLS_"
 """Variables of clients: here they do not set the options of the listener that have the same names."""
 # Kubernetes sets such variables in every pod for a service named cadenza.
@@ -72,6 +75,13 @@ class ServiceArguments:
     executors: int
     http: str | None  # where the gateway is to listen; None: there is none
     settings: dict[str, Setting]  # the options that were set, without the model
+    values: dict[str, Any] = field(default_factory=dict)
+    """Of the options that were set, checked: those of the starter and of the executors."""
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether Ray places the executors."""
+        return self.values.get("distributed_executor_backend") == "ray"
 
 
 def config_classes() -> dict[str, type[ServiceSettings]]:
@@ -135,6 +145,10 @@ def route_options(
         chosen[service] = {name: setting for name, setting in settings.items() if name in fields}
     places = _places_for_adapters(chosen)
     checked = {service: _checked(service, model, settings) for service, settings in chosen.items()}
+    values = {**checked[STARTER], **checked[EXECUTOR]}
+    if values.get("distributed_executor_backend") == "ray":
+        for name in _PLACING:
+            checked[EXECUTOR].pop(name, None)
     arguments = {service: to_arguments(values) for service, values in checked.items()}
     if "tokenizer" not in chosen[SCHEDULER]:
         arguments[SCHEDULER] += _own_tokenizer(model)
@@ -146,6 +160,7 @@ def route_options(
         int(checked[STARTER].get("executors", 1)),
         checked[STARTER].get("http"),
         chosen[STARTER] | chosen[GATEWAY] | chosen[EXECUTOR] | chosen[SCHEDULER],
+        values,
     )
 
 
@@ -194,20 +209,6 @@ def ignored_variables(environment: Mapping[str, str] | None = None) -> Iterator[
         reason, hint = own.get(name.upper()), suggestion(name.upper(), known, ENV_PREFIX)
         wrong = f"has no effect here: {reason}" if reason else f"is not an option{hint}"
         yield f"{name} in the environment {wrong}"
-
-
-def to_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Command-line arguments: kebab case, `--name=value`, `--name` or `--no-name` for booleans."""
-    arguments: list[str] = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, (list, tuple)):
-            arguments += [f"--{flag}={item}" for item in value]
-        else:
-            arguments.append(f"--{flag}={value}")
-    return arguments
 
 
 def _fields_by_service() -> dict[str, list[str]]:

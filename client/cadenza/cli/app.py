@@ -27,6 +27,7 @@ from cadenza.cli import (
     lora,
     report,
     simulate,
+    simulate_fleet,
     tenants,
     top,
     up,
@@ -65,6 +66,7 @@ Certificates for TLS:
 Measuring it, and simulating other hardware:
   cadenza loadtest --request-rate 4
   cadenza simulate --executors 1,2,4 --find-max-rate --slo ttft=0.5,tpot=0.05
+  cadenza simulate-fleet --schedulers 62 --request-rate 500
 
 `cadenza COMMAND --help` has details.
 """
@@ -103,6 +105,7 @@ _COMMANDS = {
     "certs": _Command(certs, certs.certs),
     "report": _Command(report, report.report),
     "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields, "loadtest,scheduler"),
+    "simulate-fleet": _Command(simulate_fleet, simulate_fleet.simulate_fleet),
     "fit-costs": _Command(fit_costs, fit_costs.fit_costs),
 }
 

@@ -34,7 +34,7 @@ _FIRST = ("target", "http")
 def gateway(config: Config = None, **options: Any) -> None:
     """Serve until a signal."""
     from cadenza.gateway.__main__ import main
-    from cadenza.local_options import to_arguments
+    from cadenza.settings.arguments import to_arguments
 
     given = {name: value for name, value in {"config": config, **options}.items() if value is not None}
     code = main(to_arguments(given))

@@ -18,6 +18,7 @@ GROUPS = (
     "Speculation",
     "Adapters",
     "Ranks",
+    "Ray",
     "Scheduling",
     "HTTP",
     "Security",

@@ -27,3 +27,25 @@ class StarterConfig(BaseModel):
         "cores and the memory divided by their number; --num-gpu-blocks is that of each.",
         json_schema_extra=about("Basics", "executors"),
     )
+    max_executors: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="With --distributed-executor-backend ray: the most executors. There are more than --executors "
+        "while requests are more than three quarters of what the executors can run at once, or wait; docs/ray.md.",
+        json_schema_extra=about("Ray", "executors"),
+    )
+    scale_up_after_s: float = Field(
+        5.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With --max-executors: how long there must be more requests than fit before an executor is added.",
+        json_schema_extra=about("Ray", "s"),
+    )
+    scale_down_after_s: float = Field(
+        120.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With --max-executors: how long fewer executors must do before one is drained and taken away.",
+        json_schema_extra=about("Ray", "s"),
+    )

@@ -300,6 +300,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "executor_loss",
         "executor_scaling",
         "fleet",
+        "gateway",
         "journal",
         "lane_scaling",
         "loadtest_agreement",

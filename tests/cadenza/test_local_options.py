@@ -14,7 +14,9 @@ from pydantic import ValidationError
 import cadenza
 from cadenza.cli.app import run
 from cadenza.errors import OptionError
+from cadenza.gateway.config import GatewayConfig
 from cadenza.local_options import (
+    GATEWAY,
     LISTENER_OPTIONS,
     STARTER,
     Setting,
@@ -145,7 +147,7 @@ def test_every_option_reaches_its_services_whole(tmp_path):
     ):
         configs = {
             service: read_config(config, getattr(arguments, service), pytest.fail)
-            for service, config in config_classes().items()
+            for service, config in {**config_classes(), GATEWAY: GatewayConfig}.items()
         }
         configs[STARTER] = SimpleNamespace(**arguments.values)
         for name, owners in service_options().items():

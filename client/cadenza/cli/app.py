@@ -21,6 +21,7 @@ from cadenza.cli import (
     drain,
     executors,
     fit_costs,
+    gateway,
     generate,
     loadtest,
     lora,
@@ -51,6 +52,8 @@ A server, and requests from another terminal:
   cadenza up FOLDER_OR_HUB_ID
   cadenza generate "Hello"
   cadenza chat
+HTTP clients of OpenAI's and Anthropic's APIs:
+  cadenza gateway --http :8000
 What it is doing, and an end without a lost request:
   cadenza top
   cadenza drain
@@ -91,6 +94,7 @@ def _for_model(*taken: str) -> Iterator[FieldOption]:
 _COMMANDS = {
     "up": _Command(up, up.up, service_fields, "serve"),
     "serve": _Command(up, up.up, service_fields, "serve"),
+    "gateway": _Command(gateway, gateway.gateway, gateway.gateway_fields, "gateway"),
     "generate": _Command(generate, generate.generate, lambda: _for_model("seed"), "serve", True),
     "chat": _Command(chat, chat.chat, lambda: _for_model("seed"), "serve", True),
     "top": _Command(top, top.top, connects=True),

@@ -38,6 +38,8 @@ def effective_options(services: LocalServices, places: Mapping[str, Setting]) ->
     rows += _limits(model, server)
     silent = {name: " (does not answer)" for name in names if name not in executors}
     listening = [f"{name} on {addresses[name]}{silent.get(name, '')}" for name in (SCHEDULER, *names)]
+    if services.http is not None:
+        listening.append(f"gateway on {services.http}")
     rows.append(("listens", ", ".join(listening)))
     rows += _origins({**places, **services.settings})
     return [f"{label:<10}{text}" for label, text in rows]

@@ -12,6 +12,13 @@ class StarterConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    http: str | None = Field(
+        None,
+        pattern=r"^[^\s/]+$",
+        description="PORT or HOST:PORT: serve OpenAI's and Anthropic's HTTP APIs there too, by a third process, the "
+        "gateway; 0: any free port; default: none. A port alone is of the same address as --port; docs/openai.md.",
+        json_schema_extra=about("HTTP"),
+    )
     executors: int = Field(
         1,
         ge=1,

@@ -29,7 +29,7 @@ from executor_svc.ranks.joined import Joined
 from executor_svc.ranks.links import Frame
 from executor_svc.ranks.steps import MemberRanks
 from executor_svc.startup.adapters import adapter_sizes, make_adapters, with_adapters
-from executor_svc.startup.build import run_trial
+from executor_svc.startup.executors import run_trial
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.held import Held, held_by, limit_adapters, read_held
 from executor_svc.startup.leader import Leader

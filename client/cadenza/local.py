@@ -9,14 +9,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from cadenza.child_process import ChildService, LogSink, subject, wait_until_ready
 from cadenza.errors import LocalServiceError, UnavailableError
-from cadenza.executor_hosts import ExecutorChild, ExecutorHost, spawn_child
 from cadenza.executor_progress import ExecutorProgress
 from cadenza.local_checks import (
     check_address,
@@ -26,9 +24,9 @@ from cadenza.local_checks import (
     check_scaling,
     own_tls,
 )
-from cadenza.local_executors import Programs, executors_of
-from cadenza.local_gateway import gateway_address, gateway_arguments, gateway_environment, http_place
-from cadenza.local_options import GATEWAY, SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
+from cadenza.local_family import Family, Programs, make_host, spawn
+from cadenza.local_gateway import gateway_address, http_place
+from cadenza.local_options import GATEWAY, SCHEDULER, Setting, ignored_variables, route_options
 from cadenza.local_ports import scheduler_address
 from cadenza.short_interrupts import quiet_at_exit
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
@@ -42,32 +40,6 @@ _START_GRACE_S = 0.5
 _GIVEN_UP_GRACE_S = 2.0
 _JOIN_S = 10.0
 _FAILURE_S = 0.5
-
-
-@dataclass(slots=True)
-class _Family:
-    """The child processes and what a restart needs; shared with the watcher thread, so it must not refer to
-    LocalServices."""
-
-    arguments: ServiceArguments
-    host: ExecutorHost
-    programs: Programs
-    addresses: dict[str, str]  # of those that have one; the scheduler's port may be 0 until it has chosen one
-    kept: contextlib.ExitStack  # held as long as services may be started: ports that were chosen for them
-    start_timeout_s: float
-    stop_grace_s: float
-    restarts: RestartPolicy
-    on_log: LogSink
-    on_event: Callable[[str], None]
-    on_back: Callable[[str], None]
-    metrics_port: int | None  # of the scheduler
-    tls: TLS | None = None  # of connections to the scheduler
-    owner: int = field(default_factory=os.getpid)  # the parent process
-    children: dict[str, ExecutorChild] = field(default_factory=dict)
-    stopping: threading.Event = field(default_factory=threading.Event)
-    failed: threading.Event = field(default_factory=threading.Event)
-    failure: LocalServiceError | None = None
-    watcher: threading.Thread | None = None
 
 
 class LocalServices:
@@ -107,16 +79,16 @@ class LocalServices:
         arguments = route_options(model, options, config=config)
         check_address(host, port)
         check_listener(host, arguments.settings)
-        place = http_place(host, arguments.http, arguments.settings)
         check_scaling(arguments.values, arguments.settings)
+        place = http_place(host, arguments.http, arguments.settings)
         self._tls = own_tls(arguments.settings)
         if programs is None:
             check_files(model, arguments.settings)
         kept = contextlib.ExitStack()
         address = scheduler_address(host, port, kept)
         on_log, on_event = on_log or log_line, on_event or _logger.warning
-        executors, metrics_port = executors_of(arguments, programs, kept, on_log, on_event)
-        self._family = _Family(
+        executors, metrics_port = make_host(arguments, programs, kept, on_log, on_event)
+        self._family = Family(
             arguments,
             executors,
             programs or Programs(),
@@ -222,8 +194,9 @@ class LocalServices:
         timeout_s = DRAIN_TIMEOUT_S if setting is None else float(setting.value)
         until = time.monotonic() + timeout_s + family.stop_grace_s
         for service in (GATEWAY, SCHEDULER):
-            child = family.children.get(service)
-            if isinstance(child, ChildService):
+            if service in family.children:
+                child = family.children[service]
+                assert isinstance(child, ChildService)
                 child.drain(until - time.monotonic())
 
     def close(self) -> None:
@@ -231,50 +204,28 @@ class LocalServices:
         self._finalizer()
 
 
-def _start_all(family: _Family) -> None:
+def _start_all(family: Family) -> None:
     """Start all services at once and wait until they are ready; the scheduler itself waits for the executors.
 
     The gateway comes last: its scheduler may have chosen its port.
     """
-    children = [_spawn(family, service) for service in (*family.host.names, SCHEDULER)]
+    children = [spawn(family, service) for service in (*family.host.names, SCHEDULER)]
     for child in children:
         address = wait_until_ready(child, family.start_timeout_s, family.stopping, beside=children)
         family.addresses[child.name] = address
     if GATEWAY in family.addresses:
-        children.append(_spawn(family, GATEWAY))
-        address = wait_until_ready(children[-1], family.start_timeout_s, family.stopping, beside=children)
-        family.addresses[GATEWAY] = address
+        children.append(spawn(family, GATEWAY))
+        family.addresses[GATEWAY] = wait_until_ready(
+            children[-1], family.start_timeout_s, family.stopping, beside=children
+        )
     family.host.follow(lambda: family.addresses[SCHEDULER], family.tls)
 
 
-def _spawn(family: _Family, service: str) -> ExecutorChild:
-    """Start one service; raises LocalServiceError if the system refuses a process."""
-    start = _OWN.get(service)
-    family.children[service] = child = family.host.spawn(service) if start is None else start(family)
-    return child
-
-
-def _scheduler(family: _Family) -> ChildService:
-    own = ["--listen", family.addresses[SCHEDULER]]
-    if family.metrics_port is not None:
-        own.append(f"--metrics-port={family.metrics_port}")
-    arguments = [*family.arguments.scheduler, *own, *family.host.scheduler_arguments]
-    return spawn_child(SCHEDULER, family.programs.scheduler, arguments, family.on_log)
-
-
-def _gateway(family: _Family) -> ChildService:
-    own = gateway_arguments(family.addresses[SCHEDULER], family.addresses[GATEWAY])
-    arguments = [*family.arguments.gateway, *own]
-    return spawn_child(GATEWAY, family.programs.gateway, arguments, family.on_log, gateway_environment(family.tls))
-
-
-_OWN: Mapping[str, Callable[[_Family], ExecutorChild]] = {SCHEDULER: _scheduler, GATEWAY: _gateway}
-"""What starts the services that are no executors."""
-
-
-def _watch(family: _Family) -> None:
+def _watch(family: Family) -> None:
     """Supervise all services until `stopping` is set, or the scheduler or the last executor is given up."""
-    services = {name: _supervised(family, name) for name in family.children}
+    services = {name: _supervised(family, name) for name in (*family.host.names, SCHEDULER)}
+    if GATEWAY in family.addresses:
+        services[GATEWAY] = _supervised(family, GATEWAY)
     try:
         while not family.stopping.wait(_WATCH_S):
             _follow_host(family, services)
@@ -287,26 +238,26 @@ def _watch(family: _Family) -> None:
         _stop_children(family, min(family.stop_grace_s, _GIVEN_UP_GRACE_S))
 
 
-def _follow_host(family: _Family, services: dict[str, SupervisedService]) -> None:
+def _follow_host(family: Family, services: dict[str, SupervisedService]) -> None:
     """Start the executors that have come to the host's names, and stop those that have gone from them."""
     names = family.host.names
     for name in names:
         if name not in services:
-            _spawn(family, name)
+            spawn(family, name)
             services[name] = _supervised(family, name, is_ready=False)
-    for name in [each for each in services if each not in names and each not in _OWN]:
+    for name in [each for each in services if each not in (*names, SCHEDULER, GATEWAY)]:
         del services[name]
         family.addresses.pop(name, None)
         family.children.pop(name).begin_stop()
 
 
-def _look_at_all(family: _Family, services: dict[str, SupervisedService]) -> None:
+def _look_at_all(family: Family, services: dict[str, SupervisedService]) -> None:
     """Do what is due; removes a gateway that is given up, or one of several executors, else raises the error."""
     for name, service in list(services.items()):
         try:
             service.look(time.monotonic())
         except LocalServiceError as error:
-            num_left = sum(each not in _OWN for each in services) - (name != GATEWAY)
+            num_left = sum(each not in (SCHEDULER, GATEWAY, name) for each in services)
             if name == SCHEDULER or num_left == 0:
                 raise
             del services[name], family.children[name]
@@ -322,17 +273,17 @@ def _cannot_know() -> bool:
     return False
 
 
-def _supervised(family: _Family, service: str, *, is_ready: bool = True) -> SupervisedService:
+def _supervised(family: Family, service: str, *, is_ready: bool = True) -> SupervisedService:
     completed_step = _cannot_know
-    if service not in _OWN:
+    if service not in (SCHEDULER, GATEWAY):
         scheduler, executor = (partial(_address, family, each) for each in (SCHEDULER, service))
         completed_step = ExecutorProgress(scheduler, executor, family.tls).completed_step
     return SupervisedService(
         subject(service),
         family.children[service],
         time.monotonic(),
-        spawn=partial(_spawn, family, service),
-        policy=family.restarts.of_scheduler() if service in _OWN else family.restarts,
+        spawn=partial(spawn, family, service),
+        policy=family.restarts.of_scheduler() if service in (SCHEDULER, GATEWAY) else family.restarts,
         start_timeout_s=family.start_timeout_s,
         completed_step=completed_step,
         on_event=partial(_report, family.on_event),
@@ -341,11 +292,11 @@ def _supervised(family: _Family, service: str, *, is_ready: bool = True) -> Supe
     )
 
 
-def _address(family: _Family, service: str) -> str:
+def _address(family: Family, service: str) -> str:
     return family.addresses.get(service, "")
 
 
-def _is_back(family: _Family, service: str) -> None:
+def _is_back(family: Family, service: str) -> None:
     family.addresses[service] = family.children[service].address
     _report(family.on_event, f"{subject(service)} is back at {family.addresses[service]}")
     _report(family.on_back, service)
@@ -359,7 +310,7 @@ def _report(callback: Callable[[str], None], text: str) -> None:
         _logger.exception("%r failed with the argument %r", callback, text)
 
 
-def _stop(family: _Family) -> None:
+def _stop(family: Family) -> None:
     if family.owner != os.getpid():
         return  # a forked child exits: the services belong to its parent
     with quiet_at_exit():
@@ -374,19 +325,20 @@ def _stop(family: _Family) -> None:
             family.kept.close()
 
 
-def _end_supervision(family: _Family) -> None:
+def _end_supervision(family: Family) -> None:
     """Start no service again."""
     family.stopping.set()
     if family.watcher is not None and family.watcher is not threading.current_thread():
         family.watcher.join(timeout=_JOIN_S)
 
 
-def _stop_children(family: _Family, grace_s: float) -> None:
+def _stop_children(family: Family, grace_s: float) -> None:
     """Stop the gateway, then the scheduler, so that clients see a shutdown and not a failure of what is behind it."""
     children = dict(family.children)
-    for service in (GATEWAY, SCHEDULER):
-        if (child := children.pop(service, None)) is not None:
-            child.stop(grace_s)
+    if (gateway := children.pop(GATEWAY, None)) is not None:
+        gateway.stop(grace_s)
+    if (scheduler := children.pop(SCHEDULER, None)) is not None:
+        scheduler.stop(grace_s)
     for child in children.values():
         child.begin_stop()
     deadline = time.monotonic() + grace_s

@@ -41,10 +41,10 @@ _OWN = {
 }
 LISTENER_OPTIONS = ("insecure", "tls_cert", "tls_key", "tls_client_ca")
 """Options of both services that are the scheduler's alone here: the executors listen on loopback."""
-_GATEWAY_PLACES = ("target", "http")
-"""Options of the gateway that are settled here: its scheduler, and where it listens, which is the starter's `http`."""
 _PLACING = ("distributed_executor_backend", "ray_address", "ray_placement")
 """Options of executors that the starter heeds in their place if Ray places them."""
+_GATEWAY_PLACES = ("target", "http")
+"""Options of the gateway that are settled here: its scheduler, and where it listens, which is the starter's `http`."""
 _CLIENT_VARIABLES = "CADENZA_TLS_"
 """Variables of clients: here they do not set the options of the listener that have the same names."""
 # Kubernetes sets such variables in every pod for a service named cadenza.

@@ -289,7 +289,8 @@ def test_a_deaf_service_is_killed(fakes):
 
 PARENT = """
 import sys, time
-from cadenza.local import LocalServices, Programs
+from cadenza.local import LocalServices
+from cadenza.local_family import Programs
 services = LocalServices("model", programs=Programs((sys.argv[1] + "/executor.py",), (sys.argv[1] + "/scheduler.py",)))
 print("up", flush=True)
 {then}

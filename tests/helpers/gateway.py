@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ class Gateway:
     async def post(self, path: str, body: Any, status: int = 200, **headers: str) -> Any:
         """Send a body, check the status, and return the answer's JSON."""
         data = body if isinstance(body, (bytes, str)) else json.dumps(body)
-        async with self.http.post(path, data=data, headers=named(headers)) as response:
+        raw = data if isinstance(data, bytes) else data.encode()
+        async with self.http.post(path, data=io.BytesIO(raw), headers=named(headers)) as response:
             text = await response.text()
             assert response.status == status, f"{response.status}: {text}"
             return json.loads(text)

@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from cadenza.connection_limits import allow_connections
 from cadenza.errors import OptionError
 from cadenza.gateway.app import make_app, make_state
 from cadenza.gateway.config import HTTP_PORT, GatewayConfig
@@ -34,6 +35,7 @@ async def serve(config: GatewayConfig, fail: Callable[[str], None]) -> int:
     """Serve until a signal; returns the exit code."""
     signals = StopSignals()
     signals.install()
+    allow_connections(2 * config.http_max_requests, "twice --http-max-requests")  # as many again may be idle
     try:
         state = make_state(config)
         tls = _tls(config)

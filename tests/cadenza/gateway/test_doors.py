@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import zlib
 
 import pytest
 
@@ -89,6 +91,10 @@ async def test_limits_of_bodies_heads_and_requests(w, tokenizer_folder):
     async with gateway(w.target, http_max_body_mb=0.01, http_max_requests=1) as g:
         large = {"messages": [{"role": "user", "content": "a" * 20_000}]}
         assert "http-max-body-mb" in (await g.post(CHAT, large, 413))["error"]["message"]
+        bomb = zlib.compress(json.dumps({"messages": [], "user": "a" * 10_000_000}).encode())
+        assert len(bomb) < 20_000
+        async with g.http.post(CHAT, data=bomb, headers={"Content-Encoding": "deflate"}) as response:
+            assert response.status in (400, 413)
         async with g.http.get("/version", headers={"X-Long": "a" * 20_000}) as response:
             assert response.status == 400
         w.executor.going.clear()
@@ -99,6 +105,11 @@ async def test_limits_of_bodies_heads_and_requests(w, tokenizer_folder):
             assert int(response.headers["Retry-After"]) >= 1
         w.executor.going.set()
         await running
+
+
+async def test_a_prompt_that_no_message_can_hold_is_413(g):
+    for prompt in ("a" * 1_600_000, [511] * 800_000):
+        assert "bytes" in (await g.post("/v1/completions", {"prompt": prompt}, 413))["error"]["message"]
 
 
 async def test_a_full_queue_is_429_with_the_time_to_wait(tokenizer_folder):

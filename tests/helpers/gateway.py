@@ -13,7 +13,7 @@ from aiohttp import ClientSession
 
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
-from cadenza.gateway.serve import start
+from cadenza.gateway.serve import start, tls_of
 from cadenza.gateway.state import State
 
 
@@ -74,7 +74,7 @@ async def gateway(target: str, **options: Any) -> AsyncIterator[Gateway]:
     config = GatewayConfig(target=target, http="127.0.0.1:0", **options)
     state = make_state(config)
     problems: list[str] = []
-    running = await start(state, None, problems.append)
+    running = await start(state, tls_of(config), problems.append)
     assert running is not None, problems
     runner, address = running
     try:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import zlib
 
 import pytest
+from aiohttp import ClientSession
 
 from cadenza import __version__
 from cadenza.errors import OptionError
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
+from cadenza.gateway.serve import tls_of
+from tests.helpers.certificates import certificates
 from tests.helpers.gateway import gateway
 from tests.helpers.scheduler_world import world
 from tests.helpers.tenants import token, write_tenants
@@ -197,6 +201,18 @@ async def test_browsers_may_call_only_from_given_origins(w, g):
         for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
             async with open_one.http.post(CHAT, json={**HELLO, "stream": True}, headers={"Origin": origin}) as response:
                 assert response.headers.get("Access-Control-Allow-Origin") == allowed
+
+
+async def test_https(w, tmp_path):
+    made = certificates(tmp_path / "certs")
+    files = {f"http_{name}": path for name, path in made.listener("scheduler", proof=False).items()}
+    async with gateway(w.target, **files) as g, ClientSession() as http:
+        trusted = ssl.create_default_context(cafile=str(made.of("scheduler").ca))
+        async with http.post(f"https://{g.address}{CHAT}", json=HELLO, ssl=trusted) as response:
+            assert response.status == 200
+    (tmp_path / "bad.pem").write_text("nothing")
+    with pytest.raises(OptionError, match="http-tls-cert"):
+        tls_of(GatewayConfig(http_tls_cert=str(tmp_path / "bad.pem"), http_tls_key=str(tmp_path / "bad.pem")))
 
 
 async def test_request_ids_come_back(g):

@@ -49,7 +49,12 @@ class _Executor:
         self._drafts = RecordedDrafts()
         self._worker = Worker(lambda: build_executor(config, described, self._drafts))
         self._worker.start()
-        self._adapters = self._worker.ready.result().adapters
+        executor = self._worker.ready.result()
+        self._adapters = executor.adapters
+        self._late: frozenset[int] = frozenset()
+        grammars = executor.grammars if isinstance(executor, StepExecutor) else None
+        if grammars is not None:
+            grammars.recorded = lambda slot: slot in self._late
         self.description = description_to_wire(described.result())
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
 
@@ -61,6 +66,7 @@ class _Executor:
     def run(self, message: pb.StepPlan, recorded: pb.StepResult | None) -> pb.StepResult:
         """Run a plan; every failure becomes a result, as in the service. recorded: its result, if there is one."""
         self._drafts.expect(recorded)
+        self._late = late_slots(recorded)
         plan: StepPlan | RejectedPlan
         try:
             plan = plan_from_wire(message)

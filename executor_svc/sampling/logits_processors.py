@@ -11,6 +11,8 @@ The definitions are vLLM's (vllm/v1/sample/sampler.py), in its order:
    others multiplied. Then frequency_penalty times the token's count in the output is subtracted, then
    presence_penalty once if the output contains the token (both as OpenAI's API defines them).
 
+A grammar's mask comes with steps 1 to 3: it masks every token that the grammar does not allow next.
+
 Temperature, min_p, top_k and top_p come after, in the sampler. A masked token has the logit -inf, which no bias or
 penalty changes, so steps 1 to 3 can run last. Every step is an elementwise operation in fp32 on single logits, so
 a row's bits do not depend on the other rows of the batch. No sum or quotient becomes infinite: it is clamped to the
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from executor_svc.plan.arrays import FloatArray, IntArray
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
+from executor_svc.sampling.masks import rule_out
 from executor_svc.sampling.row_math import source_rows
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -51,6 +54,8 @@ def process(logits: Tensor, edits: LogitsEdits, sources: IntArray | None = None)
         flat[at] = kept
     if len(edits.forbidden.ids):
         flat[_flat_index(x, edits.forbidden)] = _RULED_OUT
+    if len(edits.masked):
+        rule_out(x, edits.masked, edits.mask_bits)
     return x
 
 

@@ -22,6 +22,7 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, with_adapters
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.startup.grammars import find_grammars_of, with_grammars
 from executor_svc.startup.injected import InjectedStepExecutor
 from executor_svc.startup.speculation import (
     Draft,
@@ -31,6 +32,7 @@ from executor_svc.startup.speculation import (
     model_on_gpu,
     state_layers_of,
 )
+from executor_svc.structured.slot_grammars import SlotGrammars
 from executor_svc.worker.device_errors import is_out_of_memory
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.model_adapters import ModelAdapterLoader
@@ -52,19 +54,22 @@ def make_executor(
     drafts: Callable[[Runner | None], DraftSource | None] = lambda _: None,
     draft_model: Decoder | None = None,
     adapters: ModelAdapterLoader | None = None,
+    grammars: SlotGrammars | None = None,
 ) -> Executor:
     """Return the executor of a model, for use by one thread.
 
     enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError. drafts:
     returns the source of drafts for the model's runner, which keeps the states of state_layers; on a GPU there is none,
     and no source that needs one. draft_model: on a GPU, makes drafts in place of a source; its layers are in `pools`.
-    adapters: those of the model.
+    adapters: those of the model. grammars: those of the slots; on a GPU there are none.
     """
     if inject is not None:
         if device.name != "cpu":
             raise InjectionError(f"--inject {inject}: only with --simulate, or with a model on the CPU")
         runner = make_runner(loaded, device, pools, limits, state_layers)
-        return InjectedStepExecutor(runner, pools, limits, read_injection(inject), drafts(runner), adapters)
+        return InjectedStepExecutor(
+            runner, pools, limits, read_injection(inject), drafts(runner), adapters, grammars
+        )
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
@@ -74,7 +79,7 @@ def make_executor(
         )  # fmt: skip
     on_gpu = device.torch_device.type == "cuda"
     runner = make_runner(loaded, device, pools, limits, state_layers)
-    return StepExecutor(runner, pools, limits, on_gpu, drafts(runner), adapters)
+    return StepExecutor(runner, pools, limits, on_gpu, drafts(runner), adapters, grammars=grammars)
 
 
 def make_runner(
@@ -143,8 +148,11 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
             step_bytes += BYTES_FOR_GRAPHS  # of steps with adapters, beside the others
         _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
     pools = device.new_kv_cache(geometry, config, step_bytes, None if draft is None else draft.layers)
-    prints = fingerprint(loaded, device, pools)
+    found = find_grammars_of(loaded, device.name)
+    prints = fingerprint(loaded, device, pools, None if found is None else found.engine)
     limits = with_adapters(limits_of(config, geometry, pools), adapters)
+    limits = limits if found is None else found.within(limits)
+    grammars = None if found is None else found.of_slots(limits)
     _log.info(
         "device %s: %d threads, numerics %s, KV blocks of %d tokens: %d on the device, %d on the host, %d bytes each",
         device.name, device.num_threads, prints.mode, limits.block_size, limits.num_device_blocks,
@@ -159,13 +167,23 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
         enforce_eager=config.enforce_eager,
         inject=config.inject,
         state_layers=state_layers_of(draft),
-        drafts=lambda runner: drafts or make_draft_source(config, limits, draft, device, pools, runner),
+        drafts=lambda runner: drafts
+        or with_grammars(make_draft_source(config, limits, draft, device, pools, runner), grammars),
         draft_model=model_on_gpu(draft, device),
         adapters=adapters,
+        grammars=grammars,
     )
     if on_gpu:
         from executor_svc.gpu.warm_up import run_steps
 
         run_steps(executor)
-    description = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
+    description = describe(
+        loaded,
+        limits,
+        pools,
+        prints,
+        device.name,
+        shares_prefixes=loaded.shares_prefixes,
+        grammar=None if found is None else found.engine,
+    )
     return executor, description

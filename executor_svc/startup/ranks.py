@@ -38,6 +38,7 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, max_loaded, with_adapters
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.startup.grammars import find_grammars, with_grammars
 from executor_svc.startup.speculation import check_speculation, load_speculative_model, make_draft_source
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
@@ -144,17 +145,25 @@ def build_divided(config: ExecutorConfig, drafts: DraftSource | None = None) -> 
         leader.stop()
         raise
     limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
+    found = find_grammars(loaded)
+    engine = None if found is None else found.engine
+    limits = limits if found is None else found.within(limits)
+    grammars = None if found is None else found.of_slots(limits)
     runner = ModelRunner(loaded.model, device, pools, limits, adapters=loaded.adapters)
-    source = drafts or make_draft_source(config, limits, draft, device, pools, runner)
+    source = drafts or with_grammars(make_draft_source(config, limits, draft, device, pools, runner), grammars)
     shared = None if source is None else LeaderDrafts(source, ranks)
-    executor = StepExecutor(runner, pools, limits, drafts=shared, adapters=adapters, ranks=ranks)
-    prints = fingerprint(replace(loaded, weights_digest=held.weights_digest), device, pools)
+    executor = StepExecutor(
+        runner, pools, limits, drafts=shared, adapters=adapters, ranks=ranks, grammars=grammars
+    )
+    prints = fingerprint(replace(loaded, weights_digest=held.weights_digest), device, pools, engine)
     _log.info(
         "model %s: %s in %d ranks of %d threads, %s, KV blocks of %d tokens: %d on the device, %d on the host",
         loaded.geometry.name, loaded.geometry.architecture, config.tensor_parallel_size, device.num_threads,
         loaded.geometry.dtype, limits.block_size, limits.num_device_blocks, limits.num_host_blocks,
     )  # fmt: skip
-    described = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
+    described = describe(
+        loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes, grammar=engine
+    )
     return executor, replace(described, bytes_per_block=held.bytes_per_block)
 
 
@@ -178,7 +187,8 @@ def build_member(config: ExecutorConfig, rank: int, link: Link, memory: int) -> 
     held = _held(json.loads(content))
     pools = fewest_blocks(pools, held, loaded, device, config)
     _limit(adapters, held)
-    limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
+    # Rank 0 has the masks, and says whether plans may have grammars.
+    limits = replace(with_adapters(limits_of(config, loaded.geometry, pools), adapters), has_grammars=True)
     assert loaded.ranks is not None
     ranks = MemberRanks(loaded.ranks, link)
     runner = ModelRunner(loaded.model, device, pools, limits, adapters=loaded.adapters)

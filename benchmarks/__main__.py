@@ -27,6 +27,7 @@ from benchmarks import (
     simulate_fit,
     simulate_speed,
     speculation,
+    structured,
     tenants,
 )
 from benchmarks.common.benchmark import Benchmark, progress
@@ -53,6 +54,7 @@ _MODULES = (
     simulate_fit,
     simulate_speed,
     speculation,
+    structured,
     tenants,
 )
 BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _MODULES}

@@ -52,7 +52,7 @@ class _Executor:
         executor = self._worker.ready.result()
         self._adapters = executor.adapters
         self._late: frozenset[int] = frozenset()
-        grammars = executor.grammars if isinstance(executor, StepExecutor) else None
+        grammars = getattr(executor, "grammars", None)
         if grammars is not None:
             grammars.recorded = lambda slot: slot in self._late
         self.description = description_to_wire(described.result())

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.plan.arrays import FloatArray, IntArray
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
-from executor_svc.sampling.masks import rule_out
+from executor_svc.sampling.masks import Words
 from executor_svc.sampling.row_math import source_rows
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -59,6 +59,14 @@ def process(logits: Tensor, edits: LogitsEdits, sources: IntArray | None = None)
     return x
 
 
+def rule_out(x: Tensor, at: IntArray, bits: Words) -> None:
+    """Set the logits of tokens without a bit to -inf, in rows `at` [m] of x [P, vocab]; bits: [m, num_mask_words]."""
+    for row, words in zip(at.tolist(), bits, strict=True):
+        # A row at a time: what is unpacked stays in the cache.
+        without = np.unpackbits(~words.view(np.uint8), count=x.shape[1], bitorder="little")
+        x[row].masked_fill_(_on(x, without.view(np.bool_)), _RULED_OUT)
+
+
 def _penalise(value: Tensor, edits: LogitsEdits) -> Tensor:
     """Return the logits [h] of counted tokens with their three penalties applied."""
     repetition, counts = _on(value, edits.repetition_penalty), _on(value, edits.counts)
@@ -77,6 +85,6 @@ def _flat_index(x: Tensor, tokens: RowTokens) -> Tensor:
     return _on(x, tokens.rows * x.shape[1] + tokens.ids)
 
 
-def _on(x: Tensor, values: IntArray | FloatArray) -> Tensor:
+def _on(x: Tensor, values: IntArray | FloatArray | BoolArray) -> Tensor:
     """Return these values on the device of x."""
     return torch.from_numpy(values).to(x.device)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from executor_svc.plan.arrays import BoolArray, IntArray
 
 Words = NDArray[np.uint32]
 _WORD_BITS = 32
-_RULED_OUT = float("-inf")
 
 
 def num_mask_words(vocab_size: int) -> int:
@@ -52,16 +48,3 @@ class RowMasks:
         word = self.bits[np.arange(len(tokens)), np.maximum(tokens, 0) // _WORD_BITS]
         allowed: BoolArray = ((word >> (np.maximum(tokens, 0) % _WORD_BITS).astype(np.uint32)) & 1).astype(np.bool_)
         return allowed & (tokens >= 0)
-
-
-def rule_out(x: Tensor, at: IntArray, bits: Words) -> None:
-    """Set the logits of tokens without a bit to -inf, in rows `at` [m] of x [P, vocab]; bits: [m, num_mask_words]."""
-    vocab = x.shape[1]
-    for row, words in zip(at.tolist(), bits, strict=True):
-        # A row at a time: what is unpacked stays in the cache.
-        x[row].masked_fill_(_ruled_out(words, vocab, x.device), _RULED_OUT)
-
-
-def _ruled_out(words: Words, vocab: int, device: torch.device) -> Tensor:
-    unpacked: NDArray[Any] = np.unpackbits(~words.view(np.uint8), count=vocab, bitorder="little")
-    return torch.from_numpy(unpacked.view(np.bool_)).to(device)

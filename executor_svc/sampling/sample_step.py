@@ -15,7 +15,8 @@ from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.candidates import best_candidates
 from executor_svc.sampling.columns import candidate_columns, sampling_columns
 from executor_svc.sampling.functions import RowFunctions
-from executor_svc.sampling.masks import RowMasks, rule_out
+from executor_svc.sampling.logits_processors import rule_out
+from executor_svc.sampling.masks import RowMasks
 from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sampler import sample, sample_greedy
 

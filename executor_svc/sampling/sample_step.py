@@ -88,6 +88,6 @@ def _with_errors(sampled: SampledTokens, scheduled: Scheduled, masks: RowMasks) 
     errors = sampled.errors.copy()
     without = (errors == int(SlotError.NO_ALLOWED_TOKEN)) & masks.is_masked
     without[scheduled.rows.candidates] = False
-    errors[(without | masks.failed) & (errors >= 0)] = int(SlotError.GRAMMAR)
+    errors[without | (masks.failed & (errors == 0))] = int(SlotError.GRAMMAR)
     errors[masks.late] = LATE
     return replace(sampled, errors=errors)

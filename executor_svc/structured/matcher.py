@@ -97,7 +97,7 @@ class GrammarState:
             return
         try:
             work()
-        except Exception as error:
+        except BaseException as error:  # llguidance's panics are no Exceptions
             self.error = short(str(error)) or type(error).__name__
 
     def _begin(self, compiler: Compiler, token_ids: Sequence[int]) -> None:

@@ -16,8 +16,8 @@ from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, SampleChunk
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import ExecutorState, Load, ModelDescription
-from scheduler_svc.requests.grammar_fields import GrammarFields
 from scheduler_svc.requests.fields import ChatFields, OutputMode, PromptFields, RequestFields
+from scheduler_svc.requests.grammar_fields import GrammarFields
 from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
 

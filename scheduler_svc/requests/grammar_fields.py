@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cadenza.grammar.compiling import MAX_CHARS, MAX_CHOICES, MAX_START_TOKENS
 from cadenza.grammar.spec import GrammarSpec
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.requests.field_rules import CheckContext, token_ids
@@ -36,24 +35,17 @@ def check_grammar(path: str, value: GrammarFields | None, context: CheckContext)
         raise RequestRejectedError(
             path, "must have one of json_schema, regex, grammar, choices, json_object (true), structural_tag"
         )
-    if spec.num_chars > MAX_CHARS:
-        raise RequestRejectedError(f"{path}.{spec.kind}", f"has {spec.num_chars} characters; at most {MAX_CHARS}")
     if spec.kind == "choices":
         _check_choices(f"{path}.choices.values", spec.choices)
     elif spec.kind != "json_object" and not spec.text:
         raise RequestRejectedError(f"{path}.{spec.kind}", "must not be empty")
     _check_options(path, spec)
-    if len(spec.start_after_token_ids) > MAX_START_TOKENS:
-        raise RequestRejectedError(
-            f"{path}.start_after_token_ids",
-            f"has {len(spec.start_after_token_ids)} entries; at most {MAX_START_TOKENS} are allowed",
-        )
     token_ids(f"{path}.start_after_token_ids", spec.start_after_token_ids, context)
 
 
 def _check_choices(path: str, choices: tuple[str, ...]) -> None:
-    if not 1 <= len(choices) <= MAX_CHOICES:
-        raise RequestRejectedError(path, f"must have 1 to {MAX_CHOICES} entries, not {len(choices)}")
+    if not choices:
+        raise RequestRejectedError(path, "must have at least one entry")
     for index, choice in enumerate(choices):
         if not choice:
             raise RequestRejectedError(f"{path}[{index}]", "must not be empty")

@@ -13,7 +13,6 @@ from typing import Any
 from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.plan_loop.ports import ModelDescription
-from scheduler_svc.requests.grammar_fields import GrammarFields, check_grammar
 from scheduler_svc.requests.field_rules import (
     PATH,
     CheckContext,
@@ -30,6 +29,7 @@ from scheduler_svc.requests.field_rules import (
     unchanged,
     words,
 )
+from scheduler_svc.requests.grammar_fields import GrammarFields, check_grammar
 
 _FLOAT32_MAX = 3.4028234e38
 _MIN_TEMPERATURE = 0.01

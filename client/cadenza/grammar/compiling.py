@@ -11,9 +11,7 @@ from typing import Any
 from cadenza.grammar.spec import GrammarSpec
 
 MAX_CHARS = 262_144
-"""Most characters of all texts of a constraint."""
-MAX_CHOICES = 1024
-MAX_START_TOKENS = 64
+"""Most characters of a constraint that the service takes."""
 _LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 5_000_000,

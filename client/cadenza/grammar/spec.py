@@ -25,8 +25,3 @@ class GrammarSpec:
     """The constraint begins once the output has these ids in a row; empty: at once."""
     eos_last_only: bool = False
     """Whether EOS is allowed only where nothing else may follow."""
-
-    @property
-    def num_chars(self) -> int:
-        """The number of characters of all texts."""
-        return len(self.text) + len(self.whitespace_pattern) + sum(map(len, self.choices))

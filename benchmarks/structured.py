@@ -258,8 +258,9 @@ def _describe(row: Row) -> str:
             f"{found['rebuilt_ms']:.1f} ms"
         )
     return (
-        f"{params['model']} {params['measure']}, {params['batch']} requests, temperature {params['temperature']:g}: TPOT "
-        f"{found['none_tpot_ms']:.2f} ms without, {found['all_tpot_ms']:.2f} ms with ({found['all_ratio']:.3f}x); mixed: "
+        f"{params['model']} {params['measure']}, {params['batch']} requests, temperature {params['temperature']:g}: "
+        f"TPOT {found['none_tpot_ms']:.2f} ms without, {found['all_tpot_ms']:.2f} ms with ({found['all_ratio']:.3f}x); "
+        "mixed: "
         f"{found['mixed_without_ratio']:.3f}x without, {found['mixed_with_ratio']:.3f}x with"
     )
 
@@ -274,4 +275,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a small model and short runs: whether it works at all")
 
 
-BENCHMARK = Benchmark(NAME, "what does structured output cost, and which schemas are honoured?", _add_options, _run, _describe)
+BENCHMARK = Benchmark(
+    NAME, "what does structured output cost, and which schemas are honoured?", _add_options, _run, _describe
+)

@@ -23,7 +23,7 @@ from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.replay.checks import contradictions, first_difference, numerics_difference, recorded_arguments
-from executor_svc.replay.recorded_drafts import RecordedDrafts
+from executor_svc.replay.recorded_drafts import RecordedDrafts, late_slots
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.service.description import description_to_wire
 from executor_svc.worker.adapters import AdapterRefused

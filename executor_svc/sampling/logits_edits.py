@@ -19,8 +19,8 @@ def logits_edits(
 ) -> LogitsEdits | None:
     """Return the edits of these slots [R] for their next token, before `commit`; None if there are none.
 
-    They depend only on each slot's parameters and token ids. masks: of the grammars of these rows. ahead: [R], for a token after so many drafts of the slot,
-    which `Slots.put_drafts` has written; None: 0 each.
+    They depend only on each slot's parameters and token ids, and on masks: those of the grammars of these rows. ahead:
+    [R], for a token after so many drafts of the slot, which `Slots.put_drafts` has written; None: 0 each.
     """
     sampling = slots.sampling
     edited = sampling.processed[rows]

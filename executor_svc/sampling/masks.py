@@ -29,7 +29,7 @@ class RowMasks:
     late: BoolArray
     """[Q]: whether the row's mask is not there yet, so that it gives no token in this step."""
     failed: BoolArray
-    """[Q]: whether the row's grammar has failed: a limit was reached, or it does not allow the tokens that are there."""
+    """[Q]: whether the row's grammar has failed: at a limit, or because it does not allow the tokens that are there."""
 
     def take(self, rows: IntArray) -> RowMasks:
         """Return the masks of some rows [n], in ascending order, as rows 0 to n - 1."""

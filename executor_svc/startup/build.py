@@ -67,9 +67,7 @@ def make_executor(
         if device.name != "cpu":
             raise InjectionError(f"--inject {inject}: only with --simulate, or with a model on the CPU")
         runner = make_runner(loaded, device, pools, limits, state_layers)
-        return InjectedStepExecutor(
-            runner, pools, limits, read_injection(inject), drafts(runner), adapters, grammars
-        )
+        return InjectedStepExecutor(runner, pools, limits, read_injection(inject), drafts(runner), adapters, grammars)
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
@@ -167,8 +165,9 @@ def build_model(config: ExecutorConfig, drafts: DraftSource | None = None) -> tu
         enforce_eager=config.enforce_eager,
         inject=config.inject,
         state_layers=state_layers_of(draft),
-        drafts=lambda runner: drafts
-        or with_grammars(make_draft_source(config, limits, draft, device, pools, runner), grammars),
+        drafts=lambda runner: (
+            drafts or with_grammars(make_draft_source(config, limits, draft, device, pools, runner), grammars)
+        ),
         draft_model=model_on_gpu(draft, device),
         adapters=adapters,
         grammars=grammars,

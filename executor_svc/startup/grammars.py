@@ -41,7 +41,6 @@ def with_grammars(source: DraftSource | None, grammars: SlotGrammars | None) -> 
     return source if source is None or grammars is None else GrammarDrafts(source, grammars)
 
 
-
 def find_grammars_of(loaded: LoadedModel, device_name: str) -> Grammars | None:
     """As `find_grammars`; None on a GPU whose steps sample there, which has no grammars so far."""
     return find_grammars(loaded) if device_name == "cpu" or not loaded.recordable else None

@@ -152,9 +152,7 @@ def build_divided(config: ExecutorConfig, drafts: DraftSource | None = None) -> 
     runner = ModelRunner(loaded.model, device, pools, limits, adapters=loaded.adapters)
     source = drafts or with_grammars(make_draft_source(config, limits, draft, device, pools, runner), grammars)
     shared = None if source is None else LeaderDrafts(source, ranks)
-    executor = StepExecutor(
-        runner, pools, limits, drafts=shared, adapters=adapters, ranks=ranks, grammars=grammars
-    )
+    executor = StepExecutor(runner, pools, limits, drafts=shared, adapters=adapters, ranks=ranks, grammars=grammars)
     prints = fingerprint(replace(loaded, weights_digest=held.weights_digest), device, pools, engine)
     _log.info(
         "model %s: %s in %d ranks of %d threads, %s, KV blocks of %d tokens: %d on the device, %d on the host",

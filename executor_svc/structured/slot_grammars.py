@@ -113,7 +113,7 @@ class SlotGrammars:
             held.work = self._pool.submit(held.state.look_ahead, drafts)
 
     def masks(self, scheduled: Scheduled, elapsed_ns: int) -> RowMasks | None:
-        """Return the masks of scheduled.rows [Q]; None if none of them has a grammar. elapsed_ns: of the step so far."""
+        """Return the masks of scheduled.rows [Q]; None if none has a grammar. elapsed_ns: of the step so far."""
         rows = scheduled.rows
         if not self._slots or not (has := self._has[rows.slots]).any():
             return None

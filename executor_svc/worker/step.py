@@ -173,9 +173,7 @@ class StepExecutor:
                 sampled = self._ranks.sampled(lambda: self._sample(logits, best, scheduled, masks))
         return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
 
-    def _sample(
-        self, logits: Tensor, best: IntArray, scheduled: Scheduled, masks: RowMasks | None
-    ) -> SampledTokens:
+    def _sample(self, logits: Tensor, best: IntArray, scheduled: Scheduled, masks: RowMasks | None) -> SampledTokens:
         sampled = choose(logits.contiguous(), best, self.slots, scheduled, self._runner.functions, masks)
         sampled = self._without_failed_prompts(scheduled, sampled)
         return accept_drafts(self.slots, scheduled, sampled)

@@ -19,9 +19,9 @@ from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescriptio
 from scheduler_svc.requests.detokenizer import TextStream
 from scheduler_svc.requests.executor_features import NO_ADAPTERS
 from scheduler_svc.requests.field_rules import PATH, finite
+from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields
 from scheduler_svc.requests.grammar_door import GRAMMAR_PATH, NO_COMPILER, GrammarDoor
 from scheduler_svc.requests.grammar_fields import GrammarFields
-from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields
 from scheduler_svc.requests.sample_counts import beam_spec, check_counts
 from scheduler_svc.requests.sampling import BadWords, resolve_sampling, tokenize_bad_words
 from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling, ignores_eos, sort_ids
@@ -126,8 +126,9 @@ class RequestBuilder:
         return num_ids <= SLICE_ITEMS and (self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields)))
 
     async def build_off_loop(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
-        """Build the engine's request: a long text is tokenized in a thread, long lists of ids are handled in slices, and
-        a grammar is compiled in another process.
+        """Build the engine's request: a long text is tokenized in a thread, and long lists of ids in slices.
+
+        A grammar is compiled in another process.
 
         Raises RequestRejectedError, PreconditionError.
         """
@@ -145,7 +146,9 @@ class RequestBuilder:
         await self._grammars.check(grammar.spec, grammar.wire, self._model.grammar_engine)
 
     def build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
-        """Build the engine's request, without compiling its grammar. now: seconds on the engine's clock; time_left_s: until the call's own deadline.
+        """Build the engine's request, without compiling its grammar.
+
+        now: seconds on the engine's clock; time_left_s: until the call's own deadline.
 
         Raises RequestRejectedError, PreconditionError.
         """

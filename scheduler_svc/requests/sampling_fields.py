@@ -134,7 +134,7 @@ class SamplingFields:
     length_penalty: float = _row(1.0, check=any_finite)
     early_stopping: EarlyStopping | None = _row(EarlyStopping.FALSE)  # noqa: RUF009
     """None: an unknown number."""
-    grammar: GrammarFields | None = _row(None, check=check_grammar)
+    grammar: GrammarFields | None = _row(None, check=check_grammar)  # noqa: RUF009
     later_fields: tuple[str, ...] = ()
     """Fields that are set but not supported yet."""
 

@@ -60,9 +60,7 @@ def test_what_is_refused(fields: Any, message: str) -> None:
         ),
         (
             {"structural_tag": {"structures": [], "triggers": []}, "start_after_token_ids": [3, 4]},
-            GrammarSpec(
-                "structural_tag", '{"structures": [], "triggers": []}', start_after_token_ids=(3, 4)
-            ),
+            GrammarSpec("structural_tag", '{"structures": [], "triggers": []}', start_after_token_ids=(3, 4)),
         ),
     ],
 )

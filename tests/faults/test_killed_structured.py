@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest

@@ -68,7 +68,10 @@ def load() -> list[tuple[list[int], SamplingParams]]:
     ]
     prompts = [[5 + index, 9, 40 + index] * (1 + index % 4) for index in range(len(constraints))]
     return [
-        *((prompt, params(i, structured_outputs=each)) for i, (prompt, each) in enumerate(zip(prompts, constraints))),
+        *(
+            (prompt, params(i, structured_outputs=each))
+            for i, (prompt, each) in enumerate(zip(prompts, constraints, strict=True))
+        ),
         *((prompt, params(i, ignore_eos=True, max_tokens=40)) for i, prompt in enumerate(prompts)),
         (prompts[3], params(1, structured_outputs=COMPACT, n=3)),
         (prompts[2], params(5, structured_outputs=COMPACT, ignore_eos=True, max_tokens=150)),

@@ -63,7 +63,7 @@ Speculation = Annotated[
 ]
 Adapter = Annotated[str | None, _option("NAME", "LoRA adapter of the answers.")]
 JsonSchema = Annotated[
-    str | None, _option("FILE", "The answer is JSON that fits the schema in this file; \"-\": any JSON object.")
+    str | None, _option("FILE", 'The answer is JSON that fits the schema in this file; "-": any JSON object.')
 ]
 Regex = Annotated[str | None, _option("TEXT", "The whole answer matches this regular expression.")]
 Ids = Annotated[

@@ -44,7 +44,8 @@ def main(arguments: list[str], requests: BinaryIO, answers: BinaryIO) -> None:
 
 def what_is_wrong(content: dict[str, Any], table: Any) -> str:
     """Return why a constraint, as a dict of its fields, cannot be followed; empty if it can."""
-    spec = GrammarSpec(**{name: tuple(value) if name in _TUPLES else value for name, value in content.items()})
+    values: dict[str, Any] = {name: tuple(value) if name in _TUPLES else value for name, value in content.items()}
+    spec = GrammarSpec(**values)
     try:
         matcher = new_matcher(spec, table)
         # The first mask is work too, which a limit may end.

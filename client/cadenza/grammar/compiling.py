@@ -6,13 +6,16 @@ The limits are the same in every process, so that whether a constraint is refuse
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cadenza.grammar.spec import GrammarSpec
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_CHARS = 262_144
 """Most characters of a constraint that the service takes."""
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 5_000_000,
     "step_lexer_fuel": 200_000,
@@ -37,9 +40,7 @@ def new_matcher(spec: GrammarSpec, table: Any) -> Any:
     """
     import llguidance
 
-    matcher = llguidance.LLMatcher(
-        table, to_grammar(spec), log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
-    )
+    matcher = llguidance.LLMatcher(table, to_grammar(spec), log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
     if matcher.is_error():
         raise GrammarError(short(matcher.get_error()))
     return matcher
@@ -52,8 +53,10 @@ def to_grammar(spec: GrammarSpec) -> str:
     match spec.kind:
         case "json_schema" | "json_object":
             schema = _json(spec.text, "the schema") if spec.kind == "json_schema" else json.loads(_OBJECT)
-            if not isinstance(schema, dict | bool):
-                raise GrammarError("the schema must be a JSON object, or true or false")
+            if schema is True:
+                schema = {}
+            if not isinstance(schema, dict):
+                raise GrammarError("the schema must be a JSON object, or true")
             return str(_of_schema(spec, schema))
         case "regex":
             return str(LLMatcher.grammar_from_regex(spec.text))
@@ -78,7 +81,7 @@ def short(message: str) -> str:
 def _of_schema(spec: GrammarSpec, schema: Any) -> str:
     from llguidance import LLMatcher
 
-    overrides: dict[str, Any] = {}
+    overrides: JsonCompileOptions = {}
     if spec.disable_any_whitespace:
         overrides["whitespace_flexible"] = False
     elif spec.whitespace_pattern:

@@ -61,7 +61,7 @@ class TableSource:
         kept = [token for token in added if token["id"] < self.vocab_size]
         if len(kept) < len(added):  # the model has no place for the others, so that it never chooses them
             text = json.dumps({**content, "added_tokens": kept})
-        return llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self.eos_token_ids[0])
+        return llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids))
 
 
 def table_source(tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> TableSource | None:

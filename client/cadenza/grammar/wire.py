@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
-
-from cadenza.grammar.spec import GrammarSpec, Kind
+from cadenza.grammar.spec import GrammarSpec
 from cadenza.v1 import types_pb2
 
 _TEXTS = ("json_schema", "regex", "grammar", "structural_tag")
@@ -16,7 +14,7 @@ def spec_from_wire(message: types_pb2.GrammarSpec) -> GrammarSpec:
     if kind == "json_object" and not message.json_object:
         kind = None
     return GrammarSpec(
-        kind=cast(Kind | None, kind),
+        kind=kind,
         text=getattr(message, kind) if kind in _TEXTS else "",
         choices=tuple(message.choices.values) if kind == "choices" else (),
         disable_any_whitespace=message.disable_any_whitespace,

@@ -44,6 +44,7 @@ _REASONS = {
     FinishDetail.NON_FINITE_LOGITS: types_pb2.FINISH_REASON_ERROR,
     FinishDetail.EXECUTOR_ERROR: types_pb2.FINISH_REASON_ERROR,
     FinishDetail.NO_ALLOWED_TOKEN: types_pb2.FINISH_REASON_ERROR,
+    FinishDetail.GRAMMAR: types_pb2.FINISH_REASON_ERROR,
 }
 _DEFAULTS = SamplingFields()
 _TOKEN_LISTS = frozenset({"allowed_token_ids", "stop_token_ids"})

@@ -74,7 +74,8 @@ def to_grammar(spec: GrammarSpec) -> str:
 
 def short(message: str) -> str:
     """Return a message in one line, cut to a length that an error may have."""
-    line = " ".join(message.split())
+    # A panic of the library comes with its stack.
+    line = " ".join(message.partition("<backtrace>")[0].split())
     return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + " …"
 
 

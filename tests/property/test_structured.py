@@ -81,10 +81,16 @@ schemas = st.recursive(
 )
 
 
+def in_string(text: str) -> bool:
+    """Whether a JSON text ends within a string."""
+    return len(re.findall(r'(?<!\\)(?:\\\\)*"', text)) % 2 == 1
+
+
 def walk(compiler: Compiler, spec: GrammarSpec, rng: random.Random, most: int) -> tuple[str, bool]:
     """An output of so many tokens, completed as fast as can be if it was cut; and whether it ended by itself."""
     state, table, output = GrammarState(spec, compiler.source, 0), compiler.source.table(), list[int]()
     state.begin(compiler, ())
+    (quote,) = table.tokenize_str('"')
     closing = [table.tokenize_str(text)[0] for text in CLOSING]
     while True:
         assert not state.error, state.error
@@ -95,7 +101,10 @@ def walk(compiler: Compiler, spec: GrammarSpec, rng: random.Random, most: int) -
             # EOS by its own weight, as a model that wants to end now and then.
             token = EOS if EOS in allowed and rng.random() < 0.2 else rng.choice(allowed)
         else:
-            token = next((each for each in [EOS, *closing] if each in allowed), allowed[0])
+            # Now and then another one, as a pattern may want a letter where it also takes one digit more.
+            last = closing if not in_string(table.decode_str(output)) else [quote]
+            wanted = [EOS, *last] if rng.random() < 0.7 else [EOS]
+            token = next((each for each in wanted if each in allowed), rng.choice(allowed))
             assert len(output) < most + 600, table.decode_str(output)
         if token == EOS:
             return table.decode_str(output), len(output) <= most
@@ -104,7 +113,7 @@ def walk(compiler: Compiler, spec: GrammarSpec, rng: random.Random, most: int) -
 
 
 @given(schema=schemas, compact=st.booleans(), seed=st.integers(0, 10_000), most=st.sampled_from([3, 25, 120]))
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_every_output_is_of_the_schema(
     compiler: Compiler, schema: dict[str, Any], compact: bool, seed: int, most: int
 ) -> None:
@@ -121,7 +130,7 @@ def test_every_output_is_of_the_schema(
 @given(
     parts=st.lists(
         st.tuples(
-            st.sampled_from(["[a-c]", "x", r"\d", "(ab|cde)", '[^a-z"]', "é", "."]),
+            st.sampled_from(["[a-c]", "x", "[0-9]", "(ab|cde)", '[^a-z"]', "é", "."]),
             st.sampled_from(["", "?", "*", "+", "{2}", "{1,4}"]),
         ),
         min_size=1,
@@ -130,7 +139,7 @@ def test_every_output_is_of_the_schema(
     seed=st.integers(0, 10_000),
     most=st.sampled_from([2, 12, 40]),
 )
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_every_output_matches_the_expression(
     compiler: Compiler, parts: list[tuple[str, str]], seed: int, most: int
 ) -> None:

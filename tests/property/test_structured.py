@@ -91,7 +91,8 @@ def walk(compiler: Compiler, spec: GrammarSpec, rng: random.Random, most: int) -
     state, table, output = GrammarState(spec, compiler.source, 0), compiler.source.table(), list[int]()
     state.begin(compiler, ())
     (quote,) = table.tokenize_str('"')
-    closing = [table.tokenize_str(text)[0] for text in CLOSING]
+    is_json = spec.kind == "json_schema"
+    closing = [table.tokenize_str(text)[0] for text in (CLOSING if is_json else "abcdexy0")]
     while True:
         assert not state.error, state.error
         allowed = np.flatnonzero(np.unpackbits(state.bits[0].view(np.uint8), bitorder="little")).tolist()
@@ -102,7 +103,9 @@ def walk(compiler: Compiler, spec: GrammarSpec, rng: random.Random, most: int) -
             token = EOS if EOS in allowed and rng.random() < 0.2 else rng.choice(allowed)
         else:
             # Now and then another one, as a pattern may want a letter where it also takes one digit more.
-            last = closing if not in_string(table.decode_str(output)) else [quote]
+            last = [quote] if is_json and in_string(table.decode_str(output)) else closing
+            if not is_json:
+                rng.shuffle(last)
             wanted = [EOS, *last] if rng.random() < 0.7 else [EOS]
             token = next((each for each in wanted if each in allowed), rng.choice(allowed))
             assert len(output) < most + 600, table.decode_str(output)

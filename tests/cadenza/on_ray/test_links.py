@@ -11,7 +11,7 @@ from cadenza.errors import OptionError
 from cadenza.local_checks import check_scaling
 from cadenza.local_options import Setting
 from cadenza.on_ray.certificates import make_link_certificates
-from cadenza.on_ray.cluster import Cluster
+from cadenza.on_ray.cluster import Cluster, _check_address
 from cadenza.on_ray.executor_list import ExecutorList
 from cadenza.settings.service import read_config
 from executor_svc.config import ExecutorConfig
@@ -62,6 +62,13 @@ def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(OptionError, match=r"distributed_executor_backend: ray: Ray is not installed here .*\[ray\]"):
         Cluster(None)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "a:b"])
+def test_an_address_without_a_cluster_is_refused_at_once(address: str) -> None:
+    """Ray itself tries for a minute."""
+    with pytest.raises(OptionError, match="option ray_address: "):
+        _check_address(address)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ try:
     from cadenza.telemetry import logs
     from cadenza.transport import EXECUTOR_PORT, parse_address
     from executor_svc.config import ExecutorConfig
+    from executor_svc.errors import StartError
+    from executor_svc.ranks.hosts.places import Place, PlaceError, read_place
 except ModuleNotFoundError as missing:
     from cadenza.settings.extras import install_command
 
@@ -57,8 +59,30 @@ def read_config(arguments: list[str]) -> ExecutorConfig | None:
     return config
 
 
+def _place(config: ExecutorConfig) -> Place | None:
+    """Return which rank this process is, if something else starts the ranks. Raises StartError."""
+    if config.distributed_executor_backend != "external":
+        return None
+    if config.simulate is not None:
+        raise PlaceError("--distributed-executor-backend external is not possible with --simulate")
+    size = config.tensor_parallel_size if "tensor_parallel_size" in config.model_fields_set else None
+    return read_place(os.environ, size, config.rank_port)
+
+
+def _follow(config: ExecutorConfig, place: Place) -> int:
+    """Run another rank than 0; returns its exit code."""
+    from executor_svc.startup.external import run_member
+
+    try:
+        return run_member(config, place)
+    except StartError as error:
+        fail(str(error))
+        sys.stderr.flush()
+        os._exit(1)  # threads may still run
+
+
 def main(drafts: DraftSource | None = None) -> int:
-    """Run the service. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 4 a step hung.
+    """Run the service, or a rank of it. Exit codes: those of `ExecutorConfig.exit_codes`.
 
     drafts: in place of the source of the options, for benchmarks.
     """
@@ -71,10 +95,23 @@ def main(drafts: DraftSource | None = None) -> int:
     logs.configure(config.log_level, config.log_format, "executor_svc")
     for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
+    if config.distributed_executor_backend == "ray":
+        from cadenza.on_ray.standalone import run
+
+        return run(config.model_dump(exclude_unset=True, exclude_none=True), fail)
+    try:
+        place = _place(config)
+    except StartError as error:
+        fail(str(error))
+        return 2
+    if place is not None:
+        config = config.model_copy(update={"tensor_parallel_size": place.size})
+        if place.rank:
+            return _follow(config, place)
     # Imported here, so that wrong options and --help do not wait for torch.
     from executor_svc.app import serve
 
-    code, ended = uvloop.run(serve(config, fail, drafts))
+    code, ended = uvloop.run(serve(config, fail, drafts, place))
     if not ended:
         # A step or the loading still runs on the device thread; Python would wait for it at exit.
         sys.stdout.flush()

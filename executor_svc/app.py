@@ -24,6 +24,7 @@ from cadenza.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
+from executor_svc.ranks.hosts.places import Place
 from executor_svc.service.servicer import add_services
 from executor_svc.service.unreadable import limited_server
 from executor_svc.speculation.drafts import DraftSource
@@ -42,20 +43,23 @@ EXIT_OPTIONS, EXIT_HUNG = 2, 4
 
 
 def build_executor(
-    config: ExecutorConfig, described: Future[Description], drafts: DraftSource | None = None
+    config: ExecutorConfig,
+    described: Future[Description],
+    drafts: DraftSource | None = None,
+    place: Place | None = None,
 ) -> Executor:
     """Load the model and build its executor, or the simulated one. Runs on the device thread.
 
-    Sets the result of `described` to the description. drafts: in place of the source of the options. Raises StartError
-    with a message for the user.
+    Sets the result of `described` to the description. drafts: in place of the source of the options. place: of rank 0
+    among ranks that something else has started. Raises StartError with a message for the user.
     """
-    executor, description = _build(config, drafts)
+    executor, description = _build(config, drafts, place)
     described.set_result(description)
     return executor
 
 
 def _build_without_collections(
-    config: ExecutorConfig, described: Future[Description], drafts: DraftSource | None
+    config: ExecutorConfig, described: Future[Description], drafts: DraftSource | None, place: Place | None
 ) -> Executor:
     """Build as `build_executor` does, and exempt the modules from garbage collection; for the service's own process.
 
@@ -69,10 +73,10 @@ def _build_without_collections(
     finally:
         gc.freeze()
         gc.enable()
-    return build_executor(config, described, drafts)
+    return build_executor(config, described, drafts, place)
 
 
-def _build(config: ExecutorConfig, drafts: DraftSource | None) -> tuple[Executor, Description]:
+def _build(config: ExecutorConfig, drafts: DraftSource | None, place: Place | None) -> tuple[Executor, Description]:
     # Imported here: the simulated executor needs no torch.
     if config.simulate is not None:
         from executor_svc.simulated.build import build_simulated
@@ -80,15 +84,18 @@ def _build(config: ExecutorConfig, drafts: DraftSource | None) -> tuple[Executor
         return build_simulated(config, drafts)
     from executor_svc.startup.build import build_model
 
-    return build_model(config, drafts)
+    return build_model(config, drafts, place)
 
 
 async def serve(
-    config: ExecutorConfig, report: Callable[[str], None], drafts: DraftSource | None = None
+    config: ExecutorConfig,
+    report: Callable[[str], None],
+    drafts: DraftSource | None = None,
+    place: Place | None = None,
 ) -> tuple[int, bool]:
     """Serve until a signal arrives; `report` prints an error for the user, in one line.
 
-    drafts: in place of the source of the options.
+    drafts: in place of the source of the options. place: of rank 0 among ranks that something else has started.
 
     Returns the exit code and whether the device thread has ended; if it has not, only os._exit ends the process in
     time.
@@ -114,7 +121,7 @@ async def serve(
         return EXIT_OPTIONS, True
     peer_limit = start_peer_limit(address, config.max_connections_per_peer, counts)
     described: Future[Description] = Future()
-    worker = Worker(lambda: _build_without_collections(config, described, drafts))
+    worker = Worker(lambda: _build_without_collections(config, described, drafts, place))
     worker.start()
     try:
         if await _wait_until_loaded(signals.stop, worker, report):

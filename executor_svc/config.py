@@ -35,7 +35,9 @@ class ExecutorConfig(ServiceSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="python -m executor_svc")
     service: ClassVar[str] = "executor"
-    exit_codes: ClassVar[str] = "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 4 a step hung."
+    exit_codes: ClassVar[str] = (
+        "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 4 a step hung, 5 another rank is gone."
+    )
 
     # Before `model`, whose check reads it.
     simulate: str | None = Field(
@@ -209,9 +211,52 @@ class ExecutorConfig(ServiceSettings):
     tensor_parallel_size: int = Field(
         1,
         ge=1,
-        description="Number of ranks that the model is divided among: processes that each hold a part of every layer, "
-        "on the CPU of this machine.",
+        description="Number of ranks that the model is divided among: processes that each hold a part of every layer; "
+        "docs/ranks.md.",
         json_schema_extra=about("Ranks", "ranks"),
+    )
+    distributed_executor_backend: Literal["mp", "external", "ray"] = Field(
+        "mp",
+        description="How the ranks start. mp: this process, rank 0, starts the others on this machine. external: "
+        "something else starts each, on one machine or several, with the same options and the variables of torchrun "
+        "(RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or of a LeaderWorkerSet. ray: Ray starts them, "
+        "and whole executors too, on the machines of its cluster (docs/ray.md).",
+        json_schema_extra=about("Ranks"),
+    )
+    rank_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="With external: the port of MASTER_ADDR at which rank 0 listens for the others; default: "
+        "MASTER_PORT + 1, as torchrun itself may listen at MASTER_PORT; 50053 without MASTER_PORT.",
+        json_schema_extra=about("Ranks"),
+    )
+    rank_secret_file: str | None = Field(
+        None,
+        min_length=1,
+        description="With external: a file with the same 16 bytes or more at all ranks, by which they know each other. "
+        "Beyond loopback ranks need it, or --tls-cert, --tls-key and --tls-client-ca, which also encrypt.",
+        json_schema_extra=about("Ranks"),
+    )
+    rank_connect_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="With external: how long the ranks wait for each other at the start.",
+        json_schema_extra=about("Ranks", "s"),
+    )
+    ray_address: str | None = Field(
+        None,
+        min_length=1,
+        description="HOST:PORT of the Ray cluster, of which this machine is a node; default: what RAY_ADDRESS names, "
+        "else the cluster that was started here, else one of its own on this machine alone.",
+        json_schema_extra=about("Ray"),
+    )
+    ray_placement: Literal["auto", "pack", "spread", "strict-pack", "strict-spread"] = Field(
+        "auto",
+        description="Where Ray places the processes of a placement group; auto: executors of one rank on different "
+        "machines where it can (spread), the ranks of an executor on one machine (strict-pack).",
+        json_schema_extra=about("Ray"),
     )
     max_loras: int = Field(
         8,

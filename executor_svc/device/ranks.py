@@ -35,8 +35,15 @@ class RankKernels(Protocol):
 
     share: Share
 
+    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a rank's partial results, of a model of this dtype."""
+        ...
+
     def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the sum of all ranks' x [T, hidden] float32, plus bias [hidden], rounded once to dtype, on each."""
+        """Return the sum of all ranks' x [T, hidden], of `partial_dtype`, plus bias [hidden], on each rank.
+
+        It is computed in float32, and rounded once to dtype.
+        """
         ...
 
     def embed(self, table: Embedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:

@@ -109,8 +109,14 @@ class DirectReplayer:
 class CudaGraphs:
     """A graph for each size; all share one pool of memory, as only one runs at a time."""
 
-    def __init__(self, sizes: Sequence[StepSizes], step: Callable[[StepSizes], None]) -> None:
-        """Run each step twice, first to compile and warm up, then to capture it; steps with most tokens first."""
+    def __init__(
+        self, sizes: Sequence[StepSizes], step: Callable[[StepSizes], None], *, has_group: bool = False
+    ) -> None:
+        """Run each step twice, first to compile and warm up, then to capture it; steps with most tokens first.
+
+        has_group: the process has a group of ranks, with a thread that asks for events meanwhile.
+        """
+        mode = "thread_local" if has_group else "global"
         self._graphs: dict[StepSizes, torch.cuda.CUDAGraph] = {}
         pool = None
         # Captures also empty the cache: the difference in free memory is then the memory of the graphs.
@@ -121,7 +127,7 @@ class CudaGraphs:
                 step(each)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
                     step(each)
                 pool = pool or graph.pool()
                 self._graphs[each] = graph

@@ -17,6 +17,7 @@ from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, row_logpr
 from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace
 from executor_svc.gpu.sampling import most_top
 from executor_svc.gpu.staging import Download, Fetched, sent
+from executor_svc.gpu.step_ranks import GpuStepRanks
 from executor_svc.plan.plan import SlotLogprobs
 
 
@@ -47,24 +48,40 @@ class PendingPrompts:
 class GpuPromptLogprobs:
     """Computes logprobs of prompt tokens, in the workspace of sampling, which runs on the same stream."""
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], workspace: SamplingWorkspace, prompt_failed: Tensor) -> None:
-        """logits: returns [R, vocab] float32 for rows [R] int64 of the step; prompt_failed: [n] int32 by slot."""
+    def __init__(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        workspace: SamplingWorkspace,
+        prompt_failed: Tensor,
+        ranks: GpuStepRanks,
+    ) -> None:
+        """logits: returns [R, vocab] float32 for rows [R] int64 of the step; prompt_failed: [n] int32 by slot.
+
+        ranks: all compute logits, and one has them whole.
+        """
         self._logits, self._workspace, self._prompt_failed = logits, workspace, prompt_failed
+        self._ranks = ranks
         self._max_rows = workspace.best.shape[0]
         self._download = Download(DeviceLogprobs.num_words(self._max_rows, most_top(1)), prompt_failed.device)
 
-    def compute(self, requested: PromptRows) -> PendingPrompts:
-        """Enqueue the computation of the requested logprobs, and their copy to the host."""
+    def compute(self, requested: PromptRows) -> PendingPrompts | None:
+        """Enqueue the computation of the requested logprobs, and their copy to the host; None where another rank has
+        them.
+        """
         most = most_top(int(requested.num_top.max()))
         owners, num_top = np.repeat(requested.slots, requested.counts), np.repeat(requested.num_top, requested.counts)
         pieces = []
         for start in range(0, len(requested.rows), self._max_rows):
             piece = slice(start, start + self._max_rows)
+            if not self._ranks.samples:
+                self._logits(sent(requested.rows[piece], self._prompt_failed.device))
+                continue
             found = self._compute_piece(
                 requested.rows[piece], requested.token_ids[piece], owners[piece], num_top[piece], most
             )
             pieces.append((self._download.fetch(found.words), len(found.chosen)))
-        return PendingPrompts(requested, pieces, most)
+        self._ranks.share_first(self._prompt_failed)
+        return PendingPrompts(requested, pieces, most) if self._ranks.samples else None
 
     def _compute_piece(
         self, rows: np.ndarray, token_ids: np.ndarray, owners: np.ndarray, num_top: np.ndarray, most: int

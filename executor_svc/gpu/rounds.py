@@ -14,6 +14,7 @@ from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling import GpuSampler, SamplingMetadata, StepLogprobs
 from executor_svc.gpu.sampling_state import SlotSamplingState
+from executor_svc.gpu.step_ranks import GpuStepRanks
 
 HostChoice = Callable[[], RowCandidates | None]
 """Chooses tokens on the host; returns the candidates of those that report some."""
@@ -22,9 +23,20 @@ HostChoice = Callable[[], RowCandidates | None]
 class SamplingRounds:
     """Enqueues the rounds of a step, from its logits to the commits; with drafts as one graph, for usual parameters."""
 
-    def __init__(self, runner: GpuRunner, slots: DeviceSlots, sampling: SlotSamplingState, sampler: GpuSampler) -> None:
-        """Capture the graphs: of greedy rounds, and of draws with limits of likelihood, for any of them."""
+    def __init__(
+        self,
+        runner: GpuRunner,
+        slots: DeviceSlots,
+        sampling: SlotSamplingState,
+        sampler: GpuSampler,
+        ranks: GpuStepRanks,
+    ) -> None:
+        """Capture the graphs: of greedy rounds, and of draws with limits of likelihood, for any of them.
+
+        ranks: the others take the tokens of the one that samples.
+        """
         self._runner, self._slots, self._sampling, self._sampler = runner, slots, sampling, sampler
+        self._ranks = ranks
         # No slot takes a token while rounds are captured.
         slots.buffers.by_row.fill_(-1)
         self._sizes = frozenset(runner.drafted)
@@ -61,9 +73,11 @@ class SamplingRounds:
         inputs, (logits, best) = self._slots.inputs(sizes), self._runner.results(sizes)
         candidates = None
         for round in range(1 + sizes.num_drafts):
-            self._sampler.choose(logits, best, inputs, metadata)
+            if self._ranks.samples:
+                self._sampler.choose(logits, best, inputs, metadata)
             if round == 0 and on_host is not None:
                 candidates = on_host()
+            self._ranks.share_first(*self._sampler.rows(inputs))
             if logprobs is not None:
                 self._sampler.compute_logprobs(logits, inputs, metadata, logprobs.of_round(round))
             self._slots.launch_commit(sizes, *self._sampler.rows(inputs), round)

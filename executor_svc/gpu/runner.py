@@ -62,6 +62,7 @@ class GpuRunner:
         follower: enqueues the same steps for a draft model, as `GpuDraftModel.run` does, except decodes with drafts.
         """
         self._follower = follower
+        self._has_group = loaded.ranks is not None
         self._model = loaded.model
         self._slots = slots
         self._max_logits = limits.max_num_seqs
@@ -105,8 +106,9 @@ class GpuRunner:
 
     def replayer(self, sizes: Sequence[StepSizes], step: Callable[[StepSizes], None]) -> Replayer:
         """Return what enqueues a step, or a part of it, of one of these sizes: with CUDA graphs if there are any."""
-        make: type[CudaGraphs | DirectReplayer] = CudaGraphs if self._graphs and sizes else DirectReplayer
-        return make(sizes, step)
+        if not (self._graphs and sizes):
+            return DirectReplayer(sizes, step)
+        return CudaGraphs(sizes, step, has_group=True) if self._has_group else CudaGraphs(sizes, step)
 
     def sizes_of(self, scheduled: Scheduled) -> StepSizes:
         """Return the padded sizes of a step: the next sizes with a graph, or its own.

@@ -36,6 +36,7 @@ from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, SamplingMetad
 from executor_svc.gpu.sampling_state import SlotSamplingState
 from executor_svc.gpu.slot_adapters import SlotAdapters
 from executor_svc.gpu.staging import sent
+from executor_svc.gpu.step_ranks import GpuStepRanks
 from executor_svc.gpu.timing import StepClock
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
@@ -45,7 +46,6 @@ from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sample_step import choose
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.worker.block_moves import move_blocks
-from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.profiling import Spans
 
@@ -147,6 +147,7 @@ class GpuStepExecutor:
         those that plans may name, in the places of the model.
         """
         torch_device = device.torch_device
+        self.ranks = GpuStepRanks(loaded.ranks)
         self.limits = limits
         self.adapters = adapters
         self._has_places = loaded.adapters is not None
@@ -168,7 +169,7 @@ class GpuStepExecutor:
         self._sampling = SlotSamplingState(limits, self._device_slots)
         self._sampler = GpuSampler(limits, self._sampling)
         self._prompts = GpuPromptLogprobs(
-            self._runner.logits, self._sampler.workspace, self._device_slots.state.prompt_failed
+            self._runner.logits, self._sampler.workspace, self._device_slots.state.prompt_failed, self.ranks
         )
         self._drafting = GpuDrafting(
             self.slots,
@@ -181,7 +182,7 @@ class GpuStepExecutor:
         self._passes = None
         if draft is not None:
             self._passes = DraftPasses(draft, self._runner, self._device_slots, self._sampler)
-        self._rounds = SamplingRounds(self._runner, self._device_slots, self._sampling, self._sampler)
+        self._rounds = SamplingRounds(self._runner, self._device_slots, self._sampling, self._sampler, self.ranks)
         self._pending: deque[GpuStep] = deque()
         self._metadata: SamplingMetadata | None = None
         pools.warm_up()
@@ -203,14 +204,15 @@ class GpuStepExecutor:
         self.slots.clear()
         self._sampling.clear()
         self._drafting.clear()
+        self.ranks.clear()
 
     def is_out_of_memory(self, exc: Exception) -> bool:
         """As in `worker.Executor`."""
-        return is_out_of_memory(exc)
+        return self.ranks.is_out_of_memory(exc)
 
     def is_lost(self, exc: Exception) -> bool:
         """As in `worker.Executor`."""
-        return is_device_lost(exc)
+        return self.ranks.is_lost(exc)
 
     def start_trace(self) -> Callable[[], bytes]:
         """As in `worker.Executor`."""
@@ -222,14 +224,33 @@ class GpuStepExecutor:
 
         Raises InvalidPlan before anything is enqueued or moved, and any error of the device.
         """
-        started = time.monotonic_ns()
-        with self._span("plan"):
+        try:
+            started = time.monotonic_ns()
+            with self._span("plan"):
+                plan, scheduled = self._agreed(plan)
+            with self.ranks.together():
+                return self._enqueue(plan, scheduled, started, received_ns)
+        except Exception as error:
+            self.ranks.failed(error)
+            raise
+
+    def _agreed(self, plan: StepPlan) -> tuple[StepPlan, Scheduled]:
+        """Apply the plan to the mirror, on all ranks; return it with complete admissions, and its work."""
+        applied = plan
+
+        def apply() -> Scheduled:
+            nonlocal applied
             if self.adapters is not None:
                 self.adapters.check(plan)
-            plan = self.slots.apply(plan)
-            if self._needs_settled_mirror(plan):
+            applied = self.slots.apply(plan)
+            if self._needs_settled_mirror(applied):
                 self.settle_until(None)
-            scheduled = self.slots.schedule(plan)
+            return self.slots.schedule(applied)
+
+        scheduled = self.ranks.agreed(plan, self.slots, apply)
+        return applied, scheduled
+
+    def _enqueue(self, plan: StepPlan, scheduled: Scheduled, started: int, received_ns: int) -> GpuStep:
         moves_ns = move_blocks(self._pools, plan)
         self._sampling.apply(plan, self._device_slots.apply(plan))
         self._drafting.follow(plan)
@@ -248,8 +269,14 @@ class GpuStepExecutor:
         while self._pending:
             step = self._pending.popleft()
             step.settle(self.slots)
+            self.ranks.count_settled()
             if step is last:
                 return
+
+    def settle(self, num_steps: int) -> None:
+        """As in `startup.member.Follower`."""
+        while self._pending and self.ranks.num_settled < num_steps:
+            self.settle_until(self._pending[0])
 
     def _needs_settled_mirror(self, plan: StepPlan) -> bool:
         """Return whether the plan needs a mirror with all tokens."""
@@ -308,8 +335,10 @@ class GpuStepExecutor:
         inputs, metadata = self._device_slots.inputs(sizes), self._metadata_of(scheduled.sampling_slots)
         # Logits of prompts have their own memory; those of sampling rows stay.
         prompts = None if wanted_prompts is None else self._prompts.compute(wanted_prompts)
-        logprobs, on_host = self._sampler.new_logprobs(inputs, metadata), None
-        if len(metadata.host_rows):
+        samples, logprobs, on_host = self.ranks.samples, None, None
+        if samples:
+            logprobs = self._sampler.new_logprobs(inputs, metadata)
+        if samples and len(metadata.host_rows):
             on_host = partial(self._choose_on_host, layout.scheduled, metadata.host_rows, inputs, logits)
         candidates = self._rounds.enqueue(sizes, metadata, logprobs, on_host)
         pending = self._device_slots.fetch(scheduled, sizes)

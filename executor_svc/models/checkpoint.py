@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +18,13 @@ from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError, find_weights
+from executor_svc.models.parallel.part_tensors import Cut, PartTensors, is_same_format
 from executor_svc.models.parallel.split import Part
 from executor_svc.models.quantized.method import Quantization
+from executor_svc.models.quantized.rows import LazyRows
 from executor_svc.models.safetensors_file import StoredTensor, tensors_of
+
+_log = logging.getLogger(__name__)
 
 _DUMMY_STD = 0.02
 _BLOCK_BYTES = 1 << 22
@@ -239,19 +245,44 @@ class SafetensorsWeights(Weights):
     def open_part(self, name: str, shape: tuple[int, ...], part: Part) -> StoredWeight:
         """Return some rows or columns of a tensor of this shape, of which nothing else is read; as `open`."""
         self._check(name, shape)
-        return PartOfFile(self, name, part, self._stored(name), self._dtype, self._torch_device)
+        return PartOfFile(self, name, shape, part, self._dtype, self._torch_device)
 
-    def part_blocks(self, name: str, part: Part, rows: int) -> Iterator[Tensor]:
+    def part_blocks(self, name: str, shape: tuple[int, ...], part: Part, rows: int) -> Iterator[Tensor]:
         """As `blocks`, for a part of a tensor; the hash is of what is read."""
         stored = self._stored(name)
         content = ContentDigest(f"{name} {list(stored.shape)} {part} {self._dtype}")
-        for chosen in part.ranges:
-            blocks = stored.column_blocks if part.of_columns else stored.row_blocks
-            for read in blocks(chosen, rows):
-                block = read.to(self._dtype)
-                content.update(block)
-                yield block
+        for read in Cut(1 if part.of_columns else 0, part.ranges).blocks(stored, rows):
+            block = read.to(self._dtype)
+            content.update(block)
+            yield block
         self._hashes[name], self._counts[name] = content.digest(), math.prod(stored.shape)
+
+    def open_linear_part(self, prefix: str, whole: QuantRows, expected: QuantRows, part: Part) -> QuantRows:
+        """Return some rows or columns of a linear in few bits, of which nothing else is read where that is possible.
+
+        whole: from `open_linear`; expected: the part as it is cut in memory, after all is read.
+        """
+        assert self._quantization is not None
+        if not isinstance(whole, LazyRows):
+            return expected
+        tensors = PartTensors(self, prefix, whole, part)
+        if not tensors.is_possible():
+            return expected
+        try:
+            found = self._quantization.open(tensors, prefix, expected.shape)
+        except LoaderError as error:  # such as a group of all columns, in numbers
+            _log.info("%s is read whole by each rank: %s", prefix, error)
+            return expected
+        return expected if found is None or not is_same_format(found, expected) else found
+
+    def cut_blocks(self, name: str, cut: Cut, rows: int, elements: int) -> Iterator[Tensor]:
+        """As in `parallel.part_tensors.CutReader`."""
+        stored = self.require(name)
+        content = _raw_content(stored, f" {cut}" if cut.ranges else "")
+        for block in cut.blocks(stored, rows):
+            content.update(block)
+            yield block
+        self._hashes[name], self._counts[name] = content.digest(), elements
 
     def find(self, name: str) -> StoredTensor | None:
         """As in `quantized.tensors.CheckpointTensors`, like the following methods."""
@@ -323,28 +354,36 @@ class SafetensorsWeights(Weights):
             )
 
 
-def _raw_content(stored: StoredTensor) -> ContentDigest:
-    return ContentDigest(f"{stored.name} {list(stored.shape)} {stored.stored_as}")
+def _raw_content(stored: StoredTensor, part: str = "") -> ContentDigest:
+    return ContentDigest(f"{stored.name} {list(stored.shape)} {stored.stored_as}{part}")
+
+
+class PartReader(Protocol):
+    """A source that reads parts of dense tensors, and nothing else of them."""
+
+    def part_blocks(self, name: str, shape: tuple[int, ...], part: Part, rows: int) -> Iterator[Tensor]:
+        """Yield a part of a tensor of this shape in the model's dtype, `rows` rows at a time."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfFile:
     """Implements `models.base.StoredWeight`: some rows or columns of a tensor of a file."""
 
-    source: SafetensorsWeights
+    source: PartReader
     name: str
+    whole_shape: tuple[int, ...]
     part: Part
-    stored: StoredTensor
     dtype: torch.dtype
     torch_device: torch.device
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.part.shape_of(self.stored.shape)
+        return self.part.shape_of(self.whole_shape)
 
     def blocks(self, rows: int) -> Iterator[Tensor]:
-        """As in `StoredWeight`: blocks of `rows` rows, the last one of each range of rows perhaps smaller."""
-        return self.source.part_blocks(self.name, self.part, rows)
+        """As in `StoredWeight`: blocks of `rows` rows, the last one perhaps smaller."""
+        return self.source.part_blocks(self.name, self.whole_shape, self.part, rows)
 
     def whole(self) -> Tensor:
         """As in `StoredWeight`."""

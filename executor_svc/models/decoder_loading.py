@@ -12,13 +12,14 @@ from typing import Any
 from cadenza.gguf_file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
-from executor_svc.device.kernels import KVScales
+from executor_svc.device.kernels import Embedding, KVScales, Linear
 from executor_svc.device.ranks import RankKernels
 from executor_svc.models.adapters.building import AdaptingBuilder
 from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
 from executor_svc.models.decoder import Decoder, is_ignored
+from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.linear_shapes import linear_shapes
@@ -103,14 +104,13 @@ def load_decoder(
     folder = checkpoint.folder
     try:
         weights = _weights(config, device, checkpoint, spec)
-        source, saved = _source(config, device, checkpoint, spec, weights, max_model_len)
+        source, saved = _source(config, device, checkpoint, spec, weights, max_model_len, ranks)
         scales = None
         if device.kv_dtype != device.dtype:
             names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
             scales = read_scales(weights, folder, names, spec.num_kv_heads, device)
         builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
         if ranks is not None:
-            source = RankSource(source, spec, ranks.share)
             builder = RankBuilder(builder, ranks, spec.vocab_size)
             spec = spec_of(spec, ranks.share)
         with saved or nullcontext():
@@ -137,6 +137,50 @@ def open_table(
         raise LoaderError(f"--model {config.model}: {error}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The table of embeddings and the linear from hidden states to logits, of all tokens."""
+
+    embedding: Embedding | None
+    head: Linear | None
+    num_parameters: int
+    """Of weights that only these have; 0: they are the model's own."""
+
+
+def read_ends(
+    config: ExecutorConfig,
+    device: Device,
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    max_model_len: int,
+    embedding: bool,
+    head: bool,
+) -> Ends:
+    """Read a decoder's ends whole, where it is divided among ranks; inside `Device.loading`.
+
+    embedding, head: which are read. Other arguments and errors as those of `load_decoder`.
+    """
+    if not (embedding or head):
+        return Ends(None, None, 0)
+    try:
+        weights, rounding = _weights(config, device, checkpoint, spec), rounding_of(config, device)
+        count = spec.vocab_size * spec.hidden_size * (2 if embedding and head and not spec.tied else 1)
+        held = count * device.dtype.itemsize if rounding is None else rounded_bytes(rounding, count)
+        what = "the table of embeddings and the head of all tokens, which rank 0 has for drafts,"
+        check_memory(checkpoint.folder, held, what, max_model_len, device)
+        source = weights if rounding is None else RoundedSource(weights, rounding)
+        table, linear = _ends(DecoderWeights(spec, source, device), embedding, head)
+    except GgufError as error:
+        raise LoaderError(f"--model {config.model}: {error}") from None
+    return Ends(table, linear, weights.num_parameters)
+
+
+def _ends(reader: DecoderWeights, embedding: bool, head: bool) -> tuple[Embedding | None, Linear | None]:
+    if embedding and head:
+        return reader.ends()
+    return reader.embedding() if embedding else None, reader.head() if head else None
+
+
 def _weights(
     config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec
 ) -> DummyWeights | SafetensorsWeights | GgufWeights:
@@ -156,21 +200,31 @@ def _source(
     spec: DecoderSpec,
     weights: DummyWeights | SafetensorsWeights | GgufWeights,
     max_model_len: int,
+    ranks: RankKernels | None,
 ) -> tuple[WeightSource, QuantizedFolder | None]:
     """Return the weights, rounded if an option says so, and the folder that they are saved to, if there is one.
 
-    Raises LoaderError, before any of them is read, if they do not fit into memory or are not there.
+    ranks: the weights are those of one rank. Raises LoaderError, before any of them is read, if they do not fit into
+    memory, are not there, or cannot be divided.
     """
     folder, rounding, linears = checkpoint.folder, rounding_of(config, device), spec.num_linear_elements
     held = weights.least_bytes(linears) if rounding is None else rounded_bytes(rounding, linears)
     held //= config.tensor_parallel_size
     tables = spec.num_rotary_elements(max_model_len) * device.dtype.itemsize
     check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device)
-    checked = weights if rounding is None else RoundedSource(weights, rounding)
-    for name, shape in linear_shapes(spec):
-        checked.open_linear(name.removesuffix(".weight"), shape)
+    checked: WeightSource = weights if rounding is None else RoundedSource(weights, rounding)
+    own: WeightSource = weights
+    shapes = linear_shapes(spec)
+    if ranks is not None:
+        checked, own = RankSource(checked, spec, ranks.share), RankSource(weights, spec, ranks.share)
+        shapes = linear_shapes(spec_of(spec, ranks.share))
+    try:
+        for name, shape in shapes:
+            checked.open_linear(name.removesuffix(".weight"), shape)
+    except ModelConfigError as error:
+        raise LoaderError(f"{_place(folder)}: {error}") from error
     saved = _saved(config, folder, checkpoint.content, rounding, device)
-    return weights if rounding is None else RoundedSource(weights, rounding, saved), saved
+    return own if rounding is None else RoundedSource(own, rounding, saved), saved
 
 
 def _decoder(
@@ -185,7 +239,7 @@ def _decoder(
     try:
         return Decoder(spec, max_model_len, source, builder, scales)
     except ModelConfigError as error:
-        raise LoaderError(f"{'model folder ' if folder.is_dir() else ''}{folder}: {error}") from error
+        raise LoaderError(f"{_place(folder)}: {error}") from error
 
 
 def folder_weights(
@@ -239,8 +293,11 @@ def check_memory(folder: Path, needed: int, what: str, max_model_len: int, devic
     """
     free = device.free_memory_bytes()
     if needed > free:
-        place = f"model folder {folder}" if folder.is_dir() else str(folder)
         raise LoaderError(
-            f"{place}: {what} for --max-model-len {max_model_len} take {needed} bytes "
+            f"{_place(folder)}: {what} for --max-model-len {max_model_len} take {needed} bytes "
             f"in {str(device.dtype).removeprefix('torch.')}, {free} bytes of memory are free"
         )
+
+
+def _place(folder: Path) -> str:
+    return f"model folder {folder}" if folder.is_dir() else str(folder)

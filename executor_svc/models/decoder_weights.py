@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionShape, Embedding, HeadNorms, KVScales, Linear
+from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder, StoredWeight, WeightSource
 from executor_svc.models.layers.attention import Attention, fuse_qkv
 from executor_svc.models.layers.mlp import GatedMlp
-from executor_svc.models.linear_weight import StoredPart, linear_weight, output_weight, qkv_weight
+from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight, output_weight, qkv_weight
 from executor_svc.models.spec import DecoderSpec
 
 
@@ -38,13 +39,24 @@ class DecoderWeights:
 
     def ends(self) -> tuple[Embedding, Linear]:
         """Return the table of embeddings and the linear from hidden states to logits, which may have one weight."""
-        size, dtype = (self._spec.vocab_size, self._spec.hidden_size), self._builder.dtype
-        table = linear_weight([self._weights.open_linear("model.embed_tokens", size)], dtype)
         if self._spec.tied:
-            return self._builder.prepare_tied("lm_head", table)
-        head = linear_weight([self._weights.open_linear("lm_head", size)], dtype)
-        linear = self._builder.prepare_linear("lm_head", head)  # read by threads, beside the table
-        return self._builder.prepare_embedding("embed_tokens", table), linear
+            return self._builder.prepare_tied("lm_head", self._end("model.embed_tokens"))
+        linear = self.head()  # read by threads, beside the table
+        return self.embedding(), linear
+
+    def embedding(self) -> Embedding:
+        """Return the table of embeddings alone."""
+        return self._builder.prepare_embedding("embed_tokens", self._end("model.embed_tokens"))
+
+    def head(self) -> Linear:
+        """Return the linear from hidden states to logits alone."""
+        return self._builder.prepare_linear(
+            "lm_head", self._end("model.embed_tokens" if self._spec.tied else "lm_head")
+        )
+
+    def _end(self, name: str) -> LinearWeight | StoredLinear:
+        size = (self._spec.vocab_size, self._spec.hidden_size)
+        return linear_weight([self._weights.open_linear(name, size)], self._builder.dtype)
 
     def final_norm(self) -> Tensor:
         return self.norm("model.norm", self._spec.hidden_size)

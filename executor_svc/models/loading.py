@@ -18,13 +18,16 @@ from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
 from executor_svc.models.base import CausalLM, ModelConfigError
+from executor_svc.models.decoder import Decoder
 from executor_svc.models.decoder_loading import (
     Checkpoint,
+    Ends,
     check_memory,
     folder_weights,
     load_decoder,
     open_checkpoint,
     open_table,
+    read_ends,
     read_scales,
 )
 from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tokenizer_of
@@ -65,6 +68,19 @@ class LoadedModel:
     """Opens the tables of embeddings of the checkpoint, to compare those of adapters with them."""
     ranks: RankKernels | None = None
     """What joins the ranks that the model is divided among; None: it is not."""
+    read_ends: ReadEnds | None = None
+    """Reads the ends of a divided model whole, for one rank's use alone."""
+
+    def whole_ends(self, *, embedding: bool, head: bool) -> Ends:
+        """Return the embeddings and the linear to the logits of all tokens; inside `Device.loading`.
+
+        A divided model has them in parts, which all ranks must run together: then they are read once more. Raises
+        LoaderError.
+        """
+        if self.read_ends is not None:
+            return self.read_ends(embedding, head)
+        assert isinstance(self.model, Decoder)
+        return Ends(self.model.embedding, self.model.head, 0)
 
     @property
     def own_geometry(self) -> ModelGeometry:
@@ -99,6 +115,9 @@ def load_model(
         )
     return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
 
+
+ReadEnds = Callable[[bool, bool], Ends]
+"""`decoder_loading.read_ends` of a checkpoint; arguments: whether embeddings and head are wanted."""
 
 Join = Callable[[DecoderSpec], RankKernels]
 """Joins the ranks of a model, whose whole spec it gets."""
@@ -146,6 +165,7 @@ def _load_own(
         adapters=adapters,
         base_table=partial(open_table, config, device, checkpoint, spec),
         ranks=ranks,
+        read_ends=None if ranks is None else partial(read_ends, config, device, checkpoint, spec, max_model_len),
     )
 
 

@@ -79,11 +79,14 @@ class StoredTensor:
             return next(alone.blocks(1))[0]
         return next(self.blocks(self.shape[0]))
 
+    def rows_alone(self, chosen: range) -> StoredTensor:
+        """Return some consecutive rows as a tensor."""
+        count = math.prod(self.shape[1:]) * self._item_bytes
+        return replace(self, shape=(len(chosen), *self.shape[1:]), offset=self.offset + chosen.start * count)
+
     def row_blocks(self, chosen: range, rows: int) -> Iterator[Tensor]:
         """Yield some consecutive rows, `rows` at a time; nothing else is read. Otherwise as `blocks`."""
-        count = math.prod(self.shape[1:]) * self._item_bytes
-        part = replace(self, shape=(len(chosen), *self.shape[1:]), offset=self.offset + chosen.start * count)
-        return part.blocks(rows) if len(chosen) else iter(())
+        return self.rows_alone(chosen).blocks(rows) if len(chosen) else iter(())
 
     def column_blocks(self, chosen: range, rows: int) -> Iterator[Tensor]:
         """Yield some consecutive columns of a matrix, `rows` rows at a time; nothing else is read; as `blocks`."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import socket
 import struct
+from contextlib import suppress
 from enum import IntEnum
 
 _HEAD = struct.Struct("<BQ")
-_MOST_BYTES = 1 << 28
-"""Of a frame: plans have 2 MiB at most."""
+_MOST_BYTES = 1 << 24
+"""Of a frame that is not a part of an exchange: plans have 2 MiB at most."""
+_COPIED_BYTES = 1 << 16
+"""Contents up to this length are sent together with their head."""
 
 
 class Frame(IntEnum):
@@ -42,6 +45,12 @@ class Frame(IntEnum):
     """All ranks have cleared."""
     ADAPTER = 16
     """Load or unload an adapter, in JSON; the answer: why it is refused."""
+    SETTLED = 17
+    """Before a plan: how many of the session's steps rank 0 has settled, 8 bytes, little endian."""
+    WELCOME = 18
+    """From rank 0: the rank may load."""
+    PART = 19
+    """Rows of an exchange."""
 
 
 class LinkClosed(Exception):
@@ -52,35 +61,64 @@ class Link:
     """One end of a link. `send` and `receive` block; each is for one thread at a time."""
 
     def __init__(self, end: socket.socket) -> None:
+        """end: connected, without a timeout."""
         self._end = end
 
-    def send(self, kind: Frame, content: bytes = b"") -> None:
+    @property
+    def end(self) -> socket.socket:
+        """The socket, for those who send other things than frames."""
+        return self._end
+
+    def send(self, kind: Frame, content: bytes | memoryview = b"") -> None:
         """Send a frame; raises LinkClosed."""
+        head = _HEAD.pack(kind, len(content))
         try:
-            self._end.sendall(_HEAD.pack(kind, len(content)) + content)
+            if len(content) <= _COPIED_BYTES:
+                self._end.sendall(head + content)
+            else:
+                self._end.sendall(head)
+                self._end.sendall(content)
         except OSError as error:
             raise LinkClosed(str(error)) from error
 
-    def receive(self) -> tuple[Frame, bytes]:
-        """Wait for the next frame; raises LinkClosed."""
-        kind, length = _HEAD.unpack(self._read(_HEAD.size))
-        if length > _MOST_BYTES:
+    def receive(self, most_bytes: int = _MOST_BYTES) -> tuple[Frame, bytes]:
+        """Wait for the next frame, of at most so many bytes; raises LinkClosed."""
+        kind, length = self._head()
+        if length > most_bytes:
             raise LinkClosed(f"a frame of {length} bytes")
-        return Frame(kind), self._read(length)
+        read = bytearray(length)
+        self._read(memoryview(read))
+        return kind, bytes(read)
+
+    def receive_part(self, into: memoryview) -> None:
+        """Wait for a part of an exchange, of just this length; raises LinkClosed."""
+        kind, length = self._head()
+        if kind != Frame.PART or length != len(into):
+            raise LinkClosed(f"{kind.name} of {length} bytes in place of a part of {len(into)} bytes")
+        self._read(into)
 
     def close(self) -> None:
-        """End both directions."""
+        """End both directions; what another thread sends or receives ends with LinkClosed."""
+        with suppress(OSError):
+            # Not the method of a TLS socket, which would send in plain text meanwhile.
+            socket.socket.shutdown(self._end, socket.SHUT_RDWR)
         self._end.close()
 
-    def _read(self, count: int) -> bytes:
-        read = bytearray(count)
-        left = memoryview(read)
-        while left:
+    def _head(self) -> tuple[Frame, int]:
+        read = bytearray(_HEAD.size)
+        self._read(memoryview(read))
+        kind, length = _HEAD.unpack(read)
+        try:
+            return Frame(kind), length
+        except ValueError:
+            raise LinkClosed(f"a frame of kind {kind}") from None
+
+    def _read(self, into: memoryview) -> None:
+        while into:
             try:
-                received = self._end.recv_into(left)
-            except OSError as error:
+                received = self._end.recv_into(into)
+            except (OSError, ValueError) as error:  # ValueError: a TLS socket that was closed meanwhile
                 raise LinkClosed(str(error)) from error
             if not received:
                 raise LinkClosed("the other end is closed")
-            left = left[received:]
-        return bytes(read)
+            into = into[received:]

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
-import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from executor_svc.errors import StartError
-from executor_svc.ranks.links import Frame, Link, LinkClosed
-
-_log = logging.getLogger(__name__)
+from executor_svc.ranks.links import Frame, Link
+from executor_svc.ranks.members import Members
+from executor_svc.ranks.shared_memory import SharedMemory
 
 MODULE = "executor_svc.startup.member"
 """What a child runs; its arguments: its rank, the descriptors of its links and of the memory, and rank 0's process."""
@@ -29,101 +24,103 @@ MODULE = "executor_svc.startup.member"
 _PR_SET_PDEATHSIG = 1
 
 
-class RankProcesses:
+class RankProcesses(Members):
     """Starts the other ranks and watches them."""
 
-    def __init__(self, size: int, options: dict[str, Any]) -> None:
-        """size: of all ranks, this one included; options: those of a child, without its number of the rank."""
-        self._memory = os.memfd_create("cadenza ranks")
-        self.links: list[Link] = []
-        """Of steps, and of all before the first."""
-        self.adapter_links: list[Link] = []
-        self._children: list[subprocess.Popen[bytes]] = []
+    exchanges: SharedMemory
+
+    def __init__(
+        self, size: int, options: dict[str, Any], environment: Callable[[int], Mapping[str, str]] = lambda _: {}
+    ) -> None:
+        """size: of all ranks, this one included; options: those of a child, without its number of the rank;
+        environment: further variables of the child that is this rank.
+        """
+        super().__init__()
+        memory = os.memfd_create("cadenza ranks")
+        self.exchanges = SharedMemory(memory)
+        self._children: list[Child] = []
+        self._stopped = threading.Event()
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             our_adapters, their_adapters = socket.socketpair()
             with theirs, their_adapters:
-                ends = theirs.fileno(), their_adapters.fileno(), self._memory
-                child = subprocess.Popen(
-                    [sys.executable, "-m", MODULE, *map(str, (rank, *ends, os.getpid()))],
-                    pass_fds=ends,
-                    stdin=subprocess.DEVNULL,
-                )
+                ends = theirs.fileno(), their_adapters.fileno(), memory
+                command = [sys.executable, "-m", MODULE, *map(str, (rank, *ends, os.getpid()))]
+                child = Child(f"rank {rank}", command, ends, environment(rank))
             link = Link(ours)
             self.adapter_links.append(Link(our_adapters))
             link.send(Frame.CONFIG, json.dumps(options).encode())
             self.links.append(link)
             self._children.append(child)
 
-    def open_memory(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return the memory of exchanges, of this size, and let the others open it."""
-        os.ftruncate(self._memory, num_bytes)
-        self._tell(Frame.MEMORY, str(num_bytes).encode())
-        return map_memory(self._memory, num_bytes)
-
-    def agree(
-        self, own: dict[str, Any], decide: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Return what is decided from what all ranks hold, in the order of ranks; they get it, too.
-
-        Raises StartError, with the reason of a rank that cannot start.
-        """
-        decided = decide([own, *(json.loads(self._expect(rank, Frame.HELD)) for rank in self._ranks)])
-        self._tell(Frame.SIZES, json.dumps(decided).encode())
-        return decided
-
-    def wait_until_ready(self) -> None:
-        """Wait until all ranks wait for plans; raises StartError."""
-        for rank in self._ranks:
-            self._expect(rank, Frame.READY)
+    def meet(self, num_bytes: int) -> None:
+        """As in `Members`: gives the memory its size."""
+        os.ftruncate(self.exchanges.descriptor, num_bytes)
+        self.tell(Frame.MEMORY, str(num_bytes).encode())
 
     def watch(self, on_death: Callable[[int, str], None]) -> None:
-        """Call on_death once with the first rank whose process ends, and how; in a thread of its own."""
-        once = threading.Lock()
+        """As in `Members`. A process that ends with code 0 has seen this one close its link: it has not failed."""
+        # Not this object, which keeps the links: the others end once nothing keeps them.
+        once, stopped = threading.Lock(), self._stopped
 
-        def wait(rank: int, child: subprocess.Popen[bytes]) -> None:
-            code = child.wait()
-            if once.acquire(blocking=False):
-                on_death(rank, _how(child.pid, code))
+        def ended(rank: int, child: Child) -> None:
+            if child.ended.result() and not stopped.is_set() and once.acquire(blocking=False):
+                on_death(rank, child.how())
 
-        for rank, child in zip(self._ranks, self._children, strict=True):
-            threading.Thread(target=wait, args=(rank, child), name=f"rank {rank}", daemon=True).start()
+        for rank, child in zip(self.ranks, self._children, strict=True):
+            child.ended.add_done_callback(lambda _, rank=rank, child=child: ended(rank, child))  # type: ignore[misc]
 
     def stop(self) -> None:
-        """End the processes of the other ranks."""
+        """As in `Members`. Their end is no failure then."""
+        self._stopped.set()
         for link, child in zip(self.links, self._children, strict=True):
             link.close()
             child.kill()
 
-    @property
-    def _ranks(self) -> range:
-        return range(1, len(self.links) + 1)
-
-    def _tell(self, kind: Frame, content: bytes) -> None:
-        for rank, link in zip(self._ranks, self.links, strict=True):
-            try:
-                link.send(kind, content)
-            except LinkClosed:
-                raise self._ended(rank) from None
-
-    def _expect(self, rank: int, wanted: Frame) -> bytes:
-        try:
-            kind, content = self.links[rank - 1].receive()
-        except LinkClosed:
-            raise self._ended(rank) from None
-        if kind == Frame.REFUSED:
-            raise StartError(f"rank {rank}: {content.decode(errors='replace')}")
-        assert kind == wanted, f"rank {rank} sent {kind.name}"
-        return content
-
-    def _ended(self, rank: int) -> StartError:
+    def how_ended(self, rank: int) -> str:
+        """As in `Members`."""
         child = self._children[rank - 1]
-        return StartError(f"rank {rank} ended while it started: {_how(child.pid, child.wait())}")
+        return child.how()
 
 
-def map_memory(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Return shared memory, all zeros at first; it lives as long as the array."""
-    return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+class Child:
+    """A process that is killed when this one ends. It has a thread, which waits for its end.
+
+    The thread starts it, too: the system kills it when the thread that started it ends, and a thread that stops in
+    order, such as the device's, is no reason for that.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], descriptors: Sequence[int], environment: Mapping[str, str]
+    ) -> None:
+        """Start it with these descriptors, besides its output, and variables, besides ours. Raises OSError."""
+        self.ended: Future[int] = Future()
+        """Its exit code, below 0 the number of the signal that ended it."""
+        started: Future[subprocess.Popen[bytes]] = Future()
+
+        def run() -> None:
+            try:
+                process = subprocess.Popen(
+                    command, pass_fds=descriptors, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+                )
+            except OSError as error:
+                started.set_exception(error)
+                return
+            started.set_result(process)
+            self.ended.set_result(process.wait())
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+        self._process = started.result()
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+
+    def how(self) -> str:
+        """Wait for its end, and say how that was."""
+        code = self.ended.result()
+        ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"process {self._process.pid}, {ended}"
 
 
 def end_with(parent: int) -> None:
@@ -131,8 +128,3 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _how(pid: int, code: int) -> str:
-    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"process {pid}, {ended}"

@@ -32,6 +32,10 @@ class LeaderRanks:
         """links: to ranks 1 and up."""
         self._kernels, self._links = kernels, links
 
+    def settled(self, num_steps: int) -> None:
+        """As in `StepRanks`."""
+        self._send(Frame.SETTLED, num_steps.to_bytes(8, "little"))
+
     def agreed(self, plan: StepPlan, slots: Slots, apply: Callable[[], Scheduled]) -> Scheduled:
         """As in `StepRanks`."""
         self._send(Frame.PLAN, plan.wire())
@@ -103,6 +107,9 @@ class MemberRanks:
             ended, self._ended = self._ended, None
             return ended, b""
         return self._link.receive()
+
+    def settled(self, num_steps: int) -> None:
+        """As in `StepRanks`: rank 0 says it."""
 
     def agreed(self, plan: StepPlan, slots: Slots, apply: Callable[[], Scheduled]) -> Scheduled:
         """As in `StepRanks`."""

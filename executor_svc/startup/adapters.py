@@ -33,8 +33,10 @@ def adapter_sizes(config: ExecutorConfig, device: Device) -> AdapterSizes | None
     return AdapterSizes(config.max_loras, config.max_lora_rank)
 
 
-def make_adapters(config: ExecutorConfig, device: Device, loaded: LoadedModel) -> ModelAdapterLoader | None:
-    """Return what loads a model's adapters; None for a model without places for them.
+def make_adapters(
+    config: ExecutorConfig, device: Device, loaded: LoadedModel, on_host: int = 1
+) -> ModelAdapterLoader | None:
+    """Return what loads a model's adapters; None for a model without places for them. on_host: ranks of this machine.
 
     Raises DeviceError, naming the options, for more adapters than memory could hold.
     """
@@ -45,7 +47,7 @@ def make_adapters(config: ExecutorConfig, device: Device, loaded: LoadedModel) -
         return None
     # Packed adapters lie in the host's memory, whatever the device.
     free = device.free_memory_bytes() if device.name == "cpu" else int(psutil.virtual_memory().available)
-    most = max_loaded(config, model, free // config.tensor_parallel_size)
+    most = max_loaded(config, model, free // on_host)
     return ModelAdapterLoader(model, most, roots=config.adapter_roots, base_table=loaded.base_table)
 
 

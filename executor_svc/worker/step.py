@@ -87,6 +87,9 @@ class StepExecutor:
             self.grammars.clear()
         self._ranks.clear()
 
+    def settle(self, num_steps: int) -> None:
+        """As in `startup.member.Follower`: a step is done when `launch` returns."""
+
     def is_out_of_memory(self, exc: Exception) -> bool:
         """Return whether a step failed for lack of memory."""
         return is_out_of_memory(exc)

@@ -17,6 +17,13 @@ class StepRanks(Protocol):
     samples: bool
     """Whether this rank has whole logits, and samples."""
 
+    def settled(self, num_steps: int) -> None:
+        """Say before a plan how many steps of the session are settled here, where they are launched ahead.
+
+        The other ranks settle as many, so that all schedule with the same knowledge of who has stopped.
+        """
+        ...
+
     def agreed(self, plan: StepPlan, slots: Slots, apply: Callable[[], Scheduled]) -> Scheduled:
         """Return the work of a plan once every rank has applied it, with the same slots as this one.
 
@@ -41,6 +48,9 @@ class Alone:
     """Implements `StepRanks` for a model that is not divided."""
 
     samples = True
+
+    def settled(self, num_steps: int) -> None:
+        """As in `StepRanks`."""
 
     def agreed(self, plan: StepPlan, slots: Slots, apply: Callable[[], Scheduled]) -> Scheduled:
         """As in `StepRanks`."""

@@ -301,7 +301,7 @@ class Scheduler:
 
     def adapter_commands(self, executor_id: int) -> AdapterCommands:
         """The loads and unloads that go to an executor with a session before its next plan."""
-        return self.adapters.commands(self.lanes[executor_id].adapters)
+        return adapter_changes.commands(self._requests, self.lanes[executor_id])
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.core.adapters.events import (
+    AdapterDue,
     AdapterEvent,
     AdapterLoaded,
     AdapterRegistered,
@@ -135,6 +136,8 @@ def event_message(event: AdapterEvent, executor_id: int) -> pb.AdapterEventCall:
             return pb.AdapterEventCall(registered=adapters.load_message(event), wanted=event.wanted)
         case AdapterRemoved():
             return pb.AdapterEventCall(removed=execution_pb2.UnloadAdapter(adapter_index=event.index))
+        case AdapterDue():
+            return pb.AdapterEventCall(due=event.index)
         case AdapterLoaded():
             return pb.AdapterEventCall(executor_id=executor_id, loaded=adapters.loaded_message(event))
         case AdapterUnloaded():
@@ -149,6 +152,8 @@ def adapter_event(message: pb.AdapterEventCall) -> AdapterEvent:
             return replace(adapters.registered_adapter(message.registered), wanted=message.wanted)
         case "removed":
             return AdapterRemoved(message.removed.adapter_index)
+        case "due":
+            return AdapterDue(message.due)
         case "loaded":
             return adapters.loaded_adapter(message.loaded)
         case _:

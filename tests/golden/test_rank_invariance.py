@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +11,20 @@ import torch
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.heads.draft import load_draft
+from executor_svc.models.heads.eagle3_loading import load_eagle3
+from executor_svc.models.heads.mtp_loading import load_mtp
+from executor_svc.startup.speculation import Draft
+from scheduler_svc.core.lanes.lane_counts import DraftCounts
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS
+from tests.golden.test_adapter_invariance import KINDS, RANKS, SIZES, adapted_load
 from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.helpers.core_model import Outcome, Rig
+from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.known_drafts import KnownDrafts
-from tests.helpers.rank_threads import RankThreads
+from tests.helpers.mtp_heads import make_mimo
+from tests.helpers.peft_adapters import save_peft_adapter
+from tests.helpers.rank_threads import Connections, RankThreads
 
 NAMES = (
     "all at once", "small chunks, few at once", "recompute, no cache, four plans", "swap", "cached in the host pool",
@@ -31,6 +39,7 @@ class Divided:
     folder: Path
     ranks: RankThreads
     expected: Outcome
+    adapters: Mapping[int, Path] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -59,6 +68,26 @@ def test_same_request_same_bits(divided: Divided, name: str) -> None:
     assert setting.happens - {"hits"} <= (+rig.happened).keys()
 
 
+@pytest.mark.parametrize(
+    ("divided", "name"),
+    [("float32", "drafts, swap"), ("float32", "broken sessions"), ("bfloat16", "all at once")],
+    indirect=["divided"],
+    scope="module",
+)
+def test_connections_give_the_bits_of_shared_memory(divided: Divided, name: str) -> None:
+    connections = Connections()
+    ranks = RankThreads(divided.folder, 2, divided.ranks.options, meeting=connections)
+    try:
+        drafts = None
+        if SETTINGS[name].max_drafts:
+            drafts = KnownDrafts(known_texts(divided.expected), VOCAB_SIZE, acceptance=0.8)
+        found = Rig(ranks.first, SETTINGS[name], drafts, ranks=ranks).run(load())
+    finally:
+        ranks.stop()
+        connections.close()
+    assert found == divided.expected
+
+
 @pytest.mark.parametrize("divided", ["float32"], indirect=True, scope="module")
 def test_same_bits_with_a_draft_model_on_rank_0(divided: Divided, tmp_path: Path) -> None:
     folder, first = make_llama(tmp_path, seed=1), divided.ranks.first
@@ -70,3 +99,63 @@ def test_same_bits_with_a_draft_model_on_rank_0(divided: Divided, tmp_path: Path
     for key, alone in divided.expected.items():
         assert found[key] == alone, key
     assert rig.happened["drafts"] > 0
+
+
+@pytest.mark.parametrize("divided", ["float32"], indirect=True, scope="module")
+@pytest.mark.parametrize(("name", "own"), [("drafts, swap", True), ("drafts, broken sessions", False)])
+def test_same_bits_with_a_head_on_rank_0(divided: Divided, name: str, own: bool, tmp_path: Path) -> None:
+    """own: the head has a table and a linear to logits of its own; else rank 0 has the model's whole ones for it."""
+    folder, first = tmp_path, divided.ranks.first
+    make_head(folder, HeadShape(draft_vocab_size=50 if own else 131, own_embedding=own, own_head=own))
+    config = ExecutorConfig(**{**first.options, "speculative": "eagle3", "speculative_model": str(folder)})
+    head = load_eagle3(str(folder), config, first.device, first.loaded)
+    check_with(divided, name, head)
+
+
+def test_same_bits_with_the_head_of_the_checkpoint(tmp_path: Path) -> None:
+    """Its drafts are mostly right: the table and the linear to logits that rank 0 has for it are the model's."""
+    folder = make_mimo(tmp_path, predicts=True)
+    ranks = RankThreads(folder, 2, {"dtype": "float32"})
+    divided = Divided(folder, ranks, Rig(ranks.first, ALONE, ranks=ranks).run(load()))
+    first = ranks.first
+    config = ExecutorConfig(**{**first.options, "speculative": "mtp"})
+    counts = check_with(divided, "drafts, swap", load_mtp(config, first.device, first.loaded))
+    assert 0.3 * sum(counts.drafted) < sum(counts.accepted)
+    ranks.stop()
+
+
+@pytest.mark.parametrize("name", ["swap", "recompute, no cache, four plans", "broken sessions"])
+def test_same_bits_with_adapters(adapted: Divided, name: str) -> None:
+    """More adapters than may be loaded at once, under preemption: every rank loads its part of each, and unloads it."""
+    setting = replace(SETTINGS[name], max_loras=3, max_cpu_loras=5)
+    rig = Rig(adapted.ranks.first, setting, adapters=adapted.adapters, ranks=adapted.ranks)
+    found = rig.run(adapted_load())
+    for key, alone in adapted.expected.items():
+        assert found[key] == alone, key
+    assert rig.adapters is not None
+    assert rig.adapters.num_unloads > 0
+    assert setting.happens - {"hits"} <= (+rig.happened).keys()
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Divided]:
+    torch.set_num_threads(NUM_THREADS)
+    folder = make_llama(tmp_path_factory.mktemp("model"))
+    folders = {index: tmp_path_factory.mktemp("adapter") for index in range(1, 17)}
+    for index, path in folders.items():
+        rank = RANKS[index % len(RANKS)]
+        save_peft_adapter(folder, path, seed=index, r=rank, lora_alpha=rank // 4 + 1, **KINDS[index % len(KINDS)])
+    ranks = RankThreads(folder, 2, {"dtype": "float32"}, adapter_sizes=SIZES)
+    alone = Rig(ranks.first, replace(ALONE, max_loras=1, max_cpu_loras=1), adapters=folders, ranks=ranks)
+    yield Divided(folder, ranks, alone.run(adapted_load()), folders)
+    ranks.stop()
+
+
+def check_with(divided: Divided, name: str, head: Draft) -> DraftCounts:
+    rig = Rig(divided.ranks.first, SETTINGS[name], draft_model=head, ranks=divided.ranks)
+    found = rig.run(load())
+    for key, alone in divided.expected.items():
+        assert found[key] == alone, key
+    counts = rig.core.lanes[0].counts.drafts
+    assert 0 < sum(counts.accepted) < sum(counts.drafted)
+    return counts

@@ -168,7 +168,12 @@ class Rig:
         self.adapters = None
         if adapters:
             assert places is not None
-            self.adapters = CoreAdapters(self.core, adapters, lambda: ModelAdapterLoader(places, setting.max_cpu_loras))
+            most = setting.max_cpu_loras
+            self.adapters = CoreAdapters(
+                self.core,
+                adapters,
+                lambda: ModelAdapterLoader(places, most) if ranks is None else ranks.new_loader(most),
+            )
 
         def start() -> StepExecutor:
             source = drafts
@@ -186,7 +191,7 @@ class Rig:
                 return StepExecutor(runner, self.pools, limits, drafts=source, adapters=loader)
             leader = ranks.start(config, limits)
             shared = None if source is None else LeaderDrafts(source, leader)
-            return StepExecutor(runner, self.pools, limits, drafts=shared, ranks=leader)
+            return StepExecutor(runner, self.pools, limits, drafts=shared, adapters=loader, ranks=leader)
 
         self._start = start
         self.executor = start()

@@ -8,7 +8,6 @@ Commands, environment, probes and grace periods are those of the manifests.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -25,17 +24,11 @@ from cadenza.healthcheck import check
 from tests.helpers.certificates import certificates
 from tests.helpers.compose import last_instruction, read_dockerfile
 from tests.helpers.kubernetes_api import FakeKubernetes, kubernetes_api
-from tests.helpers.manifests import PodTemplate, environment_of, named, of_kind, pod_templates
+from tests.helpers.loopback import new_address
+from tests.helpers.manifests import PodTemplate, environment_of, named, of_kind, pod_templates, worker_template
 from tests.helpers.paths import ROOT
 
 _READY_S = 60
-_NUMBERS = itertools.count(1)
-
-
-def _new_address() -> str:
-    """An address of the loopback that no other test run has."""
-    own = os.getpid()
-    return f"127.{1 + own % 250}.{1 + own // 250 % 250}.{next(_NUMBERS)}"
 
 
 def _answers(url: str) -> bool:
@@ -49,18 +42,27 @@ def _answers(url: str) -> bool:
 class Pod:
     """A pod that has been started."""
 
-    def __init__(self, cluster: LocalCluster, template: PodTemplate, address: str) -> None:
+    def __init__(
+        self, cluster: LocalCluster, template: PodTemplate, address: str, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """variables: those that the owner of the pod adds."""
         self.template = template
         self.address = address
         self.process: Process
         self.log_file = cluster.folder / f"{template.party}-{address}.log"
+        self.workers: list[Pod] = []
+        """Those of the group that it leads."""
+        self._variables = dict(variables or {})
         self._cluster = cluster
         self._folders = cluster.mounted(template, address)
 
     async def start(self) -> None:
         container = self.template.container
         target = container["image"].partition(":")[0].removeprefix("cadenza-")
-        command = [*yaml.safe_load(last_instruction(read_dockerfile(), target, "ENTRYPOINT")), *container["args"]]
+        command = [
+            *yaml.safe_load(last_instruction(read_dockerfile(), target, "ENTRYPOINT")),
+            *container.get("args", []),
+        ]
         environment = environment_of(self._cluster.overlay, self.template) | self._cluster.chosen.get(target, {})
         own = {name: value for name, value in os.environ.items() if not name.startswith("CADENZA_")}
         with self.log_file.open("ab") as log:
@@ -70,6 +72,7 @@ class Pod:
                 env={
                     **own,
                     **{name: self._local(value) for name, value in environment.items()},
+                    **self._variables,
                     "TEST_CLUSTER": str(self._cluster.file),
                 },
                 stdout=DEVNULL,
@@ -129,12 +132,13 @@ class LocalCluster:
         self._api = api
         self._models = models
         self._templates = {template.party: template for template in pod_templates(overlay)}
+        self._worker = worker_template(overlay)
         self._names = folder / "names.json"
         self._listed: dict[str, bool] = {}
         account = [api.cluster.host, api.cluster.port, str(api.account)]
         self.file.write_text(json.dumps({"names": str(self._names), "api": account}))
         self._certificates = certificates(folder / "certs", hosts=self._dns_names())
-        self.scheduler = Pod(self, self._templates["scheduler"], _new_address())
+        self.scheduler = Pod(self, self._templates["scheduler"], new_address())
         self._names.write_text("{}")
 
     @property
@@ -152,13 +156,26 @@ class LocalCluster:
         return {**{name: str(path) for name, path in files.items()}, "CADENZA_TLS_SERVER_NAME": "cadenza-scheduler"}
 
     async def start_executor(self) -> Pod:
-        """Start an executor whose probe passes, and which its service does not have yet."""
-        pod = Pod(self, self._templates["executor"], _new_address())
+        """Start an executor, or a group, whose probe passes, and which its service does not have yet."""
+        pod = self._new_executor()
         self.executors.append(pod)
-        await pod.start()
+        for each in (pod, *pod.workers):
+            await each.start()
         self._publish(pod, is_ready=False)
         await pod.ready()
         return pod
+
+    def _new_executor(self) -> Pod:
+        template, address = self._templates["executor"], new_address()
+        if self._worker is None:
+            return Pod(self, template, address)
+        size = template.owner["spec"]["leaderWorkerTemplate"]["size"]
+        variables = {"LWS_LEADER_ADDRESS": address, "LWS_GROUP_SIZE": str(size)}
+        leader = Pod(self, template, address, {**variables, "LWS_WORKER_INDEX": "0"})
+        for index in range(1, size):
+            own = {**variables, "LWS_WORKER_INDEX": str(index)}
+            leader.workers.append(Pod(self, self._worker, new_address(), own))
+        return leader
 
     def serve(self, pod: Pod) -> None:
         """Let the service of the executors have it."""
@@ -167,7 +184,7 @@ class LocalCluster:
     async def remove_executor(self, pod: Pod) -> None:
         """What Kubernetes does with a pod that is deleted: it is not ready any more, and gets SIGTERM."""
         self._publish(pod, is_ready=False)
-        await pod.terminate()
+        await asyncio.gather(*(each.terminate() for each in (*pod.workers, pod)))
         self._publish(pod, is_ready=None)
         self.executors.remove(pod)
 
@@ -234,7 +251,8 @@ class LocalCluster:
         self._api.publish(self._listed)
 
     async def kill(self) -> None:
-        for pod in [self.scheduler, *self.executors]:
+        workers = [worker for pod in self.executors for worker in pod.workers]
+        for pod in [self.scheduler, *self.executors, *workers]:
             if hasattr(pod, "process") and pod.process.returncode is None:
                 pod.process.kill()
                 await pod.process.wait()

@@ -12,7 +12,7 @@ from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.plan.plan import Limits, StepResult, StepStatus
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import with_adapters
-from executor_svc.startup.build import make_executor
+from executor_svc.startup.executors import make_executor
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from tests.executor_svc.driver import Model, spoil
 from tests.helpers.plans import plan

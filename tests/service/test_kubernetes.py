@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from cadenza.settings.service import ServiceSettings, read_config
 from executor_svc.config import ExecutorConfig
+from executor_svc.ranks.hosts.introduction import difference, introduction
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.executors.addresses import ExecutorEntries, executor_entries
 from scheduler_svc.metrics.definitions import DEFINITIONS
@@ -21,8 +24,10 @@ from tests.helpers.crds import CRD_SCHEMAS, published_crds
 from tests.helpers.manifests import (
     KUBECTL,
     OVERLAYS,
+    RAY,
     Manifest,
     PodTemplate,
+    build,
     environment_of,
     matches,
     named,
@@ -30,7 +35,9 @@ from tests.helpers.manifests import (
     of_kind,
     pod_templates,
     rendered,
+    worker_template,
 )
+from tests.helpers.paths import ROOT
 
 pytestmark = needs_kubectl
 KUBERNETES = "1.34"
@@ -66,7 +73,7 @@ def own_entries(config: SchedulerConfig) -> ExecutorEntries:
 # ---------------------------------------------------------------- schemas
 
 
-@every_overlay
+@pytest.mark.parametrize("overlay", [*OVERLAYS, RAY])
 def test_resources_of_kubernetes_are_valid(overlay: str) -> None:
     """By the schemas of the API itself; unknown fields are refused."""
     seen = 0
@@ -75,9 +82,13 @@ def test_resources_of_kubernetes_are_valid(overlay: str) -> None:
             continue
         assert kubernetes_validate.validate(manifest, KUBERNETES, strict=True) == KUBERNETES
         seen += 1
-    assert seen > 10
-    for group in of_kind(overlay, "LeaderWorkerSet"):
-        template = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    assert seen > 5
+    sets = [each["spec"]["leaderWorkerTemplate"] for each in of_kind(overlay, "LeaderWorkerSet")]
+    templates = [each[kind] for each in sets for kind in ("leaderTemplate", "workerTemplate")]
+    for cluster in of_kind(overlay, "RayCluster"):
+        groups = (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"])
+        templates += [group["template"] for group in groups]
+    for template in templates:
         wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
         kubernetes_validate.validate(wrapped, KUBERNETES, strict=True)
 
@@ -92,7 +103,7 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "Service", "spec": {"prots": []}}, KUBERNETES, True)
 
 
-@every_overlay
+@pytest.mark.parametrize("overlay", [*OVERLAYS, RAY])
 def test_custom_resources_are_valid(overlay: str) -> None:
     for manifest in rendered(overlay):
         schema = CRD_SCHEMAS.get((manifest["apiVersion"], manifest["kind"]))
@@ -105,7 +116,7 @@ def test_custom_resources_are_valid_by_the_published_schemas() -> None:
     assert CRDS
     schemas = published_crds(Path(CRDS))
     assert set(CRD_SCHEMAS) <= set(schemas)
-    for overlay in OVERLAYS:
+    for overlay in (*OVERLAYS, RAY):
         for manifest in rendered(overlay):
             schema = schemas.get((manifest["apiVersion"], manifest["kind"]))
             if schema is not None:
@@ -252,6 +263,25 @@ def test_services_budgets_monitors_and_scalers_select_what_is_there(overlay: str
         assert all(pod.container["ports"][0]["containerPort"] == port["number"] for pod in chosen_pods)
 
 
+def test_the_hpa_scales_as_keda_does(tmp_path: Path) -> None:
+    """No overlay has it: a component in place of keda."""
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    overlay = tmp_path / "deploy" / "overlays" / "hpa"
+    overlay.mkdir()
+    text = "namespace: cadenza\nresources: [../../shared, ../../base]\n"
+    components = "components: [../../components/deployment, ../../components/hpa]\n"
+    (overlay / "kustomization.yaml").write_text(text + components)
+    made = {each["kind"]: each for each in build(overlay) if each["metadata"]["name"] == "cadenza-executor"}
+    scaler, owner = made["HorizontalPodAutoscaler"], made["Deployment"]
+    assert kubernetes_validate.validate(scaler, KUBERNETES, strict=True) == KUBERNETES
+    assert scaler["spec"]["scaleTargetRef"]["kind"] == owner["kind"]
+    assert "replicas" not in owner["spec"], "applying the manifests would undo the scaler's work"
+    (keda,) = of_kind("ranks", "ScaledObject")
+    assert scaler["spec"]["behavior"] == keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["external"]["target"]["averageValue"] == keda["spec"]["triggers"][0]["metadata"]["threshold"]
+
+
 def test_one_scheduler_at_a_time_has_a_journal() -> None:
     for (overlay, name), pod in PODS.items():
         if pod.party == "scheduler":
@@ -276,6 +306,27 @@ def test_executors_of_groups_are_those_of_deployments() -> None:
         return {**spec, "tolerations": None, "containers": [kept]}
 
     assert common(deployed) == common(grouped)
+
+
+def test_the_other_ranks_of_a_group_are_as_their_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same pod, but for what serves the scheduler; and the options that ranks compare are the same."""
+    leader, worker = PODS["ranks", "cadenza-group"], worker_template("ranks")
+    assert worker is not None
+    served = {"args", "ports", "startupProbe", "readinessProbe", "livenessProbe"}
+    alike = {key: value for key, value in leader.container.items() if key not in served}
+    assert worker.spec == {**leader.spec, "containers": [alike]}
+    first, other = (
+        options_of("ranks", replace(pod, spec={**pod.spec, "containers": [{"args": [], **pod.container}]}), monkeypatch)
+        for pod in (leader, worker)
+    )
+    assert difference(introduction(first, 4), introduction(other, 4)) is None
+    assert first.distributed_executor_backend == "external"
+    assert (first.tls_cert, first.tls_client_ca) == (other.tls_cert, other.tls_client_ca) != (None, None)
+    assert first.tensor_parallel_size == 1  # by the group's size
+    (budget,) = (
+        each for each in of_kind("ranks", "PodDisruptionBudget") if matches(each["spec"]["selector"], leader.labels)
+    )
+    assert matches(budget["spec"]["selector"], worker.labels), "a group ends with any of its pods"
 
 
 # ---------------------------------------------------------------- network policies
@@ -329,3 +380,16 @@ def test_a_scheduler_reaches_its_own_executors_alone_and_clients_reach_scheduler
         assert admits(overlay, pod, "Egress", None, 53, **{"kubernetes.io/metadata.name": "kube-system"})
         watches = is_scheduler and bool(of_kind(overlay, "Role"))
         assert admits(overlay, pod, "Egress", None, 443, place="outside") is watches
+
+
+def test_ranks_reach_their_leader_alone() -> None:
+    leader, worker = PODS["ranks", "cadenza-group"], worker_template("ranks")
+    assert worker is not None
+    assert admits("ranks", leader, "Ingress", worker.labels, 50053)
+    assert admits("ranks", worker, "Egress", leader.labels, 50053)
+    for pod in pod_templates("ranks"):
+        assert not admits("ranks", worker, "Ingress", pod.labels, 50053)
+        assert not admits("ranks", worker, "Ingress", pod.labels, 50052)
+        assert not admits("ranks", leader, "Ingress", pod.labels, 50053)
+    assert not admits("ranks", worker, "Egress", leader.labels, 50052)
+    assert not admits("ranks", leader, "Ingress", worker.labels, 50052)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from cadenza import LLM, SamplingParams
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.interface import Device
 from executor_svc.startup.device import make_device
-from executor_svc.startup.ranks import RanksError, check_ranks, threads_of
+from executor_svc.startup.rank_checks import RanksError, check_ranks, threads_of
 from tests.checkpoints import make_checkpoint
+from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.golden import random_prompts, transformers_greedy, transformers_model
+from tests.helpers.mtp_heads import make_mimo
 from tests.helpers.peft_adapters import save_peft_adapter
+from tests.helpers.service_process import service_process
 
 NEW_TOKENS = 16
 
@@ -47,12 +51,31 @@ def test_tokens_of_every_request_with_adapters_and_drafts(tmp_path: Path) -> Non
     assert [output.outputs[0].token_ids for output in found] == expected
 
 
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_tokens_with_drafts_of_a_head(tmp_path: Path, kind: str) -> None:
+    """Rank 0 runs the head, with the whole table and linear to logits of a model that is divided."""
+    prompts = [*random_prompts(131, (1, 40)), [9, 8, 7, 6] * 8]
+    base = make_checkpoint(tmp_path / "qwen2", "qwen2", use_sliding_window=False)
+    expected = [transformers_greedy(transformers_model(base), prompt, NEW_TOKENS).tokens for prompt in prompts]
+    options: dict[str, Any] = {"speculative": kind}
+    if kind == "mtp":
+        base = make_mimo(tmp_path / "mimo")
+    else:
+        shape = HeadShape(draft_vocab_size=131, own_embedding=False, own_head=False)
+        options["speculative_model"] = str(make_head(tmp_path / "head", shape))
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    sizes = {"num_gpu_blocks": 100, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    with LLM(str(base), dtype="float32", tensor_parallel_size=2, **options, **sizes) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in found] == expected
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"inject": "error=5"}, "--inject"),
-        ({"speculative": "mtp"}, "--speculative mtp"),
-        ({"speculative": "eagle3", "speculative_model": "head"}, "--speculative eagle3"),
+        ({"quantization": "int8", "save_quantized": "folder"}, "--save-quantized"),
+        ({"simulate": "name=any"}, "--simulate"),
     ],
 )
 def test_options_that_are_not_possible_with_ranks(options: dict[str, str], message: str) -> None:
@@ -61,20 +84,31 @@ def test_options_that_are_not_possible_with_ranks(options: dict[str, str], messa
         check_ranks(config, make_device(config))
 
 
+@pytest.mark.parametrize("to", ["the executor", "every process"])
+async def test_a_stop_in_order_is_no_end_of_a_rank(tmp_path: Path, to: str) -> None:
+    """As by a user, or by a service manager that signals all processes of a service."""
+    model = make_checkpoint(tmp_path, "llama")
+    sizes = "--num-gpu-blocks", "64", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"
+    options = "--model", str(model), "--device", "cpu", "--tensor-parallel-size", "2", *sizes
+    async with service_process("executor_svc", *options) as executor:
+        ranks = psutil.Process(executor.process.pid).children()
+        assert len(ranks) == 1
+        if to == "every process":
+            for rank in ranks:
+                rank.terminate()
+        executor.process.terminate()
+        assert await executor.process.wait() == 0
+        _, alive = psutil.wait_procs(ranks, timeout=5)
+        assert not alive
+        await executor.end()
+    assert not [line for line in executor.lines if "ended" in line]
+
+
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor_svc.startup.ranks.cores", lambda: 7)
+    monkeypatch.setattr("executor_svc.startup.rank_checks.cores", lambda: 7)
     config = ExecutorConfig(model="any", device="cpu", tensor_parallel_size=3)
     assert threads_of(config).num_threads == 2
     assert threads_of(config.model_copy(update={"num_threads": 5})).num_threads == 5
-
-
-def test_ranks_are_for_the_cpu_so_far() -> None:
-    class Other:
-        name = "cuda"
-
-    device: Device = Other()  # type: ignore[assignment]
-    with pytest.raises(RanksError, match="needs --device cpu"):
-        check_ranks(ExecutorConfig(model="any", tensor_parallel_size=2), device)
 
 
 def test_a_model_that_cannot_be_divided_is_refused_by_its_field(tmp_path: Path) -> None:

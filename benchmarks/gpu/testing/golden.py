@@ -85,6 +85,18 @@ def test_tokens_are_those_of_transformers_in_fp32(family: str, tmp_path: Path) -
         assert float(each.max()) <= _FLOAT_TOLERANCE * float(rows.abs().max())
 
 
+@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="there is one GPU: two ranks need two")
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_tokens_of_two_ranks_are_those_of_transformers_in_fp32(family: str, eager: bool, tmp_path: Path) -> None:
+    """One process on each of two GPUs, joined by NCCL; inside CUDA graphs, too."""
+    folder = make_checkpoint(tmp_path, family, vocab_size=VOCAB, **_HEADS[family])
+    tokens = served(folder, dtype="float32", tensor_parallel_size=2, enforce_eager=eager)
+    below, logits = shortfalls(folder, tokens)
+    for each, rows in zip(below, logits, strict=True):
+        assert float(each.max()) <= _FLOAT_TOLERANCE * float(rows.abs().max())
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral", "gpt_neox"])
 def test_tokens_in_bf16_differ_by_rounding_alone(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, family, vocab_size=VOCAB, dtype=torch.bfloat16, **_HEADS[family])

@@ -969,9 +969,12 @@ class AdapterEventCall(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     UNLOADED_FIELD_NUMBER: _builtins.int
+    DUE_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.int
     """The executor's index; only with loaded and unloaded."""
+    due: _builtins.int
+    """A request has waited long for the adapter of this index."""
     wanted: _builtins.bool
     """With registered: whether it is loaded as if a request needed it, until an executor has loaded it once."""
     @_builtins.property
@@ -998,13 +1001,14 @@ class AdapterEventCall(_message.Message):
         removed: _execution_pb2.UnloadAdapter | None = ...,
         loaded: _execution_pb2.AdapterLoaded | None = ...,
         unloaded: _execution_pb2.AdapterUnloaded | None = ...,
+        due: _builtins.int = ...,
         wanted: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["due", b"due", "event", b"event", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "executor_id", b"executor_id", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["due", b"due", "event", b"event", "executor_id", b"executor_id", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "removed", "loaded", "unloaded"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "removed", "loaded", "unloaded", "due"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -101,38 +101,38 @@ class GpuKernels:
     # ------------------------------------------------------------------ operations
 
     def embed(self, table: Tensor, token_ids: Tensor, scale: float) -> Tensor:
-        y = self._new("embedded", (token_ids.shape[0], table.shape[1]), table.dtype)
-        return self._run(y, lambda n: rows.embed(table, token_ids[:n], scale, y[:n]))
+        y = self.new("embedded", (token_ids.shape[0], table.shape[1]), table.dtype)
+        return self.run(y, lambda n: rows.embed(table, token_ids[:n], scale, y[:n]))
 
     def embed_few_bits(self, table: FewBitsWeight, token_ids: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         """Return rows of a table in few bits times scale, [T, hidden] in this dtype, for token_ids [T] int64."""
-        y = self._new("embedded", (token_ids.shape[0], table.columns), dtype)
-        return self._run(y, lambda n: embed_few_bits(table, token_ids[:n], scale, y[:n]))
+        y = self.new("embedded", (token_ids.shape[0], table.columns), dtype)
+        return self.run(y, lambda n: embed_few_bits(table, token_ids[:n], scale, y[:n]))
 
     def take_rows(self, table: Tensor, ids: Tensor) -> Tensor:
-        y = self._new("taken", (ids.shape[0], table.shape[1]), table.dtype)
-        return self._run(y, lambda n: rows.take_rows(table, ids[:n], y[:n]))
+        y = self.new("taken", (ids.shape[0], table.shape[1]), table.dtype)
+        return self.run(y, lambda n: rows.take_rows(table, ids[:n], y[:n]))
 
     def new_rows(self, name: str, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        return self._new(name, (num_rows, columns), dtype)
+        return self.new(name, (num_rows, columns), dtype)
 
     def copy_columns(self, source: Tensor, from_column: int, target: Tensor, to_column: int, columns: int) -> Tensor:
         read = source[:, from_column : from_column + columns]
         written = target[:, to_column : to_column + columns]
-        return self._run(target, lambda n: rows.copy_columns(read[:n], written[:n]))
+        return self.run(target, lambda n: rows.copy_columns(read[:n], written[:n]))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = self._new("normed", tuple(x.shape), x.dtype)
-        return self._run(y, lambda n: norm.rms_norm(x[:n], weight, eps, y[:n]))
+        y = self.new("normed", tuple(x.shape), x.dtype)
+        return self.run(y, lambda n: norm.rms_norm(x[:n], weight, eps, y[:n]))
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        y = self._new("normed", tuple(x.shape), x.dtype)
-        return self._run(y, lambda n: norm.add_rms_norm(x[:n], residual[:n], weight, eps, scale, y[:n])), residual
+        y = self.new("normed", tuple(x.shape), x.dtype)
+        return self.run(y, lambda n: norm.add_rms_norm(x[:n], residual[:n], weight, eps, scale, y[:n])), residual
 
     def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
-        return self._run(residual, lambda n: norm.add(x[:n], residual[:n], scale))
+        return self.run(residual, lambda n: norm.add(x[:n], residual[:n], scale))
 
     def rope_write_kv(
         self,
@@ -152,39 +152,39 @@ class GpuKernels:
                 qkv[:n], rope.cos, rope.sin, rope.rows[:n], kv_layer, plan.slot_mapping[:n], heads, norms, used
             )
 
-        self._run(qkv, run)
+        self.run(qkv, run)
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, :heads]
 
     def attention(
         self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan, scales: KVScales | None = None
     ) -> Tensor:
         assert isinstance(plan, GpuAttentionPlan)
-        out = self._new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
-        return self._run(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales))
+        out = self.new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
+        return self.run(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        y = self._new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
-        return self._run(y, lambda n: activation.silu_mul(gate_up[:n], y[:n]))
+        y = self.new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
+        return self.run(y, lambda n: activation.silu_mul(gate_up[:n], y[:n]))
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
-        y = self._new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
-        return self._run(y, lambda n: activation.gelu_tanh_mul(gate_up[:n], y[:n]))
+        y = self.new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
+        return self.run(y, lambda n: activation.gelu_tanh_mul(gate_up[:n], y[:n]))
 
     def linear(self, x: Tensor, linear: LinearInto, out_dtype: torch.dtype) -> Tensor:
         """Return linear(x) as out_dtype."""
-        y = self._new(f"linear {linear.out_features}", (x.shape[0], linear.out_features), out_dtype)
-        return self._run(y, lambda n: _into(linear(x[:n], y[:n], out_dtype)))
+        y = self.new(f"linear {linear.out_features}", (x.shape[0], linear.out_features), out_dtype)
+        return self.run(y, lambda n: _into(linear(x[:n], y[:n], out_dtype)))
 
     def argmax(self, scores: Tensor) -> Tensor:
         num_rows, vocab = scores.shape
-        ids = self._new("best", (num_rows,), torch.int64)
-        scratch = self._new("argmax scratch", (logits.argmax_scratch(num_rows, vocab),), torch.int32)
-        return self._run(ids, lambda n: logits.argmax(scores[:n], scratch, ids[:n]))
+        ids = self.new("best", (num_rows,), torch.int64)
+        scratch = self.new("argmax scratch", (logits.argmax_scratch(num_rows, vocab),), torch.int32)
+        return self.run(ids, lambda n: logits.argmax(scores[:n], scratch, ids[:n]))
 
     def finish_logits(self, scores: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
         if divisor == 1.0 and cap is None:
             return scores
-        return self._run(scores, lambda n: activation.finish_logits(scores[:n], dtype, divisor, cap))
+        return self.run(scores, lambda n: activation.finish_logits(scores[:n], dtype, divisor, cap))
 
     # ------------------------------------------------------------------ adapters
 
@@ -225,19 +225,19 @@ class GpuKernels:
     def add_adapters(self, x: Tensor, y: Tensor, places: AdapterPlaces, rows: AdapterRows) -> Tensor:
         assert isinstance(places, GpuAdapterPlaces)
         assert isinstance(rows, GpuAdapterRows)
-        sums, table = self._new("adapter sums", (places.workspace_size(len(x)),), torch.float32), rows.table
-        return self._run(y, lambda n: places.add(x[:n], table, sums, y[:n]))
+        sums, table = self.new("adapter sums", (places.workspace_size(len(x)),), torch.float32), rows.table
+        return self.run(y, lambda n: places.add(x[:n], table, sums, y[:n]))
 
     def add_embedding_adapters(
         self, token_ids: Tensor, y: Tensor, places: EmbeddingPlaces, rows: AdapterRows
     ) -> Tensor:
         assert isinstance(places, GpuEmbeddingPlaces)
         assert isinstance(rows, GpuAdapterRows)
-        sums, table = self._new("adapter sums", (places.workspace_size(len(y)),), torch.float32), rows.table
-        return self._run(y, lambda n: places.add(token_ids[:n], table, sums, y[:n]))
+        sums, table = self.new("adapter sums", (places.workspace_size(len(y)),), torch.float32), rows.table
+        return self.run(y, lambda n: places.add(token_ids[:n], table, sums, y[:n]))
 
     def scale_rows(self, x: Tensor, scale: float) -> Tensor:
-        return self._run(x, lambda n: rows.scale_rows(x[:n], scale))
+        return self.run(x, lambda n: rows.scale_rows(x[:n], scale))
 
     def _set_num_places(self, num_places: int) -> None:
         if num_places > MAX_PLACES:
@@ -246,7 +246,8 @@ class GpuKernels:
 
     # ------------------------------------------------------------------
 
-    def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory for a result; while operations are recorded it is kept, the same for the same arguments."""
         if self._recording is None:
             return torch.empty(shape, dtype=dtype, device=self._device)
         key = f"{self._recording.rows} {name}", shape, dtype
@@ -255,7 +256,7 @@ class GpuKernels:
             self._buffers[key] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._buffers[key]
 
-    def _run(self, result: Tensor, operation: Operation) -> Tensor:
+    def run(self, result: Tensor, operation: Operation) -> Tensor:
         """Run an operation on all rows of its result, or record it."""
         if self._recording is None:
             operation(result.shape[0])

@@ -11,11 +11,13 @@ from torch import Tensor
 from cadenza.gguf_file import GgufFile, GgufTensor
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.checkpoint import Weights
+from executor_svc.models.checkpoint import PartOfFile, Weights
 from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.block_types import BLOCK_TYPES, DENSE_TYPES
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
+from executor_svc.models.parallel.part_tensors import Cut
+from executor_svc.models.parallel.split import Part
 from executor_svc.models.safetensors_file import StoredTensor
 
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -48,6 +50,33 @@ class GgufWeights(Weights):
         if tensor.type.name in DENSE_TYPES:
             return self.open(name, shape)
         return GgufRows(tensor, shape, self._names.head_rows(name), lambda digest: self._add(name, shape, digest))
+
+    def open_part(self, name: str, shape: tuple[int, ...], part: Part) -> StoredWeight:
+        """As in `parallel.source.PartSource`."""
+        self._check(name, shape)
+        return PartOfFile(self, name, shape, part, self._dtype, self._torch_device)
+
+    def part_blocks(self, name: str, shape: tuple[int, ...], part: Part, rows: int) -> Iterator[Tensor]:
+        """As `blocks`, for a part of a tensor, of which nothing else is read."""
+        stored, head_rows = _dense(self._tensor(name, shape)), self._names.head_rows(name)
+        content = ContentDigest(f"{name} {list(shape)} {part} {self._dtype}")
+        for chosen in part.ranges:
+            if part.of_columns:
+                blocks = stored.column_blocks(chosen, rows)
+            elif head_rows is None:
+                blocks = stored.row_blocks(chosen, rows)
+            else:
+                blocks = _halves_of(stored.rows_alone(chosen), head_rows, rows)
+            for read in blocks:
+                block = read.to(self._dtype)
+                content.update(block)
+                yield block
+        self._add(name, shape, content.digest())
+
+    def open_linear_part(self, prefix: str, whole: QuantRows, expected: QuantRows, part: Part) -> QuantRows:
+        """As in `parallel.source.PartSource`: columns must begin and end with the tensor's blocks of numbers."""
+        assert isinstance(whole, GgufRows)
+        return whole.part(part, expected.shape) or expected
 
     def check_all_used(self, ignored: Callable[[str], bool]) -> None:
         """Raise LoaderError if the files hold tensors that the model has not read: they are of another model.
@@ -120,22 +149,38 @@ class GgufRows:
         self._tensor = tensor
         self._head_rows = head_rows
         self._on_read = on_read
+        self._cut = Cut()
 
     @property
     def num_bytes(self) -> int:
         """Of the tensor in its file."""
         return self._tensor.num_bytes
 
+    def part(self, part: Part, shape: tuple[int, int]) -> GgufRows | None:
+        """Return some rows or columns, of this shape, of which nothing else is read; None if that is not possible."""
+        if part.of_columns:
+            each, size = self._tensor.type.block_columns, self._tensor.type.block_bytes
+        else:
+            each = size = self._head_rows or 1
+        if any(chosen.start % each or chosen.stop % each for chosen in part.ranges):
+            return None
+        ranges = (range(chosen.start // each * size, chosen.stop // each * size) for chosen in part.ranges)
+        found = GgufRows(self._tensor, shape, self._head_rows, self._on_read)
+        found._cut = Cut(1 if part.of_columns else 0, tuple(ranges))
+        return found
+
     def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
         """As in `QuantRows`; raises LoaderError for scales that are not finite."""
-        tensor = self._tensor
+        tensor, cut = self._tensor, self._cut
         kind, size = BLOCK_TYPES[tensor.type.name], tensor.type.block_bytes
         unit = multiple if self._head_rows is None else math.lcm(multiple, self._head_rows)
         rows = unit * max(1, num_bytes // (unit * self.shape[1]))
-        row_bytes = self.shape[1] // tensor.type.block_columns * size
-        stored = StoredTensor(tensor.path, tensor.name, "U8", (self.shape[0], row_bytes), tensor.offset)
-        content = ContentDigest(f"{tensor.name} {list(self.shape)} {tensor.type.name}")
-        for block in stored.blocks(rows):
+        row_bytes = tensor.shape[1] // tensor.type.block_columns * size
+        stored = StoredTensor(tensor.path, tensor.name, "U8", (tensor.shape[0], row_bytes), tensor.offset)
+        content = ContentDigest(
+            f"{tensor.name} {list(tensor.shape)} {tensor.type.name}{f' {cut}' if cut.ranges else ''}"
+        )
+        for block in cut.blocks(stored, rows):
             content.update(block)
             ordered = block if self._head_rows is None else halves(block, self._head_rows)
             unpacked = kind.unpack(ordered.unflatten(1, (-1, size)))

@@ -63,14 +63,14 @@ def load_eagle3(name: str, config: ExecutorConfig, device: Device, target: Loade
         max_model_len = target.geometry.max_model_len
         warn_about_limit(name, spec.decoder.context_limit, max_model_len)
         weights = folder_weights(config, device, checkpoint.folder, checkpoint.content)
-        reader = _HeadReader(spec, weights, is_old_format(checkpoint.content), config, device, target.model)
+        reader = _HeadReader(spec, weights, is_old_format(checkpoint.content), config, device, target)
         reader.check(checkpoint.folder, max_model_len)
         with device.loading():
             model = reader.head(max_model_len)
         if isinstance(weights, SafetensorsWeights):
             weights.check_all_used(lambda tensor: tensor.endswith(_UNUSED))
         probe(config, device)
-        layers = layers_of(model, device, weights.num_parameters, few_bits)
+        layers = layers_of(model, device, weights.num_parameters + reader.num_shared, few_bits)
         return LoadedDraft(model, layers, spec.decoder.context_limit, weights.num_parameters)
 
 
@@ -103,16 +103,18 @@ class _HeadReader:
         old_format: bool,
         config: ExecutorConfig,
         device: Device,
-        target: Decoder,
+        target: LoadedModel,
     ) -> None:
         self._spec, self._weights, self._device, self._target = spec, weights, device, target
+        self.num_shared = 0
+        """Parameters of the target that are read once more for the head, after `head`."""
         self._named = _named(weights, old_format)
         self._rounding = rounding_of(config, device)
         self._source: WeightSource = self._named
         if self._rounding is not None:
             self._source = RoundedSource(self._named, self._rounding)
         self._decoder = DecoderWeights(spec.decoder, self._source, device)
-        same_width = spec.decoder.hidden_size == target.hidden_size
+        same_width = spec.decoder.hidden_size == target.geometry.hidden_size
         whole = spec.draft_vocab_size == spec.decoder.vocab_size
         self._own_embedding = not same_width or self._has("model.embed_tokens")
         self._own_head = not (same_width and whole) or self._has("lm_head")
@@ -159,7 +161,7 @@ class _HeadReader:
             for rope in dict.fromkeys(layer.rope for layer in decoder.layers)
         }
         shapes = attention_shapes(self._spec, device.kernels)
-        embedding, head = self._embedding(), self._head()  # first: on the CPU each weight is read by one thread
+        embedding, head = self._ends()  # first: on the CPU each weight is read by one thread
         weights = Eagle3Weights(
             embedding=embedding,
             fc=self._linear("eagle3.fc", next(self._linears())),
@@ -179,16 +181,22 @@ class _HeadReader:
         weight = linear_weight([self._source.open_linear(*stored)], self._device.dtype)
         return self._device.prepare_linear(name, weight)
 
+    def _ends(self) -> tuple[Embedding, Linear]:
+        """Return the head's own table and linear to logits, or those of the target."""
+        shared = self._target.whole_ends(embedding=not self._own_embedding, head=not self._own_head)
+        self.num_shared = shared.num_parameters
+        embedding = self._embedding() if self._own_embedding else shared.embedding
+        head = self._head() if self._own_head else shared.head
+        assert embedding is not None
+        assert head is not None
+        return embedding, head
+
     def _embedding(self) -> Embedding:
-        if not self._own_embedding:
-            return self._target.embedding
         size = (self._spec.decoder.vocab_size, self._spec.decoder.hidden_size)
         table = linear_weight([self._source.open_linear("model.embed_tokens", size)], self._device.dtype)
         return self._device.prepare_embedding("embed_tokens", table)
 
     def _head(self) -> Linear:
-        if not self._own_head:
-            return self._target.head
         return self._linear("lm_head", ("lm_head", (self._spec.draft_vocab_size, self._spec.decoder.hidden_size)))
 
     def _input_norms(self) -> tuple[Tensor, ...]:

@@ -56,7 +56,7 @@ def load_mtp(config: ExecutorConfig, device: Device, target: LoadedModel) -> Loa
     assert isinstance(target.model, Decoder)
     with naming(config.model, f"--speculative {config.speculative}: --model"), own_few_bits(device) as few_bits:
         weights = folder_weights(config, device, checkpoint.folder, checkpoint.content)
-        reader = _MtpReader(spec, weights, config, device, target.model)
+        reader = _MtpReader(spec, weights, config, device, target)
         max_model_len = target.geometry.max_model_len
         reader.check(checkpoint.folder, max_model_len)
         with device.loading():
@@ -64,7 +64,7 @@ def load_mtp(config: ExecutorConfig, device: Device, target: LoadedModel) -> Loa
         if isinstance(weights, SafetensorsWeights):
             weights.check_all_used(lambda tensor: not tensor.startswith(_LAYER))
         probe(config, device)
-        layers = layers_of(model, device, weights.num_parameters, few_bits)
+        layers = layers_of(model, device, weights.num_parameters + reader.num_shared, few_bits)
         return LoadedDraft(model, layers, spec.context_limit, weights.num_parameters)
 
 
@@ -100,9 +100,11 @@ class _MtpReader:
         weights: SafetensorsWeights | DummyWeights,
         config: ExecutorConfig,
         device: Device,
-        target: Decoder,
+        target: LoadedModel,
     ) -> None:
         self._spec, self._weights, self._device, self._target = spec, weights, device, target
+        self.num_shared = 0
+        """Parameters of the target that are read once more for the head, after `head`."""
         self._rounding = rounding_of(config, device)
         source: WeightSource = NamedTensors(weights, {"model.layers.0.": _LAYER})
         self._source = source if self._rounding is None else RoundedSource(source, self._rounding)
@@ -131,6 +133,10 @@ class _MtpReader:
         """Read everything; inside `Device.loading`."""
         spec, device = self._spec, self._device
         (layer,) = spec.layers
+        ends = self._target.whole_ends(embedding=True, head=True)
+        assert ends.embedding is not None
+        assert ends.head is not None
+        self.num_shared = ends.num_parameters
         rotary = make_rotary(layer.rope, max_model_len, device.dtype, device.torch_device)
         shape = attention_shape(spec, layer, device.kernels)
         hidden_norm, token_norm, norm = (
@@ -139,12 +145,12 @@ class _MtpReader:
         )
         projection = linear_weight([self._source.open_linear(*next(self._linears()))], device.dtype)
         weights = MtpWeights(
-            embedding=self._target.embedding,
+            embedding=ends.embedding,
             hidden_norm=hidden_norm,
             token_norm=token_norm,
             input_proj=device.prepare_linear("mtp.input_proj", projection),
             layer=self._decoder.layer(0, shape, None),
             norm=norm,
-            head=self._target.head,
+            head=ends.head,
         )
-        return MtpHead(spec, self._target.num_layers, weights, shape, rotary, device.kernels)
+        return MtpHead(spec, self._target.model.num_layers, weights, shape, rotary, device.kernels)

@@ -59,7 +59,7 @@ class SummedLinear:
         self._bias = None if bias is None else bias.contiguous()
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        partial = self._base(x, torch.float32)
+        partial = self._base(x, self._ranks.partial_dtype(x.dtype))
         return self._ranks.sum_partials(partial, self._bias, out_dtype or x.dtype)
 
 

@@ -40,7 +40,10 @@ class RankSource:
         rows, columns = _whole_shape(shape, part)
         stored = self._source.open_linear(prefix, (rows, columns))
         if isinstance(stored, QuantRows):
-            return QuantPart(prefix, stored, part)
+            in_memory = QuantPart(prefix, stored, part)
+            if not isinstance(self._source, PartSource):
+                return in_memory
+            return self._source.open_linear_part(prefix, stored, in_memory, part)
         return self._open_part(f"{prefix}.weight", (rows, columns), part, stored)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -61,6 +64,13 @@ class PartSource(Protocol):
 
     def open_part(self, name: str, shape: tuple[int, ...], part: Part) -> StoredWeight:
         """Return some rows or columns of a tensor of this shape, to be read later; errors as those of `open`."""
+        ...
+
+    def open_linear_part(self, prefix: str, whole: QuantRows, expected: QuantRows, part: Part) -> QuantRows:
+        """Return some rows or columns of a weight in few bits; `expected` where they cannot be read alone.
+
+        whole: from `open_linear`; expected: the part, read with all of the weight and cut in memory.
+        """
         ...
 
 

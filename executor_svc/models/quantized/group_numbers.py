@@ -35,6 +35,11 @@ class Grouping:
         check_group(name, group, shape[1])
         return group
 
+    @property
+    def rows(self) -> int:
+        """Consecutive rows that share their scales, where not all do."""
+        return self.size[0] if self.strategy == "block" else 1
+
     def stored_shapes(self, shape: tuple[int, int]) -> list[tuple[int, ...]]:
         """Return the shapes that a tensor of the scales may have."""
         rows, columns = shape

@@ -81,6 +81,7 @@ def open_integers(tensors: CheckpointTensors, prefix: str, shape: tuple[int, int
         _reader(tensors, name, shape, codes, scales, zeros),
         column_order=order,
         whole_row_activations=kind.whole_row_activations,
+        scale_rows=kind.grouping.rows,
     )
 
 
@@ -113,7 +114,7 @@ def open_fp8(
     checked(tensors, name, [shape], [torch.float8_e4m3fn])
     scale_dtype, scales = _scales(tensors, f"{prefix}.{scale_name}", shape, grouping)
     kind = QuantFormat(name="fp8", bits=8, group=group, values="e4m3", scale=SCALE_TYPES[scale_dtype])
-    return LazyRows(shape, kind, _reader(tensors, name, shape, _bytes, scales, None))
+    return LazyRows(shape, kind, _reader(tensors, name, shape, _bytes, scales, None), scale_rows=grouping.rows)
 
 
 def open_mxfp4(tensors: CheckpointTensors, prefix: str, shape: tuple[int, int]) -> QuantRows:

@@ -26,6 +26,8 @@ class LazyRows:
     """Rows that are packed together: blocks have a multiple of it."""
     column_order: Tensor | None = None
     whole_row_activations: bool = False
+    scale_rows: int = 1
+    """Consecutive rows that share their scales."""
 
     def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
         """As in `QuantRows`."""

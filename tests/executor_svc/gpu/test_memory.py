@@ -18,7 +18,7 @@ from executor_svc.gpu.warm_up import run_largest_steps
 from executor_svc.plan.description import ModelGeometry, limits_of
 from executor_svc.plan.plan import StepStatus
 from executor_svc.plan.sampling import SequenceSampling
-from executor_svc.startup.build import make_executor, run_trial
+from executor_svc.startup.executors import make_executor, run_trial
 from executor_svc.worker.worker import Executor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model

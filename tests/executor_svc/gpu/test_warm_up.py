@@ -25,7 +25,7 @@ from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.plan.description import limits_of
 from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepStatus
 from executor_svc.plan.sampling import SequenceSampling
-from executor_svc.startup.build import run_trial
+from executor_svc.startup.executors import run_trial
 from executor_svc.startup.speculation import load_speculative_model, make_draft_source, model_on_gpu
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from executor_svc.simulated.injection import InjectionError
-from executor_svc.startup.build import make_executor
+from executor_svc.startup.executors import make_executor
 
 
 def test_faults_on_a_gpu_are_refused() -> None:

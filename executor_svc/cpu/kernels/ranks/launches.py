@@ -31,6 +31,10 @@ class CpuRanks:
         self._number = np.zeros(1, np.int64)
         """Of the last exchange."""
 
+    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """As in `RankKernels`."""
+        return torch.float32
+
     def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """As in `RankKernels`."""
         host, memory, sizes = self._own.host, self._memory, self._memory.sizes

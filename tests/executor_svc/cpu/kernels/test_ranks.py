@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.ranks.memory import ExchangeSizes
 from executor_svc.device.ranks import RankError, Share
+from executor_svc.ranks.hosts.credentials import Credentials, read_credentials
 from tests.executor_svc.cpu.kernels.bits import equal_bits
-from tests.helpers.rank_threads import SharedMemory, on_ranks
+from tests.helpers.certificates import certificates
+from tests.helpers.rank_threads import Connections, Meeting, SharedMemory, on_ranks
 
 ROWS, HIDDEN, VOCABULARY = 40, 37, 101
 
 
+@pytest.fixture(params=["memory", "connections", "TLS"])
+def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeting]:
+    found: Meeting
+    match request.param:
+        case "memory":
+            found = SharedMemory()
+        case "connections":
+            found = Connections(Credentials(b"a secret of ranks"))
+        case _:
+            options = certificates(tmp_path / "certs").listener("executor")
+            found = Connections(read_credentials(ExecutorConfig(model="any", **options)))
+    yield found
+    found.close()
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exchanges_in_a_recorded_program(size: int, dtype: torch.dtype) -> None:
+def test_exchanges_in_a_recorded_program(meeting: Meeting, size: int, dtype: torch.dtype) -> None:
     """Many runs, of all rows and of some, with two threads a rank: no rank reads what another has not given."""
     torch.manual_seed(size)
-    memory, sizes = SharedMemory(), ExchangeSizes(size, ROWS, HIDDEN, ROWS, VOCABULARY)
+    sizes = ExchangeSizes(size, ROWS, HIDDEN, ROWS, VOCABULARY)
     partials = torch.randn(6, size, ROWS, HIDDEN)
     bias = torch.randn(HIDDEN).to(dtype)
     table, logits = torch.randn(VOCABULARY, HIDDEN).to(dtype), torch.randn(ROWS, VOCABULARY)
@@ -30,7 +50,7 @@ def test_exchanges_in_a_recorded_program(size: int, dtype: torch.dtype) -> None:
 
     def run(rank: int) -> list[tuple[torch.Tensor, ...]]:
         kernels, share = CpuKernels(2), Share(rank, size)
-        ranks = memory.ranks(share, kernels, sizes)
+        ranks = meeting.ranks(share, kernels, sizes)
         tokens = share.of(VOCABULARY)
         own, columns = table[tokens.start : tokens.stop].clone(), logits[:, tokens.start : tokens.stop].clone()
         x, narrow = torch.empty(ROWS, HIDDEN), torch.empty(ROWS, HIDDEN - 1)
@@ -65,13 +85,13 @@ def test_exchanges_in_a_recorded_program(size: int, dtype: torch.dtype) -> None:
             assert rank or equal_bits(gathered, logits[:count])
 
 
-def test_a_rank_that_fails_releases_the_others_and_all_begin_anew() -> None:
-    memory, sizes = SharedMemory(), ExchangeSizes(2, 4, 8, 4, 9)
+def test_a_rank_that_fails_releases_the_others_and_all_begin_anew(meeting: Meeting) -> None:
+    sizes = ExchangeSizes(2, 4, 8, 4, 9)
     meets = threading.Barrier(2)
 
     def run(rank: int) -> torch.Tensor:
         kernels = CpuKernels()
-        ranks = memory.ranks(Share(rank, 2), kernels, sizes)
+        ranks = meeting.ranks(Share(rank, 2), kernels, sizes)
         if rank == 1:
             meets.wait()
             ranks.fail()

@@ -1,0 +1,114 @@
+"""Ranks that something else has started, on this machine or on others: they connect to rank 0."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from executor_svc.errors import StartError
+from executor_svc.ranks.hosts.exchange_links import LeaderExchanges
+from executor_svc.ranks.hosts.handshake import Purpose
+from executor_svc.ranks.hosts.introduction import difference
+from executor_svc.ranks.hosts.listener import Listener
+from executor_svc.ranks.hosts.places import PlaceError
+from executor_svc.ranks.hosts.watching import watch
+from executor_svc.ranks.links import Frame, Link, LinkClosed
+from executor_svc.ranks.members import Members
+
+_END_S = 2.0
+"""For which `how_ended` waits for the watch, which may come after the end of another connection."""
+
+
+class ConnectedRanks(Members):
+    """Ranks 1 and up, once all have connected."""
+
+    exchanges: LeaderExchanges
+
+    def __init__(self, listener: Listener, size: int, own: dict[str, Any], timeout_s: float) -> None:
+        """Wait for them; own: rank 0's introduction, which theirs must match. Raises StartError."""
+        super().__init__()
+        self.exchanges = LeaderExchanges(listener)
+        self._listener = listener
+        self._watched: list[Link] = []
+        self._ends: dict[int, str] = {}
+        self._on_death: Callable[[int, str], None] | None = None
+        self._changed = threading.Condition()
+        deadline = time.monotonic() + timeout_s
+        self._peers = [self._meet(rank, size, own, deadline) for rank in range(1, size)]
+        for rank in self.ranks:
+            adapters, _ = self._take(rank, size, Purpose.ADAPTERS, deadline)
+            self.adapter_links.append(adapters)
+
+    def meet(self, num_bytes: int) -> None:
+        """As in `Members`: connections need no memory."""
+
+    def watch(self, on_death: Callable[[int, str], None]) -> None:
+        """As in `Members`."""
+        with self._changed:
+            self._on_death = on_death
+            ended = next(iter(self._ends.items()), None)
+        if ended is not None:
+            on_death(*ended)
+
+    def stop(self) -> None:
+        """As in `Members`: they end when their connections do."""
+        self._listener.close()
+        self.exchanges.close()
+        for link in (*self.links, *self.adapter_links, *self._watched):
+            link.close()
+
+    def how_ended(self, rank: int) -> str:
+        """As in `Members`."""
+        with self._changed:
+            self._changed.wait_for(lambda: rank in self._ends, _END_S)
+            return self._ends.get(rank, f"at {self._peers[rank - 1]}, it closed its connection")
+
+    def _meet(self, rank: int, size: int, own: dict[str, Any], deadline: float) -> str:
+        """Take a rank's first connections, and check that it is like this one; returns where it is."""
+        link, peer = self._take(rank, size, Purpose.STEPS, deadline)
+        try:
+            kind, content = link.receive()
+            if kind != Frame.CONFIG:
+                raise StartError(f"rank {rank} at {peer} sent {kind.name}")
+            wrong = _difference(own, content)
+            if wrong is not None:
+                link.send(Frame.REFUSED, wrong.encode())
+                raise StartError(f"rank {rank} at {peer}: {wrong}")
+            link.send(Frame.WELCOME)
+        except LinkClosed as error:
+            raise StartError(f"rank {rank} at {peer} ended while it started: {error}") from None
+        watched, _ = self._take(rank, size, Purpose.WATCH, deadline)
+        self.links.append(link)
+        self._watched.append(watched)
+        watch(watched, lambda how: self._gone(rank, f"at {peer}, {how}"))
+        return peer
+
+    def _take(self, rank: int, size: int, purpose: Purpose, deadline: float) -> tuple[Link, str]:
+        try:
+            return self._listener.take(rank, purpose, deadline)
+        except TimeoutError:
+            raise PlaceError(
+                f"no connection from rank {rank} at {self._listener.target} within --rank-connect-timeout-s: it is "
+                f"started with RANK={rank}, WORLD_SIZE={size} and this MASTER_ADDR"
+            ) from None
+
+    def _gone(self, rank: int, how: str) -> None:
+        with self._changed:
+            is_first = not self._ends
+            self._ends[rank] = how
+            self._changed.notify_all()
+            on_death = self._on_death
+        # Whoever waits for it: the system itself may not know yet.
+        self.links[rank - 1].close()
+        if on_death is not None and is_first:
+            on_death(rank, how)
+
+
+def _difference(own: dict[str, Any], introduced: bytes) -> str | None:
+    try:
+        return difference(own, json.loads(introduced))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "it does not introduce itself as a rank of this version of Cadenza does"

@@ -1,0 +1,31 @@
+"""A recorded run of a model in two ranks, made again: by the core alone, and by two ranks alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from executor_svc.replay import __main__ as executor_replay
+from scheduler_svc.replay import __main__ as scheduler_replay
+from tests.checkpoints import make_llama
+from tests.service.test_replay import EXECUTOR, _run, kinds, read
+
+pytestmark = pytest.mark.slow
+
+
+def test_two_ranks_give_the_same_results_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With swaps, samples, beams, drafts, logprobs, and an executor that is lost."""
+    model = make_llama(tmp_path / "model", tokenizer=True, vocab_size=300, max_position_embeddings=2048)
+    drafts = {"speculative": "suffix", "num_speculative_tokens": 3}
+    log = tmp_path / "log"
+    asyncio.run(_run(model, log, {**EXECUTOR, **drafts, "tensor_parallel_size": 2}))
+    assert scheduler_replay.main([str(log)]) == 0
+    assert executor_replay.main([str(log)]) == 0
+    assert capsys.readouterr().out.endswith("all results are the same\n")
+    header, records = read(log)
+    assert len({opened.incarnation for opened in kinds(records, "session_opened")}) == 2
+    # Other sums, other bits: one rank makes another replay.
+    assert executor_replay.main([str(log), "--tensor-parallel-size", "1"]) != 0
+    assert header.executor.fingerprint.digest

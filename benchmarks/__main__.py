@@ -32,6 +32,7 @@ from benchmarks import (
     simulate_fit,
     simulate_speed,
     speculation,
+    structured,
     tenants,
 )
 from benchmarks.common.benchmark import Benchmark, progress
@@ -63,6 +64,7 @@ _MODULES = (
     simulate_fit,
     simulate_speed,
     speculation,
+    structured,
     tenants,
 )
 BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _MODULES}

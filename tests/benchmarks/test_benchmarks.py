@@ -316,5 +316,6 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "simulate_fit",
         "simulate_speed",
         "speculation",
+        "structured",
         "tenants",
     ]

@@ -79,7 +79,8 @@ class _Family:
 
 
 class LocalServices:
-    """A scheduler and one or several executors on this machine, while this object and this process exist.
+    """A scheduler and one or several executors on this machine, while this object and this process exist; the executors
+    are elsewhere if Ray places them (`distributed_executor_backend="ray"`, docs/ray.md).
 
     `options` are those of the two services, by their names in `executor_svc.config` and `scheduler_svc.config`, and
     `executors`; each option goes to the services that have it. Options that are not given may come from the

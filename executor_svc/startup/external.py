@@ -48,8 +48,7 @@ def run_member(config: ExecutorConfig, place: Place) -> int:
         os._exit(told.code)
 
     watch(watched, end)
-    run(config, joined)
-    end("its process ended")
+    end(run(config, joined))
     return told.code
 
 

@@ -9,8 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from contextlib import suppress
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from cadenza.telemetry import logs
 from executor_svc.config import ExecutorConfig
@@ -49,15 +48,18 @@ def main() -> int:
         Link(socket.socket(fileno=adapters_end)),
     )
     try:
-        run(config, joined)
+        how = run(config, joined)
     except StartError:
         return 1
-    _log.info("rank 0 is gone")
+    _log.info("rank 0 is gone: %s", how)
     return 0
 
 
-def run(config: ExecutorConfig, joined: Joined) -> None:
-    """Load, and follow rank 0 until it is gone. Raises StartError, of which rank 0 knows."""
+def run(config: ExecutorConfig, joined: Joined) -> str:
+    """Load, and follow rank 0 until it is gone; returns how that was noticed.
+
+    Raises StartError, of which rank 0 knows.
+    """
     # Imported here, so that the link answers before torch is there.
     from executor_svc.startup.ranks import build_member
 
@@ -66,13 +68,15 @@ def run(config: ExecutorConfig, joined: Joined) -> None:
     except StartError as error:
         joined.link.send(Frame.REFUSED, str(error).encode())
         raise
-    with suppress(LinkClosed):
-        if executor.adapters is not None:
-            assert joined.adapter_link is not None
-            served = executor.adapters, joined.adapter_link
-            threading.Thread(target=serve_adapters, args=served, daemon=True).start()
+    if executor.adapters is not None:
+        assert joined.adapter_link is not None
+        served = executor.adapters, joined.adapter_link
+        threading.Thread(target=serve_adapters, args=served, daemon=True).start()
+    try:
         joined.link.send(Frame.READY)
         follow(executor, ranks)
+    except LinkClosed as error:
+        return str(error)
 
 
 class Follower(Protocol):
@@ -95,7 +99,7 @@ class Follower(Protocol):
         ...
 
 
-def follow(executor: Follower, ranks: MemberRanks) -> None:
+def follow(executor: Follower, ranks: MemberRanks) -> NoReturn:
     """Run plans and sessions as they come; raises LinkClosed when rank 0 ends, and errors after which none can run."""
     while True:
         kind, content = ranks.next_frame()

@@ -36,7 +36,8 @@ class Connector:
                 if time.monotonic() > deadline:
                     raise PlaceError(
                         f"no connection to rank 0 at {self._place.target} within {timeout_s:g} s "
-                        f"(--rank-connect-timeout-s): {_reason(error)}; MASTER_ADDR, or LWS_LEADER_ADDRESS, and --rank-port say where it listens"
+                        f"(--rank-connect-timeout-s): {_reason(error)}; MASTER_ADDR, or LWS_LEADER_ADDRESS, and "
+                        "--rank-port say where it listens"
                     ) from None
             pause()
 

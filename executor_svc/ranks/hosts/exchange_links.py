@@ -62,18 +62,21 @@ class LeaderExchanges:
 
     def close(self) -> None:
         """As in `ExchangeLinks`."""
+        self._close_taken()
+        # Of ranks that are ahead: they may wait in an exchange that this one has not come to.
+        self._listener.drop(Purpose.EXCHANGES)
+
+    def renew(self) -> None:
+        """As in `ExchangeLinks`; after `close`, as no other rank has connected since."""
+        self._close_taken()
+        self._open = True
+
+    def _close_taken(self) -> None:
         with self._lock:
             self._open = False
             for link in self._links.values():
                 link.close()
             self._links.clear()
-        # Of ranks that are ahead: they may wait in an exchange that this one has not come to.
-        self._listener.drop(Purpose.EXCHANGES)
-
-    def renew(self) -> None:
-        """As in `ExchangeLinks`."""
-        self.close()
-        self._open = True
 
 
 class MemberExchanges:

@@ -10,6 +10,7 @@ is expected to serve it sooner.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Sequence as Ids
 from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
@@ -270,7 +271,7 @@ class Placer:
         holder, able = self._holder(group), self._able_lanes(group)
         if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
             return self._candidate(group, holder)
-        candidates = [self._candidate(group, lane) for lane in able if lane.is_open and not lane.draining]
+        candidates = self._candidates(group, [lane for lane in able if lane.is_open and not lane.draining])
         if not candidates and group.lane_id is not None and (former := self._lanes.get(group.lane_id)) in able:
             # What no other lane can hold ends on the draining one, where it ran.
             candidates = [self._candidate(group, former)] if former.is_open else []
@@ -294,27 +295,26 @@ class Placer:
         return [lane for lane in self._lanes.values() if lane.is_open and not lane.draining]
 
     def _candidate(self, group: SequenceGroup, lane: Lane, *, from_now: bool = False) -> Candidate:
-        """`from_now`: what waits there does not go first."""
-        lane_id = lane.executor_id
-        return Candidate(
-            lane,
-            num_tokens=_num_tokens(group),
-            num_hit_tokens=self._num_hit_tokens(group, lane),
-            num_queued=0 if from_now else self._num_sequences.get(lane_id, 0),
-            num_queued_tokens=0 if from_now else self._num_tokens.get(lane_id, 0),
-        )
+        return self._candidates(group, (lane,), from_now=from_now)[0]
 
-    def _num_hit_tokens(self, group: SequenceGroup, lane: Lane) -> int:
-        """Number of tokens of its first waiting sequence that the lane's prefix cache has, or had when it was placed.
+    def _candidates(self, group: SequenceGroup, lanes: Ids[Lane], *, from_now: bool = False) -> list[Candidate]:
+        """`from_now`: what waits there does not go first.
 
-        Looked up once a lane: a lookup takes time in proportion to the prefix.
+        Hits are the tokens of its first waiting sequence that the lane's prefix cache has, or had when it was placed:
+        looked up once a lane, as a lookup takes time in proportion to the prefix.
         """
-        hits = self._hits.setdefault(group, {})
-        found = hits.get(lane.executor_id)
-        if found is None:
-            first = _first_waiting(group)
-            found = 0 if first is None else lane.blocks.num_cached_tokens(first)
-            hits[lane.executor_id] = found
+        if not lanes:
+            return []
+        first, num_tokens, hits = _first_waiting(group), _num_tokens(group), self._hits.setdefault(group, {})
+        found = []
+        for lane in lanes:
+            lane_id = lane.executor_id
+            num_hit = hits.get(lane_id)
+            if num_hit is None:
+                num_hit = hits[lane_id] = 0 if first is None else lane.blocks.num_cached_tokens(first)
+            num_queued = 0 if from_now else self._num_sequences.get(lane_id, 0)
+            num_queued_tokens = 0 if from_now else self._num_tokens.get(lane_id, 0)
+            found.append(Candidate(lane, num_tokens, num_hit, num_queued, num_queued_tokens))
         return found
 
     def _put(self, group: SequenceGroup, chosen: Candidate) -> None:

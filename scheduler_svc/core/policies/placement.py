@@ -88,7 +88,8 @@ def expected_s(candidate: Candidate, now: float) -> float:
     also decode all running sequences; before that, as many sequences must finish as the group lacks slots or blocks.
     """
     lane = candidate.lane
-    token_s, step_s = (lane.rates.ns_per_token or 0.0) / 1e9, (lane.rates.ns_per_step or 0.0) / 1e9
+    token_ns, step_ns = lane.rates.line
+    token_s, step_s = token_ns / 1e9, step_ns / 1e9
     num_decoding = len(lane.decode_batch)
     num_tokens = candidate.num_queued_tokens + lane.num_prefill_tokens + candidate.num_tokens - candidate.num_hit_tokens
     room = max(1, lane.spec.max_num_batched_tokens - num_decoding)

@@ -120,8 +120,7 @@ def has_adapter(lane: Lane, group: SequenceGroup) -> bool:
 class PresentSize(NamedTuple):
     """What of a group must run together now: the same for all executors."""
 
-    count: int
-    """Sequences."""
+    num_sequences: int
     longest: int
     """Tokens of the longest one."""
 
@@ -139,7 +138,7 @@ def holds_present_tokens(lane: Lane, group: SequenceGroup) -> bool:
 
 
 def _holds(lane: Lane, group: SequenceGroup, size: PresentSize) -> bool:
-    spec, (count, longest) = lane.spec, size
+    spec, count, longest = lane.spec, size.num_sequences, size.longest
     if lane.num_kv_tokens <= group.outgrown_kv_tokens:
         return False
     num_blocks = -(-longest // spec.block_size)

@@ -32,7 +32,7 @@ Examples:
   cadenza up models/cadenza-demo
   cadenza generate "Hello"              (in another terminal)
   cadenza up MODEL --executors 2
-  cadenza up MODEL --executors 4 --distributed-executor-backend ray     (on the machines of a Ray cluster)
+  cadenza up MODEL --executors 4 --distributed-executor-backend ray
 
 MODEL is a folder, a GGUF file or a Hugging Face hub id; --model gives it too. `cadenza serve` is the same command.
 

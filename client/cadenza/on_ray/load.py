@@ -29,13 +29,14 @@ class LoadReader:
     """Asks a scheduler. With tenants, CADENZA_TOKEN must be the token of one with admin = true."""
 
     def __init__(self, scheduler: Callable[[], str], tls: TLS | None) -> None:
-        """scheduler: gives its address."""
+        """scheduler: gives its address. Raises OptionError for a token that cannot be one."""
         self._scheduler, self._tls = scheduler, tls
+        self._metadata = call_metadata(chosen_token(None))
 
     def read(self) -> Report | None:
         """Return the report; None: it does not answer, or tells this program nothing of its executors."""
         with sync_channel(self._scheduler(), self._tls) as channel:
-            stub = authorized(generation_pb2_grpc.GenerationServiceStub(channel), call_metadata(chosen_token(None)))
+            stub = authorized(generation_pb2_grpc.GenerationServiceStub(channel), self._metadata)
             try:
                 info = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
             except grpc.RpcError:

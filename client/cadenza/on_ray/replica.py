@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -161,15 +162,15 @@ class ReplicaLife:
         """Make a call until Ray has a place for the actor; None: this life has ended before that."""
         import ray
 
-        told = False
+        tell_at: float | None = time.monotonic() + _WAITING_S
         while not self._stopping.is_set() and self._code is None:
             try:
                 pending = call()
                 while not self._stopping.is_set() and self._code is None:
-                    if ray.wait([pending], timeout=_RETRY_S if told else _WAITING_S)[0]:
+                    if ray.wait([pending], timeout=_RETRY_S)[0]:
                         return ray.get(pending)
-                    if not told:
-                        told = True
+                    if tell_at is not None and time.monotonic() > tell_at:
+                        tell_at = None
                         self._on_log(self.name, f"Ray has no place yet: {self._replica.where}")
             except ray.exceptions.ActorDiedError as error:  # for good, as when somebody has killed it by Ray
                 self._replica.dead.add(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Protocol
 
 from cadenza.on_ray.load import Report
 from cadenza.on_ray.scaling import Scaling
+
+_log = logging.getLogger("cadenza.ray")
 
 _LOOK_S = 1.0
 _SILENT_S = 30.0
@@ -76,7 +79,10 @@ class Scaler:
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_S):
-            self.look(time.monotonic())
+            try:
+                self.look(time.monotonic())
+            except Exception:  # of Ray, which has many; the executors that there are serve on
+                _log.exception("the number of executors stays as it is for now")
 
     def _note_silence(self, report: Report | None, now: float) -> None:
         """Say once that nothing is known of the load, as from a scheduler with tenants to one who is no admin."""

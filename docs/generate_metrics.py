@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
+from cadenza.gateway import metrics as gateway
 from cadenza.metrics import listener_counts
 from cadenza.metrics.common import LISTENER_DEFINITIONS, LOOP_DEFINITIONS
 from cadenza.metrics.families import Definition
@@ -62,6 +63,13 @@ counts include executors that were removed.
 
 """
 
+GATEWAY = """## Gateway
+
+At `/metrics` of its HTTP port, beside the scheduler's if it may read those: with tenants it needs an admin's token
+(`--http-token-file`).
+
+"""
+
 BOTH = (*LISTENER_DEFINITIONS, *LOOP_DEFINITIONS)
 PARTS = (
     (VLLM, scheduler.VLLM_DEFINITIONS),
@@ -72,6 +80,7 @@ PARTS = (
         scheduler.LANE_DEFINITIONS,
     ),
     ("## Executor\n\n", tuple(each for each in executor.DEFINITIONS if each not in BOTH)),
+    (GATEWAY, gateway.DEFINITIONS),
     (
         "## Both services\n\nBeside these, `process_*`: CPU time, memory, file descriptors, time of the start.\n\n",
         BOTH,

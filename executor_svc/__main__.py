@@ -95,6 +95,10 @@ def main(drafts: DraftSource | None = None) -> int:
     logs.configure(config.log_level, config.log_format, "executor_svc")
     for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
+    if config.distributed_executor_backend == "ray":
+        from cadenza.on_ray.standalone import run
+
+        return run(config.model_dump(exclude_unset=True, exclude_none=True), fail)
     try:
         place = _place(config)
     except StartError as error:

@@ -215,11 +215,12 @@ class ExecutorConfig(ServiceSettings):
         "docs/ranks.md.",
         json_schema_extra=about("Ranks", "ranks"),
     )
-    distributed_executor_backend: Literal["mp", "external"] = Field(
+    distributed_executor_backend: Literal["mp", "external", "ray"] = Field(
         "mp",
         description="How the ranks start. mp: this process, rank 0, starts the others on this machine. external: "
         "something else starts each, on one machine or several, with the same options and the variables of torchrun "
-        "(RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or of a LeaderWorkerSet.",
+        "(RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or of a LeaderWorkerSet. ray: Ray starts them, "
+        "and whole executors too, on the machines of its cluster (docs/ray.md).",
         json_schema_extra=about("Ranks"),
     )
     rank_port: int | None = Field(
@@ -243,6 +244,19 @@ class ExecutorConfig(ServiceSettings):
         allow_inf_nan=False,
         description="With external: how long the ranks wait for each other at the start.",
         json_schema_extra=about("Ranks", "s"),
+    )
+    ray_address: str | None = Field(
+        None,
+        min_length=1,
+        description="HOST:PORT of the Ray cluster, of which this machine is a node; default: what RAY_ADDRESS names, "
+        "else the cluster that was started here, else one of its own on this machine alone.",
+        json_schema_extra=about("Ray"),
+    )
+    ray_placement: Literal["auto", "pack", "spread", "strict-pack", "strict-spread"] = Field(
+        "auto",
+        description="Where Ray places executors. auto: each with all of its ranks on one machine, several on different "
+        "machines where it can; else, on the CPU, each rank by itself, and those of an executor like this.",
+        json_schema_extra=about("Ray"),
     )
     max_loras: int = Field(
         8,

@@ -128,7 +128,7 @@ class Service:
             options=server_options(max_received_bytes=MAX_RECEIVED_BYTES, max_connections=config.max_connections),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._front), self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._front, self._metrics), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection((*_SERVICES, health, reflection.SERVICE_NAME), self._server)

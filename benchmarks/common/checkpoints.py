@@ -34,6 +34,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    "135m-131k": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 131072,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
     "qwen3-0.6b": {
         "model_type": "qwen3",
         "hidden_size": 1024,
@@ -60,7 +70,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Shapes by size, of Llamas but for Qwen3's: 10.5M parameters, where overhead dominates, SmolLM2-135M's with 134.5M,
+"""Shapes by size, of Llamas but for Qwen3's: 10.5M parameters, where overhead dominates, SmolLM2-135M's with 134.5M
+(and the same with another vocabulary),
 Qwen3-0.6B's with 596M, and Llama-3.2-1B's with 1,236M (its angles are those of the first 8,192 positions)."""
 
 

@@ -13,10 +13,13 @@ from benchmarks.common.rows import BenchmarkError
 
 
 @contextlib.asynccontextmanager
-async def service_process(module: str, *options: str) -> AsyncIterator[tuple[int, str]]:
-    """Run `python -m module` on a free port; yields its process id and address once it serves."""
+async def service_process(module: str, *options: str, listen: str = "--listen") -> AsyncIterator[tuple[int, str]]:
+    """Run `python -m module` on a free port, which it takes by the option `listen`.
+
+    Yields its process id and address once it serves.
+    """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, "--listen", "127.0.0.1:0", *options),
+        *(sys.executable, "-m", module, listen, "127.0.0.1:0", *options),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )

@@ -51,8 +51,8 @@ def exchange_times(
         Share(rank, size), kernels, ExchangeMemory(_shared(Path(folder, "memory"), sizes.num_bytes), sizes)
     )
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(Path(folder, "store")), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    meeting = f"file://{Path(folder, 'store')}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     return [_times(each, ranks, kernels, rank, seed) for each in exchanges]
 
 

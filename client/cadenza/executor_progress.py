@@ -17,10 +17,10 @@ class ExecutorProgress:
     """Reads the scheduler's GetServerInfo after the death of an executor.
 
     Until the next session is open, it still describes the process that died. `target` gives the scheduler's address,
-    `executor` is that of the executor.
+    `executor` that of the executor.
     """
 
-    def __init__(self, target: Callable[[], str], executor: str, tls: TLS | None = None) -> None:
+    def __init__(self, target: Callable[[], str], executor: Callable[[], str], tls: TLS | None = None) -> None:
         self._target = target
         self._executor = executor
         self._tls = tls
@@ -38,7 +38,7 @@ class ExecutorProgress:
             except grpc.RpcError:
                 return False
         for executor in info.executors:
-            if executor.target == self._executor and executor.last_step_id > 0:
+            if executor.target == self._executor() and executor.last_step_id > 0:
                 is_new, self._counted = executor.incarnation != self._counted, executor.incarnation
                 return is_new
         return False

@@ -11,9 +11,25 @@ from typing import Literal, TypedDict
 class LLMOptions(TypedDict, total=False):
     """Keyword arguments of `LLM`; None counts as not given."""
 
+    http: str | None
+    """cadenza: PORT or HOST:PORT: serve OpenAI's and Anthropic's HTTP APIs there too, by a third process, the gateway;
+    0: any free port; default: none. A port alone is of the same address as --port; docs/openai.md. gateway: HOST:PORT
+    to listen on, or the port alone; port 0 takes any free one. [default: 127.0.0.1:8000]"""
+
     executors: int | None
     """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
     memory divided by their number; --num-gpu-blocks is that of each. [default: 1]"""
+
+    max_executors: int | None
+    """With --distributed-executor-backend ray: the most executors. There are more than --executors while requests are
+    more than three quarters of what the executors can run at once, or wait; docs/ray.md."""
+
+    scale_up_after_s: float | None
+    """With --max-executors: how long there must be more requests than fit before an executor is added. [default:
+    5.0]"""
+
+    scale_down_after_s: float | None
+    """With --max-executors: how long fewer executors must do before one is drained and taken away. [default: 120.0]"""
 
     log_format: Literal["text", "json"] | None
     """Lines of text, or one JSON object a line with the ids that the line is about; docs/tracing.md. [default: text]"""
@@ -37,8 +53,11 @@ class LLMOptions(TypedDict, total=False):
     127.0.0.1]"""
 
     insecure: bool | None
-    """Let other machines reach the service without credentials; without it, an address beyond loopback needs TLS and
-    proof of who the clients are; docs/security.md. [default: off]"""
+    """executor: Let other machines reach the service without credentials; without it, an address beyond loopback needs
+    TLS and proof of who the clients are; docs/security.md. [default: off] scheduler: Let other machines reach the
+    service without credentials; without it, an address beyond loopback needs TLS and proof of who the clients are;
+    docs/security.md. [default: off] gateway: Let other machines reach the gateway without TLS, and send API keys to the
+    scheduler of another machine without TLS; docs/security.md. [default: off]"""
 
     tls_cert: str | None
     """PEM file of the certificate chain that the service shows; read again when it changes."""
@@ -157,10 +176,11 @@ class LLMOptions(TypedDict, total=False):
     """Number of ranks that the model is divided among: processes that each hold a part of every layer; docs/ranks.md.
     [default: 1]"""
 
-    distributed_executor_backend: Literal["mp", "external"] | None
+    distributed_executor_backend: Literal["mp", "external", "ray"] | None
     """How the ranks start. mp: this process, rank 0, starts the others on this machine. external: something else starts
     each, on one machine or several, with the same options and the variables of torchrun (RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or of a LeaderWorkerSet. [default: mp]"""
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or of a LeaderWorkerSet. ray: Ray starts them, and whole executors too,
+    on the machines of its cluster (docs/ray.md). [default: mp]"""
 
     rank_port: int | None
     """With external: the port of MASTER_ADDR at which rank 0 listens for the others; default: MASTER_PORT + 1, as
@@ -172,6 +192,14 @@ class LLMOptions(TypedDict, total=False):
 
     rank_connect_timeout_s: float | None
     """With external: how long the ranks wait for each other at the start. [default: 600.0]"""
+
+    ray_address: str | None
+    """HOST:PORT of the Ray cluster, of which this machine is a node; default: what RAY_ADDRESS names, else the cluster
+    that was started here, else one of its own on this machine alone."""
+
+    ray_placement: Literal["auto", "pack", "spread", "strict-pack", "strict-spread"] | None
+    """Where Ray places executors. auto: each with all of its ranks on one machine, several on different machines where
+    it can; else, on the CPU, each rank by itself, and those of an executor like this. [default: auto]"""
 
     max_loras: int | None
     """executor: Maximum LoRA adapters in one batch; 0: no adapters. On a GPU there are none unless this is given, as
@@ -204,8 +232,11 @@ class LLMOptions(TypedDict, total=False):
     where a step of max_num_batched_tokens may take minutes. [default: 300.0]"""
 
     drain_timeout_s: float | None
-    """How long a service that got SIGTERM goes on: the scheduler with its requests, while it takes no new ones; the
-    executor with its running step. 0, SIGINT (Ctrl-C) or a second signal: not at all. [default: 25.0]"""
+    """executor: How long a service that got SIGTERM goes on: the scheduler with its requests, while it takes no new
+    ones; the executor with its running step. 0, SIGINT (Ctrl-C) or a second signal: not at all. [default: 25.0]
+    scheduler: How long a service that got SIGTERM goes on: the scheduler with its requests, while it takes no new ones;
+    the executor with its running step. 0, SIGINT (Ctrl-C) or a second signal: not at all. [default: 25.0] gateway: How
+    long the gateway goes on with its requests after SIGTERM, while it takes no new ones. [default: 25.0]"""
 
     log_level: Literal["debug", "info", "warning", "error"] | None
     """What is logged to stderr. [default: info]"""
@@ -310,3 +341,42 @@ class LLMOptions(TypedDict, total=False):
 
     log_stats_interval_s: float | None
     """Time between two log lines of figures while requests run: queues, KV use, tokens/s; 0: none. [default: 10.0]"""
+
+    http_tls_cert: str | None
+    """PEM file of the certificate chain that the gateway shows: with it, it serves HTTPS."""
+
+    http_tls_key: str | None
+    """PEM file of the key of --http-tls-cert."""
+
+    served_model_name: list[str] | None
+    """Name of the model in the APIs; several times, or with commas, for several ones, of which answers have the first;
+    default: the model as the executor names it, and the last part of that."""
+
+    http_api_key_file: str | None
+    """File with API keys, one a line: a request needs one of them. It is read again when it changes. With --tenants,
+    keys are the tenants' tokens, and this is not needed."""
+
+    http_admin_key_file: str | None
+    """File with the key for /v1/load_lora_adapter and /v1/unload_lora_adapter, in one line; without it there are no
+    such paths. It is read again when it changes."""
+
+    http_token_file: str | None
+    """File with the gateway's own token for a scheduler with --tenants, for the scheduler's metrics in /metrics and for
+    adapters: that of an admin. Requests of clients never use it."""
+
+    http_cors_origin: list[str] | None
+    """Origin whose pages may call the gateway from a browser, such as https://chat.example.org; * is any; several
+    times, or with commas, for several ones. Without it, none."""
+
+    http_max_body_mb: float | None
+    """Largest body of a request; a larger one is refused with 413. [default: 8.0]"""
+
+    http_max_requests: int | None
+    """Requests that are served at a time; further ones get 429. [default: 4096]"""
+
+    http_write_timeout_s: float | None
+    """A client that takes nothing of its stream for so long is disconnected, and its request aborted. [default:
+    30.0]"""
+
+    http_reconnect_timeout_s: float | None
+    """How long requests wait for a scheduler that was lost, before they end with 503. [default: 30.0]"""

@@ -1,4 +1,4 @@
-"""Runs a scheduler and its executors as child processes: starts, watches, restarts and stops them."""
+"""Runs a scheduler, its executors and a gateway as child processes: starts, watches, restarts and stops them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from cadenza.child_process import ChildService, LogSink, subject
+from cadenza.child_process import ChildService, LogSink, subject, wait_until_ready
 from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.executor_progress import ExecutorProgress
-from cadenza.executor_shares import ExecutorShare, executor_shares
-from cadenza.local_checks import check_address, check_device, check_files, check_listener, check_model, own_tls
-from cadenza.local_options import SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
-from cadenza.local_ports import metrics_ports, reserve_port, scheduler_address
+from cadenza.local_checks import (
+    check_address,
+    check_files,
+    check_listener,
+    check_model,
+    check_scaling,
+    own_tls,
+)
+from cadenza.local_family import Family, Programs, make_host, spawn
+from cadenza.local_gateway import gateway_address, http_place
+from cadenza.local_options import GATEWAY, SCHEDULER, Setting, ignored_variables, route_options
+from cadenza.local_ports import scheduler_address
 from cadenza.short_interrupts import quiet_at_exit
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.supervisor import RestartPolicy, SupervisedService
@@ -35,53 +42,20 @@ _JOIN_S = 10.0
 _FAILURE_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """The programs to run: `["-m", module]` or `[script.py]`; tests replace the services by small scripts."""
-
-    executor: Sequence[str] = ("-m", "executor_svc")
-    scheduler: Sequence[str] = ("-m", "scheduler_svc")
-
-
-@dataclass(slots=True)
-class _Family:
-    """The child processes and what a restart needs; shared with the watcher thread, so it must not refer to
-    LocalServices."""
-
-    arguments: ServiceArguments
-    shares: dict[str, ExecutorShare]  # by executor
-    programs: Programs
-    addresses: dict[str, str]  # where each listens; the scheduler's port may be 0 until it has chosen one
-    kept: contextlib.ExitStack  # held as long as services may be started: ports that were chosen for them
-    start_timeout_s: float
-    stop_grace_s: float
-    restarts: RestartPolicy
-    on_log: LogSink
-    on_event: Callable[[str], None]
-    on_back: Callable[[str], None]
-    metrics_ports: dict[str, int]  # by service; empty: no metrics
-    tls: TLS | None = None  # of connections to the scheduler
-    owner: int = field(default_factory=os.getpid)  # the parent process
-    children: dict[str, ChildService] = field(default_factory=dict)
-    stopping: threading.Event = field(default_factory=threading.Event)
-    failed: threading.Event = field(default_factory=threading.Event)
-    failure: LocalServiceError | None = None
-    watcher: threading.Thread | None = None
-
-
 class LocalServices:
     """A scheduler and one or several executors on this machine, while this object and this process exist.
 
-    `options` are those of the two services, by their names in `executor_svc.config` and `scheduler_svc.config`, and
-    `executors`; each option goes to the services that have it. Options that are not given may come from the
-    environment, such as CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is checked before anything is
-    started: an OptionError names the option. Then `on_start` gets the executors' names, and `on_log` each line of the
-    services' logs. Services are named "scheduler" and "executor", or "executor 0", "executor 1" and so on if there are
-    several. A LocalServiceError names the service that did not start and the reason. A service that dies later, or that
-    a signal has stopped for long, is started again at the same port as `restarts` says. Each such event is a line to
-    `on_event`, and `on_back` gets the service's name when it is ready again. After `restarts.max_deaths` deaths without
-    progress a service is given up. If it is the scheduler or the last executor, all services are stopped, and `failure`
-    is set: calls in flight end with UNAVAILABLE, which `naming_failure` explains.
+    `options` are those of the services, by their names in `executor_svc.config`, `scheduler_svc.config` and
+    `cadenza.gateway.config`, `executors` and `http`; each option goes to the services that have it. Options that are
+    not given may come from the environment, such as CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is
+    checked before anything is started: an OptionError names the option. Then `on_start` gets the executors' names, and
+    `on_log` each line of the services' logs. Services are named "scheduler", "gateway" and "executor", or "executor 0",
+    "executor 1" and so on if there are several. A LocalServiceError names the service that did not start and the
+    reason. A service that dies later, or that a signal has stopped for long, is started again at the same port as
+    `restarts` says. Each such event is a line to `on_event`, and `on_back` gets the service's name when it is ready
+    again. After `restarts.max_deaths` deaths without progress a service is given up. If it is the scheduler or the last
+    executor, all services are stopped, and `failure` is set: calls in flight end with UNAVAILABLE, which
+    `naming_failure` explains. Without a gateway the others go on.
     """
 
     def __init__(
@@ -105,26 +79,28 @@ class LocalServices:
         arguments = route_options(model, options, config=config)
         check_address(host, port)
         check_listener(host, arguments.settings)
+        check_scaling(arguments.values, arguments.settings)
+        place = http_place(host, arguments.http, arguments.settings)
         self._tls = own_tls(arguments.settings)
         if programs is None:
-            check_device(arguments.settings)
             check_files(model, arguments.settings)
-        shares = executor_shares(arguments.executors, arguments.settings)
         kept = contextlib.ExitStack()
-        addresses = {name: reserve_port("127.0.0.1", kept) for name in shares}
-        self._family = _Family(
+        address = scheduler_address(host, port, kept)
+        on_log, on_event = on_log or log_line, on_event or _logger.warning
+        executors, metrics_port = make_host(arguments, programs, kept, on_log, on_event)
+        self._family = Family(
             arguments,
-            shares,
+            executors,
             programs or Programs(),
-            addresses | {SCHEDULER: scheduler_address(host, port, kept)},
+            {SCHEDULER: address} | gateway_address(place, kept),
             kept,
             start_timeout_s,
             stop_grace_s,
             restarts or RestartPolicy(),
-            on_log or log_line,
-            on_event or _logger.warning,
+            on_log,
+            on_event,
             on_back or (lambda service: None),
-            metrics_ports(arguments.settings, list(shares), kept),
+            metrics_port,
             self._tls,
         )
         for sentence in ignored_variables():
@@ -162,14 +138,24 @@ class LocalServices:
         return self._tls
 
     @property
+    def executor_tls(self) -> TLS | None:
+        """How executors are connected to; None: in plain text."""
+        return self._family.host.tls
+
+    @property
     def addresses(self) -> Mapping[str, str]:
         """`HOST:PORT` by service."""
         return dict(self._family.addresses)
 
     @property
+    def http(self) -> str | None:
+        """`HOST:PORT` of the gateway; None: there is none."""
+        return self._family.addresses.get(GATEWAY)
+
+    @property
     def executors(self) -> list[str]:
         """The names of the executors."""
-        return list(self._family.shares)
+        return list(self._family.host.names)
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -182,8 +168,8 @@ class LocalServices:
         return self._family.failure
 
     def pids(self) -> dict[str, int]:
-        """Process ids by service."""
-        return {name: child.pid for name, child in self._family.children.items()}
+        """Process ids of this machine by service."""
+        return {name: child.pid for name, child in self._family.children.items() if child.pid}
 
     def wait_failure(self, timeout_s: float) -> bool:
         """Wait until the services have failed for good; returns False if `timeout_s` seconds pass before."""
@@ -201,54 +187,48 @@ class LocalServices:
             raise
 
     def drain(self) -> None:
-        """Let the scheduler finish its requests within its drain_timeout_s and end; `close` ends the executors."""
+        """Let gateway and scheduler finish their requests within drain_timeout_s and end; `close` ends the others."""
         family = self._family
         _end_supervision(family)
         setting = self.settings.get("drain_timeout_s")
         timeout_s = DRAIN_TIMEOUT_S if setting is None else float(setting.value)
-        family.children[SCHEDULER].drain(timeout_s + family.stop_grace_s)
+        until = time.monotonic() + timeout_s + family.stop_grace_s
+        for service in (GATEWAY, SCHEDULER):
+            if service in family.children:
+                child = family.children[service]
+                assert isinstance(child, ChildService)
+                child.drain(until - time.monotonic())
 
     def close(self) -> None:
         """Stop all at once, with SIGINT, then SIGKILL; returns when they have exited. A second call does nothing."""
         self._finalizer()
 
 
-def _start_all(family: _Family) -> None:
-    """Start all services at once and wait until they are ready; the scheduler itself waits for the executors."""
-    children = [_spawn(family, service) for service in (*family.shares, SCHEDULER)]
+def _start_all(family: Family) -> None:
+    """Start all services at once and wait until they are ready; the scheduler itself waits for the executors.
+
+    The gateway comes last: its scheduler may have chosen its port.
+    """
+    children = [spawn(family, service) for service in (*family.host.names, SCHEDULER)]
     for child in children:
-        address = child.wait_ready(family.start_timeout_s, family.stopping, beside=children)
+        address = wait_until_ready(child, family.start_timeout_s, family.stopping, beside=children)
         family.addresses[child.name] = address
+    if GATEWAY in family.addresses:
+        children.append(spawn(family, GATEWAY))
+        family.addresses[GATEWAY] = wait_until_ready(
+            children[-1], family.start_timeout_s, family.stopping, beside=children
+        )
+    family.host.follow(lambda: family.addresses[SCHEDULER], family.tls)
 
 
-def _spawn(family: _Family, service: str) -> ChildService:
-    """Start one service at its address; raises LocalServiceError if the system refuses a process."""
-    own, environment = ["--listen", family.addresses[service]], {}
-    if service in family.metrics_ports:
-        own.append(f"--metrics-port={family.metrics_ports[service]}")
-    if service == SCHEDULER:
-        executors = [part for name in family.shares for part in ("--executor", family.addresses[name])]
-        program, arguments = family.programs.scheduler, [*family.arguments.scheduler, *own, *executors]
-    else:
-        share, environment = family.shares[service], family.shares[service].environment
-        program, arguments = family.programs.executor, [*family.arguments.executor, *share.arguments, *own]
-    try:
-        child = ChildService(service, program, arguments, family.on_log, environment)
-    except (OSError, RuntimeError) as error:  # no process, file descriptor or thread
-        raise LocalServiceError(str(error)) from error
-    family.children[service] = child
-    return child
-
-
-def _watch(family: _Family) -> None:
+def _watch(family: Family) -> None:
     """Supervise all services until `stopping` is set, or the scheduler or the last executor is given up."""
-    services = {}
-    for executor in family.shares:
-        progress = ExecutorProgress(lambda: family.addresses[SCHEDULER], family.addresses[executor], family.tls)
-        services[executor] = _supervised(family, executor, progress.completed_step)
-    services[SCHEDULER] = _supervised(family, SCHEDULER, _cannot_know)
+    services = {name: _supervised(family, name) for name in (*family.host.names, SCHEDULER)}
+    if GATEWAY in family.addresses:
+        services[GATEWAY] = _supervised(family, GATEWAY)
     try:
         while not family.stopping.wait(_WATCH_S):
+            _follow_host(family, services)
             _look_at_all(family, services)
     except LocalServiceError as error:
         family.failure = error
@@ -258,17 +238,34 @@ def _watch(family: _Family) -> None:
         _stop_children(family, min(family.stop_grace_s, _GIVEN_UP_GRACE_S))
 
 
-def _look_at_all(family: _Family, services: dict[str, SupervisedService]) -> None:
-    """Do what is due; removes an executor that is given up while there are others, else raises its error."""
+def _follow_host(family: Family, services: dict[str, SupervisedService]) -> None:
+    """Start the executors that have come to the host's names, and stop those that have gone from them."""
+    names = family.host.names
+    for name in names:
+        if name not in services:
+            spawn(family, name)
+            services[name] = _supervised(family, name, is_ready=False)
+    for name in [each for each in services if each not in (*names, SCHEDULER, GATEWAY)]:
+        del services[name]
+        family.addresses.pop(name, None)
+        family.children.pop(name).begin_stop()
+
+
+def _look_at_all(family: Family, services: dict[str, SupervisedService]) -> None:
+    """Do what is due; removes a gateway that is given up, or one of several executors, else raises the error."""
     for name, service in list(services.items()):
         try:
             service.look(time.monotonic())
         except LocalServiceError as error:
-            num_left = len(services) - 2  # without the scheduler and this one
+            num_left = sum(each not in (SCHEDULER, GATEWAY, name) for each in services)
             if name == SCHEDULER or num_left == 0:
                 raise
             del services[name], family.children[name]
-            _report(family.on_event, f"{error}; {num_left} of {len(family.shares)} executors are left")
+            if name == GATEWAY:
+                _report(family.on_event, f"{error}; there is no HTTP any more")
+                continue
+            family.host.give_up(name)
+            _report(family.on_event, f"{error}; {num_left} of {num_left + 1} executors are left")
 
 
 def _cannot_know() -> bool:
@@ -276,21 +273,31 @@ def _cannot_know() -> bool:
     return False
 
 
-def _supervised(family: _Family, service: str, completed_step: Callable[[], bool]) -> SupervisedService:
+def _supervised(family: Family, service: str, *, is_ready: bool = True) -> SupervisedService:
+    completed_step = _cannot_know
+    if service not in (SCHEDULER, GATEWAY):
+        scheduler, executor = (partial(_address, family, each) for each in (SCHEDULER, service))
+        completed_step = ExecutorProgress(scheduler, executor, family.tls).completed_step
     return SupervisedService(
         subject(service),
         family.children[service],
         time.monotonic(),
-        spawn=partial(_spawn, family, service),
-        policy=family.restarts.of_scheduler() if service == SCHEDULER else family.restarts,
+        spawn=partial(spawn, family, service),
+        policy=family.restarts.of_scheduler() if service in (SCHEDULER, GATEWAY) else family.restarts,
         start_timeout_s=family.start_timeout_s,
         completed_step=completed_step,
         on_event=partial(_report, family.on_event),
         on_back=partial(_is_back, family, service),
+        is_ready=is_ready,
     )
 
 
-def _is_back(family: _Family, service: str) -> None:
+def _address(family: Family, service: str) -> str:
+    return family.addresses.get(service, "")
+
+
+def _is_back(family: Family, service: str) -> None:
+    family.addresses[service] = family.children[service].address
     _report(family.on_event, f"{subject(service)} is back at {family.addresses[service]}")
     _report(family.on_back, service)
 
@@ -303,7 +310,7 @@ def _report(callback: Callable[[str], None], text: str) -> None:
         _logger.exception("%r failed with the argument %r", callback, text)
 
 
-def _stop(family: _Family) -> None:
+def _stop(family: Family) -> None:
     if family.owner != os.getpid():
         return  # a forked child exits: the services belong to its parent
     with quiet_at_exit():
@@ -314,19 +321,22 @@ def _stop(family: _Family) -> None:
             _stop_children(family, 0)
             raise
         finally:
+            family.host.close()
             family.kept.close()
 
 
-def _end_supervision(family: _Family) -> None:
+def _end_supervision(family: Family) -> None:
     """Start no service again."""
     family.stopping.set()
     if family.watcher is not None and family.watcher is not threading.current_thread():
         family.watcher.join(timeout=_JOIN_S)
 
 
-def _stop_children(family: _Family, grace_s: float) -> None:
-    """Stop the scheduler first, so that its clients see its shutdown and not an executor failure."""
+def _stop_children(family: Family, grace_s: float) -> None:
+    """Stop the gateway, then the scheduler, so that clients see a shutdown and not a failure of what is behind it."""
     children = dict(family.children)
+    if (gateway := children.pop(GATEWAY, None)) is not None:
+        gateway.stop(grace_s)
     if (scheduler := children.pop(SCHEDULER, None)) is not None:
         scheduler.stop(grace_s)
     for child in children.values():

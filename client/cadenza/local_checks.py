@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cadenza.errors import OptionError
 from cadenza.local_options import LISTENER_OPTIONS, Setting
@@ -85,6 +86,18 @@ def check_listener(host: str, settings: Mapping[str, Setting]) -> None:
             f"option host: {host}: other machines could use the server without credentials: give --tls-cert, --tls-key "
             "and --tls-client-ca or --tenants (`cadenza certs` makes the files), or --insecure to allow it"
         )
+
+
+def check_scaling(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
+    """Check that the number of executors can change, if it is to; `values` are checked options."""
+    most, least = values.get("max_executors"), values.get("executors", 1)
+    if most is None:
+        return
+    if values.get("distributed_executor_backend") != "ray":
+        reason = "the number of executors changes only where Ray places them: --distributed-executor-backend ray"
+        raise settings["max_executors"].refused("max_executors", reason)
+    if most < least:
+        raise settings["max_executors"].refused("max_executors", f"{most} is less than executors {least}")
 
 
 def own_tls(settings: Mapping[str, Setting]) -> TLS | None:

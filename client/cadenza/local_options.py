@@ -7,11 +7,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import OptionError
+from cadenza.settings.arguments import to_arguments
 from cadenza.spelling import suggestion
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 EXECUTOR = "executor"
 SCHEDULER = "scheduler"
+GATEWAY = "gateway"
 STARTER = "cadenza"
 """The owner of options that the services do not have: the program that starts them."""
 PLACES = ("model", "host", "port")
@@ -32,12 +34,20 @@ _OWN = {
     "model": "it is the model",
     "listen": "use host and port",
     "executor": "it is started here",
+    "target": "the scheduler is started here",
     **dict.fromkeys(
         ("executor_ca", "executor_cert", "executor_key", "executor_server_name", "tls_scheduler_name"), _LINK
     ),
 }
 LISTENER_OPTIONS = ("insecure", "tls_cert", "tls_key", "tls_client_ca")
 """Options of both services that are the scheduler's alone here: the executors listen on loopback."""
+_NOT_ON_RAY = (
+    "distributed_executor_backend", "ray_address", "ray_placement",
+    "metrics_port", "metrics_host", "metrics_insecure", "metrics_token_file",
+)  # fmt: skip
+"""Options that executors do not get if Ray places them: the starter heeds them, or they name a port of one machine."""
+_GATEWAY_PLACES = ("target", "http")
+"""Options of the gateway that are settled here: its scheduler, and where it listens, which is the starter's `http`."""
 _CLIENT_VARIABLES = "CADENZA_TLS_"
 """Variables of clients: here they do not set the options of the listener that have the same names."""
 # Kubernetes sets such variables in every pod for a service named cadenza.
@@ -59,12 +69,22 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class ServiceArguments:
-    """Checked command lines of the two services, without --listen and --executor, and the number of executors."""
+    """Checked command lines of the services, without --listen, --executor, --target and --http, and what the starter
+    is told."""
 
     executor: list[str]
     scheduler: list[str]
+    gateway: list[str]
     executors: int
+    http: str | None  # where the gateway is to listen; None: there is none
     settings: dict[str, Setting]  # the options that were set, without the model
+    values: dict[str, Any] = field(default_factory=dict)
+    """Of the options that were set, checked: those of the starter and of the executors."""
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether Ray places the executors."""
+        return self.values.get("distributed_executor_backend") == "ray"
 
 
 def config_classes() -> dict[str, type[ServiceSettings]]:
@@ -82,9 +102,10 @@ def config_classes() -> dict[str, type[ServiceSettings]]:
 def option_classes() -> dict[str, type[BaseModel]]:
     """The class with the options of each service and of the program that starts them; raises OptionError as above."""
     services = config_classes()
+    from cadenza.gateway.config import GatewayConfig
     from cadenza.settings.starter import StarterConfig
 
-    return {STARTER: StarterConfig, **services}
+    return {STARTER: StarterConfig, **services, GATEWAY: GatewayConfig}
 
 
 def service_options() -> dict[str, list[str]]:
@@ -92,7 +113,7 @@ def service_options() -> dict[str, list[str]]:
     options: dict[str, list[str]] = {}
     for service, config in option_classes().items():
         for name in config.model_fields:
-            if service == EXECUTOR and name in LISTENER_OPTIONS:
+            if (service == EXECUTOR and name in LISTENER_OPTIONS) or (service == GATEWAY and name in _GATEWAY_PLACES):
                 continue
             if name not in _OWN and name != "config":
                 options.setdefault(name, []).append(service)
@@ -127,6 +148,10 @@ def route_options(
         chosen[service] = {name: setting for name, setting in settings.items() if name in fields}
     places = _places_for_adapters(chosen)
     checked = {service: _checked(service, model, settings) for service, settings in chosen.items()}
+    values = {**checked[STARTER], **checked[EXECUTOR]}
+    if values.get("distributed_executor_backend") == "ray":
+        for name in _NOT_ON_RAY:
+            checked[EXECUTOR].pop(name, None)
     arguments = {service: to_arguments(values) for service, values in checked.items()}
     if "tokenizer" not in chosen[SCHEDULER]:
         arguments[SCHEDULER] += _own_tokenizer(model)
@@ -134,8 +159,11 @@ def route_options(
     return ServiceArguments(
         arguments[EXECUTOR],
         arguments[SCHEDULER],
+        arguments[GATEWAY],
         int(checked[STARTER].get("executors", 1)),
-        chosen[STARTER] | chosen[EXECUTOR] | chosen[SCHEDULER],
+        checked[STARTER].get("http"),
+        chosen[STARTER] | chosen[GATEWAY] | chosen[EXECUTOR] | chosen[SCHEDULER],
+        values,
     )
 
 
@@ -186,25 +214,10 @@ def ignored_variables(environment: Mapping[str, str] | None = None) -> Iterator[
         yield f"{name} in the environment {wrong}"
 
 
-def to_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Command-line arguments: kebab case, `--name=value`, `--name` or `--no-name` for booleans."""
-    arguments: list[str] = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, (list, tuple)):
-            arguments += [f"--{flag}={item}" for item in value]
-        else:
-            arguments.append(f"--{flag}={value}")
-    return arguments
-
-
 def _fields_by_service() -> dict[str, list[str]]:
     options = service_options()
-    return {
-        service: [name for name in options if service in options[name]] for service in (STARTER, EXECUTOR, SCHEDULER)
-    }
+    owners = (STARTER, EXECUTOR, SCHEDULER, GATEWAY)
+    return {service: [name for name in options if service in options[name]] for service in owners}
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Setting]:
@@ -253,6 +266,8 @@ def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> dict[
         values["model"] = model
     # Without these, the configuration would read the environment and the file again; addresses are chosen at the start.
     fixed: dict[str, Any] = {} if service == STARTER else {"config": None, "listen": ""}
+    if service == GATEWAY:
+        fixed = {"config": None, "target": "127.0.0.1", "http": "127.0.0.1"}
     if service == SCHEDULER:
         fixed["executor"] = ["127.0.0.1:0"]
     try:

@@ -11,13 +11,14 @@ from typing import Any, Literal, TypeVar
 
 from cadenza.sendable import sendable
 from cadenza.spelling import suggestion
+from cadenza.structured_outputs import StructuredOutputsParams, as_structured_outputs
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64 - 1
 # Names of vLLM's SamplingParams that have no counterpart here: a similar name would be a wrong suggestion.
 _VLLM_ONLY = (
     "extra_args flat_logprobs guided_decoding logits_processors output_kind repetition_detection "
-    "skip_reading_prefix_cache spaces_between_special_tokens structured_outputs thinking_token_budget"
+    "skip_reading_prefix_cache spaces_between_special_tokens thinking_token_budget"
 ).split()
 
 T = TypeVar("T")
@@ -84,11 +85,13 @@ class SamplingParams:
     length_penalty: float = 1.0  # exponent of the output's length in a beam's score
     early_stopping: bool | Literal["never"] = False  # when a beam search ends, as in transformers
     priority: int = 0  # smaller is scheduled first with --order priority
+    structured_outputs: StructuredOutputsParams | None = None  # constrains the output; a dict of its fields too
 
     def __post_init__(self) -> None:
         self._check_counts()
         self._check_numbers()
         self._check_lists()
+        self._set("structured_outputs", as_structured_outputs(self.structured_outputs))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, "must be True or False", getattr(self, name))

@@ -51,7 +51,7 @@ class Child(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id; 0: it is not of this machine."""
 
     @property
     def is_ready(self) -> bool:
@@ -91,8 +91,10 @@ class SupervisedService:
         completed_step: Callable[[], bool],
         on_event: Callable[[str], None],
         on_back: Callable[[], None],
+        is_ready: bool = True,
         state_of: Callable[[int], str] = process_state,
     ) -> None:
+        """is_ready: whether the first process has become ready already."""
         self._name = name
         self._child = child
         self._spawn = spawn
@@ -105,7 +107,7 @@ class SupervisedService:
         self._stopped = StoppedTimer(child.pid, state_of)
         self._num_deaths = 0  # without progress in between
         self._started_at = now
-        self._ready_at: float | None = now
+        self._ready_at: float | None = now if is_ready else None
         self._retry_at: float | None = None
 
     def look(self, now: float) -> None:

@@ -66,4 +66,6 @@ def check_admission(sequence: AdmittedSequence, limits: Limits) -> None:
         raise InvalidPlan(f"{where}: max_len {sequence.max_len} is not {num_tokens + 1} to {limits.max_model_len}")
     if sequence.adapter_index and not limits.max_loras:
         raise InvalidPlan(f"{where}: not supported by this executor: adapter_index")
+    if sequence.grammar is not None and not limits.has_grammars:
+        raise InvalidPlan(f"{where}: not supported by this executor: grammar")
     check_sampling(sequence.sampling, limits, where)

@@ -313,12 +313,17 @@ class Slots:
         owner, places = spans(self.num_tokens[slots], counts)
         self.token_ids[slots[owner], places] = token_ids
 
-    def commit(self, scheduled: Scheduled, token_ids: IntArray, valid: BoolArray) -> None:
+    def commit(
+        self, scheduled: Scheduled, token_ids: IntArray, valid: BoolArray, late: BoolArray | None = None
+    ) -> None:
         """Record the results of a step: context lengths grow by the computed tokens, sampled tokens become known.
 
         token_ids and valid: [Q], for scheduled.rows. A slot that is not valid in its first row has failed and stops; a
         row after a draft is valid if its token is accepted. A slot that reports candidates gets no token, and waits for
         its next one in a plan. A fork of a stopped slot stops too.
+
+        late: [Q], rows that are not valid, of slots that have not failed: their last tokens count as not computed, so
+        that they are ready again. None: there are none.
         """
         self.num_computed_tokens[scheduled.slots] += scheduled.num_tokens
         self.stopped[scheduled.idle_slots] = True
@@ -328,16 +333,19 @@ class Slots:
         if scheduled.sources is not None:
             # A fork shares all computed tokens of its source.
             self.num_computed_tokens[slots] = self.num_tokens[slots]
-        taken = scheduled.takes_token(valid)
+        taken, failed = scheduled.takes_token(valid), ~valid
+        if late is not None and late.any():
+            failed &= ~late
+            self.num_computed_tokens[rows.slots[late]] = self.num_tokens[rows.slots[late]] - 1
         if rows.ahead is None:
-            self._commit_tokens(slots, token_ids, taken, ~valid)
+            self._commit_tokens(slots, token_ids, taken, failed)
             return
         for index in range(int(rows.ahead.max()) + 1):
             these = np.flatnonzero(rows.ahead == index)
             if index:
                 these = these[taken[these]]
                 self.num_computed_tokens[rows.slots[these]] += 1
-            self._commit_tokens(rows.slots[these], token_ids[these], taken[these], ~valid[these])
+            self._commit_tokens(rows.slots[these], token_ids[these], taken[these], failed[these])
 
     def _commit_tokens(self, slots: IntArray, token_ids: IntArray, taken: BoolArray, failed: BoolArray) -> None:
         """Add one token [n] to each of n slots, no slot twice, where it is taken; slots that failed stop."""

@@ -12,6 +12,8 @@ from executor_svc.plan.plan import SlotCandidates, SlotError, SlotLogprobs, Step
 
 NOT_ACCEPTED = -1
 """In place of an error: the row stands behind a draft that was not accepted, and gives no token."""
+LATE = -2
+"""In place of an error: the mask of the row's grammar is not there yet. The slot computes its last token again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,12 @@ class SampledTokens:
     def valid(self) -> BoolArray:
         """[Q]: whether the row has not failed, and is accepted."""
         result: BoolArray = self.errors == 0
+        return result
+
+    @property
+    def late(self) -> BoolArray:
+        """[Q]: whether the row is LATE."""
+        result: BoolArray = self.errors == LATE
         return result
 
 

@@ -7,6 +7,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Protocol
 
+from cadenza.grammar.table import GrammarEngine
 from cadenza.transport import MAX_STEP_LOGPROBS, PROTOCOL_VERSION
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.plan import Limits
@@ -102,6 +103,8 @@ class Description:
     fingerprint: Fingerprint
     device: str
     version: str
+    grammar: GrammarEngine | None = None
+    """What follows grammars; None: it has none."""
     shares_prefixes: bool = False
     """Whether the KV of a token depends only on it and the tokens before it, so that sequences can share prefixes."""
 
@@ -133,8 +136,9 @@ def describe(
     device: str,
     *,
     shares_prefixes: bool = False,
+    grammar: GrammarEngine | None = None,
 ) -> Description:
-    """Return the description of a process that has just started; shares_prefixes as in Description."""
+    """Return the description of a process that has just started; shares_prefixes and grammar as in Description."""
     return Description(
         protocol_version=PROTOCOL_VERSION,
         # Never 0, the default of an absent field.
@@ -146,4 +150,5 @@ def describe(
         device=device,
         version=importlib.metadata.version("cadenza"),
         shares_prefixes=shares_prefixes,
+        grammar=grammar,
     )

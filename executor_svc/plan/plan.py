@@ -1,7 +1,7 @@
 """Step plans and step results: execution.proto as plain data, without its stubs.
 
 Per-token data is in numpy columns. Enums have the protocol's numbers. Fields that no executor supports yet
-(drafts, transfers, grammars, ...) are listed by name in `reserved`, so that an executor can refuse them by name.
+(transfers, embeddings, ...) are listed by name in `reserved`, so that an executor can refuse them by name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from cadenza.grammar.spec import GrammarSpec
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray, no_bools, no_ints
 from executor_svc.plan.sampling import SequenceSampling
 
@@ -57,6 +58,8 @@ class Limits:
     """The most distinct adapters of admitted slots; 0: no adapters."""
     max_cpu_loras: int = 0
     """The most loaded adapters."""
+    has_grammars: bool = False
+    """Whether sequences may have grammars."""
     adaptive_drafts: bool = False
     """Whether the scheduler chooses the number of drafts by what steps have cost and accepted."""
 
@@ -95,6 +98,8 @@ class AdmittedSequence:
     """With drafts: the number of tokens at which the sequence stops; 0: max_model_len."""
     draft_scope: int = 0
     """Sequences with the same number may get drafts from each other's tokens; 0: from its own only."""
+    grammar: GrammarSpec | None = None
+    """The constraint on its output; with a source, the source's counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.replay.checks import contradictions, first_difference, numerics_difference, recorded_arguments
-from executor_svc.replay.recorded_drafts import RecordedDrafts
+from executor_svc.replay.recorded_drafts import RecordedDrafts, late_slots
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.service.description import description_to_wire
 from executor_svc.worker.adapters import AdapterRefused
@@ -49,7 +49,12 @@ class _Executor:
         self._drafts = RecordedDrafts()
         self._worker = Worker(lambda: build_executor(config, described, self._drafts))
         self._worker.start()
-        self._adapters = self._worker.ready.result().adapters
+        executor = self._worker.ready.result()
+        self._adapters = executor.adapters
+        self._late: frozenset[int] = frozenset()
+        grammars = getattr(executor, "grammars", None)
+        if grammars is not None:
+            grammars.recorded = lambda slot: slot in self._late
         self.description = description_to_wire(described.result())
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
 
@@ -61,6 +66,7 @@ class _Executor:
     def run(self, message: pb.StepPlan, recorded: pb.StepResult | None) -> pb.StepResult:
         """Run a plan; every failure becomes a result, as in the service. recorded: its result, if there is one."""
         self._drafts.expect(recorded)
+        self._late = late_slots(recorded)
         plan: StepPlan | RejectedPlan
         try:
             plan = plan_from_wire(message)

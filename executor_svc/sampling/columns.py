@@ -15,6 +15,7 @@ from executor_svc.plan.sampling import Need
 from executor_svc.sampling.candidates import CandidateColumns
 from executor_svc.sampling.edits import LogitsEdits
 from executor_svc.sampling.logits_edits import logits_edits
+from executor_svc.sampling.masks import RowMasks
 
 SAMPLER_NEEDS = (Need.DRAW, Need.FLOOR, Need.SEARCH, Need.REPORT)
 """The sampler has a column for each parameter with one of these needs."""
@@ -42,30 +43,37 @@ class SamplingColumns:
         return SamplingColumns({name: values[rows] for name, values in self.numbers.items()}, self.position[rows])
 
 
-def sampling_columns(slots: Slots, scheduled: Scheduled) -> SamplingColumns:
-    """Return the parameters of the rows that sample a token, in columns, slots ascending; before `commit`."""
+def sampling_columns(slots: Slots, scheduled: Scheduled, masks: RowMasks | None = None) -> SamplingColumns:
+    """Return the parameters of the rows that sample a token, in columns, slots ascending; before `commit`.
+
+    masks: of the grammars of scheduled.rows.
+    """
     rows = scheduled.rows
     if len(rows.candidates):
-        rows = rows.take(np.delete(np.arange(len(rows.slots)), rows.candidates))
-    return row_columns(slots, rows)
+        drawn = np.delete(np.arange(len(rows.slots)), rows.candidates)
+        rows, masks = rows.take(drawn), None if masks is None else masks.take(drawn)
+    return row_columns(slots, rows, masks)
 
 
-def row_columns(slots: Slots, rows: SampledRows) -> SamplingColumns:
-    """Return the parameters of rows without candidates, in columns; before `commit`."""
+def row_columns(slots: Slots, rows: SampledRows, masks: RowMasks | None = None) -> SamplingColumns:
+    """Return the parameters of rows without candidates, in columns; before `commit`. masks: of these rows."""
     return SamplingColumns(
         numbers=slots.sampling.rows(rows.slots, *SAMPLER_NEEDS),
         position=slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead),
-        edits=logits_edits(slots, rows.slots, rows.ahead),
+        edits=logits_edits(slots, rows.slots, rows.ahead, masks),
         sources=rows.sources,
     )
 
 
-def candidate_columns(slots: Slots, scheduled: Scheduled) -> CandidateColumns:
-    """Return the parameters of the slots that requested candidates [C], slots ascending; before `commit`."""
+def candidate_columns(slots: Slots, scheduled: Scheduled, masks: RowMasks | None = None) -> CandidateColumns:
+    """Return the parameters of the slots that requested candidates [C], slots ascending; before `commit`.
+
+    masks: of the grammars of scheduled.rows.
+    """
     rows, which = scheduled.rows, scheduled.rows.candidates
     chosen = rows.slots[which]
     return CandidateColumns(
         sources=which if rows.sources is None else rows.sources[which],
         num_candidates=slots.sampling["num_candidates"][chosen],
-        edits=logits_edits(slots, chosen),
+        edits=logits_edits(slots, chosen, masks=None if masks is None else masks.take(which)),
     )

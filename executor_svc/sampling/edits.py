@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from executor_svc.plan.arrays import FloatArray, IntArray
+from executor_svc.plan.arrays import FloatArray, IntArray, no_ints
+from executor_svc.sampling.masks import Words
+
+
+def _no_masks() -> Words:
+    return np.zeros((0, 0), np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +50,7 @@ class LogitsEdits:
     """For each pair of `counted`, as are the next two."""
     frequency_penalty: FloatArray
     presence_penalty: FloatArray
+    masked: IntArray = field(default_factory=no_ints)
+    """[m] indices into `rows`, ascending, of rows with a grammar's mask."""
+    mask_bits: Words = field(default_factory=_no_masks)
+    """[m, num_mask_words] their masks."""

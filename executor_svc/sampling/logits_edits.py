@@ -11,16 +11,22 @@ from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.sampling import Need
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
+from executor_svc.sampling.masks import RowMasks
 
 
-def logits_edits(slots: Slots, rows: IntArray, ahead: IntArray | None = None) -> LogitsEdits | None:
+def logits_edits(
+    slots: Slots, rows: IntArray, ahead: IntArray | None = None, masks: RowMasks | None = None
+) -> LogitsEdits | None:
     """Return the edits of these slots [R] for their next token, before `commit`; None if there are none.
 
-    They depend only on each slot's parameters and token ids. ahead: [R], for a token after so many drafts of the slot,
-    which `Slots.put_drafts` has written; None: 0 each.
+    They depend only on each slot's parameters and token ids, and on masks: those of the grammars of these rows. ahead:
+    [R], for a token after so many drafts of the slot, which `Slots.put_drafts` has written; None: 0 each.
     """
     sampling = slots.sampling
-    (candidates,) = sampling.processed[rows].nonzero()
+    edited = sampling.processed[rows]
+    if masks is not None:
+        edited |= masks.is_masked
+    (candidates,) = edited.nonzero()
     if not len(candidates):
         return None
     chosen = rows[candidates]
@@ -42,6 +48,8 @@ def logits_edits(slots: Slots, rows: IntArray, ahead: IntArray | None = None) ->
         frequency_penalty=sampling["frequency_penalty"][penalised],
         presence_penalty=sampling["presence_penalty"][penalised],
     )
+    if masks is not None:
+        edits = replace(edits, masked=np.searchsorted(candidates, masks.rows), mask_bits=masks.bits)
     return _without_idle_rows(edits)
 
 
@@ -66,6 +74,7 @@ def _without_idle_rows(edits: LogitsEdits) -> LogitsEdits | None:
     touched = np.zeros(len(edits.rows), np.bool_)
     for tokens in lists:
         touched[tokens.rows] = True
+    touched[edits.masked] = True
     if touched.all():
         return edits
     if not touched.any():
@@ -73,7 +82,13 @@ def _without_idle_rows(edits: LogitsEdits) -> LogitsEdits | None:
     place = np.cumsum(touched) - 1
     allowed, forbidden, biased, counted = (RowTokens(place[tokens.rows], tokens.ids) for tokens in lists)
     return replace(
-        edits, rows=edits.rows[touched], allowed=allowed, forbidden=forbidden, biased=biased, counted=counted
+        edits,
+        rows=edits.rows[touched],
+        allowed=allowed,
+        forbidden=forbidden,
+        biased=biased,
+        counted=counted,
+        masked=place[edits.masked],
     )
 
 

@@ -11,6 +11,8 @@ The definitions are vLLM's (vllm/v1/sample/sampler.py), in its order:
    others multiplied. Then frequency_penalty times the token's count in the output is subtracted, then
    presence_penalty once if the output contains the token (both as OpenAI's API defines them).
 
+A grammar's mask comes with steps 1 to 3: it masks every token that the grammar does not allow next.
+
 Temperature, min_p, top_k and top_p come after, in the sampler. A masked token has the logit -inf, which no bias or
 penalty changes, so steps 1 to 3 can run last. Every step is an elementwise operation in fp32 on single logits, so
 a row's bits do not depend on the other rows of the batch. No sum or quotient becomes infinite: it is clamped to the
@@ -23,8 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.plan.arrays import FloatArray, IntArray
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
+from executor_svc.sampling.masks import Words
 from executor_svc.sampling.row_math import source_rows
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -51,7 +54,17 @@ def process(logits: Tensor, edits: LogitsEdits, sources: IntArray | None = None)
         flat[at] = kept
     if len(edits.forbidden.ids):
         flat[_flat_index(x, edits.forbidden)] = _RULED_OUT
+    if len(edits.masked):
+        rule_out(x, edits.masked, edits.mask_bits)
     return x
+
+
+def rule_out(x: Tensor, at: IntArray, bits: Words) -> None:
+    """Set the logits of tokens without a bit to -inf, in rows `at` [m] of x [P, vocab]; bits: [m, num_mask_words]."""
+    for row, words in zip(at.tolist(), bits, strict=True):
+        # A row at a time: what is unpacked stays in the cache.
+        without = np.unpackbits(~words.view(np.uint8), count=x.shape[1], bitorder="little")
+        x[row].masked_fill_(_on(x, without.view(np.bool_)), _RULED_OUT)
 
 
 def _penalise(value: Tensor, edits: LogitsEdits) -> Tensor:
@@ -72,6 +85,6 @@ def _flat_index(x: Tensor, tokens: RowTokens) -> Tensor:
     return _on(x, tokens.rows * x.shape[1] + tokens.ids)
 
 
-def _on(x: Tensor, values: IntArray | FloatArray) -> Tensor:
+def _on(x: Tensor, values: IntArray | FloatArray | BoolArray) -> Tensor:
     """Return these values on the device of x."""
     return torch.from_numpy(values).to(x.device)

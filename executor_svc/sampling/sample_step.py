@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from torch import Tensor
 
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
-from executor_svc.batch.step_result import SampledTokens
+from executor_svc.batch.step_result import LATE, SampledTokens
 from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.candidates import best_candidates
 from executor_svc.sampling.columns import candidate_columns, sampling_columns
 from executor_svc.sampling.functions import RowFunctions
+from executor_svc.sampling.logits_processors import rule_out
+from executor_svc.sampling.masks import RowMasks
+from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sampler import sample, sample_greedy
 
 
 def choose(
-    logits: Tensor, best: IntArray, slots: Slots, scheduled: Scheduled, functions: RowFunctions
+    logits: Tensor,
+    best: IntArray,
+    slots: Slots,
+    scheduled: Scheduled,
+    functions: RowFunctions,
+    masks: RowMasks | None = None,
 ) -> SampledTokens:
     """Choose a token or candidates for each of scheduled.rows [Q]; before `commit`.
 
     logits: [L, vocab] float32, contiguous; best: [L] the most likely token of each row, -1 if it cannot be sampled.
-    functions: the device's.
+    functions: the device's. masks: of the rows' grammars; None: no row has one. A row whose grammar and other
+    constraints leave no token fails with GRAMMAR, or with NO_ALLOWED_TOKEN if it reports candidates.
     """
     rows = scheduled.rows
     if slots.sampling.greedy[rows.slots].all():
-        return sample_greedy(best.copy() if rows.sources is None else best[rows.sources])
-    sampled = sample(logits, sampling_columns(slots, scheduled), functions, best)
+        sampled = sample_greedy(best.copy() if rows.sources is None else best[rows.sources])
+        if masks is not None:
+            _choose_allowed(logits, sampled, rows.sources, masks)
+    else:
+        sampled = _sample(logits, best, slots, scheduled, functions, masks)
+    return sampled if masks is None else _with_errors(sampled, scheduled, masks)
+
+
+def _sample(
+    logits: Tensor,
+    best: IntArray,
+    slots: Slots,
+    scheduled: Scheduled,
+    functions: RowFunctions,
+    masks: RowMasks | None,
+) -> SampledTokens:
+    rows = scheduled.rows
+    sampled = sample(logits, sampling_columns(slots, scheduled, masks), functions, best)
     if not len(rows.candidates):
         return sampled
-    candidates = best_candidates(logits, candidate_columns(slots, scheduled), functions)
+    candidates = best_candidates(logits, candidate_columns(slots, scheduled, masks), functions)
     num_rows = len(rows.slots)
     drawn = np.delete(np.arange(num_rows), rows.candidates)
     tokens, errors = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
@@ -39,3 +67,27 @@ def choose(
     if logprobs is not None:
         logprobs = logprobs.of_rows(drawn)
     return SampledTokens(tokens, errors, logprobs, candidates)
+
+
+def _choose_allowed(logits: Tensor, sampled: SampledTokens, sources: IntArray | None, masks: RowMasks) -> None:
+    """Replace the most likely token of each masked row by the most likely one that its mask allows."""
+    tokens = sampled.token_ids
+    (others,) = (~masks.allow(tokens[masks.rows]) & (sampled.errors[masks.rows] == 0)).nonzero()
+    for index in others.tolist():
+        row = int(masks.rows[index])
+        source = row if sources is None else int(sources[row])
+        x = logits[source : source + 1].clone()
+        rule_out(x, np.zeros(1, np.int64), masks.bits[index : index + 1])
+        tokens[row] = argmax(x)[0]
+        if tokens[row] < 0:
+            sampled.errors[row] = int(SlotError.NO_ALLOWED_TOKEN)
+
+
+def _with_errors(sampled: SampledTokens, scheduled: Scheduled, masks: RowMasks) -> SampledTokens:
+    """Return the tokens with the errors of rows whose grammars failed, and with LATE."""
+    errors = sampled.errors.copy()
+    without = (errors == int(SlotError.NO_ALLOWED_TOKEN)) & masks.is_masked
+    without[scheduled.rows.candidates] = False
+    errors[without | (masks.failed & (errors == 0))] = int(SlotError.GRAMMAR)
+    errors[masks.late] = LATE
+    return replace(sampled, errors=errors)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from cadenza.grammar.wire import spec_from_wire
 from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
@@ -176,8 +177,6 @@ def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> Work[p.Admit
     _first_group("block_tables", [table.kv_group for table in tables], reserved)
     if len({table.kv_group for table in tables}) < len(tables):
         raise InvalidPlan(f"admitted: slot {message.slot} has several block tables in one KV group")
-    if message.HasField("grammar"):
-        reserved.append("grammar")
     if message.embeddings:
         reserved.append("embeddings")
     return p.AdmittedSequence(
@@ -193,6 +192,7 @@ def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> Work[p.Admit
         max_drafts=message.max_drafts,
         max_len=message.max_len,
         draft_scope=message.draft_scope,
+        grammar=spec_from_wire(message.grammar) if message.HasField("grammar") else None,
     )
 
 

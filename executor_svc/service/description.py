@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cadenza.grammar.table import GrammarEngine
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from executor_svc.plan.description import Description, Fingerprint
@@ -23,6 +24,8 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
         features.append(pb.EXECUTOR_FEATURE_DRAFTS)
     if limits.max_loras:
         features.append(pb.EXECUTOR_FEATURE_ADAPTERS)
+    if description.grammar is not None:
+        features.append(pb.EXECUTOR_FEATURE_GRAMMAR)
     if limits.num_host_blocks:
         features.append(pb.EXECUTOR_FEATURE_SWAP)
     if description.shares_prefixes:
@@ -70,7 +73,14 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
         fingerprint=_fingerprint(description.fingerprint),
         device=description.device,
         version=description.version,
+        grammar=_grammar(description.grammar),
     )
+
+
+def _grammar(engine: GrammarEngine | None) -> pb.GrammarEngine | None:
+    if engine is None:
+        return None
+    return pb.GrammarEngine(library=engine.library, table_digest=engine.table_digest)
 
 
 def _fingerprint(fingerprint: Fingerprint) -> types_pb2.NumericsFingerprint:

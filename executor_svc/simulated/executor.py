@@ -105,7 +105,7 @@ class SimulatedStepExecutor:
         work = self._work(scheduled, num_moved)
         computed = self._compute(scheduled)
         sampled = computed.sampled
-        self.slots.commit(scheduled, sampled.token_ids, sampled.valid)
+        self.slots.commit(scheduled, sampled.token_ids, sampled.valid, sampled.late)
         digest = self.slots.digest() if plan.debug_digest else b""
         if self._costs.instant:
             ended = time.monotonic_ns()

@@ -17,6 +17,7 @@ from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapt
 from executor_svc.startup.device import make_device
 from executor_svc.startup.executors import make_executor, run_trial
 from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.startup.grammars import find_grammars_of, with_grammars
 from executor_svc.startup.speculation import (
     check_speculation,
     load_speculative_model,
@@ -65,8 +66,11 @@ def build_model(
             step_bytes += BYTES_FOR_GRAPHS  # of steps with adapters, beside the others
         _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
     pools = device.new_kv_cache(geometry, config, step_bytes, None if draft is None else draft.layers)
-    prints = fingerprint(loaded, device, pools)
+    found = find_grammars_of(loaded, device.name)
+    prints = fingerprint(loaded, device, pools, None if found is None else found.engine)
     limits = with_adapters(limits_of(config, geometry, pools), adapters)
+    limits = limits if found is None else found.within(limits)
+    grammars = None if found is None else found.of_slots(limits)
     _log.info(
         "device %s: %d threads, numerics %s, KV blocks of %d tokens: %d on the device, %d on the host, %d bytes each",
         device.name, device.num_threads, prints.mode, limits.block_size, limits.num_device_blocks,
@@ -81,13 +85,24 @@ def build_model(
         enforce_eager=config.enforce_eager,
         inject=config.inject,
         state_layers=state_layers_of(draft),
-        drafts=lambda runner: drafts or make_draft_source(config, limits, draft, device, pools, runner),
+        drafts=lambda runner: (
+            drafts or with_grammars(make_draft_source(config, limits, draft, device, pools, runner), grammars)
+        ),
         draft_model=model_on_gpu(draft, device),
         adapters=adapters,
+        grammars=grammars,
     )
     if on_gpu:
         from executor_svc.gpu.warm_up import run_steps
 
         run_steps(executor)
-    description = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
+    description = describe(
+        loaded,
+        limits,
+        pools,
+        prints,
+        device.name,
+        shares_prefixes=loaded.shares_prefixes,
+        grammar=None if found is None else found.engine,
+    )
     return executor, description

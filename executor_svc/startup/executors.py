@@ -1,4 +1,4 @@
-"""The executor of a loaded model, by its device, and a trial of the largest steps on a GPU."""
+"""Makes the executor of a loaded model, and runs its largest steps on trial."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from executor_svc.simulated.injection import InjectionError, read_injection
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.injected import InjectedStepExecutor
 from executor_svc.startup.speculation import Draft, model_on_gpu
+from executor_svc.structured.slot_grammars import SlotGrammars
 from executor_svc.worker.device_errors import is_out_of_memory
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.model_adapters import ModelAdapterLoader
@@ -35,19 +36,20 @@ def make_executor(
     drafts: Callable[[Runner | None], DraftSource | None] = lambda _: None,
     draft_model: Decoder | None = None,
     adapters: ModelAdapterLoader | None = None,
+    grammars: SlotGrammars | None = None,
 ) -> Executor:
     """Return the executor of a model, for use by one thread.
 
     enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError. drafts:
     returns the source of drafts for the model's runner, which keeps the states of state_layers; on a GPU there is none,
     and no source that needs one. draft_model: on a GPU, makes drafts in place of a source; its layers are in `pools`.
-    adapters: those of the model.
+    adapters: those of the model. grammars: those of the slots; on a GPU there are none.
     """
     if inject is not None:
         if device.name != "cpu":
             raise InjectionError(f"--inject {inject}: only with --simulate, or with a model on the CPU")
         runner = make_runner(loaded, device, pools, limits, state_layers)
-        return InjectedStepExecutor(runner, pools, limits, read_injection(inject), drafts(runner), adapters)
+        return InjectedStepExecutor(runner, pools, limits, read_injection(inject), drafts(runner), adapters, grammars)
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
@@ -57,7 +59,7 @@ def make_executor(
         )  # fmt: skip
     on_gpu = device.torch_device.type == "cuda"
     runner = make_runner(loaded, device, pools, limits, state_layers)
-    return StepExecutor(runner, pools, limits, on_gpu, drafts(runner), adapters)
+    return StepExecutor(runner, pools, limits, on_gpu, drafts(runner), adapters, grammars=grammars)
 
 
 def make_runner(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from cadenza.grammar.table import GrammarEngine
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.plan.description import Fingerprint
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
     from executor_svc.models.loading import LoadedModel
 
 
-def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Fingerprint:
-    """Return the fingerprint of a loaded model.
+def fingerprint(
+    loaded: LoadedModel, device: Device, kv_cache: KVCache, grammar: GrammarEngine | None = None
+) -> Fingerprint:
+    """Return the fingerprint of a loaded model. grammar: what follows grammars, if anything does.
 
     `load_model` must have probed the device: a probe may choose kernels.
     """
@@ -35,6 +38,10 @@ def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Finge
         parts += (f"{loaded.ranks.share.size} ranks",)
     if device.few_bits.forms:
         parts += (device.few_bits.forms,)
+    versions = device.versions
+    if grammar is not None:
+        versions = (*versions, grammar.library)
+        parts += (grammar.library, grammar.table_digest.hex())
     return Fingerprint(
         mode=device.numerics,
         weights_digest=loaded.weights_digest,
@@ -43,6 +50,6 @@ def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Finge
         kernels=device.kernels.name,
         isa=isa,
         num_threads=device.num_threads,
-        versions=device.versions,
+        versions=versions,
         digest=hashlib.sha256(repr(parts).encode()).digest(),
     )

@@ -14,6 +14,7 @@ from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, StepPlan, StepResult
 from executor_svc.simulated.injection import Injection
 from executor_svc.speculation.drafts import DraftSource
+from executor_svc.structured.slot_grammars import SlotGrammars
 from executor_svc.worker.block_moves import BlockPools
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import Runner, StepExecutor
@@ -33,10 +34,11 @@ class InjectedStepExecutor(StepExecutor):
         injection: Injection,
         drafts: DraftSource | None = None,
         adapters: ModelAdapterLoader | None = None,
+        grammars: SlotGrammars | None = None,
     ) -> None:
         self._injection = injection
         self._spoiled = _SpoiledRunner(runner)
-        super().__init__(self._spoiled, pools, limits, drafts=drafts, adapters=adapters)
+        super().__init__(self._spoiled, pools, limits, drafts=drafts, adapters=adapters, grammars=grammars)
 
     def execute(self, plan: StepPlan, received_ns: int) -> StepResult:
         """As StepExecutor does."""

@@ -26,6 +26,7 @@ from executor_svc.startup.adapters import adapter_sizes, make_adapters, with_ada
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.gpu_ranks import build_first_on_gpus, build_member_on_gpus
+from executor_svc.startup.grammars import find_grammars, with_grammars
 from executor_svc.startup.held import fewest_blocks, held_by, limit_adapters, new_pools, read_held
 from executor_svc.startup.leader import Leader
 from executor_svc.startup.rank_checks import RanksError, ranks_on_host, threads_of
@@ -73,18 +74,24 @@ def build_divided(
         leader.stop()
         raise
     limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
+    found = find_grammars(loaded)
+    engine = None if found is None else found.engine
+    limits = limits if found is None else found.within(limits)
+    grammars = None if found is None else found.of_slots(limits)
     states = state_layers_of(draft)
     runner = ModelRunner(loaded.model, device, pools, limits, state_layers=states, adapters=loaded.adapters)
-    source = drafts or make_draft_source(config, limits, draft, device, pools, runner)
+    source = drafts or with_grammars(make_draft_source(config, limits, draft, device, pools, runner), grammars)
     shared = None if source is None else LeaderDrafts(source, ranks)
-    executor = StepExecutor(runner, pools, limits, drafts=shared, adapters=adapters, ranks=ranks)
-    prints = fingerprint(replace(loaded, weights_digest=held.weights_digest), device, pools)
+    executor = StepExecutor(runner, pools, limits, drafts=shared, adapters=adapters, ranks=ranks, grammars=grammars)
+    prints = fingerprint(replace(loaded, weights_digest=held.weights_digest), device, pools, engine)
     _log.info(
         "model %s: %s in %d ranks of %d threads, %s, KV blocks of %d tokens: %d on the device, %d on the host",
         loaded.geometry.name, loaded.geometry.architecture, config.tensor_parallel_size, device.num_threads,
         loaded.geometry.dtype, limits.block_size, limits.num_device_blocks, limits.num_host_blocks,
     )  # fmt: skip
-    described = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
+    described = describe(
+        loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes, grammar=engine
+    )
     return executor, replace(described, bytes_per_block=held.bytes_per_block)
 
 
@@ -107,7 +114,8 @@ def build_member(config: ExecutorConfig, joined: Joined) -> tuple[StepExecutor |
     held = read_held(json.loads(joined.expect(Frame.SIZES)))
     pools = fewest_blocks(pools, held, loaded, device, config)
     limit_adapters(adapters, held)
-    limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
+    # Rank 0 has the masks, and says whether plans may have grammars.
+    limits = replace(with_adapters(limits_of(config, loaded.geometry, pools), adapters), has_grammars=True)
     assert loaded.ranks is not None
     ranks = MemberRanks(loaded.ranks, joined.link)
     runner = ModelRunner(loaded.model, device, pools, limits, adapters=loaded.adapters)

@@ -19,11 +19,13 @@ from executor_svc.batch.step_result import Computed, Finished, SampledTokens, ma
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.functions import RowFunctions
+from executor_svc.sampling.masks import RowMasks
 from executor_svc.sampling.prompt_logprobs import prompt_logprobs
 from executor_svc.sampling.sample_step import choose
 from executor_svc.speculation.drafting import Drafting
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.verification import accept_drafts
+from executor_svc.structured.slot_grammars import SlotGrammars
 from executor_svc.worker.block_moves import BlockPools, move_blocks
 from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
 from executor_svc.worker.model_adapters import ModelAdapterLoader
@@ -62,11 +64,14 @@ class StepExecutor:
         drafts: DraftSource | None = None,
         adapters: ModelAdapterLoader | None = None,
         ranks: StepRanks | None = None,
+        grammars: SlotGrammars | None = None,
     ) -> None:
         """drafts: makes drafts, as many as the plans allow; None: there are none. adapters: those that plans may name,
-        in the places of the runner's model. ranks: what the ranks of a divided model do together."""
+        in the places of the runner's model. ranks: what the ranks of a divided model do together. grammars: makes their
+        masks, where this rank samples."""
         self.limits = limits
         self.adapters = adapters
+        self.grammars = grammars
         self._span = Spans(on_gpu)
         self.slots = Slots(limits)
         self._drafting = Drafting(self.slots, drafts)
@@ -78,6 +83,8 @@ class StepExecutor:
         """Free all slots; KV stays."""
         self.slots.clear()
         self._drafting.clear()
+        if self.grammars is not None:
+            self.grammars.clear()
         self._ranks.clear()
 
     def settle(self, num_steps: int) -> None:
@@ -121,11 +128,15 @@ class StepExecutor:
             # Only now: a draft model writes to blocks.
             self._drafting.follow(plan)
             scheduled = self._drafting.add(plan, scheduled)
+        if self.grammars is not None:
+            self.grammars.look_ahead(self.slots, scheduled)
         starts = self.slots.num_computed_tokens[scheduled.slots]
         computed = self._compute(scheduled)
         sampled = computed.sampled
         with self._span("commit"):
-            self.slots.commit(scheduled, sampled.token_ids, sampled.valid)
+            self.slots.commit(scheduled, sampled.token_ids, sampled.valid, sampled.late)
+            if self.grammars is not None:
+                self.grammars.committed(self.slots, scheduled, sampled)
             digest = self.slots.digest() if plan.debug_digest else b""
         with self._span("draft"):
             self._drafting.committed(scheduled, starts)
@@ -137,6 +148,8 @@ class StepExecutor:
         if self.adapters is not None:
             self.adapters.check(plan)
         self.slots.apply(plan)
+        if self.grammars is not None:
+            self.grammars.follow(plan, self.slots)
         return self.slots.schedule(plan)
 
     def _compute(self, scheduled: Scheduled) -> Computed:
@@ -156,14 +169,15 @@ class StepExecutor:
         forward_done = time.monotonic_ns()
         prompts = self._prompt_logprobs(scheduled, hidden)
         if len(batch.logits_rows):
+            masks = None if self.grammars is None else self.grammars.masks(scheduled, forward_done - began)
             with self._span("sample"):
                 rows = scheduled.rows
                 positions = self.slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead)
-                sampled = self._ranks.sampled(lambda: self._sample(logits, best, scheduled))
+                sampled = self._ranks.sampled(lambda: self._sample(logits, best, scheduled, masks))
         return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
 
-    def _sample(self, logits: Tensor, best: IntArray, scheduled: Scheduled) -> SampledTokens:
-        sampled = choose(logits.contiguous(), best, self.slots, scheduled, self._runner.functions)
+    def _sample(self, logits: Tensor, best: IntArray, scheduled: Scheduled, masks: RowMasks | None) -> SampledTokens:
+        sampled = choose(logits.contiguous(), best, self.slots, scheduled, self._runner.functions, masks)
         sampled = self._without_failed_prompts(scheduled, sampled)
         return accept_drafts(self.slots, scheduled, sampled)
 

@@ -301,7 +301,7 @@ class Scheduler:
 
     def adapter_commands(self, executor_id: int) -> AdapterCommands:
         """The loads and unloads that go to an executor with a session before its next plan."""
-        return self.adapters.commands(self.lanes[executor_id].adapters)
+        return adapter_changes.commands(self._requests, self.lanes[executor_id])
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -392,9 +392,9 @@ def _check_fits(spec: RequestSpec, executors: list[ExecutorSpec], count: int) ->
             f"{count} sequences of {num_prompt} prompt tokens have over {MAX_GROUP_TOKENS} tokens in all",
         )
     # Sequences after the first take the prompt from its slot.
-    if num_prompt + count * spec.sampling.num_values > MAX_ADMITTED_VALUES:
+    if num_prompt + count * spec.sampling.num_listed > MAX_ADMITTED_VALUES:
         raise RequestRejectedError(
             count_field(spec),
-            f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_values} numbers each in "
+            f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_listed} numbers each in "
             f"their sampling parameters exceed {MAX_ADMITTED_VALUES} numbers in a plan",
         )

@@ -41,6 +41,7 @@ class FinishDetail(IntEnum):
     NON_FINITE_LOGITS = 9
     EXECUTOR_ERROR = 10
     NO_ALLOWED_TOKEN = 11
+    GRAMMAR = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,21 @@ class Finish:
 
 
 SamplingValue = float | tuple[float, ...] | tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on an output. The core does not read it."""
+
+    spec: bytes
+    """Its wire form, a GrammarSpec."""
+    engine: bytes
+    """What it was checked with: executors with the same `ExecutorSpec.grammar_engine` can follow it."""
+
+    @property
+    def num_values(self) -> int:
+        """What it adds to a plan, in numbers."""
+        return len(self.spec) // 4
 
 
 @dataclass(slots=True)
@@ -71,12 +87,18 @@ class Sampling:
     num_prompt_logprobs: int | None = None
     num_candidates: int = 0
     """Best next tokens returned in place of a sampled one, for beams; 0: sample, or of a beam what its search needs."""
+    grammar: Grammar | None = None
     values: Mapping[str, SamplingValue] = field(default_factory=dict)
     """The other fields of SequenceSampling by name, where they are not off: numbers, lists of them, lists of words."""
 
     @property
     def num_values(self) -> int:
-        """Numbers in its lists: what it adds to a plan."""
+        """What it adds to a plan, in numbers."""
+        return self.num_listed + (0 if self.grammar is None else self.grammar.num_values)
+
+    @property
+    def num_listed(self) -> int:
+        """Numbers in its lists: what a sequence with a source adds to a plan, as its grammar is the source's."""
         num_stop_ids = len(self.stop_token_ids)
         return num_stop_ids + sum(map(_num_listed, self.values.values())) if self.values else num_stop_ids
 
@@ -180,6 +202,8 @@ class ExecutorSpec:
     """The most distinct adapters of running groups; 0: no adapters."""
     max_cpu_loras: int = 0
     """The most loaded adapters."""
+    grammar_engine: bytes = b""
+    """What follows grammars in it: it runs those that were checked with the same. Empty: it has none."""
     lacks: frozenset[str] = frozenset()
     """Names of features that it lacks: see `core.placement.candidates`."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.adapters.events import AdapterError
+from scheduler_svc.core.adapters.events import AdapterDue, AdapterError
 from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION, AdapterState
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, SchedulerError, UnknownAdapterError
 from scheduler_svc.core.scheduler import Scheduler
@@ -28,7 +28,8 @@ FIELD = "adapter"
 NOT_FOUND = 5
 """The number of the gRPC status code."""
 LOOKS = 8
-"""How often in its time limit a request that runs is looked at: it may wait for its adapter again."""
+"""How often in its time limit a request that runs is looked at: it may wait for its adapter again. One that is seen to
+wait is looked at once more after as long: then its adapter is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,11 @@ class Adapters:
         journal: Journal,
         unfinished: Mapping[RequestKey, LiveRequest],
         fail: Callable[[LiveRequest, Exception], None],
+        wake: Callable[[], None],
     ) -> None:
         """registry: has the tenants' rights. journal: keeps the adapters that operators load. unfinished: the
-        engine's own, which changes. fail: ends an unfinished request with an error."""
+        engine's own, which changes. fail: ends an unfinished request with an error. wake: lets executors see what has
+        changed."""
         self.names = AdapterNames(core, config.lora_dir)
         self.refusals: Counter[str] = Counter()
         """Requests that were refused, or ended, for their adapter, by reason: forbidden, unknown, failed, timeout."""
@@ -76,6 +79,7 @@ class Adapters:
         self._clock = clock
         self._unfinished = unfinished
         self._fail = fail
+        self._wake = wake
         self._registry = registry
         self._journal = journal
         self._loaded: dict[str, str] = {}
@@ -229,25 +233,30 @@ class Adapters:
     def _watch(self, key: RequestKey, arrival_ns: int, since: float | None = None) -> None:
         """Look at a request again. since: when it was first seen to wait for its adapter; None: it did not wait."""
         now, limit_s = self._clock.monotonic(), self._load_timeout_s
+        is_due = since is not None
         if since is None and self._waits(key):
             since = now
-        delay_s = limit_s / LOOKS if since is None else since + limit_s - now
-        self._timers[key] = self._clock.call_later(delay_s, partial(self._look, key, arrival_ns, since))
+        delay_s = since + limit_s - now if since is not None and is_due else limit_s / LOOKS
+        self._timers[key] = self._clock.call_later(delay_s, partial(self._look, key, arrival_ns, since, is_due))
 
-    def _look(self, key: RequestKey, arrival_ns: int, since: float | None) -> None:
-        """End a request that has waited for its adapter for too long."""
+    def _look(self, key: RequestKey, arrival_ns: int, since: float | None, is_due: bool) -> None:
+        """Let the adapter of a request that has waited for it be due; end it once it has waited for too long."""
         live = self._unfinished.get(key)
         if live is None or live.times.arrival_ns != arrival_ns:
             return
         is_connected = any(lane.is_open for lane in self._core.lanes.values())
-        if since is not None and is_connected and self._waits(key):
+        if since is None or not is_connected or not self._waits(key):
+            self._watch(key, arrival_ns)
+        elif not is_due:
+            self._core.adapter_event(AdapterDue(live.request.spec.adapter_index))
+            self._wake()
+            self._watch(key, arrival_ns, since)
+        else:
             self.refusals["timeout"] += 1
             text = f"adapter {live.request.adapter!r} was not loaded within {self._load_timeout_s:g} s"
             if all(lane.adapters.num_places <= 0 for lane in self._core.lanes.values()):
                 text += ": as many as executors hold (max_cpu_loras) are in use"
             self._fail(live, PreconditionError(FIELD, text))
-        else:
-            self._watch(key, arrival_ns)
 
     def _waits(self, key: RequestKey) -> bool:
         group = self._core.groups.get(key)

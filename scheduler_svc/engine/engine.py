@@ -86,7 +86,8 @@ class Engine:
         self.served_model = ServedModel(core, allow_fingerprint_change=config.allow_fingerprint_change)
         models = ModelEvents(core, self.served_model, self.journal, self._live, self.fail)
         self.executors = ExecutorSet(core, config, clock, self, models, self.faults, connect)
-        self.adapters = Adapters(core, clock, config, self.quotas.registry, self.journal, self._live, self.fail)
+        registry, wake = self.quotas.registry, self.executors.wake
+        self.adapters = Adapters(core, clock, config, registry, self.journal, self._live, self.fail, wake)
         self._traces = request_traces(clock, spans, self.executors)
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(

@@ -23,6 +23,7 @@ _FAILED_ENDS = frozenset(
         FinishDetail.NON_FINITE_LOGITS,
         FinishDetail.EXECUTOR_ERROR,
         FinishDetail.NO_ALLOWED_TOKEN,
+        FinishDetail.GRAMMAR,
     }
 )
 """Finishes after which a sample ranks below all that finished properly."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from cadenza.grammar.table import GrammarEngine
 from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
@@ -68,11 +69,18 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         gives_candidates=pb.EXECUTOR_FEATURE_BEAMS in message.features,
         gives_debug_digest=pb.EXECUTOR_FEATURE_DEBUG_DIGEST in message.features,
         shares_prefixes=pb.EXECUTOR_FEATURE_SHARED_PREFIXES in message.features,
+        grammar_engine=_grammar_engine(message),
         max_drafts=limits.max_drafts if pb.EXECUTOR_FEATURE_DRAFTS in message.features else 0,
         adaptive_drafts=limits.adaptive_drafts,
         max_loras=limits.max_loras if pb.EXECUTOR_FEATURE_ADAPTERS in message.features else 0,
         max_cpu_loras=limits.max_cpu_loras if pb.EXECUTOR_FEATURE_ADAPTERS in message.features else 0,
     )
+
+
+def _grammar_engine(message: pb.DescribeResponse) -> bytes:
+    if pb.EXECUTOR_FEATURE_GRAMMAR not in message.features:
+        return b""
+    return GrammarEngine(message.grammar.library, message.grammar.table_digest).key
 
 
 def _check_sizes(message: pb.DescribeResponse) -> None:
@@ -207,6 +215,8 @@ def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, 
         values = {name: value for name, value in sampling.values.items() if name != _ALLOWED}
         sampling = dataclasses.replace(sampling, values=values)
     _fill_sampling(message.sampling, sampling, sequence.sample_index)
+    if sampling.grammar is not None and source is None:
+        message.grammar.ParseFromString(sampling.grammar.spec)
     if sequence.held:
         message.held = True
     if sequence.adapter_index:

@@ -1,5 +1,5 @@
-"""Follows the list of executors: DNS names that are resolved again, services of Kubernetes that are watched, files and
-options that SIGHUP reads again.
+"""Follows the list of executors: DNS names that are resolved again, services of Kubernetes that are watched, files that
+are read again when they change, and options that SIGHUP reads again.
 
 Only what changes from one list to the next is done: an address that is new is added, one that vanishes is drained and
 removed. So an executor that an operator added or removed by a call stays so until the list itself changes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,8 +24,11 @@ from scheduler_svc.executors.kubernetes import Cluster, Endpoints
 _LOG = logging.getLogger(__name__)
 RESOLVE_S = 5.0
 """Time between two resolutions of a name, whatever its time to live is: the standard library does not report it."""
+LOOK_S = 0.25
+"""Time between two looks at the files."""
 _LIST = "the list"
 
+_Stamp = tuple[int, int, int] | None
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Gives the addresses of a name; raises OSError."""
 Watch = Callable[[ServiceName, str], Awaitable[Endpoints]]
@@ -71,6 +75,8 @@ class Discovery:
         self._endpoints: dict[ServiceName, tuple[str, ...]] = {}
         self._read: dict[str, list[str]] = {}
         """What each file had when it could last be read."""
+        self._stamps: dict[str, _Stamp] = {}
+        """Of each file when it was last read."""
         self._problems: dict[str, str] = {}
         self._retiring: dict[str, asyncio.Task[None]] = {}
         self._following: list[asyncio.Task[None]] = []
@@ -105,7 +111,8 @@ class Discovery:
         """Resolve the names and list the services at once, and then again and again."""
         for task in self._following:
             task.cancel()
-        work = [self._follow_names(), *(self._follow_service(service) for service in self._entries.services)]
+        services = (self._follow_service(service) for service in self._entries.services)
+        work = [self._follow_names(), self._follow_files(), *services]
         self._following = [asyncio.create_task(each, name="discovery") for each in work]
 
     async def _follow_names(self) -> None:
@@ -147,8 +154,20 @@ class Discovery:
             self._endpoints[service] = found.addresses
             self._apply()
 
+    async def _follow_files(self) -> None:
+        """Read the files again once they have changed, and then stayed so for a look: not half of what is written."""
+        before: dict[str, _Stamp] = {}
+        while self._entries.files:
+            await self._sleep(LOOK_S)
+            stamps = await asyncio.to_thread(lambda: {path: _stamp(path) for path in self._entries.files})
+            if stamps == before and any(stamp != self._stamps.get(path) for path, stamp in stamps.items()):
+                self._read_files()
+                self._apply()
+            before = stamps
+
     def _read_files(self) -> None:
         for path in self._entries.files:
+            self._stamps[path] = _stamp(path)
             try:
                 self._read[path] = addresses_in(Path(path).read_text())
             except (OSError, ValueError) as exc:
@@ -157,10 +176,10 @@ class Discovery:
             else:
                 self._report(path, "")
 
-    def _report(self, source: str, problem: str) -> None:
+    def _report(self, source: str, problem: str, level: int = logging.WARNING) -> None:
         """Log a problem once, until it has passed or is another one."""
         if problem and problem != self._problems.get(source):
-            _LOG.warning("executors of %s: it %s; the executors stay as they are", source, problem)
+            _LOG.log(level, "executors of %s: it %s; the executors stay as they are", source, problem)
         self._problems[source] = problem
 
     def _apply(self) -> None:
@@ -176,7 +195,8 @@ class Discovery:
         if not found:
             # Names and services are resolved later, and a file that cannot be read was reported.
             if not (entries.names or entries.services or any(self._problems.get(path) for path in entries.files)):
-                self._report(_LIST, "is empty")
+                # A list that others write, as with Ray, may begin so.
+                self._report(_LIST, "is empty", level=logging.WARNING if self._listed else logging.INFO)
             return
         self._report(_LIST, "")
         before, self._listed = self._listed, dict.fromkeys(found)
@@ -208,6 +228,15 @@ class Discovery:
         except (UnknownExecutorError, LastExecutorError) as exc:
             _LOG.warning("executor %s is not removed: %s", target, exc, extra={"executor": target})
         self._retiring.pop(target, None)
+
+
+def _stamp(path: str) -> _Stamp:
+    """What changes with a file; None: it cannot be looked at."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 async def resolve_name(name: str, port: int) -> list[str]:

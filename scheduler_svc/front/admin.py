@@ -1,4 +1,4 @@
-"""AdminService: step records, block tables, draining, executors."""
+"""AdminService: step records, block tables, draining, executors, metrics."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from scheduler_svc.engine.adapters import AdapterInfo
 from scheduler_svc.executors.addresses import executor_address, is_same_listener
 from scheduler_svc.front.adapter_paths import adapter_name, adapter_path
 from scheduler_svc.front.front import Front, abort_with
+from scheduler_svc.front.metrics import SchedulerMetrics
 from scheduler_svc.tenants.errors import AdapterForbiddenError
 from scheduler_svc.tenants.registry import Caller
 
@@ -26,10 +27,11 @@ _OfExecutor = pb.AddExecutorRequest | pb.DrainExecutorRequest | pb.ResumeExecuto
 
 
 class AdminServicer(pb_grpc.AdminServiceServicer):
-    """Step records, block tables, draining, executors."""
+    """Step records, block tables, draining, executors, metrics."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, metrics: SchedulerMetrics) -> None:
         self._front = front
+        self._metrics = metrics
 
     async def WatchSteps(self, request: pb.WatchStepsRequest, context: Any) -> None:  # type: ignore[override]
         """Stream step records from now on."""
@@ -73,6 +75,15 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             await abort_with(context, exc)
         self._front.engine.resume()
         return pb.ResumeResponse()
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
+        """The metrics, as a scrape gets them."""
+        try:
+            self._front.check_serving()
+            text = await self._metrics.text()
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.GetMetricsResponse(text=text)
 
     async def AddExecutor(self, request: pb.AddExecutorRequest, context: Any) -> pb.AddExecutorResponse:
         """Add an executor; returns before it has answered."""

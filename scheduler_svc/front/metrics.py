@@ -81,6 +81,10 @@ class SchedulerMetrics:
         )
         return take_snapshot(engine, service)
 
+    async def text(self) -> str:
+        """Prometheus' text format; made in a thread, as for a scrape."""
+        return await asyncio.to_thread(_text, self.snapshot(), self._links)
+
     def _read(self) -> Callable[[], Iterable[Metric]]:
         return partial(_families, self.snapshot(), self._links)
 
@@ -92,3 +96,9 @@ def _families(snapshot: Snapshot, links: Mapping[str, ExpiringFiles | None]) -> 
     result = scrape(snapshot)
     add_expiries(result, links)
     return result.families()
+
+
+def _text(snapshot: Snapshot, links: Mapping[str, ExpiringFiles | None]) -> str:
+    from cadenza.metrics.server import text_of
+
+    return text_of(_families(snapshot, links))

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from cadenza.grammar.table import TableSource, table_source
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.front.front import Front
@@ -17,6 +18,7 @@ from scheduler_svc.plan_loop.model_change import ModelChange, ModelRefusedError
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.executor_features import check_features
+from scheduler_svc.requests.grammar_door import GrammarDoor
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer, preload
 
 _LOG = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ class ModelFront:
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = 0
         """Maximum tokens of a new request; 0 before `open`."""
+        self._table_source: TableSource | None = None
+        self._grammars: GrammarDoor | None = None
 
     async def preload(self) -> None:
         """Do what needs no executor: load the tokenizer if an option names it, else import its library."""
@@ -91,7 +95,9 @@ class ModelFront:
         return PreparedModel(True, check_features, partial(self._serve, model, self.tokenizer))
 
     def close(self) -> None:
-        """End the tokenizer's threads."""
+        """End the tokenizer's threads, and the process that compiles grammars."""
+        if self._grammars is not None:
+            self._grammars.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
 
@@ -106,7 +112,22 @@ class ModelFront:
 
     def _builder(self, model: ModelDescription, tokenizer: Tokenizer | None, number: int) -> RequestBuilder:
         limit = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
-        return RequestBuilder(model, tokenizer, max_model_len=limit, model_number=number)
+        return RequestBuilder(
+            model, tokenizer, max_model_len=limit, model_number=number, grammars=self._grammar_door(model, tokenizer)
+        )
+
+    def _grammar_door(self, model: ModelDescription, tokenizer: Tokenizer | None) -> GrammarDoor | None:
+        """Return what compiles grammars for a model's tokens: the same as before while they are the same."""
+        source = None
+        if tokenizer is not None and model.grammar_engine:
+            source = table_source(tokenizer.source, model.vocab_size, model.eos_token_ids)
+        if source == self._table_source:
+            return self._grammars
+        if self._grammars is not None:
+            self._grammars.close()
+        self._table_source = source
+        self._grammars = None if source is None else GrammarDoor(source)
+        return self._grammars
 
     async def _load(self, model: ModelDescription) -> Tokenizer | None:
         """Load the tokenizer that the model names, unless an option says otherwise; raises TokenizerError."""

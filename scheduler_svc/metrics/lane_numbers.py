@@ -22,6 +22,7 @@ _WITHOUT_TOKEN = frozenset(
         FinishDetail.NON_FINITE_LOGITS,
         FinishDetail.EXECUTOR_ERROR,
         FinishDetail.NO_ALLOWED_TOKEN,
+        FinishDetail.GRAMMAR,
     }
 )
 

@@ -52,6 +52,7 @@ def fleet_model(served: ModelDescription, models: Iterable[ModelDescription]) ->
         max_logprobs=min(model.max_logprobs for model in models),
         max_loras=max(model.max_loras for model in models),
         max_cpu_loras=max(model.max_cpu_loras for model in models),
+        grammar_engine=next((model.grammar_engine for model in models if model.grammar_engine), b""),
         gives_prompt_logprobs=any(model.gives_prompt_logprobs for model in models),
         has_logits_processors=any(model.has_logits_processors for model in models),
         # Beams and samples need two features of one executor.
@@ -101,6 +102,7 @@ def executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorS
         adaptive_drafts=model.adaptive_drafts,
         max_loras=_least(config.max_loras, model.max_loras),
         max_cpu_loras=_least(config.max_cpu_loras, model.max_cpu_loras),
+        grammar_engine=model.grammar_engine,
         lacks=lacking_features(model),
     )
 

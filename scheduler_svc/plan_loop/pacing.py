@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 
 _HISTORY = 4
-_CONFIDENCE = 0.7
-_MARGIN_S = 0.004
+CONFIDENCE = 0.7
+MARGIN_S = 0.004
 
 
 class StepPacer:
@@ -60,7 +60,7 @@ class StepPacer:
 
     def due(self, num_tokens: int) -> float:
         """When to send the next plan while a step of `num_tokens` is running."""
-        return self._running_since + max(0.0, _CONFIDENCE * self.predict(num_tokens) - _MARGIN_S)
+        return self._running_since + max(0.0, CONFIDENCE * self.predict(num_tokens) - MARGIN_S)
 
 
 def _least(steps: deque[tuple[int, float]], num_tokens: int) -> float:

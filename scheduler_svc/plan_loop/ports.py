@@ -59,6 +59,8 @@ class ModelDescription:
     max_loras: int = 0
     """The most distinct adapters of admitted slots; 0: no adapters."""
     max_cpu_loras: int = 0
+    grammar_engine: bytes = b""
+    """What follows grammars (`GrammarEngine.key`); empty: nothing does."""
     max_drafts: int = 0
     """The most drafts of a sequence in one step; 0: no speculative decoding."""
     adaptive_drafts: bool = False

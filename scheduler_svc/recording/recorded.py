@@ -7,6 +7,7 @@ from dataclasses import replace
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.core.adapters.events import (
+    AdapterDue,
     AdapterEvent,
     AdapterLoaded,
     AdapterRegistered,
@@ -17,6 +18,7 @@ from scheduler_svc.core.types import (
     BeamSpec,
     Candidates,
     ExecutorSpec,
+    Grammar,
     PromptLogprobs,
     RequestSpec,
     SessionEnd,
@@ -52,6 +54,7 @@ def executor_message(spec: ExecutorSpec) -> pb.RecordedExecutor:
         adaptive_drafts=spec.adaptive_drafts,
         max_loras=spec.max_loras,
         max_cpu_loras=spec.max_cpu_loras,
+        grammar_engine=spec.grammar_engine,
     )
 
 
@@ -73,11 +76,13 @@ def executor_spec(message: pb.RecordedExecutor) -> ExecutorSpec:
         adaptive_drafts=message.adaptive_drafts,
         max_loras=message.max_loras,
         max_cpu_loras=message.max_cpu_loras,
+        grammar_engine=message.grammar_engine,
     )
 
 
 def request_message(spec: RequestSpec) -> pb.RecordedRequest:
     """Return the wire form of a complete request."""
+    grammar = spec.sampling.grammar
     return pb.RecordedRequest(
         request_id=spec.request_id,
         tenant=spec.tenant,
@@ -96,6 +101,8 @@ def request_message(spec: RequestSpec) -> pb.RecordedRequest:
         adapter_index=spec.adapter_index,
         adapter_hash=spec.adapter_hash,
         known_outputs=[types_pb2.TokenIds(ids=output) for output in spec.known_outputs],
+        grammar=None if grammar is None else types_pb2.GrammarSpec.FromString(grammar.spec),
+        grammar_engine=b"" if grammar is None else grammar.engine,
     )
 
 
@@ -105,7 +112,7 @@ def request_spec(message: pb.RecordedRequest) -> RequestSpec:
         request_id=message.request_id,
         tenant=message.tenant,
         prompt_token_ids=tuple(message.prompt_token_ids),
-        sampling=execution.sampling_from_wire(message.sampling),
+        sampling=replace(execution.sampling_from_wire(message.sampling), grammar=_grammar(message)),
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         eos_token_ids=frozenset(message.eos_token_ids),
         num_samples=message.num_samples,
@@ -129,6 +136,8 @@ def event_message(event: AdapterEvent, executor_id: int) -> pb.AdapterEventCall:
             return pb.AdapterEventCall(registered=adapters.load_message(event), wanted=event.wanted)
         case AdapterRemoved():
             return pb.AdapterEventCall(removed=execution_pb2.UnloadAdapter(adapter_index=event.index))
+        case AdapterDue():
+            return pb.AdapterEventCall(due=event.index)
         case AdapterLoaded():
             return pb.AdapterEventCall(executor_id=executor_id, loaded=adapters.loaded_message(event))
         case AdapterUnloaded():
@@ -143,6 +152,8 @@ def adapter_event(message: pb.AdapterEventCall) -> AdapterEvent:
             return replace(adapters.registered_adapter(message.registered), wanted=message.wanted)
         case "removed":
             return AdapterRemoved(message.removed.adapter_index)
+        case "due":
+            return AdapterDue(message.due)
         case "loaded":
             return adapters.loaded_adapter(message.loaded)
         case _:
@@ -154,6 +165,12 @@ def session_end(message: pb.ExecutorLostCall) -> SessionEnd | None:
     if not message.HasField("end"):
         return None
     return SessionEnd(message.end.begun_step_id, message.end.failed_step_id, message.end.executor_stopped)
+
+
+def _grammar(message: pb.RecordedRequest) -> Grammar | None:
+    if not message.HasField("grammar"):
+        return None
+    return Grammar(message.grammar.SerializeToString(deterministic=True), message.grammar_engine)
 
 
 def _beams_message(beams: BeamSpec) -> pb.RecordedBeams:

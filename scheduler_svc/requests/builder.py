@@ -20,9 +20,11 @@ from scheduler_svc.requests.detokenizer import TextStream
 from scheduler_svc.requests.executor_features import NO_ADAPTERS
 from scheduler_svc.requests.field_rules import PATH, finite
 from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields
+from scheduler_svc.requests.grammar_door import GRAMMAR_PATH, NO_COMPILER, GrammarDoor
+from scheduler_svc.requests.grammar_fields import GrammarFields
 from scheduler_svc.requests.sample_counts import beam_spec, check_counts
 from scheduler_svc.requests.sampling import BadWords, resolve_sampling, tokenize_bad_words
-from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling, sort_ids
+from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling, ignores_eos, sort_ids
 from scheduler_svc.requests.tokenizer import MAX_PROMPT_TOKENS, ChatTemplateError, Tokenizer, TooManyTokensError
 
 MAX_GRACE_S = 3600
@@ -49,9 +51,12 @@ class RequestBuilder:
         *,
         max_model_len: int,
         model_number: int | None = None,
+        grammars: GrammarDoor | None = None,
     ) -> None:
-        """`model_number`: the number of this description, for the requests; None: it never changes."""
+        """`model_number`: the number of this description, for the requests; None: it never changes. grammars: compiles
+        them; None: none are accepted."""
         self._model = model
+        self._grammars = grammars
         self._model_number = model_number
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -59,7 +64,13 @@ class RequestBuilder:
     def with_end_ids(self, eos_token_ids: Sequence[int]) -> RequestBuilder:
         """The same, for a model whose outputs end with these token ids."""
         model = replace(self._model, eos_token_ids=tuple(eos_token_ids))
-        return RequestBuilder(model, self.tokenizer, max_model_len=self.max_model_len, model_number=self._model_number)
+        return RequestBuilder(
+            model,
+            self.tokenizer,
+            max_model_len=self.max_model_len,
+            model_number=self._model_number,
+            grammars=self._grammars,
+        )
 
     def _check(self, fields: RequestFields) -> Work[None]:
         """Check everything that needs no tokenization; raises RequestRejectedError, PreconditionError."""
@@ -108,19 +119,36 @@ class RequestBuilder:
         return sum(_num_chars(part) for part in prompt)
 
     def is_short(self, fields: RequestFields) -> bool:
-        """Return whether `build` is fast enough for the event loop."""
+        """Return whether `build` is fast enough for the event loop, and checks everything."""
+        if fields.sampling.grammar is not None:
+            return False
         num_ids = sum(len(part.token_ids or ()) for part in fields.prompt) + len(fields.sampling.allowed_token_ids)
         return num_ids <= SLICE_ITEMS and (self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields)))
 
     async def build_off_loop(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
-        """Build the engine's request: a long text is tokenized in a thread, long lists of ids are handled in slices."""
+        """Build the engine's request: a long text is tokenized in a thread, and long lists of ids in slices.
+
+        A grammar is compiled in another process.
+
+        Raises RequestRejectedError, PreconditionError.
+        """
+        if fields.sampling.grammar is not None:
+            await run_in_slices(self._check(fields))
+            await self._check_grammar(fields.sampling.grammar)
         work = functools.partial(self._build, fields, now=now, time_left_s=time_left_s)
         if self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields)):
             return await run_in_slices(work())
         return await self.tokenizer.run(lambda: run_at_once(work()), self._num_chars(fields))
 
+    async def _check_grammar(self, grammar: GrammarFields) -> None:
+        if self._grammars is None:
+            raise PreconditionError(GRAMMAR_PATH, NO_COMPILER)
+        await self._grammars.check(grammar.spec, grammar.wire, self._model.grammar_engine)
+
     def build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
-        """Build the engine's request. now: seconds on the engine's clock; time_left_s: until the call's own deadline.
+        """Build the engine's request, without compiling its grammar.
+
+        now: seconds on the engine's clock; time_left_s: until the call's own deadline.
 
         Raises RequestRejectedError, PreconditionError.
         """
@@ -136,7 +164,7 @@ class RequestBuilder:
         sampling = resolve_sampling(sampling_fields, self._model, seed=_seed(fields.sampling), bad_words=bad_words)
         if len(prompt) + len(fields.sampling.allowed_token_ids) > SLICE_ITEMS:
             yield
-        eos = frozenset[int]() if fields.sampling.ignore_eos else frozenset(self._model.eos_token_ids)
+        eos = frozenset[int]() if ignores_eos(fields.sampling) else frozenset(self._model.eos_token_ids)
         spec = RequestSpec(
             request_id=fields.request_id or f"req-{uuid.uuid4().hex}",
             prompt_token_ids=tuple(prompt),

@@ -27,6 +27,8 @@ def check_features(spec: RequestSpec, model: ModelDescription) -> None:
         raise PreconditionError(PATH + "n", "the executor cannot share a prompt's KV blocks among samples")
     if spec.adapter_index and not model.max_loras:
         raise PreconditionError("adapter", NO_ADAPTERS)
+    if sampling.grammar is not None and sampling.grammar.engine != model.grammar_engine:
+        raise PreconditionError(PATH + "grammar", "the executor follows no grammars, or not those of this one's tokens")
     if not model.has_logits_processors:
         _check_values(spec)
 

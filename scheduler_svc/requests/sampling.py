@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.types import Sampling, SamplingValue
+from scheduler_svc.core.types import Grammar, Sampling, SamplingValue
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import PATH, resolve_logprobs
 from scheduler_svc.requests.sample_counts import num_candidates
-from scheduler_svc.requests.sampling_fields import FIELD_RULES, SamplingFields, is_off
+from scheduler_svc.requests.sampling_fields import FIELD_RULES, SamplingFields, ignores_eos, is_off
 
 BadWords = tuple[tuple[int, ...], ...]
 
@@ -27,6 +27,7 @@ def resolve_sampling(
         num_logprobs=_num_logprobs(fields, model),
         num_prompt_logprobs=resolve_logprobs(PATH + "prompt_logprobs", fields.prompt_logprobs, model),
         num_candidates=num_candidates(fields, len(stop_token_ids), model.vocab_size),
+        grammar=None if fields.grammar is None else Grammar(fields.grammar.wire, model.grammar_engine),
         values=_values(fields, model, bad_words),
     )
 
@@ -66,7 +67,7 @@ def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], list[int]])
 
 def _stop_token_ids(fields: SamplingFields, model: ModelDescription) -> tuple[int, ...]:
     """Return every id that ends the sequence."""
-    eos = () if fields.ignore_eos else model.eos_token_ids
+    eos = () if ignores_eos(fields) else model.eos_token_ids
     return tuple(sorted({*eos, *fields.stop_token_ids}))
 
 

@@ -29,6 +29,7 @@ from scheduler_svc.requests.field_rules import (
     unchanged,
     words,
 )
+from scheduler_svc.requests.grammar_fields import GrammarFields, check_grammar
 
 _FLOAT32_MAX = 3.4028234e38
 _MIN_TEMPERATURE = 0.01
@@ -133,6 +134,7 @@ class SamplingFields:
     length_penalty: float = _row(1.0, check=any_finite)
     early_stopping: EarlyStopping | None = _row(EarlyStopping.FALSE)  # noqa: RUF009
     """None: an unknown number."""
+    grammar: GrammarFields | None = _row(None, check=check_grammar)  # noqa: RUF009
     later_fields: tuple[str, ...] = ()
     """Fields that are set but not supported yet."""
 
@@ -147,6 +149,11 @@ FIELD_RULES: dict[str, FieldRule] = {
     each.name: each.metadata["rule"] for each in dataclasses.fields(SamplingFields) if "rule" in each.metadata
 }
 """Rules by the field's name, in the order of the table."""
+
+
+def ignores_eos(fields: SamplingFields) -> bool:
+    """Return whether EOS does not end the output; with a grammar it comes only where nothing else may, and ends it."""
+    return fields.ignore_eos and fields.grammar is None
 
 
 def is_off(fields: SamplingFields, name: str) -> bool:

@@ -36,7 +36,7 @@ def scheduler() -> Iterator[tuple[FakeScheduler, ExecutorProgress]]:
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(fake, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield fake, ExecutorProgress(lambda: f"127.0.0.1:{port}", EXECUTOR)
+    yield fake, ExecutorProgress(lambda: f"127.0.0.1:{port}", lambda: EXECUTOR)
     server.stop(None).wait()
 
 
@@ -58,4 +58,4 @@ def test_a_scheduler_that_is_gone_knows_of_no_step():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        assert not ExecutorProgress(lambda: address, EXECUTOR).completed_step()
+        assert not ExecutorProgress(lambda: address, lambda: EXECUTOR).completed_step()

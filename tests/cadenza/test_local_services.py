@@ -209,6 +209,29 @@ def test_an_error_of_services_that_live_is_left_as_it_is(fakes):
         raise UnavailableError("draining")
 
 
+def test_a_gateway_is_a_third_service_without_which_the_others_go_on(fakes):
+    services = fakes.start(http="0", restarts=RestartPolicy(first_delay_s=0.02, max_deaths=2))
+    with services:
+        assert set(services.pids()) == {"executor", "scheduler", "gateway"}
+        (first,) = fakes.starts("gateway")
+        assert first["arguments"] == [f"--target={services.target}", f"--http={services.http}"]
+        os.kill(first["pid"], signal.SIGKILL)
+        until(lambda: len(fakes.starts("gateway")) == 2)
+        until(lambda: any("is back" in event for event in fakes.events))
+        (fakes.folder / "gateway.fail").touch()
+        os.kill(fakes.starts("gateway")[-1]["pid"], signal.SIGKILL)
+        until(lambda: any("there is no HTTP any more" in event for event in fakes.events))
+        assert services.failure is None
+        assert set(services.pids()) == {"executor", "scheduler"}
+    assert not any(alive(start["pid"]) for name in ("executor", "scheduler", "gateway") for start in fakes.starts(name))
+
+
+@pytest.mark.parametrize("http", ["99999", "a b", "0.0.0.0:8000", "x/y"])
+def test_where_a_gateway_cannot_listen(fakes, http):
+    with pytest.raises(OptionError, match="option http"):
+        fakes.start(http=http)
+
+
 def test_without_a_limit_it_is_never_given_up(fakes):
     """The other service is started again meanwhile, and both events are reported with what happened before."""
     policy = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, max_deaths=None)
@@ -266,7 +289,8 @@ def test_a_deaf_service_is_killed(fakes):
 
 PARENT = """
 import sys, time
-from cadenza.local import LocalServices, Programs
+from cadenza.local import LocalServices
+from cadenza.local_family import Programs
 services = LocalServices("model", programs=Programs((sys.argv[1] + "/executor.py",), (sys.argv[1] + "/scheduler.py",)))
 print("up", flush=True)
 {then}

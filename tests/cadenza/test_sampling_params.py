@@ -24,7 +24,7 @@ from cadenza.v1 import types_pb2
         ("zzz", "SamplingParams() got an unexpected keyword argument 'zzz'"),
         # vLLM has these, and a similar name would be a wrong suggestion.
         ("flat_logprobs", "SamplingParams: flat_logprobs is not supported"),
-        ("structured_outputs", "SamplingParams: structured_outputs is not supported"),
+        ("guided_decoding", "SamplingParams: guided_decoding is not supported"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name, message):
@@ -92,7 +92,7 @@ def test_every_field_reaches_the_wire():
     named = {field.name for field, _ in message.ListFields()}
     assert named == set(values)
     missing = {f.name for f in dataclasses.fields(SamplingParams)} - named
-    assert missing == {"detokenize", "early_stopping"}
+    assert missing == {"detokenize", "early_stopping", "structured_outputs"}
     assert params_to_proto(SamplingParams(detokenize=False)).detokenize is False
     assert params_to_proto(SamplingParams(early_stopping="never")).early_stopping == types_pb2.EARLY_STOPPING_NEVER
     assert params_to_proto(SamplingParams(early_stopping=True)).early_stopping == types_pb2.EARLY_STOPPING_TRUE

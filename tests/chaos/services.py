@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 
 from cadenza.child_process import subject
-from cadenza.local import LocalServices, Programs
+from cadenza.local import LocalServices
+from cadenza.local_family import Programs
 from cadenza.supervisor import RestartPolicy
 from tests.chaos.health import Truth
 from tests.chaos.history import History

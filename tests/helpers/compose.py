@@ -171,7 +171,7 @@ def local_stack(folder: Path, environ: Mapping[str, str]) -> Iterator[LocalStack
         name: yaml.safe_load(last_instruction(stages, service["build"]["target"], "ENTRYPOINT"))
         for name, service in services.items()
     }
-    ports = _free_ports(50051, 50052, *range(int(METRICS_PORT), int(METRICS_PORT) + len(services)))
+    ports = _free_ports(50051, 50052, 8000, *range(int(METRICS_PORT), int(METRICS_PORT) + len(services)))
     stack = LocalStack(
         services,
         entrypoints,

@@ -1,7 +1,8 @@
 """Schemas of the custom resources in deploy/: of each published one, the fields that the manifests use.
 
 Written from the CRDs of these versions, all Apache-2.0: LeaderWorkerSet 0.10 (kubernetes-sigs/lws), cert-manager 1.21,
-prometheus-operator 0.93, KEDA 2.20, InferencePool v1 (kubernetes-sigs/gateway-api-inference-extension, August 2026).
+prometheus-operator 0.93, KEDA 2.20, InferencePool v1 (kubernetes-sigs/gateway-api-inference-extension, August 2026),
+KubeRay 1.7 (ray-project/kuberay).
 Every field that is not here is refused, so a new one is looked up first. `published_crds` reads whole files.
 """
 
@@ -42,7 +43,8 @@ def _object(required: str = "", /, **properties: Schema) -> Schema:
 
 
 def _resource(spec: Schema) -> Schema:
-    metadata = _object("name namespace", name=_NAME, namespace=_NAME, labels=_LABELS)
+    texts: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+    metadata = _object("name namespace", name=_NAME, namespace=_NAME, labels=_LABELS, annotations=texts)
     return _object("apiVersion kind metadata spec", apiVersion=_NAME, kind=_NAME, metadata=metadata, spec=spec)
 
 
@@ -142,6 +144,23 @@ _INFERENCE_POOL = _object(
         failureMode=_one_of("FailOpen", "FailClose"),
     ),
 )
+_RAY_START: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_RAY_CLUSTER = _object(
+    "headGroupSpec",
+    rayVersion=_NAME,
+    headGroupSpec=_object("template", rayStartParams=_RAY_START, template=_POD_TEMPLATE),
+    workerGroupSpecs=_list(
+        _object(
+            "groupName minReplicas maxReplicas template",
+            groupName=_NAME,
+            replicas=_INT,
+            minReplicas=_INT,
+            maxReplicas=_INT,
+            rayStartParams=_RAY_START,
+            template=_POD_TEMPLATE,
+        )
+    ),
+)
 CRD_SCHEMAS = {
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _resource(_LEADER_WORKER_SET),
     ("cert-manager.io/v1", "Certificate"): _resource(_CERTIFICATE),
@@ -149,6 +168,7 @@ CRD_SCHEMAS = {
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _resource(_SERVICE_MONITOR),
     ("keda.sh/v1alpha1", "ScaledObject"): _resource(_SCALED_OBJECT),
     ("inference.networking.k8s.io/v1", "InferencePool"): _resource(_INFERENCE_POOL),
+    ("ray.io/v1", "RayCluster"): _resource(_RAY_CLUSTER),
 }
 """By apiVersion and kind."""
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ import yaml
 from tests.helpers.paths import ROOT
 
 OVERLAYS = ("cpu", "gpu", "ranks", "pool")
+"""Those whose pods are the two services."""
+RAY = "ray"
+"""The overlay whose pods are machines of a Ray cluster."""
 KUBECTL = shutil.which("kubectl")
 needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="no kubectl, which renders the manifests")
 Manifest = dict[str, Any]
@@ -23,8 +27,13 @@ Manifest = dict[str, Any]
 @functools.cache
 def rendered(overlay: str) -> tuple[Manifest, ...]:
     """What `kubectl apply -k` sends for an overlay; fails on warnings too."""
+    return build(ROOT / "deploy" / "overlays" / overlay)
+
+
+def build(folder: Path) -> tuple[Manifest, ...]:
+    """The same for any folder with a kustomization."""
     assert KUBECTL
-    command = [KUBECTL, "kustomize", str(ROOT / "deploy" / "overlays" / overlay)]
+    command = [KUBECTL, "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
     return tuple(yaml.safe_load_all(done.stdout))

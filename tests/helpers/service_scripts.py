@@ -1,4 +1,4 @@
-"""Small scripts in place of the two services, and what tests look at in them."""
+"""Small scripts in place of the services, and what tests look at in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from cadenza.local import LocalServices, Programs
+from cadenza.local import LocalServices
+from cadenza.local_family import Programs
 
 # Listens, notes how it was called in its folder, says ready, and waits. A file `NAME.fail` makes it fail at start;
 # Signals end it unless a file `NAME.deaf` is there.
@@ -23,7 +24,8 @@ if (folder / f"{name}.fail").exists():
     sys.exit(3)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN if (folder / f"{name}.deaf").exists() else signal.SIG_DFL)
-host, _, port = sys.argv[sys.argv.index("--listen") + 1].rpartition(":")
+http = [each.removeprefix("--http=") for each in sys.argv if each.startswith("--http=")]
+host, _, port = (http or sys.argv[sys.argv.index("--listen") + 1 :])[0].rpartition(":")
 listener = socket.create_server((host, int(port)))
 print("chatter on stdout", flush=True)
 print(f"ready {host}:{listener.getsockname()[1]}", flush=True)
@@ -33,19 +35,19 @@ while True:
 
 
 class Fakes:
-    """The two scripts in a folder."""
+    """The scripts in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("executor", "scheduler"):
+        for name in ("executor", "scheduler", "gateway"):
             (folder / f"{name}.py").write_text(SERVICE)
-        self.programs = Programs((str(folder / "executor.py"),), (str(folder / "scheduler.py"),))
+        self.programs = Programs(*((str(folder / f"{name}.py"),) for name in ("executor", "scheduler", "gateway")))
         # The first lines of a program whose services are these scripts; they need no model.
         self.prelude = (
             "import cadenza.local\n"
             "cadenza.local.check_files = lambda model, settings: None\n"
             "cadenza.local.Programs.__init__.__defaults__ = "
-            f"({self.programs.executor!r}, {self.programs.scheduler!r})\n"
+            f"({self.programs.executor!r}, {self.programs.scheduler!r}, {self.programs.gateway!r})\n"
         )
         self.events: list[str] = []
         self.lines: list[tuple[str, str]] = []

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.core.adapters.events import AdapterRegistered, AdapterRemoved
+from scheduler_svc.core.adapters.events import AdapterDue, AdapterRegistered, AdapterRemoved
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
@@ -152,6 +152,13 @@ class CoreMachine(RuleBasedStateMachine):
         """An adapter loses its name; its requests go on."""
         indexes = list(self.core.adapters.adapters)
         self.core.adapter_event(AdapterRemoved(indexes[pick % len(indexes)]))
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.core.adapters.users)
+    def adapter_is_due(self, pick: int) -> None:
+        """A request has waited long for its adapter, as the engine says, or it is loaded already."""
+        indexes = list(self.core.adapters.users)
+        self.core.adapter_event(AdapterDue(indexes[pick % len(indexes)]))
 
     @rule(pick=PICK)
     def answer(self, pick: int) -> None:

@@ -5,6 +5,7 @@ Where there is an engine, test_compose_engine.py builds the images and runs the 
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from cadenza import Client, SamplingParams
+from cadenza.gateway.config import GatewayConfig
 from executor_svc.config import ExecutorConfig
 from scheduler_svc.config import SchedulerConfig
 from tests.helpers.compose import (
@@ -33,12 +35,14 @@ from tests.helpers.compose import (
     start_order,
 )
 
-CONFIGS = {"executor": ExecutorConfig, "scheduler": SchedulerConfig}
+CONFIGS = {"executor": ExecutorConfig, "scheduler": SchedulerConfig, "gateway": GatewayConfig}
 COMPOSE = read_compose({})
 SERVICES: dict[str, dict[str, Any]] = {name: each for name, each in COMPOSE["services"].items() if "build" in each}
 """Those of this project."""
 WATCHERS: dict[str, dict[str, Any]] = {name: each for name, each in COMPOSE["services"].items() if "build" not in each}
 """Images of others, for --profile watch."""
+PORTS = {"scheduler": 50051, "scheduler-gpu": 50051, "gateway": 8000}
+"""What clients of this machine reach."""
 GREEDY = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 
 # Of docker-compose 1.29.2's schema (compose_spec.json): what this project may need. It refuses a file with other keys.
@@ -68,7 +72,7 @@ def test_a_container_is_confined(name: str) -> None:
     assert service["tmpfs"] == ["/tmp"]
     assert service["restart"] == "unless-stopped"
     from_host = [mount for mount in service["volumes"] if mount.startswith((".", "/"))]
-    assert from_host == ["./models/cadenza-demo:/model:ro"]
+    assert from_host == ([] if name == "gateway" else ["./models/cadenza-demo:/model:ro"])
     # The file must not take back what the image says: its user (tested next) and its entry point.
     assert not {"user", "privileged", "cap_add", "entrypoint"} & set(service)
 
@@ -80,12 +84,12 @@ def test_an_image_runs_as_a_user_without_rights(name: str) -> None:
 
 
 @every_service
-def test_clients_reach_the_schedulers_alone_and_from_this_machine(name: str) -> None:
+def test_clients_reach_schedulers_and_gateway_alone_and_from_this_machine(name: str) -> None:
     ports = SERVICES[name].get("ports", [])
-    assert len(ports) == (1 if name.startswith("scheduler") else 0)
+    assert len(ports) == (1 if name in PORTS else 0)
     assert "--insecure" in SERVICES[name]["command"], "so nothing may reach it from elsewhere"
     for port in ports:
-        assert re.fullmatch(r"127\.0\.0\.1:\d+:50051", port)
+        assert re.fullmatch(rf"127\.0\.0\.1:\d+:{PORTS[name]}", port)
 
 
 @every_service
@@ -98,6 +102,7 @@ def test_every_option_is_there_once(name: str) -> None:
     options = CONFIGS[service["build"]["target"]].model_fields
     # A client's CADENZA_TLS_CERT in the shell would name a file that is not there in the container.
     others = [each for each in options if not re.match("tls_|executor_", each)]
+    assert name != "gateway" or service["environment"]["no_grpc_proxy"] == "scheduler"
     assert sorted([*(each.replace("-", "_") for each in settled), *passed]) == sorted(others)
 
 
@@ -110,7 +115,7 @@ def test_options_and_folders_come_from_the_shell() -> None:
         "CADENZA_EXECUTOR": "dns:///executor:50052",
     }
     services = read_compose(shell)["services"]
-    for name in SERVICES:
+    for name in SERVICES.keys() - {"gateway"}:
         service = services[name]
         assert service["environment"]["CADENZA_MAX_NUM_SEQS"] == "3", name
         assert "/data/m:/model:ro" in service["volumes"], name
@@ -128,7 +133,8 @@ def test_a_scheduler_waits_until_its_executor_is_healthy() -> None:
         assert SERVICES[name]["depends_on"] == {executor: {"condition": "service_healthy"}}
         assert f"{executor}:50052" in SERVICES[name]["command"]
         assert executor in SERVICES[name]["environment"]["no_grpc_proxy"].split(",")
-    assert start_order(SERVICES) == ["executor", "scheduler", "executor-gpu", "scheduler-gpu"]
+    assert SERVICES["gateway"]["depends_on"] == {"scheduler": {"condition": "service_healthy"}}
+    assert start_order(SERVICES) == ["executor", "scheduler", "gateway", "executor-gpu", "scheduler-gpu"]
 
 
 def test_the_gpu_profile_differs_in_what_a_gpu_needs_and_no_more() -> None:
@@ -183,8 +189,10 @@ def test_the_watch_profile_scrapes_what_the_services_export_and_loads_the_dashbo
     assert str(rules) == _place_of(mounted, "alerts.yml")
     found = [each for job in config["scrape_configs"] for each in job["dns_sd_configs"]]
     scraped = {name: each["port"] for each in found for name in each["names"]}
-    assert scraped == dict.fromkeys(SERVICES, int(METRICS_PORT))
+    assert scraped == {**dict.fromkeys(SERVICES, int(METRICS_PORT)), "gateway": 8000}
     for name, service in SERVICES.items():
+        if name == "gateway":
+            continue  # at its own port
         options = service["command"]
         assert options[options.index("--metrics-port") + 1] == METRICS_PORT, name
         assert options[options.index("--metrics-host") + 1] == "0.0.0.0", name
@@ -229,7 +237,7 @@ def test_stages_are_built_from_stages_above_them() -> None:
         seen.append(name)
     above = "\n".join(rest for name in seen[: seen.index("scheduler")] for _, rest in stages[name].instructions)
     assert "TORCH" not in above
-    assert {service["build"]["target"] for service in SERVICES.values()} == {"scheduler", "executor"} <= set(stages)
+    assert {service["build"]["target"] for service in SERVICES.values()} == set(CONFIGS) <= set(stages)
 
 
 def test_what_is_copied_is_in_the_context_and_in_a_fresh_clone() -> None:
@@ -293,10 +301,15 @@ def check_answers(stack: LocalStack) -> None:
         info = client.server_info()
     assert info.options["max_num_seqs"] == "5", "the scheduler's environment"
     assert info.load.num_device_blocks == 700, "the executor's environment"
-    for name in stack.services:
-        url = f"http://127.0.0.1:{stack.metrics_port(name)}/metrics"
-        with urllib.request.urlopen(url) as response:
+    urls = {name: f"http://127.0.0.1:{stack.metrics_port(name)}" for name in stack.services}
+    urls["gateway"] = f"http://{stack.address(8000)}"
+    for name, url in urls.items():
+        with urllib.request.urlopen(f"{url}/metrics") as response:
             assert b"cadenza_event_loop_lag_seconds_count" in response.read(), name
+    body = json.dumps({"messages": [{"role": "user", "content": "What is 27 + 48?"}], "max_tokens": 30}).encode()
+    asked = urllib.request.Request(f"{urls['gateway']}/v1/chat/completions", body)
+    with urllib.request.urlopen(asked) as response:
+        assert json.load(response)["choices"][0]["message"]["content"]
 
 
 def check_a_killed_executor_is_seen_and_its_restart_loses_nothing(stack: LocalStack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from tests.helpers.crds import CRD_SCHEMAS, published_crds
 from tests.helpers.manifests import (
     KUBECTL,
     OVERLAYS,
+    RAY,
     Manifest,
     PodTemplate,
+    build,
     environment_of,
     matches,
     named,
@@ -34,6 +37,7 @@ from tests.helpers.manifests import (
     rendered,
     worker_template,
 )
+from tests.helpers.paths import ROOT
 
 pytestmark = needs_kubectl
 KUBERNETES = "1.34"
@@ -69,7 +73,7 @@ def own_entries(config: SchedulerConfig) -> ExecutorEntries:
 # ---------------------------------------------------------------- schemas
 
 
-@every_overlay
+@pytest.mark.parametrize("overlay", [*OVERLAYS, RAY])
 def test_resources_of_kubernetes_are_valid(overlay: str) -> None:
     """By the schemas of the API itself; unknown fields are refused."""
     seen = 0
@@ -78,12 +82,15 @@ def test_resources_of_kubernetes_are_valid(overlay: str) -> None:
             continue
         assert kubernetes_validate.validate(manifest, KUBERNETES, strict=True) == KUBERNETES
         seen += 1
-    assert seen > 10
-    for group in of_kind(overlay, "LeaderWorkerSet"):
-        for kind in ("leaderTemplate", "workerTemplate"):
-            template = group["spec"]["leaderWorkerTemplate"][kind]
-            wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
-            kubernetes_validate.validate(wrapped, KUBERNETES, strict=True)
+    assert seen > 5
+    sets = [each["spec"]["leaderWorkerTemplate"] for each in of_kind(overlay, "LeaderWorkerSet")]
+    templates = [each[kind] for each in sets for kind in ("leaderTemplate", "workerTemplate")]
+    for cluster in of_kind(overlay, "RayCluster"):
+        groups = (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"])
+        templates += [group["template"] for group in groups]
+    for template in templates:
+        wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
+        kubernetes_validate.validate(wrapped, KUBERNETES, strict=True)
 
 
 def test_the_schemas_refuse_what_is_wrong() -> None:
@@ -96,7 +103,7 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "Service", "spec": {"prots": []}}, KUBERNETES, True)
 
 
-@every_overlay
+@pytest.mark.parametrize("overlay", [*OVERLAYS, RAY])
 def test_custom_resources_are_valid(overlay: str) -> None:
     for manifest in rendered(overlay):
         schema = CRD_SCHEMAS.get((manifest["apiVersion"], manifest["kind"]))
@@ -109,7 +116,7 @@ def test_custom_resources_are_valid_by_the_published_schemas() -> None:
     assert CRDS
     schemas = published_crds(Path(CRDS))
     assert set(CRD_SCHEMAS) <= set(schemas)
-    for overlay in OVERLAYS:
+    for overlay in (*OVERLAYS, RAY):
         for manifest in rendered(overlay):
             schema = schemas.get((manifest["apiVersion"], manifest["kind"]))
             if schema is not None:
@@ -254,6 +261,25 @@ def test_services_budgets_monitors_and_scalers_select_what_is_there(overlay: str
         assert [pod.party for pod in chosen_pods] == ["scheduler", "scheduler"]
         (port,) = pool["spec"]["targetPorts"]
         assert all(pod.container["ports"][0]["containerPort"] == port["number"] for pod in chosen_pods)
+
+
+def test_the_hpa_scales_as_keda_does(tmp_path: Path) -> None:
+    """No overlay has it: a component in place of keda."""
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    overlay = tmp_path / "deploy" / "overlays" / "hpa"
+    overlay.mkdir()
+    text = "namespace: cadenza\nresources: [../../shared, ../../base]\n"
+    components = "components: [../../components/deployment, ../../components/hpa]\n"
+    (overlay / "kustomization.yaml").write_text(text + components)
+    made = {each["kind"]: each for each in build(overlay) if each["metadata"]["name"] == "cadenza-executor"}
+    scaler, owner = made["HorizontalPodAutoscaler"], made["Deployment"]
+    assert kubernetes_validate.validate(scaler, KUBERNETES, strict=True) == KUBERNETES
+    assert scaler["spec"]["scaleTargetRef"]["kind"] == owner["kind"]
+    assert "replicas" not in owner["spec"], "applying the manifests would undo the scaler's work"
+    (keda,) = of_kind("ranks", "ScaledObject")
+    assert scaler["spec"]["behavior"] == keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["external"]["target"]["averageValue"] == keda["spec"]["triggers"][0]["metadata"]["threshold"]
 
 
 def test_one_scheduler_at_a_time_has_a_journal() -> None:

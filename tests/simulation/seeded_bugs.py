@@ -214,6 +214,16 @@ SEEDED_BUGS = (
         "and index not in users", "",
     ),
     SeededBug(
+        "a due adapter takes the place of one whose requests run",
+        "scheduler_svc.core.steps.adapter_changes", "_held",
+        "if group.was_admitted", "if not group.was_admitted",
+    ),
+    SeededBug(
+        "a due adapter keeps others from beginning when its requests have ended",
+        "scheduler_svc.core.adapters.table", "AdapterTable.on_finished",
+        "self._due.pop(index, None)", "pass",
+    ),
+    SeededBug(
         "an executor is taken to have the adapters that it had in its last session",
         "scheduler_svc.core.steps.adapter_changes", "adopt_loaded",
         "lane.adapters.reset()", "pass",

@@ -21,11 +21,13 @@ from cadenza.cli import (
     drain,
     executors,
     fit_costs,
+    gateway,
     generate,
     loadtest,
     lora,
     report,
     simulate,
+    simulate_fleet,
     tenants,
     top,
     up,
@@ -50,6 +52,8 @@ A server, and requests from another terminal:
   cadenza up FOLDER_OR_HUB_ID
   cadenza generate "Hello"
   cadenza chat
+HTTP clients of OpenAI's and Anthropic's APIs:
+  cadenza gateway --http :8000
 What it is doing, and an end without a lost request:
   cadenza top
   cadenza drain
@@ -62,6 +66,7 @@ Certificates for TLS:
 Measuring it, and simulating other hardware:
   cadenza loadtest --request-rate 4
   cadenza simulate --executors 1,2,4 --find-max-rate --slo ttft=0.5,tpot=0.05
+  cadenza simulate-fleet --schedulers 62 --request-rate 500
 
 `cadenza COMMAND --help` has details.
 """
@@ -89,6 +94,7 @@ def _for_model(*taken: str) -> Iterator[FieldOption]:
 _COMMANDS = {
     "up": _Command(up, up.up, service_fields, "serve"),
     "serve": _Command(up, up.up, service_fields, "serve"),
+    "gateway": _Command(gateway, gateway.gateway, gateway.gateway_fields, "gateway"),
     "generate": _Command(generate, generate.generate, lambda: _for_model("seed"), "serve", True),
     "chat": _Command(chat, chat.chat, lambda: _for_model("seed"), "serve", True),
     "top": _Command(top, top.top, connects=True),
@@ -99,6 +105,7 @@ _COMMANDS = {
     "certs": _Command(certs, certs.certs),
     "report": _Command(report, report.report),
     "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields, "loadtest,scheduler"),
+    "simulate-fleet": _Command(simulate_fleet, simulate_fleet.simulate_fleet),
     "fit-costs": _Command(fit_costs, fit_costs.fit_costs),
 }
 

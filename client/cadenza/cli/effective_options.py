@@ -11,6 +11,7 @@ from cadenza.cli.text import size
 from cadenza.credentials import authorized, call_metadata, chosen_token
 from cadenza.local import LocalServices
 from cadenza.local_options import SCHEDULER, Setting
+from cadenza.tls import TLS
 from cadenza.transport import sync_channel
 from cadenza.v1 import execution_pb2, execution_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
 
@@ -25,28 +26,31 @@ def effective_options(services: LocalServices, places: Mapping[str, Setting]) ->
     answer.
     """
     addresses = services.addresses
-    executors = _describe_all({name: addresses[name] for name in services.executors})
+    names = [name for name in services.executors if name in addresses]
+    executors = _describe_all({name: addresses[name] for name in names}, services.executor_tls)
     with sync_channel(addresses[SCHEDULER], services.tls) as channel:
         _wait_until_serving(channel)
         stub = authorized(generation_pb2_grpc.GenerationServiceStub(channel), call_metadata(chosen_token(None)))
         model = stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_TIMEOUT_S)
         server = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
     rows = _describe(executors, model, server)
-    rows.append(("memory", _resident(addresses, services.executors, server)))
+    rows.append(("memory", _resident(addresses, names, server)))
     rows += _limits(model, server)
-    silent = {name: " (does not answer)" for name in services.executors if name not in executors}
-    listening = [f"{name} on {addresses[name]}{silent.get(name, '')}" for name in (SCHEDULER, *services.executors)]
+    silent = {name: " (does not answer)" for name in names if name not in executors}
+    listening = [f"{name} on {addresses[name]}{silent.get(name, '')}" for name in (SCHEDULER, *names)]
+    if services.http is not None:
+        listening.append(f"gateway on {services.http}")
     rows.append(("listens", ", ".join(listening)))
     rows += _origins({**places, **services.settings})
     return [f"{label:<10}{text}" for label, text in rows]
 
 
-def _describe_all(addresses: Mapping[str, str]) -> dict[str, execution_pb2.DescribeResponse]:
+def _describe_all(addresses: Mapping[str, str], tls: TLS | None) -> dict[str, execution_pb2.DescribeResponse]:
     """The answers of executors, by name, without those that do not answer; raises the last error if none does."""
     answers: dict[str, execution_pb2.DescribeResponse] = {}
     failure: grpc.RpcError | None = None
     for name, address in addresses.items():
-        with sync_channel(address) as channel:
+        with sync_channel(address, tls) as channel:
             try:
                 answers[name] = execution_pb2_grpc.ExecutionServiceStub(channel).Describe(
                     execution_pb2.DescribeRequest(), timeout=_TIMEOUT_S

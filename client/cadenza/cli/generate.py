@@ -14,6 +14,7 @@ import typer
 
 from cadenza.async_client import AsyncClient
 from cadenza.cli.service_args import Config, serving
+from cadenza.cli.structured import structured_outputs
 from cadenza.cli.text import notice, printable, typed, write
 from cadenza.errors import CadenzaError, FailedPreconditionError, OptionError
 from cadenza.info import ModelInfo
@@ -61,6 +62,10 @@ Speculation = Annotated[
     _option("INTEGER", "Most draft tokens in one step, up to 64; 0: none.  [default: as the server is set]"),
 ]
 Adapter = Annotated[str | None, _option("NAME", "LoRA adapter of the answers.")]
+JsonSchema = Annotated[
+    str | None, _option("FILE", 'The answer is JSON that fits the schema in this file; "-": any JSON object.')
+]
+Regex = Annotated[str | None, _option("TEXT", "The whole answer matches this regular expression.")]
 Ids = Annotated[
     list[str] | None,
     typer.Option("--ids", metavar="IDS", help="A prompt as token ids, such as 5,6,7; may be given several times."),
@@ -135,6 +140,8 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the answer.")] = False,
     speculation: Speculation = None,
     adapter: Adapter = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt, at the end.")] = False,
     **options: Any,
 ) -> None:
@@ -148,6 +155,7 @@ def generate(
         seed=seed,
         stop=stop,
         ignore_eos=ignore_eos,
+        structured_outputs=structured_outputs(json_schema, regex),
     )
     check_speculation(speculation)
     choices: _Choices = {"speculation": speculation, "adapter": adapter}

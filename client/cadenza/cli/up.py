@@ -1,4 +1,4 @@
-"""`cadenza up`: runs and supervises a scheduler and its executors until a signal."""
+"""`cadenza up`: runs and supervises a scheduler, its executors and a gateway until a signal."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ Examples:
   cadenza up models/cadenza-demo
   cadenza generate "Hello"              (in another terminal)
   cadenza up MODEL --executors 2
+  cadenza up MODEL --http 8000          (OpenAI's and Anthropic's APIs too)
 
 MODEL is a folder, a GGUF file or a Hugging Face hub id; --model gives it too. `cadenza serve` is the same command.
 
@@ -57,7 +58,7 @@ EPILOG = "Exit codes: 0 stopped by a signal, 1 a service did not start the first
 _LOOK_S = 0.5
 _NAME_CELLS = 9
 _MIN_CELLS = 20
-_STYLES = {"executor": "cyan", "scheduler": "green", "cadenza": "bold yellow"}
+_STYLES = {"executor": "cyan", "scheduler": "green", "gateway": "magenta", "cadenza": "bold yellow"}
 
 Named = Annotated[
     str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,12 +10,13 @@ import numpy as np
 from cadenza.loadtest.requests import Ints, LoadTestError, RequestShape
 from cadenza.loadtest.seeds import stream
 from cadenza.loadtest.vocabulary import VOCABULARY
+from cadenza.loadtest.workload_records import BLOCK_TOKENS
 
 _FIRST_ID, _END_ID = 300, 8000
 """Above special tokens and single bytes, within the smallest usual vocabularies; benchmarks/common uses the same."""
 _FEWEST = 64
 """Minimum number of different ids; with fewer, prompts would share tokens by chance."""
-_REQUESTS, _PREFIXES = 0, 1
+_REQUESTS, _PREFIXES, _BLOCKS = 0, 1, 2
 """Disjoint parts of the random stream."""
 
 
@@ -75,6 +77,9 @@ class Prompts:
                     f"request {shape.index}: prompt: token id {max(own)} is not in the vocabulary, whose last is "
                     f"{self._vocab_size - 1}"
                 )
+        elif shape.prompt_blocks:
+            parts = (self._ids(_BLOCKS, block, BLOCK_TOKENS) for block in shape.prompt_blocks)
+            own = list(itertools.chain.from_iterable(parts))[: shape.num_prompt_tokens]
         elif shape.prefix < 0:
             own = self._ids(_REQUESTS, shape.index, shape.num_prompt_tokens)
         else:
@@ -91,6 +96,9 @@ class Prompts:
         if shape.prompt_token_ids:
             raise LoadTestError(f"request {shape.index}: its prompt is token ids, but a text is needed")
         own = shape.prompt_text
+        if not own and shape.prompt_blocks:
+            blocks = (self._text(_BLOCKS, block, BLOCK_TOKENS) for block in shape.prompt_blocks)
+            own = " ".join(list(itertools.chain.from_iterable(blocks))[: shape.num_prompt_tokens])
         if not own:
             words = self._prefix_text(shape.prefix, shape.num_prefix_tokens) if shape.prefix >= 0 else []
             own = " ".join([*words, *self._text(_REQUESTS, shape.index, shape.num_prompt_tokens - len(words))])

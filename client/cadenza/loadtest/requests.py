@@ -51,6 +51,8 @@ class RequestShape:
     """Token ids from a file; empty: made from the lengths."""
     prompt_text: str = ""
     """Text from a file, in place of token ids."""
+    prompt_blocks: tuple[int, ...] = ()
+    """Ids of the prompt's blocks of `workload_records.BLOCK_TOKENS`: equal ids stand for equal tokens."""
     due_s: float | None = None
     """Arrival time from a trace, in seconds from the start; None: by the arrival process."""
     prompt_truncated: bool = False

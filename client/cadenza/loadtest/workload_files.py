@@ -7,7 +7,9 @@ Formats, which are distinguished by the beginning of the file:
 - ShareGPT's format, a list or lines of {"conversations": [{"from", "value"}]}: the first human message is the prompt;
   output lengths are from `--output-len`, because the answers' lengths in tokens are unknown without a tokenizer;
 - traces as CSV: Azure's (TIMESTAMP, ContextTokens, GeneratedTokens) and BurstGPT's (Timestamp, Model, Request tokens,
-  Response tokens); failed requests, with no tokens on one side, are left out.
+  Response tokens); failed requests, with no tokens on one side, are left out;
+- traces as JSON lines: Mooncake's (timestamp in milliseconds, input_length, output_length, hash_ids): prompts have
+  equal tokens where the ids of their blocks are equal.
 """
 
 from __future__ import annotations
@@ -188,6 +190,7 @@ def _shape(
         think_s=record.think_s if turn else 0.0,
         prompt_token_ids=tuple(record.prompt) if isinstance(record.prompt, list) else (),
         prompt_text=record.prompt if isinstance(record.prompt, str) else "",
+        prompt_blocks=tuple(record.block_ids or ()),
         due_s=due_s,
     )
 

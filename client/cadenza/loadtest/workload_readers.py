@@ -25,6 +25,9 @@ _TRACES: tuple[dict[str, str], ...] = (
     {"Timestamp": "timestamp", "Request tokens": "prompt_tokens", "Response tokens": "output_len", "Model": "kind"},
 )
 """Public traces, identified by these columns; their other columns are not read."""
+_MOONCAKE = {"input_length": "prompt_tokens", "output_length": "output_len", "hash_ids": "block_ids"}
+"""Fields of Mooncake's traces beside `timestamp`, in milliseconds:
+https://github.com/kvcache-ai/Mooncake/blob/main/FAST25-release/README.md"""
 
 
 def read_records(path: Path) -> Records:
@@ -46,7 +49,9 @@ def _records(path: Path, file: TextIO) -> Records:
     if first.startswith("["):
         return _list_records(path, file)
     if first.startswith("{"):
-        return _conversation_lines(path, file) if _has_conversations(first) else _line_records(path, file)
+        if _has(first, "conversations"):
+            return _conversation_lines(path, file)
+        return _mooncake_lines(path, file) if _has(first, "input_length") else _line_records(path, file)
     if not first:
         raise LoadTestError(f"workload {path}: the file is empty")
     return _csv_records(path, file)
@@ -68,6 +73,28 @@ def _line_records(path: Path, file: TextIO) -> Records:
         place = f"line {number}"
         try:
             yield place, Record.model_validate_json(line, strict=True)
+        except ValidationError as error:
+            raise _error(path, place, problem_of(error)) from None
+
+
+def _mooncake_lines(path: Path, file: TextIO) -> Records:
+    """A request without output has failed, and is left out as in the other traces."""
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        place = f"line {number}"
+        entry = _json_object(path, place, line)
+        missing = next((name for name in ("timestamp", "input_length", "output_length") if name not in entry), None)
+        if missing is not None:
+            raise _error(path, place, f"{missing} is missing")
+        values = {_MOONCAKE.get(name, name): value for name, value in entry.items() if name in _MOONCAKE}
+        if 0 in (values["prompt_tokens"], values["output_len"]):
+            continue
+        stamp = entry["timestamp"]
+        if isinstance(stamp, bool) or not isinstance(stamp, int | float):
+            raise _error(path, place, f"timestamp: must be milliseconds, not {stamp!r:.40}")
+        try:
+            yield place, Record.model_validate(values | {"timestamp": stamp / 1000}, strict=True)
         except ValidationError as error:
             raise _error(path, place, problem_of(error)) from None
 
@@ -97,13 +124,18 @@ def _conversation_lines(path: Path, file: TextIO) -> Records:
         if not line.strip():
             continue
         place = f"line {number}"
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise _error(path, place, f"this is not JSON: {error}") from None
-        if not isinstance(entry, dict) or "conversations" not in entry:
+        entry = _json_object(path, place, line)
+        if "conversations" not in entry:
             raise _error(path, place, "conversations is missing")
         yield from _conversation(place, entry)
+
+
+def _json_object(path: Path, place: str, line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _error(path, place, f"this is not JSON: {error}") from None
+    return entry if isinstance(entry, dict) else {}
 
 
 def _conversation(place: str, entry: dict[str, Any]) -> Records:
@@ -119,12 +151,12 @@ def _conversation(place: str, entry: dict[str, Any]) -> Records:
             yield place, Record(prompt=text)
 
 
-def _has_conversations(line: str) -> bool:
+def _has(line: str, name: str) -> bool:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(entry, dict) and "conversations" in entry
+    return isinstance(entry, dict) and name in entry
 
 
 def _csv_records(path: Path, file: TextIO) -> Records:

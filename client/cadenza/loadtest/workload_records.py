@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+BLOCK_TOKENS = 512
 _OUTPUT_NAMES = ("output_len", "output_tokens", "max_tokens")
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -30,6 +31,9 @@ class Record(BaseModel):
     turn: Annotated[int, Field(ge=0)] | None = None
     think_s: float = Field(default=0.0, ge=0)
     timestamp: float | None = None
+    block_ids: list[_TokenId] | None = None
+    """Ids of the prompt's blocks of BLOCK_TOKENS tokens, as in Mooncake's traces: prompts have equal tokens where these
+    are equal."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -43,6 +47,10 @@ class Record(BaseModel):
             raise ValueError("beam_width must be 2 or more, or 0 for none")
         if self.beam_width and (self.n or 1) > 1:
             raise ValueError("n and beam_width cannot be combined")
+        if self.block_ids and (self.prompt is not None or len(self.block_ids) != -(-self.length // BLOCK_TOKENS)):
+            raise ValueError(
+                f"block_ids must have one id for each {BLOCK_TOKENS} of the prompt_tokens, and no prompt beside them"
+            )
         if self.session is None and self.turn is not None:
             raise ValueError("turn needs session")
         return self

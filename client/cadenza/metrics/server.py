@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Metric, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
@@ -55,6 +55,19 @@ def _call(function: Callable[[], Any], result: Future[Any]) -> None:
             result.set_result(function())
         except Exception as exc:
             result.set_exception(exc)
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def text_of(families: Iterable[Metric]) -> str:
+    """Families in Prometheus' text format."""
+    return generate_latest(_Families(families)).decode()
 
 
 class MetricsServer:

@@ -10,7 +10,7 @@ from typing import Any
 from cadenza.settings.names import OF_OTHERS
 from cadenza.spelling import misspelling_of, suggestion
 
-TABLES = ("executor", "scheduler")
+TABLES = ("executor", "scheduler", "gateway")
 
 
 class OptionsFileError(ValueError):

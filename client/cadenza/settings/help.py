@@ -18,13 +18,24 @@ GROUPS = (
     "Speculation",
     "Adapters",
     "Ranks",
+    "Ray",
     "Scheduling",
+    "HTTP",
     "Security",
     "Logging",
     "Simulation",
 )
 """Headings of --help and of docs/options.md, in this order."""
-COMMON = ("executors", "device", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "log_requests")
+COMMON = (
+    "http",
+    "executors",
+    "device",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "gpu_memory_utilization",
+    "log_requests",
+)
 """Options that `cadenza up --help` shows first, beside its own: model, host, port and config."""
 _OTHER = "Scheduling"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ENV_PREFIX = "CADENZA_"
-STARTER_OPTIONS = ("host", "port", "executors")
+STARTER_OPTIONS = ("host", "port", "executors", "http")
 """Options of the program that starts both services. A service that is started alone ignores them."""
 OF_OTHERS = (*STARTER_OPTIONS, "load_format")
 """Options that a service without them never takes for a misspelling of its own, however alike they look."""

@@ -22,8 +22,8 @@ from cadenza.settings.names import CLIENT_VARIABLES, ENV_PREFIX, OF_OTHERS, flag
 from cadenza.spelling import misspelling_of, suggestion
 
 
-class ServiceSettings(BaseSettings):
-    """The common part of both services' configurations. The docstring of each one begins its --help."""
+class Settings(BaseSettings):
+    """What all configurations have in common. The docstring of each one begins its --help."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -48,6 +48,23 @@ class ServiceSettings(BaseSettings):
         description="Lines of text, or one JSON object a line with the ids that the line is about; docs/tracing.md.",
         json_schema_extra=about("Logging"),
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources in order of precedence, highest first; arguments override all of them."""
+        return init_settings, env_settings, _FileSource(settings_cls)
+
+
+class ServiceSettings(Settings):
+    """The common part of both services' configurations."""
+
     otlp_traces_endpoint: str | None = Field(
         None,
         description="OTLP/gRPC URL of an OpenTelemetry collector, such as http://127.0.0.1:4317, that gets a trace of "
@@ -141,20 +158,8 @@ class ServiceSettings(BaseSettings):
         json_schema_extra=about("Security", "connections"),
     )
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources in order of precedence, highest first; arguments override all of them."""
-        return init_settings, env_settings, _FileSource(settings_cls)
 
-
-_Config = TypeVar("_Config", bound=ServiceSettings)
+_Config = TypeVar("_Config", bound=Settings)
 
 
 class _FileSource(PydanticBaseSettingsSource):
@@ -175,7 +180,7 @@ def read_config(config: type[_Config], arguments: list[str], fail: Callable[[str
     `--help` prints the help and raises SystemExit.
     """
     if {"-h", "--help"} & set(arguments):
-        usage = f"python -m {config.service}_svc [OPTIONS]"
+        usage = f"{config.model_config.get('cli_prog_name')} [OPTIONS]"
         columns = shutil.get_terminal_size().columns
         print(help_text(usage, inspect.cleandoc(config.__doc__ or ""), config.model_fields, config.exit_codes, columns))
         raise SystemExit(0)
@@ -206,7 +211,7 @@ def reason(problem: ErrorDetails) -> str:
     return f"{problem['msg']}, not {problem['input']!r:.60}"
 
 
-def ignored_settings(config: ServiceSettings, environment: Mapping[str, str]) -> Iterator[str]:
+def ignored_settings(config: Settings, environment: Mapping[str, str]) -> Iterator[str]:
     """Warnings about settings without effect here: misspelled variables, and options of other programs."""
     names = type(config).model_fields
     variables = {variable(name) for name in names}
@@ -250,7 +255,7 @@ def _origin(name: str, arguments: list[str]) -> str:
     return f"{path}: {name}" if in_file else flag(name)
 
 
-def _option_message(text: str, config: type[ServiceSettings]) -> str:
+def _option_message(text: str, config: type[Settings]) -> str:
     """argparse's message in the form `--option: message`."""
     text = text.removeprefix("error parsing CLI: ")
     unknown = text.removeprefix("unrecognized arguments: ")

@@ -99,15 +99,21 @@ LLAMA_3_1_8B = Model(
 
 
 def published_profile(
-    device: Device, model: Model, *, max_num_seqs: int, max_num_batched_tokens: int, kv_bytes: float | None = None
+    device: Device,
+    model: Model,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    kv_bytes: float | None = None,
+    weight_bits: int = 16,
 ) -> ExecutorProfile:
     """The profile of this model on this device; `kv_bytes`: size of the KV pool, by default what 0.9 of the memory
-    leaves."""
+    leaves. KV and activations have 16 bits."""
     bandwidth = device.memory_bytes_per_s * _MEMORY_SHARE
     step_us = 1e6 * model.read_bytes / bandwidth
     token_us = 1e6 * 2 * model.num_parameters / (device.flops * device.linear_share)
     if kv_bytes is None:
-        kv_bytes = _KEPT_MEMORY * device.memory_bytes - 2 * model.num_parameters - _WORK_BYTES
+        kv_bytes = _KEPT_MEMORY * device.memory_bytes - model.num_parameters * weight_bits / 8 - _WORK_BYTES
     moved_block_us = 1e6 * _BLOCK_SIZE * model.kv_bytes / (device.pcie_bytes_per_s * _PCIE_SHARE)
     costs = StepCosts(
         step_us=round(step_us, 1),
@@ -124,10 +130,22 @@ def published_profile(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=model.max_model_len,
     )
-    source = f"{device.name} ({device.sheet}) with {model.name} ({model.shape}) in 16 bits; cadenza.simulate.published"
+    held = f"{model.name} ({model.shape}) in {weight_bits} bits"
+    source = f"{device.name} ({device.sheet}) with {held}; cadenza.simulate.published"
     return ExecutorProfile(costs=costs, overheads=_OVERHEADS, limits=limits, source=source)
 
 
+LLAMA_3_1_405B = Model(
+    "Llama-3.1-405B", 405.85e9, 405.85e9 - 128_256 * 16_384, 126, 128, 8, 128, 131_072,
+    "https://huggingface.co/meta-llama/Llama-3.1-405B-FP8/blob/main/config.json",
+)  # fmt: skip
+NODE_H200 = Device(
+    "8x H200 SXM", 8 * H200.memory_bytes, 8 * H200.memory_bytes_per_s, 8 * 1979e12, 8 * H200.pcie_bytes_per_s,
+    H200.linear_share, H200.attention_share / 2, H200.sheet,
+)  # fmt: skip
+"""Eight GPUs with linear layers in FP8, at twice the FLOP/s, and attention in 16 bits. They share the work of each step
+without loss: what they exchange costs time that is left out. The share of the peak in FP8 is assumed to be that of 16
+bits."""
 _KV_40GB = 15_700 * OPT_13B.kv_bytes
 """15.7K slots of 800 KB, as in the experiments of https://arxiv.org/abs/2309.06180 (Table 1 and section 3)."""
 PUBLISHED: dict[str, ExecutorProfile] = {
@@ -138,6 +156,9 @@ PUBLISHED: dict[str, ExecutorProfile] = {
         ),
         "a100-80gb-opt-13b": published_profile(A100_80GB, OPT_13B, max_num_seqs=256, max_num_batched_tokens=2048),
         "h200-llama-3.1-8b": published_profile(H200, LLAMA_3_1_8B, max_num_seqs=512, max_num_batched_tokens=8192),
+        "8xh200-llama-3.1-405b-fp8": published_profile(
+            NODE_H200, LLAMA_3_1_405B, max_num_seqs=256, max_num_batched_tokens=2048, weight_bits=8
+        ),
     }.items()
 }
 """Profiles by name, for `cadenza simulate --executor NAME`."""

@@ -92,6 +92,11 @@ class AdminServiceStub(object):
                 request_serializer=cadenza_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=cadenza_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/cadenza.v1.AdminService/GetMetrics',
+                request_serializer=cadenza_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -183,6 +188,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """GetMetrics returns what the service serves at --metrics-port, which need not be given, as a gateway passes it on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -240,6 +252,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=cadenza_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
                     response_serializer=cadenza_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=cadenza_dot_v1_dot_admin__pb2.GetMetricsRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_admin__pb2.GetMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -542,6 +559,33 @@ class AdminService(object):
             '/cadenza.v1.AdminService/ListAdapters',
             cadenza_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
             cadenza_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cadenza.v1.AdminService/GetMetrics',
+            cadenza_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+            cadenza_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

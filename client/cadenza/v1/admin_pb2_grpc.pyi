@@ -69,6 +69,8 @@ class AdminServiceStub:
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
     """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
+    GetMetrics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetMetricsRequest, _admin_pb2.GetMetricsResponse]
+    """GetMetrics returns what the service serves at --metrics-port, which need not be given, as a gateway passes it on."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -111,6 +113,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
+    GetMetrics: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetMetricsRequest, _admin_pb2.GetMetricsResponse]  # type: ignore[assignment]
+    """GetMetrics returns what the service serves at --metrics-port, which need not be given, as a gateway passes it on."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
@@ -216,6 +220,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
         """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
+
+    @_abc_1.abstractmethod
+    def GetMetrics(
+        self,
+        request: _admin_pb2.GetMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetMetricsResponse, _abc.Awaitable[_admin_pb2.GetMetricsResponse]]:
+        """GetMetrics returns what the service serves at --metrics-port, which need not be given, as a gateway passes it on."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -46,7 +46,7 @@ class _ExecutorFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Execu
     EXECUTOR_FEATURE_DRAFTS: _ExecutorFeature.ValueType  # 8
     """Speculative decoding: max_drafts in plans."""
     EXECUTOR_FEATURE_GRAMMAR: _ExecutorFeature.ValueType  # 9
-    """Grammars."""
+    """Grammars: the field grammar of admitted sequences."""
     EXECUTOR_FEATURE_ADAPTERS: _ExecutorFeature.ValueType  # 10
     """LoRA adapters: LoadAdapter, UnloadAdapter and adapter_index."""
     EXECUTOR_FEATURE_KV_TRANSFER: _ExecutorFeature.ValueType  # 11
@@ -80,7 +80,7 @@ EXECUTOR_FEATURE_BEAMS: ExecutorFeature.ValueType  # 7
 EXECUTOR_FEATURE_DRAFTS: ExecutorFeature.ValueType  # 8
 """Speculative decoding: max_drafts in plans."""
 EXECUTOR_FEATURE_GRAMMAR: ExecutorFeature.ValueType  # 9
-"""Grammars."""
+"""Grammars: the field grammar of admitted sequences."""
 EXECUTOR_FEATURE_ADAPTERS: ExecutorFeature.ValueType  # 10
 """LoRA adapters: LoadAdapter, UnloadAdapter and adapter_index."""
 EXECUTOR_FEATURE_KV_TRANSFER: ExecutorFeature.ValueType  # 11
@@ -164,7 +164,7 @@ class _SlotErrorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SlotError.V
     SLOT_ERROR_NON_FINITE_LOGITS: _SlotError.ValueType  # 1
     """Its logits were not finite."""
     SLOT_ERROR_GRAMMAR: _SlotError.ValueType  # 2
-    """Its grammar could not be followed."""
+    """Its grammar and its other constraints leave no token to choose, or a limit of its grammar was reached."""
     SLOT_ERROR_TRANSFER: _SlotError.ValueType  # 3
     """A KV transfer failed."""
     SLOT_ERROR_NO_ALLOWED_TOKEN: _SlotError.ValueType  # 4
@@ -178,7 +178,7 @@ SLOT_ERROR_UNSPECIFIED: SlotError.ValueType  # 0
 SLOT_ERROR_NON_FINITE_LOGITS: SlotError.ValueType  # 1
 """Its logits were not finite."""
 SLOT_ERROR_GRAMMAR: SlotError.ValueType  # 2
-"""Its grammar could not be followed."""
+"""Its grammar and its other constraints leave no token to choose, or a limit of its grammar was reached."""
 SLOT_ERROR_TRANSFER: SlotError.ValueType  # 3
 """A KV transfer failed."""
 SLOT_ERROR_NO_ALLOWED_TOKEN: SlotError.ValueType  # 4
@@ -220,6 +220,7 @@ class DescribeResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; 1."""
     incarnation: _builtins.int
@@ -256,6 +257,10 @@ class DescribeResponse(_message.Message):
     def fingerprint(self) -> _types_pb2.NumericsFingerprint:
         """The numerics fingerprint."""
 
+    @_builtins.property
+    def grammar(self) -> Global___GrammarEngine:
+        """What follows grammars; absent: the executor has no EXECUTOR_FEATURE_GRAMMAR."""
+
     def __init__(
         self,
         *,
@@ -271,16 +276,45 @@ class DescribeResponse(_message.Message):
         fingerprint: _types_pb2.NumericsFingerprint | None = ...,
         device: _builtins.str = ...,
         version: _builtins.str = ...,
+        grammar: Global___GrammarEngine | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "fingerprint", b"fingerprint", "kv", b"kv", "limits", b"limits", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "fingerprint", b"fingerprint", "grammar", b"grammar", "kv", b"kv", "limits", b"limits", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "device", b"device", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv", b"kv", "limits", b"limits", "model", b"model", "protocol_version", b"protocol_version", "tokenizer", b"tokenizer", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "device", b"device", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprint", b"fingerprint", "grammar", b"grammar", "incarnation", b"incarnation", "kv", b"kv", "limits", b"limits", "model", b"model", "protocol_version", b"protocol_version", "tokenizer", b"tokenizer", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bos_token_id) -> _WhichOneofReturnType__bos_token_id | None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class GrammarEngine(_message.Message):
+    """GrammarEngine is what a grammar's masks depend on besides the grammar. It is a part of the numerics fingerprint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIBRARY_FIELD_NUMBER: _builtins.int
+    TABLE_DIGEST_FIELD_NUMBER: _builtins.int
+    library: _builtins.str
+    """Library and version, such as "llguidance 1.9.1"."""
+    table_digest: _builtins.bytes
+    """SHA-256 over the tokenizer's file, the vocabulary size and the EOS ids, 32 bytes: equal digests mean equal tables of
+    the tokens' bytes.
+    """
+    def __init__(
+        self,
+        *,
+        library: _builtins.str = ...,
+        table_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["library", b"library", "table_digest", b"table_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrammarEngine: _TypeAlias = GrammarEngine  # noqa: Y015
 
 @_typing.final
 class ModelGeometry(_message.Message):
@@ -1022,7 +1056,7 @@ class AdmittedSequence(_message.Message):
 
     @_builtins.property
     def grammar(self) -> _types_pb2.GrammarSpec:
-        """Constraint; its state is rebuilt from the token ids. Reserved: later wave."""
+        """Constraint on the tokens after the prompt, a function of this and of their ids; with a source, that of the source."""
 
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbeddingSpan]:
@@ -1414,8 +1448,9 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that each slot sampled; [n], or empty: one each. 0 for a slot that failed, stopped or returned candidates, and
-        for one that drafts brought to the end of its block table. More than one only with drafts.
+        """Tokens that each slot sampled; [n], or empty: one each. 0 for a slot that failed, stopped or returned candidates, for
+        one that drafts brought to the end of its block table, and for one with a grammar whose mask was late: it lacks the KV
+        of its last token again, and is ready. More than one only with drafts.
         """
 
     @_builtins.property

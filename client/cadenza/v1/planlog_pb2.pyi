@@ -282,6 +282,7 @@ class RecordedExecutor(_message.Message):
     ADAPTIVE_DRAFTS_FIELD_NUMBER: _builtins.int
     MAX_LORAS_FIELD_NUMBER: _builtins.int
     MAX_CPU_LORAS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per KV block."""
     num_blocks: _builtins.int
@@ -310,6 +311,8 @@ class RecordedExecutor(_message.Message):
     """Maximum distinct adapters of running requests; 0: no adapters."""
     max_cpu_loras: _builtins.int
     """Maximum loaded adapters."""
+    grammar_engine: _builtins.bytes
+    """What follows grammars in it: it runs those that were checked with the same; empty: none."""
     @_builtins.property
     def lacks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of features that it lacks, ascending."""
@@ -332,10 +335,11 @@ class RecordedExecutor(_message.Message):
         adaptive_drafts: _builtins.bool = ...,
         max_loras: _builtins.int = ...,
         max_cpu_loras: _builtins.int = ...,
+        grammar_engine: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "block_size", b"block_size", "lacks", b"lacks", "max_cpu_loras", b"max_cpu_loras", "max_drafts", b"max_drafts", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "block_size", b"block_size", "grammar_engine", b"grammar_engine", "lacks", b"lacks", "max_cpu_loras", b"max_cpu_loras", "max_drafts", b"max_drafts", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -584,6 +588,8 @@ class RecordedRequest(_message.Message):
     MAX_DRAFTS_FIELD_NUMBER: _builtins.int
     ADAPTER_INDEX_FIELD_NUMBER: _builtins.int
     ADAPTER_HASH_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     tenant: _builtins.str
@@ -608,6 +614,8 @@ class RecordedRequest(_message.Message):
     """Index of its adapter; 0: none."""
     adapter_hash: _builtins.bytes
     """The content hash that the adapter must have; empty: any."""
+    grammar_engine: _builtins.bytes
+    """What it was checked with: executors with the same value can follow it."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt; [num_prompt_tokens]."""
@@ -627,6 +635,10 @@ class RecordedRequest(_message.Message):
     @_builtins.property
     def known_outputs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenIds]:
         """The output that an earlier process has generated, by sample; empty: none."""
+
+    @_builtins.property
+    def grammar(self) -> _types_pb2.GrammarSpec:
+        """The constraint on its output, as executors get it; absent: none."""
 
     def __init__(
         self,
@@ -648,10 +660,12 @@ class RecordedRequest(_message.Message):
         max_drafts: _builtins.int | None = ...,
         adapter_index: _builtins.int = ...,
         adapter_hash: _builtins.bytes = ...,
+        grammar: _types_pb2.GrammarSpec | None = ...,
+        grammar_engine: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_drafts", b"_max_drafts", "_max_tokens", b"_max_tokens", "beams", b"beams", "expected_output_tokens", b"expected_output_tokens", "max_drafts", b"max_drafts", "max_tokens", b"max_tokens", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_drafts", b"_max_drafts", "_max_tokens", b"_max_tokens", "beams", b"beams", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "max_drafts", b"max_drafts", "max_tokens", b"max_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_drafts", b"_max_drafts", "_max_tokens", b"_max_tokens", "adapter_hash", b"adapter_hash", "adapter_index", b"adapter_index", "beams", b"beams", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "expected_output_tokens", b"expected_output_tokens", "known_outputs", b"known_outputs", "max_drafts", b"max_drafts", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "shared_prefixes", b"shared_prefixes", "tenant", b"tenant", "uses_prefix_cache", b"uses_prefix_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_drafts", b"_max_drafts", "_max_tokens", b"_max_tokens", "adapter_hash", b"adapter_hash", "adapter_index", b"adapter_index", "beams", b"beams", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "grammar_engine", b"grammar_engine", "known_outputs", b"known_outputs", "max_drafts", b"max_drafts", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "shared_prefixes", b"shared_prefixes", "tenant", b"tenant", "uses_prefix_cache", b"uses_prefix_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
@@ -955,9 +969,12 @@ class AdapterEventCall(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     UNLOADED_FIELD_NUMBER: _builtins.int
+    DUE_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.int
     """The executor's index; only with loaded and unloaded."""
+    due: _builtins.int
+    """A request has waited long for the adapter of this index."""
     wanted: _builtins.bool
     """With registered: whether it is loaded as if a request needed it, until an executor has loaded it once."""
     @_builtins.property
@@ -984,13 +1001,14 @@ class AdapterEventCall(_message.Message):
         removed: _execution_pb2.UnloadAdapter | None = ...,
         loaded: _execution_pb2.AdapterLoaded | None = ...,
         unloaded: _execution_pb2.AdapterUnloaded | None = ...,
+        due: _builtins.int = ...,
         wanted: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["due", b"due", "event", b"event", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "executor_id", b"executor_id", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["due", b"due", "event", b"event", "executor_id", b"executor_id", "loaded", b"loaded", "registered", b"registered", "removed", b"removed", "unloaded", b"unloaded", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "removed", "loaded", "unloaded"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "removed", "loaded", "unloaded", "due"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -109,6 +109,8 @@ class _FinishDetailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishDe
     """The executor rejected it, or was lost too often while running it."""
     FINISH_DETAIL_NO_ALLOWED_TOKEN: _FinishDetail.ValueType  # 11
     """allowed_token_ids, bad_words and min_tokens together left no token to choose."""
+    FINISH_DETAIL_GRAMMAR: _FinishDetail.ValueType  # 12
+    """The grammar and the other constraints together left no token to choose, or a limit of the grammar was reached."""
 
 class FinishDetail(_FinishDetail, metaclass=_FinishDetailEnumTypeWrapper):
     """FinishDetail is the exact reason why a sample finished."""
@@ -137,6 +139,8 @@ FINISH_DETAIL_EXECUTOR_ERROR: FinishDetail.ValueType  # 10
 """The executor rejected it, or was lost too often while running it."""
 FINISH_DETAIL_NO_ALLOWED_TOKEN: FinishDetail.ValueType  # 11
 """allowed_token_ids, bad_words and min_tokens together left no token to choose."""
+FINISH_DETAIL_GRAMMAR: FinishDetail.ValueType  # 12
+"""The grammar and the other constraints together left no token to choose, or a limit of the grammar was reached."""
 Global___FinishDetail: _TypeAlias = FinishDetail  # noqa: Y015
 
 class _NumericsMode:
@@ -309,7 +313,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def grammar(self) -> Global___GrammarSpec:
-        """Constraint on the output. Reserved: later wave."""
+        """Constraint on the output."""
 
     def __init__(
         self,
@@ -568,63 +572,103 @@ Global___SequenceSampling: _TypeAlias = SequenceSampling  # noqa: Y015
 
 @_typing.final
 class GrammarSpec(_message.Message):
-    """GrammarSpec constrains the output to a language. Reserved: rejected until it is implemented."""
+    """GrammarSpec constrains the output to a language: every output that ends by itself is in it, and every other output is
+    the beginning of one that is. Compiled by llguidance, whose dialects of JSON schema, regular expressions and Lark hold.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class Choices(_message.Message):
-        """Choices is a closed set of allowed outputs."""
-
-        DESCRIPTOR: _descriptor.Descriptor
-
-        VALUES_FIELD_NUMBER: _builtins.int
-        @_builtins.property
-        def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-            """The allowed outputs; one or more."""
-
-        def __init__(
-            self,
-            *,
-            values: _abc.Iterable[_builtins.str] | None = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
-    EBNF_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    DISABLE_ANY_WHITESPACE_FIELD_NUMBER: _builtins.int
+    DISABLE_ADDITIONAL_PROPERTIES_FIELD_NUMBER: _builtins.int
+    WHITESPACE_PATTERN_FIELD_NUMBER: _builtins.int
+    START_AFTER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    EOS_LAST_ONLY_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON schema, as its text."""
+    """A JSON schema, as its text; at most 262,144 characters."""
     regex: _builtins.str
-    """A regular expression."""
-    ebnf: _builtins.str
-    """A context-free grammar in EBNF."""
+    """A regular expression, which the whole output matches; at most 262,144 characters."""
+    grammar: _builtins.str
+    """A context-free grammar in Lark's notation, or in GBNF (with ::=), which is converted to it; at most 262,144
+    characters.
+    """
+    json_object: _builtins.bool
+    """Any JSON object; must be true."""
+    structural_tag: _builtins.str
+    """Free text with tagged parts, as JSON: {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}. A part
+    is constrained once its trigger has appeared. At most 262,144 characters.
+    """
+    disable_any_whitespace: _builtins.bool
+    """JSON forms: no whitespace between the parts of a value."""
+    disable_additional_properties: _builtins.bool
+    """JSON schema: objects have no properties beyond those that the schema names, unless it says otherwise."""
+    whitespace_pattern: _builtins.str
+    """JSON forms: a regular expression of the whitespace between the parts of a value; at most 256 characters; empty: any."""
+    eos_last_only: _builtins.bool
+    """EOS only where nothing else may follow; so ignore_eos is honoured."""
     @_builtins.property
-    def choices(self) -> Global___GrammarSpec.Choices:
+    def choices(self) -> Global___GrammarChoices:
         """One of these strings."""
+
+    @_builtins.property
+    def start_after_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The constraint begins after these token ids, in a row, have appeared in the output, as those that end a reasoning
+        model's thought; each below the vocabulary size; at most 64; empty: at once.
+        """
 
     def __init__(
         self,
         *,
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
-        ebnf: _builtins.str = ...,
-        choices: Global___GrammarSpec.Choices | None = ...,
+        grammar: _builtins.str = ...,
+        choices: Global___GrammarChoices | None = ...,
+        json_object: _builtins.bool = ...,
+        structural_tag: _builtins.str = ...,
+        disable_any_whitespace: _builtins.bool = ...,
+        disable_additional_properties: _builtins.bool = ...,
+        whitespace_pattern: _builtins.str = ...,
+        start_after_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        eos_last_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "ebnf", b"ebnf", "json_schema", b"json_schema", "regex", b"regex", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "spec", b"spec", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "ebnf", b"ebnf", "json_schema", b"json_schema", "regex", b"regex", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "disable_additional_properties", b"disable_additional_properties", "disable_any_whitespace", b"disable_any_whitespace", "eos_last_only", b"eos_last_only", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "spec", b"spec", "start_after_token_ids", b"start_after_token_ids", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_spec: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf", "choices"]  # noqa: Y015
+    _WhichOneofReturnType_spec: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choices", "json_object", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_spec: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_spec) -> _WhichOneofReturnType_spec | None: ...
 
 Global___GrammarSpec: _TypeAlias = GrammarSpec  # noqa: Y015
+
+@_typing.final
+class GrammarChoices(_message.Message):
+    """GrammarChoices is a closed set of allowed outputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The allowed outputs; 1 to 1,024, each of 1 to 4,096 characters."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrammarChoices: _TypeAlias = GrammarChoices  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):

@@ -32,6 +32,13 @@ class AdapterRemoved:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterDue:
+    """A request has waited long for an adapter: it takes the place of one that no request runs with."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterLoaded:
     """An executor's answer to a load."""
 
@@ -50,7 +57,7 @@ class AdapterUnloaded:
     index: int
 
 
-AdapterEvent = AdapterRegistered | AdapterRemoved | AdapterLoaded | AdapterUnloaded
+AdapterEvent = AdapterRegistered | AdapterRemoved | AdapterDue | AdapterLoaded | AdapterUnloaded
 
 
 @dataclass(frozen=True, slots=True)

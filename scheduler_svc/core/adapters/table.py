@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterRegistered
@@ -33,6 +33,8 @@ class AdapterTable:
         """Number of unfinished groups by adapter, the adapter that was needed first first."""
         self._wanted: dict[int, None] = {}
         """Adapters that are to be loaded once, whether or not a request needs them."""
+        self._due: dict[int, None] = {}
+        """Adapters that requests have waited for long, until an executor has loaded them."""
         self.parked: dict[SequenceGroup, bool] = {}
         """Groups outside of the queue, since no executor has their adapter loaded; whether they were queued before."""
         self.num_changes = 0
@@ -54,9 +56,16 @@ class AdapterTable:
     def on_loaded(self, index: int, content_hash: bytes) -> None:
         """An executor has loaded an adapter."""
         self._wanted.pop(index, None)
+        self._due.pop(index, None)
         adapter = self.adapters.get(index)
         if adapter is not None:
             adapter.content_hash = content_hash
+
+    def on_due(self, index: int) -> None:
+        """A request has waited long for an adapter."""
+        if index in self.users:
+            self._due[index] = None
+            self.num_changes += 1
 
     def remove(self, index: int) -> None:
         """Take an adapter's name away."""
@@ -83,36 +92,45 @@ class AdapterTable:
         self.users[index] -= 1
         if not self.users[index]:
             del self.users[index]
+            self._due.pop(index, None)
             self.num_changes += 1
             self._forget_unused(index)
 
-    def commands(self, lane: LaneAdapters) -> AdapterCommands:
+    def commands(self, lane: LaneAdapters, held: Callable[[], Container[int]]) -> AdapterCommands:
         """What an executor with a session is to load and unload now; recorded as sent.
 
         Adapters of requests come first, in the order in which they were needed, and take the places of those that no
-        request uses, the least recently used first. Then those with names, while there are free places.
+        request uses, the least recently used first. Then those with names, while there are free places. held: the
+        adapters of unfinished groups that have run on this executor: due ones may take the places of all others.
         """
-        if not lane.max_loras or not lane.take_change(self.num_changes):
+        if not lane.max_loras or not (lane.take_change(self.num_changes) or self.bars(lane)):
             return AdapterCommands()
         names = {index: None for index, adapter in self.adapters.items() if adapter.has_name}
         lane.forget_errors(self.adapters)
         unloads = lane.to_unload(self.users, names)
-        needed = [index for index in {**self.users, **self._wanted} if lane.state(index) is None]
-        num_short = (
-            min(len(needed), MAX_LOADING - lane.num_loading) - lane.num_places - len(unloads) - lane.num_unloading
-        )
-        if num_short > 0:
-            unused = [index for index in lane.least_recently_used(self.users) if index not in unloads]
-            unloads += unused[:num_short]
-        most = min(MAX_LOADING - lane.num_loading, lane.num_places)
-        loads = needed[: max(0, most)]
+        needed = [index for index in {**self._due, **self.users, **self._wanted} if lane.state(index) is None]
+        next_loads = needed[: max(0, MAX_LOADING - lane.num_loading)]
+        num_free = lane.num_places + len(unloads) + lane.num_unloading
+        unused = [index for index in lane.least_recently_used(self.users) if index not in unloads]
+        unloads += unused[: max(0, len(next_loads) - num_free)]
+        num_due_short = sum(index in self._due for index in next_loads) - num_free - len(unused)
+        if num_due_short > 0:
+            waiting = [index for index in lane.least_recently_used(held()) if index not in unloads]
+            unloads += waiting[:num_due_short]
+        most = max(0, min(MAX_LOADING - lane.num_loading, lane.num_places))
+        loads = needed[:most]
         if not needed:
-            loads = [index for index in names if lane.state(index) is None][: max(0, most)]
+            loads = [index for index in names if lane.state(index) is None][:most]
         for index in unloads:
             lane.start_unload(index)
         for index in loads:
             lane.start_load(index)
         return AdapterCommands(tuple(unloads), tuple(self.adapters[index].registered for index in loads))
+
+    def bars(self, lane: LaneAdapters) -> bool:
+        """Whether no group with an adapter may begin on an executor: a due adapter has no place, and none is coming."""
+        is_short = lane.max_loras > 0 and any(lane.state(index) is None for index in self._due)
+        return is_short and lane.num_places + lane.num_unloading <= 0
 
     def check_integrity(self, groups: Iterable[SequenceGroup]) -> None:
         """Check the counts of requests and the parked groups; raises InvariantError."""

@@ -6,6 +6,9 @@ it. So that such adapters do not keep their places for ever, the first group in 
 place gets the next turn of the executor. It is passed over by at most MAX_PASSED groups with other adapters, whenever
 they arrived, and for at most MAX_PASSED_S. After that no group with another adapter is admitted until it is, but for
 those that have run before and were preempted: places become free as running groups end, and the first one is its own.
+
+A due adapter, which is not even loaded since all places of loaded ones are in use, bars the executor: no group with an
+adapter begins there, until one adapter has no groups that have run and gives its place away.
 """
 
 from __future__ import annotations
@@ -27,23 +30,30 @@ class AdapterTurns:
         self._max_loras = max_loras
         self.waits: SequenceGroup | None = None
         """The group that has the next turn; None: no group lacks a place."""
+        self.is_barred = False
+        """Whether no group with an adapter may begin, so that a due adapter can be loaded."""
         self._since = 0.0
         self._num_passed = 0
 
-    def refresh(self, lane_id: int) -> None:
-        """Forget a group that waits for this executor no more."""
-        group = self.waits
+    def refresh(self, lane_id: int, *, is_barred: bool) -> None:
+        """Forget a group that waits for this executor no more; is_barred: as now."""
+        group, self.is_barred = self.waits, is_barred
         if group is not None and not (group.queued and group.placed_on in (None, lane_id)):
             self.waits = None
 
     def admits(self, group: SequenceGroup, running: Collection[int], now: float) -> bool:
         """Whether a group may be admitted now, as far as adapters go. running: those of the running groups."""
         index = group.spec.adapter_index
-        if not index or group is self.waits:
-            return not index or index in running or len(running) < self._max_loras
-        if self._must_wait(group, now):
+        if not index:
+            return True
+        if (self.is_barred and not group.was_admitted) or self._must_wait(group, now):
             return False
         return index in running or len(running) < self._max_loras
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no group waits for a place, nor keeps others from beginning."""
+        return self.waits is None and not self.is_barred
 
     def pass_over(self, group: SequenceGroup, now: float) -> None:
         """A group found no place: the first one has the next turn."""

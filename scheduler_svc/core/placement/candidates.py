@@ -106,6 +106,9 @@ def holding_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
 
 def may_continue(lane: Lane, group: SequenceGroup) -> bool:
     """Whether the executor has the features and the numerics that the group needs."""
+    grammar = group.spec.sampling.grammar
+    if grammar is not None and grammar.engine != lane.spec.grammar_engine:
+        return False
     if lane.spec.lacks and not lane.spec.lacks.isdisjoint(needed_features(group.spec)):
         return False
     return not group.numerics or group.numerics == lane.spec.numerics or not group.has_output

@@ -64,7 +64,10 @@ class DecodeBatch:
         sequence.detach_step_counter()
 
     def correct(self, sequence: Sequence, num_more: int) -> None:
-        """Count tokens of a member beyond one a step, after a result; it stays below its maximum length."""
+        """Count tokens of a member beyond one a step, after a result; it stays below its maximum length.
+
+        -1: the step gave it none.
+        """
         num_computed, num_steps = sequence.num_computed_tokens, self.num_steps
         full_at = num_steps + len(sequence.block_ids) * self._block_size - num_computed
         last_at = num_steps + sequence.max_len - num_computed - 1

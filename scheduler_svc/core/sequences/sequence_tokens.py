@@ -122,7 +122,10 @@ class SequenceTokens:
         self._step_counter = counter
 
     def count_more(self, num_tokens: int) -> None:
-        """Count tokens that drafts gave in addition to a step's one: known now, and computed where any KV is there."""
+        """Count tokens that drafts gave in addition to a step's one: known now, and computed where any KV is there.
+
+        -1: the step gave none, and its last token counts as not computed.
+        """
         if self._step_counter is not None:
             self._step_offset -= num_tokens
             return

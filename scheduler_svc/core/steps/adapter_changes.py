@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from scheduler_svc.core.adapters.events import (
+    AdapterCommands,
+    AdapterDue,
     AdapterError,
     AdapterEvent,
     AdapterLoaded,
@@ -29,6 +31,8 @@ def apply_event(requests: RequestTable, event: AdapterEvent, lane: Lane | None) 
         requests.adapters.register(event)
     elif isinstance(event, AdapterRemoved):
         requests.adapters.remove(event.index)
+    elif isinstance(event, AdapterDue):
+        requests.adapters.on_due(event.index)
     elif lane is not None and isinstance(event, AdapterLoaded):
         requests.adapters.num_answers += 1
         if _take(requests, lane, event):
@@ -48,6 +52,16 @@ def adopt_loaded(requests: RequestTable, lane: Lane, answers: Collection[Adapter
         lane.adapters.start_load(answer.index)
         _take(requests, lane, answer)
     sort_waiting(requests)
+
+
+def commands(requests: RequestTable, lane: Lane) -> AdapterCommands:
+    """What an executor with a session is to load and unload now; groups whose adapter leaves with it wait elsewhere."""
+    table = requests.adapters
+    found = table.commands(lane.adapters, lambda: _held(requests, lane))
+    if any(index in table.users for index in found.unloads):
+        sort_waiting(requests)
+        requests.placer.on_lane_changed(lane.executor_id)
+    return found
 
 
 def sort_waiting(requests: RequestTable) -> None:
@@ -120,3 +134,9 @@ def _take(requests: RequestTable, lane: Lane, answer: AdapterLoaded) -> bool:
 
 def _has_lane(requests: RequestTable, group: SequenceGroup) -> bool:
     return any(lane.adapters.has(group.spec.adapter_index) for lane in requests.lanes.values())
+
+
+def _held(requests: RequestTable, lane: Lane) -> set[int]:
+    """The adapters of unfinished groups that have run on a lane, and may hold something there."""
+    groups = requests.groups.values()
+    return {group.spec.adapter_index for group in groups if group.was_admitted and group.lane_id == lane.executor_id}

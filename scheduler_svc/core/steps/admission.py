@@ -34,7 +34,7 @@ def admit(
     """
     fully_planned: list[Sequence] = []
     memory_is_full, order, num_before = False, requests.policies.order, admissions.num_admitted
-    lane.adapters.turns.refresh(lane.executor_id)
+    lane.adapters.turns.refresh(lane.executor_id, is_barred=requests.adapters.bars(lane.adapters))
     admit_new(requests, lane, step, budget, admissions)
     passed: set[SequenceGroup] = set()
     while admissions.num_groups > 0 and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:

@@ -24,7 +24,7 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
     if num_top is not None and sequence.needs_prompt_logprobs:
         num_tokens = budget.take_prompt_logprobs(num_tokens, 1 + num_top)
     if siblings and num_tokens == sequence.num_uncomputed_tokens:
-        values = group.spec.sampling.num_values * len(siblings)  # The prompt is the source's.
+        values = group.spec.sampling.num_listed * len(siblings)  # The prompt is the source's.
         if budget.num_sequences <= len(siblings) or not budget.take_values(values):
             num_tokens -= 1  # The fork does not fit the budget of this step.
     if num_tokens == 0 or not _describe_once(lane, step, budget, sequence):
@@ -128,10 +128,11 @@ def _describe_once(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: 
     if sequence.described:
         return True
     source = _prefix_source(lane, step, sequence)
-    num_sent = sequence.num_tokens + len(sequence.block_ids)
+    sampling, num_sent = sequence.group.spec.sampling, sequence.num_tokens + len(sequence.block_ids)
+    num_sent += sampling.num_values
     if source is not None:
-        num_sent -= source.num_tokens + source.num_blocks
-    if not budget.take_values(num_sent + sequence.group.spec.sampling.num_values):
+        num_sent += sampling.num_listed - sampling.num_values - source.num_tokens - source.num_blocks
+    if not budget.take_values(num_sent):
         return False
     _describe(lane, step, sequence, sequence.block_ids, sequence.num_computed_tokens, source)
     return True

@@ -49,7 +49,7 @@ def admit_new(
 
 def _runs_already(group: SequenceGroup, lane: Lane) -> bool:
     """Whether a group's adapter has a place on a lane, and no other group waits for one."""
-    return group.spec.adapter_index in lane.running.num_by_adapter and lane.adapters.turns.waits is None
+    return group.spec.adapter_index in lane.running.num_by_adapter and lane.adapters.turns.is_idle
 
 
 def _is_new(group: SequenceGroup, lane: Lane) -> bool:

@@ -15,11 +15,13 @@ from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.beam_scheduling import take_candidates
 from scheduler_svc.core.steps.drafted_results import check_drafts, count_drafted
+from scheduler_svc.core.steps.late_results import count_late, may_be_late
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState, SlotError, StepResult, StepStatus
 
 _DETAILS = {
     SlotError.NON_FINITE_LOGITS: FinishDetail.NON_FINITE_LOGITS,
     SlotError.NO_ALLOWED_TOKEN: FinishDetail.NO_ALLOWED_TOKEN,
+    SlotError.GRAMMAR: FinishDetail.GRAMMAR,
 }
 
 
@@ -57,7 +59,8 @@ def _check_errors(step: PlannedStep, result: StepResult) -> None:
 
 
 def _check_samples(lane: Lane, step: PlannedStep, slots: list[int], result: StepResult) -> None:
-    """Check a result in which slots sampled several tokens, or none: only finished sequences may lack one."""
+    """Check a result in which slots sampled several tokens, or none: only finished sequences may lack one, and those
+    with grammars."""
     counts, expected = result.num_tokens, step.sampling_slots
     if not counts and slots == list(filterfalse(lane.discarding_slots.__contains__, expected)):
         # Only the slots of finished sequences gave nothing.
@@ -73,7 +76,8 @@ def _check_samples(lane: Lane, step: PlannedStep, slots: list[int], result: Step
     check_drafts(lane, step, result)
     with_token = set(compress(slots, counts)) if counts else reported
     for slot in sampling - with_token - set(result.error_slots) - result.candidates.keys():
-        if _sequence_at(lane, slot).state is not SequenceState.FINISHED:
+        sequence = _sequence_at(lane, slot)
+        if sequence.state is not SequenceState.FINISHED and not may_be_late(sequence):
             raise InvariantError(f"step {result.step_id}: slot {slot} sampled nothing although it has not finished")
 
 
@@ -117,6 +121,8 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
         num_by_tenant = count_by_tenant(sequences)
         requests.policies.order.on_tokens(num_by_tenant)
         outputs.num_by_tenant.update(num_by_tenant)
+    if result.num_tokens:
+        count_late(requests, lane, result)
     _finish_stopped(requests, lane, sequences, token_ids)
     if step.may_have_drafts:
         count_drafted(requests, lane, Counter(sequences))

@@ -227,7 +227,11 @@ def test_closed_streams(target, script, monkeypatch):
         (["generate", "x", "--max-tokens", "many"], 2, "cadenza: Invalid value for '--max-tokens'"),
         (["generate", "x", "--block-size", "8"], 2, "cadenza: option block_size is for a service started here"),
         (["generate", "x", "--target", "a:1", "--model", "m"], 2, "cadenza: give --target or --model, not both"),
-        (["frobnicate"], 2, "cadenza: there is no command 'frobnicate'; commands are demo, up, serve, generate,"),
+        (
+            ["frobnicate"],
+            2,
+            "cadenza: there is no command 'frobnicate'; commands are demo, up, serve, gateway, generate,",
+        ),
         (["serv", "m"], 2, "cadenza: there is no command 'serv'; did you mean serve?\n"),
         (["generat", "x"], 2, "cadenza: there is no command 'generat'; did you mean generate?\n"),
         (["run", "m"], 2, "cadenza: there is no command 'run'; cadenza up MODEL serves a model, and cadenza chat "),
@@ -276,7 +280,7 @@ def test_help_has_the_options_under_headings(capsys):
     assert places == sorted(places)
     common = re.findall("^  (--[a-z-]+)", out[places[0] : places[1]], re.MULTILINE)
     assert common == [
-        "--model", "--host", "--port", "--config", "--executors", "--device", "--dtype", "--max-model-len",
+        "--model", "--host", "--port", "--config", "--http", "--executors", "--device", "--dtype", "--max-model-len",
         "--max-num-seqs", "--gpu-memory-utilization", "--log-requests",
     ]  # fmt: skip
     assert out.index("Examples:") < places[0] < out.index("--model MODEL") < out.index("--device") < places[1]

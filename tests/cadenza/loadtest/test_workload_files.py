@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.workloads import make_spec, make_workload
 
@@ -102,6 +103,27 @@ def test_bursts_trace(tmp_path: Path) -> None:
         (0.0, 472, 18, "ChatGPT"),
         (113.0, 417, 276, "GPT-4"),
     ]
+
+
+def test_mooncakes_trace(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]},
+        {"timestamp": 1500, "input_length": 900, "output_length": 0, "hash_ids": [0, 2]},
+        {"timestamp": 2500, "input_length": 1100, "output_length": 7, "hash_ids": [0, 1, 3]},
+    ]
+    first, second = found = read(write(tmp_path, lines))
+    assert [(s.due_s, s.num_prompt_tokens, s.num_output_tokens) for s in found] == [(0.0, 700, 5), (2.5, 1100, 7)]
+    prompts = Prompts(3, 32_768)
+    one, other = prompts.token_ids(first), prompts.token_ids(second)
+    assert (len(one), len(other)) == (700, 1100)
+    assert one == other[:700]
+    assert prompts.token_ids(shape_of([0, 9], 700))[:512] == one[:512]
+    assert prompts.token_ids(shape_of([0, 9], 700))[512:] != one[512:]
+    assert prompts.text(first).split() == prompts.text(second).split()[:700]
+
+
+def shape_of(blocks: list[int], length: int) -> RequestShape:
+    return RequestShape(7, length, 1, prompt_blocks=tuple(blocks))
 
 
 def test_a_csv_of_our_own_names(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.helpers.paths import ROOT
 PROTOS = ROOT / "protos" / "cadenza" / "v1"
 SUMMED = {"PromptPart.text", "TokenIds.ids", "ChatMessage.content"}
 """Limited over the whole prompt."""
-REFUSED_WHOLE = {"GenerateRequest.extra_hash_keys", "SamplingParams.grammar", "PromptPart.media"}
+REFUSED_WHOLE = {"GenerateRequest.extra_hash_keys", "PromptPart.media"}
 """Reserved: any value is refused, whatever its length."""
 
 

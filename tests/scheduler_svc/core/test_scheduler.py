@@ -182,7 +182,7 @@ def test_a_result_is_read_against_its_own_plan() -> None:
     [
         (SlotError.NON_FINITE_LOGITS, FinishDetail.NON_FINITE_LOGITS),
         (SlotError.NO_ALLOWED_TOKEN, FinishDetail.NO_ALLOWED_TOKEN),
-        (SlotError.GRAMMAR, FinishDetail.EXECUTOR_ERROR),
+        (SlotError.GRAMMAR, FinishDetail.GRAMMAR),
         (SlotError.UNSPECIFIED, FinishDetail.EXECUTOR_ERROR),
     ],
 )

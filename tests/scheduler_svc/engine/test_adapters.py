@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from scheduler_svc.config import SchedulerConfig
@@ -23,14 +25,17 @@ LIMIT_S = 60.0
 class Rig:
     """A core with one executor and the adapter a, and the engine's part about adapters."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: ExecutorSpec = SPEC) -> None:
         self.clock = FakeClock()
         self.core = Scheduler()
-        self.core.add_executor(0, SPEC)
+        self.core.add_executor(0, spec)
+        self.num_wakes = 0
         self.unfinished: dict[RequestKey, LiveRequest] = {}
         self.failed: list[tuple[float, Exception]] = []
         config = SchedulerConfig(lora_load_timeout_s=LIMIT_S)
-        self.adapters = Adapters(self.core, self.clock, config, Registry(), NoJournal(), self.unfinished, self._fail)
+        self.adapters = Adapters(
+            self.core, self.clock, config, Registry(), NoJournal(), self.unfinished, self._fail, self._wake
+        )
         self.adapters.names.register("a", "/a")
 
     def _fail(self, live: LiveRequest, error: Exception) -> None:
@@ -38,9 +43,12 @@ class Rig:
         self.core.abort(live.request.spec.key, FinishDetail.EXECUTOR_ERROR)
         del self.unfinished[live.request.spec.key]
 
-    def submit(self) -> None:
+    def _wake(self) -> None:
+        self.num_wakes += 1
+
+    def submit(self, adapter: str = "a") -> None:
         spec = RequestSpec("r", (1, 2, 3), Sampling(), 4000)
-        with self.adapters.admitting(EngineRequest(spec, adapter="a")) as request:
+        with self.adapters.admitting(EngineRequest(spec, adapter=adapter)) as request:
             self.core.add_request(request.spec, self.clock.monotonic())
         live = LiveRequest(request, self.clock.monotonic_ns())
         self.unfinished[spec.key] = live
@@ -67,6 +75,21 @@ async def test_a_request_waits_for_its_adapter_as_long_as_the_limit_says() -> No
     assert isinstance(error, PreconditionError)
     assert str(error) == "adapter 'a' was not loaded within 60 s"
     assert dict(rig.adapters.refusals) == {"timeout": 1}
+
+
+async def test_the_adapter_of_a_request_that_waits_is_due_long_before_the_limit() -> None:
+    """All places are in use: it takes the one of an adapter that no request runs with."""
+    rig = Rig(dataclasses.replace(SPEC, max_loras=1, max_cpu_loras=1))
+    rig.load()
+    rig.core.add_request(RequestSpec("other", (1, 2, 3), Sampling(), 4000, adapter_index=1), rig.clock.monotonic())
+    rig.adapters.names.register("b", "/b")
+    rig.submit("b")
+    await rig.clock.advance(LIMIT_S / LOOKS - 1)
+    assert not rig.core.adapter_commands(0)
+    assert not rig.num_wakes
+    await rig.clock.advance(2)
+    assert rig.num_wakes == 1
+    assert rig.core.adapter_commands(0).unloads == (1,)
 
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0, 50.0, 61.0, 1000.0])

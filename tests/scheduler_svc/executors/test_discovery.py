@@ -10,7 +10,7 @@ import pytest
 
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, UnknownExecutorError
 from scheduler_svc.executors.addresses import executor_address, executor_entries, is_same_listener
-from scheduler_svc.executors.discovery import RESOLVE_S, Discovery, resolve_name
+from scheduler_svc.executors.discovery import LOOK_S, RESOLVE_S, Discovery, resolve_name
 
 
 class FakeExecutors:
@@ -57,7 +57,9 @@ class Name:
         return self.answer
 
     async def sleep(self, seconds: float) -> None:
-        assert seconds == RESOLVE_S
+        assert seconds in (RESOLVE_S, LOOK_S)
+        if seconds == LOOK_S:
+            await asyncio.Event().wait()
         await self._go.wait()
         self._go.clear()
 
@@ -164,6 +166,40 @@ async def test_a_file_has_an_address_on_each_line(tmp_path: Path, caplog: pytest
     discovery.reload(executor_entries(["c:3", "d:4"]))
     await settle()
     assert executors.targets == ["c:3", "d:4"]
+    await discovery.stop()
+
+
+async def test_a_file_that_changes_is_read_again_once_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "executors"
+    path.write_text("a:1\n")
+    executors = FakeExecutors()
+    go, waits = asyncio.Event(), asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        waits.set()
+        await go.wait()
+        go.clear()
+
+    async def look() -> None:
+        await waits.wait()
+        waits.clear()
+        go.set()
+        await waits.wait()
+
+    discovery = Discovery(executors, executor_entries([f"file:{path}"]), sleep=sleep)
+    discovery.start()
+    assert executors.targets == ["a:1"]
+    await look()
+    for text in ("a:1\nb", "a:1\nb:2\n"):
+        path.write_text(text)
+        await look()
+        assert executors.targets == ["a:1"], "it may be half of what is written"
+    await look()
+    assert executors.targets == ["a:1", "b:2"]
+    path.unlink()
+    await look()
+    await look()
+    assert executors.targets == ["a:1", "b:2"]
     await discovery.stop()
 
 

@@ -19,6 +19,7 @@ from scheduler_svc.core.types import (
     BeamSpec,
     ExecutorSpec,
     FinishDetail,
+    Grammar,
     RequestSpec,
     SessionEnd,
     StepPlan,
@@ -42,6 +43,7 @@ from tests.helpers.full_disk import FullDisk
 
 # Every field is another than its default, and fractions are those of float32.
 SAMPLING = core_sampling(
+    grammar=Grammar(types_pb2.GrammarSpec(regex="a+").SerializeToString(), b"engine"),
     temperature=0.5, top_p=0.75, top_k=7, min_p=0.125, seed=2**64 - 1, stop_token_ids=(9, 3), min_tokens=2,
     num_logprobs=0, num_prompt_logprobs=4, repetition_penalty=1.5, presence_penalty=-0.5, frequency_penalty=0.25,
     bias_token_ids=(1, 2), biases=(-100.0, 0.5), allowed_token_ids=(5, 4), bad_words=((1,), (2, 3)), num_candidates=6,
@@ -55,7 +57,7 @@ REQUEST = RequestSpec(
 PLAIN = dataclasses.replace(REQUEST, beams=None, num_samples=1, known_outputs=(), adapter_index=0, adapter_hash=b"")
 EXECUTOR = ExecutorSpec(
     8, 100, 10, 5, 50, 64, watermark=0.1, num_host_blocks=20, shares_prefixes=False, numerics=b"n",
-    max_drafts=4, adaptive_drafts=True, max_loras=2, max_cpu_loras=3,
+    max_drafts=4, adaptive_drafts=True, max_loras=2, max_cpu_loras=3, grammar_engine=b"engine",
     lacks=frozenset({"beams", "samples"}),
 )  # fmt: skip
 DESCRIPTION = execution_pb2.DescribeResponse(

@@ -90,16 +90,20 @@ def alone(driver: Driver, place: int, tokens: list[int], logits: str = "all") ->
     return found
 
 
-def check_logits(model: Model, base: Path, folder: Path, config: dict[str, Any], seed: int) -> None:
-    """Compare with peft's unmerged model in float64, within 1e-5 of the largest logit."""
+def check_logits(
+    model: Model, base: Path, folder: Path, config: dict[str, Any], seed: int, *, merges: bool = False
+) -> None:
+    """Compare with peft's unmerged model in float64, and with the merged one, within 1e-5 of the largest logit."""
     driver, place, tokens = model.driver(block_size=8), seed % SIZES.num_places, [*prompt(0, 36), 7, 3, 130, 4]
     peft = save_peft_adapter(base, folder, seed=seed, **config)
     load(model, place, read(base, folder))
     with torch.no_grad():
         expected = peft(torch.tensor([tokens])).logits[0]
+        merged = peft.merge_and_unload()(torch.tensor([tokens])).logits[0] if merges else expected
     found, without = alone(driver, place, tokens), alone(driver, NO_PLACE, tokens)
     largest = float(expected.abs().max())
-    assert float((found.double() - expected).abs().max()) <= 1e-5 * largest
+    for wanted in (expected, merged):
+        assert float((found.double() - wanted).abs().max()) <= 1e-5 * largest
     assert float((found - without).abs().max()) > 1e-3 * largest
     places_of(model).clear(place)
     assert equal_bits(alone(driver, place, tokens), without)
@@ -110,7 +114,7 @@ def test_logits_are_those_of_peft(
     checkpoint: Callable[[str], Path], model: Callable[[str], Model], family: str, tmp_path: Path
 ) -> None:
     for seed, (name, config) in enumerate(KINDS.items()):
-        check_logits(model(family), checkpoint(family), tmp_path / name, config, seed)
+        check_logits(model(family), checkpoint(family), tmp_path / name, config, seed, merges=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

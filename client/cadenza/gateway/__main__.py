@@ -1,0 +1,61 @@
+"""`python -m cadenza.gateway --target HOST:PORT --http HOST:PORT`: reads the options, then serves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+# grpc logs each connection that it cannot make, in addition to our own line; it reads this variable on import.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import logging
+
+try:
+    from cadenza.gateway.config import GatewayConfig
+    from cadenza.settings import service as settings
+    from cadenza.telemetry import logs
+except ModuleNotFoundError as missing:
+    from cadenza.settings.extras import install_command
+
+    sys.exit(f"error: {missing.name} is not installed: {install_command('gateway')}")
+
+_LOG = logging.getLogger("cadenza.gateway")
+
+
+def fail(message: str) -> None:
+    """Write an error to stderr, in one line."""
+    logs.report_error(message, "cadenza.gateway")
+
+
+def main(arguments: list[str]) -> int:
+    """Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."""
+    config = settings.read_config(GatewayConfig, arguments, fail)
+    if config is None:
+        return 2
+    # Until the event loop handles the signals, there is nothing to clean up.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit_now)
+    logs.configure(config.log_level, config.log_format, "cadenza.gateway")
+    for warning in settings.ignored_settings(config, os.environ):
+        _LOG.warning(warning)
+    # Imported here, so that --help and errors in options need not wait for grpc to load.
+    try:
+        import uvloop
+
+        from cadenza.gateway.serve import serve
+    except ModuleNotFoundError as missing:
+        from cadenza.settings.extras import install_command
+
+        fail(f"{missing.name} is not installed: {install_command('gateway')}")
+        return 1
+    return uvloop.run(serve(config, fail))
+
+
+def _exit_now(_number: int, _frame: FrameType | None) -> None:
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""The paths of the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from cadenza.credentials import read_token
+from cadenza.gateway import system
+from cadenza.gateway.anthropic import messages
+from cadenza.gateway.config import GatewayConfig
+from cadenza.gateway.http.cors import Cors
+from cadenza.gateway.http.keys import KeyFile
+from cadenza.gateway.middleware import answers
+from cadenza.gateway.models import Names
+from cadenza.gateway.openai import chat, completions, models, responses, tokens
+from cadenza.gateway.scheduler.link import SchedulerLink
+from cadenza.gateway.state import STATE, State
+
+
+def make_state(config: GatewayConfig) -> State:
+    """What the handlers share; on the event loop that is to serve. Raises OptionError for files and TLS."""
+    own_token = None if config.http_token_file is None else read_token(config.http_token_file)
+    keys = _keys("http-api-key-file", config.http_api_key_file)
+    admin_keys = _keys("http-admin-key-file", config.http_admin_key_file)
+    return State(
+        config=config,
+        link=SchedulerLink(
+            config.target,
+            reconnect_timeout_s=config.http_reconnect_timeout_s,
+            insecure=config.insecure,
+            own_token=own_token,
+        ),
+        keys=keys,
+        admin_keys=admin_keys,
+        names=Names(config.served_model_name),
+        cors=Cors(config.http_cors_origin),
+    )
+
+
+def make_app(state: State) -> web.Application:
+    """The application; `state.link` is started and closed with it."""
+    app = web.Application(middlewares=[answers], client_max_size=state.max_body_bytes)
+    app[STATE] = state
+    app.add_routes(
+        [
+            web.get("/health", system.health),
+            web.get("/version", system.version),
+            web.get("/metrics", system.metrics),
+            web.get("/v1/models", models.list_models),
+            web.get("/v1/models/{name:.+}", models.show_model),
+            web.post("/v1/completions", completions.completions),
+            web.post("/v1/chat/completions", chat.chat_completions),
+            web.post("/v1/responses", responses.responses),
+            web.post("/v1/messages", messages.messages),
+            web.post("/v1/messages/count_tokens", messages.count_tokens),
+            web.post("/v1/embeddings", system.embeddings),
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
+            web.post("/v1/load_lora_adapter", models.load_adapter),
+            web.post("/v1/unload_lora_adapter", models.unload_adapter),
+        ]
+    )
+    app.cleanup_ctx.append(_connected)
+    return app
+
+
+async def _connected(app: web.Application) -> AsyncIterator[None]:
+    link = app[STATE].link
+    link.start()
+    yield
+    await link.close()
+
+
+def _keys(option: str, path: str | None) -> KeyFile | None:
+    return None if path is None else KeyFile(option, path)

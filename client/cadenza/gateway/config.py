@@ -1,0 +1,156 @@
+"""Options of the gateway, validated here; __main__ reads arguments and environment."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+from cadenza.credentials import is_loopback
+from cadenza.settings.help import about
+from cadenza.settings.service import Settings, split_list
+from cadenza.stop_signals import DRAIN_TIMEOUT_S
+from cadenza.transport import SCHEDULER_PORT, parse_address
+
+HTTP_PORT = 8000
+
+
+class GatewayConfig(Settings):
+    """Serve HTTP clients of OpenAI's and Anthropic's APIs with a Cadenza scheduler.
+
+    Example: cadenza gateway --target 127.0.0.1:50051 --http :8000
+
+    Prints `ready HOST:PORT` on stdout once it listens; logs go to stderr. Every
+    option can also be set in the environment, as in CADENZA_HTTP=:8000, or in a
+    TOML file (--config), as in http = ":8000". How the scheduler is reached
+    with TLS is a client's: CADENZA_TLS_CA and so on; docs/security.md.
+    """
+
+    model_config = SettingsConfigDict(cli_prog_name="cadenza gateway")
+    service: ClassVar[str] = "gateway"
+    exit_codes: ClassVar[str] = "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."
+
+    target: str = Field(
+        f"127.0.0.1:{SCHEDULER_PORT}",
+        description="HOST:PORT of the scheduler.",
+        json_schema_extra=about("HTTP"),
+    )
+    insecure: bool = Field(
+        False,
+        description="Let other machines reach the gateway without TLS, and send API keys to the scheduler of another "
+        "machine without TLS; docs/security.md.",
+        json_schema_extra=about("Security"),
+    )
+    http_tls_cert: str | None = Field(
+        None,
+        min_length=1,
+        description="PEM file of the certificate chain that the gateway shows: with it, it serves HTTPS.",
+        json_schema_extra=about("HTTP"),
+    )
+    http_tls_key: str | None = Field(
+        None,
+        min_length=1,
+        description="PEM file of the key of --http-tls-cert.",
+        json_schema_extra=about("HTTP"),
+    )
+    http: str = Field(
+        f"127.0.0.1:{HTTP_PORT}",
+        min_length=1,
+        validate_default=True,
+        description="HOST:PORT to listen on, or the port alone; port 0 takes any free one.",
+        json_schema_extra=about("HTTP"),
+    )
+    served_model_name: Annotated[list[str], NoDecode] = Field(
+        [],
+        description="Name of the model in the APIs; several times, or with commas, for several ones, of which answers "
+        "have the first; default: the model as the executor names it, and the last part of that.",
+        json_schema_extra=about("HTTP"),
+    )
+    http_api_key_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with API keys, one a line: a request needs one of them. It is read again when it changes. "
+        "With --tenants, keys are the tenants' tokens, and this is not needed.",
+        json_schema_extra=about("HTTP"),
+    )
+    http_admin_key_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the key for /v1/load_lora_adapter and /v1/unload_lora_adapter, in one line; without it "
+        "there are no such paths. It is read again when it changes.",
+        json_schema_extra=about("HTTP"),
+    )
+    http_token_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the gateway's own token for a scheduler with --tenants, for the scheduler's metrics in "
+        "/metrics and for adapters: that of an admin. Requests of clients never use it.",
+        json_schema_extra=about("HTTP"),
+    )
+    http_cors_origin: Annotated[list[str], NoDecode] = Field(
+        [],
+        description="Origin whose pages may call the gateway from a browser, such as https://chat.example.org; * is "
+        "any; several times, or with commas, for several ones. Without it, none.",
+        json_schema_extra=about("HTTP"),
+    )
+    http_max_body_mb: float = Field(
+        8.0,
+        gt=0,
+        le=256,
+        description="Largest body of a request; a larger one is refused with 413.",
+        json_schema_extra=about("HTTP", "MB"),
+    )
+    http_max_requests: int = Field(
+        4096,
+        ge=1,
+        description="Requests that are served at a time; further ones get 429.",
+        json_schema_extra=about("HTTP", "requests"),
+    )
+    http_write_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="A client that takes nothing of its stream for so long is disconnected, and its request aborted.",
+        json_schema_extra=about("HTTP", "s"),
+    )
+    http_reconnect_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long requests wait for a scheduler that was lost, before they end with 503.",
+        json_schema_extra=about("HTTP", "s"),
+    )
+    drain_timeout_s: float = Field(
+        DRAIN_TIMEOUT_S,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long the gateway goes on with its requests after SIGTERM, while it takes no new ones.",
+        json_schema_extra=about("Scheduling", "s"),
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
+    )
+
+    @field_validator("served_model_name", "http_cors_origin", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return split_list(value)
+
+    @field_validator("target")
+    @classmethod
+    def _check_target(cls, value: str) -> str:
+        parse_address(value, default_port=SCHEDULER_PORT)
+        return value
+
+    @field_validator("http")
+    @classmethod
+    def _check_http(cls, value: str, info: ValidationInfo) -> str:
+        value = f":{value}" if value.isdigit() else value  # as of `cadenza up`
+        host = parse_address(value, default_port=HTTP_PORT)[0]
+        if not (is_loopback(host) or info.data.get("insecure") or info.data.get("http_tls_cert")):
+            raise ValueError(
+                f"{host} is beyond loopback: give --http-tls-cert and --http-tls-key, or --insecure to serve in plain "
+                "text, as on a network of containers alone or behind a proxy with TLS"
+            )
+        return value

@@ -1,0 +1,76 @@
+"""Server-sent events: a response that is written once for all that has arrived, and ends with a slow reader."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+from cadenza.gateway.http.reading import ANSWER_HEADERS
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events
+}
+
+
+def dumps(value: Any) -> str:
+    """JSON in its shortest form."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def data_event(value: Any) -> bytes:
+    """An event of OpenAI's older APIs, which has data alone."""
+    return f"data: {dumps(value)}\n\n".encode()
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """An event with the name that its data have as type."""
+    return f"event: {value['type']}\ndata: {dumps(value)}\n\n".encode()
+
+
+class SlowReaderError(ConnectionError):
+    """The client takes nothing of its stream."""
+
+
+class EventStream:
+    """The response of one request. Headers go out with the first events, so that an early error has its own status."""
+
+    def __init__(self, request: web.Request, timeout_s: float) -> None:
+        """timeout_s: how long a client may take nothing."""
+        self._request = request
+        self._timeout_s = timeout_s
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the status has been sent."""
+        return self._response is not None
+
+    async def write(self, events: bytes) -> None:
+        """Write events; raises SlowReaderError, and ConnectionError for a client that has gone."""
+        if not events:
+            return
+        response = self._response
+        if response is None:
+            response = web.StreamResponse(headers=_HEADERS)
+            response.headers.update(self._request.get(ANSWER_HEADERS, {}))
+            await response.prepare(self._request)
+            self._response = response
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await response.write(events)
+        except TimeoutError:
+            if (transport := self._request.transport) is not None:
+                transport.abort()
+            raise SlowReaderError(f"the client took nothing for {self._timeout_s:g} s") from None
+
+    async def end(self) -> web.StreamResponse:
+        """End the response, and return it."""
+        assert self._response is not None
+        await self._response.write_eof()
+        return self._response

@@ -1,0 +1,56 @@
+"""Reads a request: its API key, and its body as a JSON object."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from aiohttp import web
+
+from cadenza.gateway.http.errors import ApiError, bad_request
+
+ANSWER_HEADERS = web.RequestKey("answer_headers", dict[str, str])
+"""Of a request: what every answer to it has in its head."""
+_LONG_BYTES = 128 * 1024
+"""A longer body is parsed in a thread: 1 MB of token ids takes 20 ms."""
+
+
+def api_key(request: web.Request) -> str | None:
+    """The key of a request: of Authorization, as OpenAI's clients send it, or x-api-key, as Anthropic's do."""
+    kind, _, key = request.headers.get("Authorization", "").partition(" ")
+    if kind.lower() == "bearer" and key.strip():
+        return key.strip()
+    return request.headers.get("x-api-key", "").strip() or None
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """The body; raises ApiError for one that is no JSON object, and HTTPRequestEntityTooLarge."""
+    raw = await request.read()
+    if len(raw) > _LONG_BYTES:
+        value = await asyncio.to_thread(_parse, raw)
+    else:
+        value = _parse(raw)
+    if not isinstance(value, dict):
+        raise bad_request("the body must be a JSON object")
+    return value
+
+
+def _parse(raw: bytes) -> Any:
+    try:
+        return json.loads(raw, parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise bad_request("the body is no UTF-8") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply") from None
+    except ValueError as error:  # as JSONDecodeError, and an integer of over 4,300 digits
+        raise bad_request(f"the body is no JSON: {error}"[:300]) from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    """The error of a body over the limit."""
+    return ApiError(413, f"the body has over {limit_bytes} bytes, which is the limit (--http-max-body-mb)")

@@ -1,0 +1,55 @@
+"""POST /tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from cadenza.gateway.fields.field import read_fields
+from cadenza.gateway.fields.sampling import require, utf8
+from cadenza.gateway.fields.tables import DETOKENIZE, TOKENIZE
+from cadenza.gateway.http.errors import bad_request
+from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.openai.prompts import chat_prompt
+from cadenza.gateway.state import STATE
+from cadenza.prompts import Prompt
+
+_MAX_STRINGS = 1024
+"""Tokens whose texts are asked for one by one."""
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Token ids of a text or a chat."""
+    state = request.app[STATE]
+    caller = await state.caller(request)
+    values = read_fields(TOKENIZE, await read_object(request))
+    if ("prompt" in values) == ("messages" in values):
+        raise bad_request("give either prompt or messages", "prompt")
+    if "prompt" in values:
+        prompt = Prompt(text=utf8(values["prompt"], "prompt"))
+    else:
+        prompt = chat_prompt(values["messages"], values)
+    info = await caller.model()
+    state.names.choose(values.get("model"), info)
+    ids = await caller.tokenize(prompt, add_special_tokens=values.get("add_special_tokens", True))
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids, "token_strs": None}
+    if values.get("return_token_strs"):
+        if len(ids) > _MAX_STRINGS:
+            raise bad_request(f"return_token_strs is for at most {_MAX_STRINGS} tokens", "return_token_strs")
+        texts = {each: await caller.detokenize([each], skip_special_tokens=False) for each in set(ids)}
+        answer["token_strs"] = [texts[each] for each in ids]
+    return web.json_response(answer)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """Text of token ids."""
+    state = request.app[STATE]
+    caller = await state.caller(request)
+    values = read_fields(DETOKENIZE, await read_object(request))
+    ids = require(values, "tokens")
+    if any(not 0 <= each <= _MAX_TOKEN_ID for each in ids):
+        raise bad_request("tokens must hold token ids", "tokens")
+    state.names.choose(values.get("model"), await caller.model())
+    return web.json_response({"prompt": await caller.detokenize(ids, skip_special_tokens=False)})

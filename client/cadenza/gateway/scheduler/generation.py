@@ -1,0 +1,94 @@
+"""The prompts of one HTTP request, run together."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from cadenza import convert
+from cadenza.errors import InvalidRequestError
+from cadenza.gateway.scheduler.caller import Caller
+from cadenza.gateway.scheduler.inbox import Inbox, Taken
+from cadenza.gateway.scheduler.session import LiveRequest
+from cadenza.output_collector import OutputCollector
+from cadenza.outputs import RequestOutput
+from cadenza.prompts import CallOptions, Prompt
+from cadenza.reconnect import grace_s
+from cadenza.sampling_params import SamplingParams
+from cadenza.transport import MAX_REQUEST_BYTES
+
+_ENVELOPE_BYTES = 16  # at most, of the SessionRequest around a request
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run: prompts with the same parameters."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    adapter: str = ""
+    options: CallOptions = field(default_factory=CallOptions)
+
+
+class Generation:
+    """An async context: leaving it ends what still runs, as when the client has gone.
+
+    Raises InvalidRequestError for a prompt that is too large for a message.
+    """
+
+    def __init__(self, caller: Caller, job: Job, *, is_streamed: bool) -> None:
+        self._session = caller.session
+        self._inbox = Inbox(len(job.prompts))
+        self._live = [
+            LiveRequest(request, _collector(request.request_id, prompt), self._inbox, index, is_streamed)
+            for index, prompt in enumerate(job.prompts)
+            for request in [
+                convert.request_to_proto(
+                    uuid.uuid4().hex,
+                    prompt,
+                    job.params,
+                    final_only=not is_streamed,
+                    options=job.options,
+                    adapter=job.adapter,
+                    resume_grace_s=grace_s(caller.timeout_s),
+                )
+            ]
+        ]
+        for each in self._live:
+            size = each.request.ByteSize()
+            if size + _ENVELOPE_BYTES > MAX_REQUEST_BYTES:
+                raise InvalidRequestError(f"the prompt has {size} bytes, and can have {MAX_REQUEST_BYTES} at most")
+
+    async def __aenter__(self) -> Generation:
+        for each in self._live:
+            self._session.start(each)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each in self._live:
+            self._session.abort(each)
+
+    async def take(self) -> Taken | None:
+        """New deltas of all prompts; None: all have ended. Raises the CadenzaError of a prompt that failed."""
+        return await self._inbox.take()
+
+    async def results(self) -> list[RequestOutput]:
+        """The results in the order of the prompts, once all have ended; raises as `take`."""
+        await self._inbox.wait()
+        return self.totals()
+
+    def totals(self) -> list[RequestOutput]:
+        """What there is so far of each prompt."""
+        return [each.collector.result() for each in self._live]
+
+    def prompt_token_ids(self, index: int) -> list[int]:
+        """Token ids of a prompt, known with its first output."""
+        return self._live[index].collector.prompt_token_ids or []
+
+
+def _collector(request_id: str, prompt: Prompt) -> OutputCollector:
+    return OutputCollector(request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)

@@ -1,0 +1,189 @@
+"""The gateway's connection to the scheduler: one channel, and a session for each key that is in use.
+
+A scheduler without tenants knows one caller, whatever keys its clients send. One with tenants gets each client's own
+key, and decides: the gateway holds no right that its clients do not have (docs/decisions/0046-http-gateway.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable
+from typing import Any
+
+import grpc
+from google.protobuf import wrappers_pb2
+
+from cadenza.credentials import MAX_TOKEN_CHARS, is_loopback
+from cadenza.errors import OptionError, UnauthenticatedError, UnavailableError, from_rpc_error
+from cadenza.gateway.scheduler.caller import Caller, close_all
+from cadenza.tls_client import client_files, client_tls, explained_unavailable
+from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
+
+_LOG = logging.getLogger(__name__)
+_MAX_CALLERS = 1024
+"""Keys whose sessions are kept; beyond it the one that was used longest ago and has no request goes."""
+_WATCH = "/grpc.health.v1.Health/Watch"
+_SERVING = 1  # grpc.health.v1.HealthCheckResponse.ServingStatus
+_RETRY_S = 0.5
+
+
+class SchedulerLink:
+    """Connects the gateway to a scheduler at `HOST:PORT`."""
+
+    def __init__(
+        self, target: str, *, reconnect_timeout_s: float, insecure: bool, own_token: str | None = None
+    ) -> None:
+        """own_token: for what no client asks for: the gateway's view of metrics and adapters.
+
+        Raises OptionError for TLS that cannot be used, and for keys that others could read on the way.
+        """
+        host, port = parse_address(target, default_port=SCHEDULER_PORT)
+        self.target = format_address(host, port)
+        self._tls = client_tls(None)
+        files = client_files(self._tls)
+        if self._tls is None and not insecure and not is_loopback(host):
+            raise OptionError(
+                f"option target: API keys are not sent to {host} without TLS, where others may read them: use TLS "
+                "(CADENZA_TLS_CA), or say that the network is safe (--insecure)"
+            )
+        self._timeout_s = reconnect_timeout_s
+        self._channel = aio_channel(self.target, files)
+        self._own_token = own_token
+        self._callers: OrderedDict[str | None, Caller] = OrderedDict()
+        self._own: Caller | None = None
+        self._has_tenants: bool | None = None
+        """As far as is known."""
+        self._is_sure = False
+        self._reached = False
+        self._watching: asyncio.Task[None] | None = None
+        self.is_serving = False
+        """Whether the scheduler serves, by its own health."""
+        self._unserved_since = time.monotonic()
+
+    def start(self) -> None:
+        """Watch the scheduler's health from now on."""
+        self._watching = asyncio.create_task(self._watch(), name="scheduler-health")
+
+    async def close(self) -> None:
+        """End all sessions, which aborts what runs, and the connection."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await close_all([*self._callers.values(), *([self._own] if self._own else [])])
+        await self._channel.close()
+
+    @property
+    def unserved_s(self) -> float:
+        """For how long the scheduler has not served; 0 while it does."""
+        return 0.0 if self.is_serving else time.monotonic() - self._unserved_since
+
+    @property
+    def num_requests(self) -> int:
+        """Prompts that run."""
+        return sum(each.session.num_requests for each in self._callers.values())
+
+    @property
+    def own(self) -> Caller:
+        """The gateway itself."""
+        if self._own is None:
+            self._own = self._make(self._own_token)
+        return self._own
+
+    async def caller(self, key: str | None) -> Caller:
+        """Who a request with this key is from.
+
+        Raises UnauthenticatedError for a key that the scheduler does not know, UnavailableError without a scheduler.
+        """
+        if not self._is_sure:
+            await self._find_tenants()
+        if not self._has_tenants:
+            key = None
+        elif key is None or not _is_token(key):
+            raise UnauthenticatedError("the API key is missing or unknown")
+        caller = self._callers.get(key)
+        if caller is None:
+            caller = self._make(key)
+            if self._has_tenants:
+                await caller.check_model()  # no session for keys that nobody has
+            self._keep(key, caller)
+        self._callers.move_to_end(key)
+        return caller
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    async def _find_tenants(self) -> None:
+        """Find out whether callers need a key: a call without one says so."""
+        anonymous = self._callers.get(None) or self._make(None)
+        try:
+            await anonymous.check_model()
+        except UnauthenticatedError:
+            self._has_tenants = self._is_sure = True
+            return
+        except UnavailableError:
+            if self._has_tenants is None:
+                raise
+            return  # it is away: requests wait for it, as it was
+        self._has_tenants, self._is_sure = False, True
+        self._callers.setdefault(None, anonymous)
+
+    def _make(self, key: str | None) -> Caller:
+        return Caller(
+            self._channel,
+            self.target,
+            key,
+            timeout_s=self._timeout_s,
+            was_reached=lambda: self._reached,
+            on_response=self._on_response,
+            on_loss=self._on_loss,
+            explained=self._explained,
+        )
+
+    def _keep(self, key: str | None, caller: Caller) -> None:
+        self._callers[key] = caller
+        if len(self._callers) > _MAX_CALLERS:
+            idle = next((name for name, each in self._callers.items() if not each.session.num_requests), None)
+            if idle is not None and (dropped := self._callers.pop(idle)) is not caller:
+                task = asyncio.create_task(dropped.close(), name="gateway-session-end")
+                task.add_done_callback(lambda _: None)
+
+    def _on_response(self) -> None:
+        self._reached = True
+
+    def _on_loss(self) -> None:
+        """A session has ended: the next scheduler may have tenants, or none any more."""
+        self._is_sure = False
+
+    async def _explained(self, call: Awaitable[Any]) -> Any:
+        try:
+            response = await call
+        except grpc.aio.AioRpcError as error:
+            raise await explained_unavailable(from_rpc_error(error, self.target), self.target, self._tls) from None
+        self._reached = True
+        return response
+
+    async def _watch(self) -> None:
+        """Follow grpc.health.v1, whose messages equal these wrappers on the wire (cadenza.healthcheck)."""
+        watch = self._channel.unary_stream(
+            _WATCH,
+            request_serializer=wrappers_pb2.StringValue.SerializeToString,
+            response_deserializer=wrappers_pb2.Int32Value.FromString,
+        )
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for state in watch(wrappers_pb2.StringValue()):
+                    self._set_serving(state.value == _SERVING)
+            self._set_serving(False)
+            await asyncio.sleep(_RETRY_S)
+
+    def _set_serving(self, serving: bool) -> None:
+        if serving != self.is_serving:
+            self.is_serving, self._unserved_since = serving, time.monotonic()
+            _LOG.info("the scheduler at %s %s", self.target, "serves" if serving else "does not serve")
+
+
+def _is_token(key: str) -> bool:
+    return 0 < len(key) <= MAX_TOKEN_CHARS and key.isascii() and key.isprintable() and " " not in key

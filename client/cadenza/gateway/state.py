@@ -1,0 +1,63 @@
+"""What all handlers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from cadenza.gateway.config import GatewayConfig
+from cadenza.gateway.http.cors import Cors
+from cadenza.gateway.http.errors import ApiError
+from cadenza.gateway.http.keys import KeyFile
+from cadenza.gateway.http.reading import api_key
+from cadenza.gateway.metrics import Counts
+from cadenza.gateway.models import Names
+from cadenza.gateway.scheduler.caller import Caller
+from cadenza.gateway.scheduler.link import SchedulerLink
+
+_RETRY_S = 1.0
+_PATIENCE_S = 10.0
+"""A restarted scheduler or executor is back by then: until then requests wait for it."""
+
+
+@dataclass(slots=True)
+class State:
+    """Of one gateway."""
+
+    config: GatewayConfig
+    link: SchedulerLink
+    keys: KeyFile | None
+    """Keys of clients, without tenants."""
+    admin_keys: KeyFile | None
+    names: Names
+    cors: Cors
+    counts: Counts = field(default_factory=Counts)
+    is_stopping: bool = False
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body."""
+        return int(self.config.http_max_body_mb * 1024 * 1024)
+
+    async def caller(self, request: web.Request) -> Caller:
+        """Who a request is from; raises ApiError and CadenzaError."""
+        key = api_key(request)
+        if self.keys is not None:
+            self.keys.check(key)
+        return await self.link.caller(key)
+
+    async def generating(self, request: web.Request) -> Caller:
+        """The same for a request that generates: raises ApiError while none can be served."""
+        if self.is_stopping:
+            raise ApiError(503, "the gateway is stopping", code="unavailable", retry_after_s=_RETRY_S)
+        if self.counts.num_running > self.config.http_max_requests:
+            message = f"{self.config.http_max_requests} requests run, which is the limit (--http-max-requests)"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
+        if self.link.unserved_s > min(_PATIENCE_S, self.config.http_reconnect_timeout_s):
+            message = f"the scheduler at {self.link.target} does not serve: it is away, or has no executor"
+            raise ApiError(503, message, code="unavailable", retry_after_s=_RETRY_S)
+        return await self.caller(request)
+
+
+STATE = web.AppKey("state", State)

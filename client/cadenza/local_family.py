@@ -1,0 +1,99 @@
+"""The processes of one server: what they are started with, and how each is started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cadenza.child_process import ChildService, LogSink
+from cadenza.errors import LocalServiceError
+from cadenza.executor_hosts import Command, ExecutorChild, ExecutorHost, ThisMachine, spawn_child
+from cadenza.executor_shares import executor_shares
+from cadenza.local_checks import check_device
+from cadenza.local_gateway import gateway_arguments, gateway_environment
+from cadenza.local_options import GATEWAY, SCHEDULER, ServiceArguments
+from cadenza.local_ports import metrics_ports
+from cadenza.supervisor import RestartPolicy
+from cadenza.tls import TLS
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The programs to run: `["-m", module]` or `[script.py]`; tests replace the services by small scripts."""
+
+    executor: Sequence[str] = ("-m", "executor_svc")
+    scheduler: Sequence[str] = ("-m", "scheduler_svc")
+    gateway: Sequence[str] = ("-m", "cadenza.gateway")
+
+
+@dataclass(slots=True)
+class Family:
+    """The child processes and what a restart needs; shared with the watcher thread, so it must not refer to
+    LocalServices."""
+
+    arguments: ServiceArguments
+    host: ExecutorHost
+    programs: Programs
+    addresses: dict[str, str]  # of those that have one; the scheduler's port may be 0 until it has chosen one
+    kept: contextlib.ExitStack  # held as long as services may be started: ports that were chosen for them
+    start_timeout_s: float
+    stop_grace_s: float
+    restarts: RestartPolicy
+    on_log: LogSink
+    on_event: Callable[[str], None]
+    on_back: Callable[[str], None]
+    metrics_port: int | None  # of the scheduler
+    tls: TLS | None = None  # of connections to the scheduler
+    owner: int = field(default_factory=os.getpid)  # the parent process
+    children: dict[str, ExecutorChild] = field(default_factory=dict)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    failed: threading.Event = field(default_factory=threading.Event)
+    failure: LocalServiceError | None = None
+    watcher: threading.Thread | None = None
+
+
+def make_host(
+    arguments: ServiceArguments,
+    programs: Programs | None,
+    kept: contextlib.ExitStack,
+    on_log: LogSink,
+    on_event: Callable[[str], None],
+) -> tuple[ExecutorHost, int | None]:
+    """Return what runs the executors, and the port of the scheduler's metrics. Raises OptionError."""
+    settings = arguments.settings
+    command = Command((programs or Programs()).executor, arguments.executor)
+    if arguments.uses_ray:
+        from cadenza.on_ray.executors import RayExecutors
+
+        ports = metrics_ports(settings, (), kept)
+        return RayExecutors(command, arguments, on_log=on_log, on_event=on_event), ports.get(SCHEDULER)
+    if programs is None:
+        check_device(settings)
+    shares = executor_shares(arguments.executors, settings)
+    ports = metrics_ports(settings, list(shares), kept)
+    return ThisMachine(command, shares, ports, on_log), ports.get(SCHEDULER)
+
+
+def spawn(family: Family, service: str) -> ExecutorChild:
+    """Start one service; raises LocalServiceError if the system refuses a process."""
+    makers = {SCHEDULER: _scheduler, GATEWAY: _gateway}
+    maker = makers.get(service)
+    family.children[service] = child = family.host.spawn(service) if maker is None else maker(family)
+    return child
+
+
+def _scheduler(family: Family) -> ChildService:
+    own = ["--listen", family.addresses[SCHEDULER]]
+    if family.metrics_port is not None:
+        own.append(f"--metrics-port={family.metrics_port}")
+    arguments = [*family.arguments.scheduler, *own, *family.host.scheduler_arguments]
+    return spawn_child(SCHEDULER, family.programs.scheduler, arguments, family.on_log)
+
+
+def _gateway(family: Family) -> ChildService:
+    own = gateway_arguments(family.addresses[SCHEDULER], family.addresses[GATEWAY])
+    arguments, environment = [*family.arguments.gateway, *own], gateway_environment(family.tls)
+    return spawn_child(GATEWAY, family.programs.gateway, arguments, family.on_log, environment)

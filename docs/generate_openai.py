@@ -1,0 +1,138 @@
+"""Writes docs/openai.md from the gateway's tables of fields: `python docs/generate_openai.py [--check]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from cadenza.gateway.fields.field import Field, Use
+from cadenza.gateway.fields.tables import APIS
+
+PAGE = Path(__file__).with_name("openai.md")
+
+HEAD = """# HTTP: OpenAI's and Anthropic's APIs
+
+<!-- Made by docs/generate_openai.py from the gateway's tables of fields: change those, then `make docs`. -->
+
+The gateway is a process of its own, a client of the scheduler ([0046](decisions/0046-http-gateway.md)). It needs no
+model on its machine, and several may serve one scheduler.
+
+```sh
+cadenza up models/cadenza-demo --http 8000                    # a third process beside scheduler and executor
+cadenza gateway --target 127.0.0.1:50051 --http :8000         # or alone, for a scheduler that runs elsewhere
+
+curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+  -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+```
+
+```python
+from openai import OpenAI
+
+client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+answer = client.chat.completions.create(model="cadenza-demo", messages=[{"role": "user", "content": "Hello"}])
+```
+
+Its options are under [HTTP](options.md#http). `docker compose up` serves it at 127.0.0.1:8000.
+
+## Paths
+
+| path | what |
+|---|---|
+| `POST /v1/completions` | texts or token ids, one or many; echo, logprobs, n, best_of, streams |
+| `POST /v1/chat/completions` | chats, rendered by the scheduler with the model's own template; streams |
+| `POST /v1/responses` | the same in the newer shape; nothing is stored |
+| `POST /v1/messages`, `/v1/messages/count_tokens` | Anthropic's API |
+| `GET /v1/models`, `/v1/models/NAME` | the model by its names, and the LoRA adapters that the key may see |
+| `POST /tokenize`, `/detokenize` | as vLLM has them |
+| `POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter` | with the key of `--http-admin-key-file` alone |
+| `GET /health` | 200 while requests are served, else 503; needs no key |
+| `GET /version` | Cadenza's version |
+| `GET /metrics`, also `HEAD` | the gateway's metrics, and the scheduler's below them ([metrics](metrics.md)) |
+| `POST /v1/embeddings` | refused with 400: the served model generates |
+
+## Keys
+
+A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+
+- **A scheduler with tenants** ([tenants](tenants.md)): the keys are the tenants' tokens. The gateway passes each on
+  with that client's requests and decides nothing: limits, shares, adapters and refusals are the tenant's. It holds no
+  token that could do more than its clients'. `--http-token-file` has one of its own, an admin's, only for the
+  scheduler's metrics and for adapters.
+- **Without tenants** any key will do, and none. `--http-api-key-file` names a file of keys, one a line, of which a
+  request needs one.
+
+Beyond loopback the gateway wants `--http-tls-cert` and `--http-tls-key`, or `--insecure`. Keys go to a scheduler on
+another machine only with TLS ([security](security.md)), or with `--insecure`.
+
+## Errors
+
+Each API has its own shape: `{"error": {"message", "type", "param", "code"}}`, and Anthropic's
+`{"type": "error", "error": {"type", "message"}}`.
+
+| status | when |
+|---|---|
+| 400 | a field is wrong, unknown or refused; `param` names it |
+| 401 | the key is missing or unknown |
+| 403 | the tenant may not use this adapter |
+| 404 | no such path, model or adapter |
+| 409 | the id is in use |
+| 413 | the body is over `--http-max-body-mb`, or a prompt over 1.5 MB |
+| 429, with `Retry-After` | the queue is full, a limit of the tenant is reached, or `--http-max-requests` |
+| 503, with `Retry-After` | the scheduler is away for over 10 s, has no executor, or the gateway stops |
+| 504 | a deadline passed |
+
+A stream that fails after its beginning has the error as its last event before `[DONE]`; Anthropic's as `event: error`,
+and that of responses as `response.failed`.
+
+## What happens when something goes
+
+- A client that leaves ends its request at once.
+- A client that does not read its stream is disconnected after `--http-write-timeout-s`; others notice nothing.
+- A scheduler that is restarted is a pause of up to `--http-reconnect-timeout-s`: with `--journal` streams go on with
+  the next token. Without one, answers that nobody has seen a part of are begun anew, and streams that have begun end
+  with an error.
+- SIGTERM lets the gateway finish what runs, for `--drain-timeout-s`.
+
+All that one step of the scheduler brings for a client is one write to its socket.
+
+## Fields
+
+`null` is as if absent. A field that is in no table is refused with 400, and the nearest name is suggested. "same" in
+the last column: vLLM 0.33 does the same.
+"""
+
+
+def page() -> str:
+    """Return the contents of docs/openai.md."""
+    parts = [HEAD]
+    for path, table in APIS.items():
+        head = "| field | here | what | vLLM |\n|---|---|---|---|\n"
+        parts.append(f"\n### `{path}`\n\n{head}{''.join(map(_row, _sorted(table.values())))}")
+    return "".join(parts)
+
+
+def _sorted(fields: Iterable[Field]) -> list[Field]:
+    order = list(Use)
+    return sorted(fields, key=lambda each: (order.index(each.use), each.name))
+
+
+def _row(field: Field) -> str:
+    use = field.use.value
+    if field.neutral:
+        use += f", but for {', '.join(f'`{json.dumps(each)}`' for each in field.neutral)}"
+    cells = (f"`{field.name}`", use, field.ours, field.theirs or "same")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def main() -> None:
+    """Write the page; with --check, fail if it is out of date."""
+    if sys.argv[1:] != ["--check"]:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
+        raise SystemExit(f"{PAGE} does not match the tables of fields: run make docs")
+
+
+if __name__ == "__main__":
+    main()

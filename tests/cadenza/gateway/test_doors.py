@@ -1,0 +1,212 @@
+"""Who may call, how much, and what the gateway says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cadenza import __version__
+from cadenza.errors import OptionError
+from cadenza.gateway.app import make_state
+from cadenza.gateway.config import GatewayConfig
+from tests.helpers.gateway import gateway
+from tests.helpers.scheduler_world import world
+from tests.helpers.tenants import token, write_tenants
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+
+
+async def test_health_follows_the_scheduler_and_its_executor(w, g):
+    await w.until(lambda: g.state.link.is_serving)
+    async with g.http.get("/health") as response:
+        assert response.status == 200
+    assert await g.get("/version") == {"version": __version__}
+    w.executor.refuse = None
+    await w.service.stop()
+    await w.until(lambda: not g.state.link.is_serving)
+    assert (await g.get("/health", 503))["error"]["type"] == "service_unavailable_error"
+
+
+async def test_without_a_scheduler_there_is_503_at_once():
+    async with gateway("127.0.0.1:9") as g:
+        error = await g.post(CHAT, HELLO, 503)
+        assert error["error"]["type"] == "service_unavailable_error"
+        async with g.http.post("/v1/messages", json={**HELLO, "max_tokens": 1}) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await response.json())["error"]["type"] == "overloaded_error"
+
+
+async def test_models_are_named_as_clients_know_them(w, g):
+    models = await g.get("/v1/models")
+    assert [model["id"] for model in models["data"]] == ["toy"]
+    assert models["data"][0]["max_model_len"] == 256
+    assert (await g.get("/v1/models/toy"))["id"] == "toy"
+    assert (await g.get("/v1/models/other", 404))["error"]["code"] == "model_not_found"
+    error = (await g.post(CHAT, {**HELLO, "model": "other"}, 404))["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    async with gateway(w.target, served_model_name=["a", "b"]) as named:
+        assert [model["id"] for model in (await named.get("/v1/models"))["data"]] == ["a", "b"]
+        assert (await named.post(CHAT, {**HELLO, "model": "b"}))["model"] == "b"
+        await named.post(CHAT, {**HELLO, "model": "toy"}, 404)
+
+
+async def test_metrics_are_the_gateways_and_the_schedulers(w, g):
+    await g.post(CHAT, HELLO)
+    await g.post(CHAT, {}, 400)
+    async with g.http.get("/metrics") as response:
+        text = await response.text()
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert f'cadenza_gateway_requests_total{{path="{CHAT}",status="200"}} 1.0' in text
+    assert f'cadenza_gateway_requests_total{{path="{CHAT}",status="400"}} 1.0' in text
+    assert "vllm:num_requests_running" in text
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    async with g.http.head("/metrics") as response:
+        assert response.status == 200
+        assert await response.read() == b""
+
+
+async def test_unknown_paths_and_methods_have_the_apis_errors(g):
+    assert (await g.post("/v1/nothing", {}, 404))["error"]["type"] == "not_found_error"
+    async with g.http.get(CHAT) as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        assert "error" in await response.json()
+    assert (await g.post("/v1/embeddings", {"input": "a"}, 400))["error"]["code"] == "unsupported"
+    assert (await g.post("/v1/load_lora_adapter", {}, 404))["error"]["code"] == "unknown_path"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"n": NaN}', b'{"n": ' + b"9" * 5000 + b"}"]
+)
+async def test_a_body_that_is_no_json_object_is_refused(g, body):
+    assert (await g.post(CHAT, body, 400))["error"]["type"] == "invalid_request_error"
+
+
+async def test_limits_of_bodies_heads_and_requests(w, tokenizer_folder):
+    async with gateway(w.target, http_max_body_mb=0.01, http_max_requests=1) as g:
+        large = {"messages": [{"role": "user", "content": "a" * 20_000}]}
+        assert "http-max-body-mb" in (await g.post(CHAT, large, 413))["error"]["message"]
+        async with g.http.get("/version", headers={"X-Long": "a" * 20_000}) as response:
+            assert response.status == 400
+        w.executor.going.clear()
+        running = asyncio.create_task(g.post(CHAT, HELLO))
+        await w.until(lambda: w.engine._live)
+        async with g.http.post(CHAT, json=HELLO) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) >= 1
+        w.executor.going.set()
+        await running
+
+
+async def test_a_full_queue_is_429_with_the_time_to_wait(tokenizer_folder):
+    async with world(tokenizer=tokenizer_folder, max_queued_requests=1) as w, gateway(w.target) as g:
+        w.executor.max_num_seqs = 1
+        w.executor.going.clear()
+        tasks = [asyncio.create_task(g.http.post(CHAT, json=HELLO)) for _ in range(100)]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        response = done.pop().result()
+        assert response.status == 429
+        assert int(response.headers["Retry-After"]) >= 1
+        assert (await response.json())["error"]["type"] == "rate_limit_error"
+        w.executor.going.set()
+        statuses = {each.status for each in await asyncio.gather(*tasks)}
+        assert statuses == {200, 429}
+        for each in tasks:
+            each.result().release()
+
+
+async def test_keys_of_a_file_are_needed_and_read_again(w, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nsecret\n")
+    async with gateway(w.target, http_api_key_file=str(file)) as g:
+        await g.post(CHAT, HELLO, key="secret")
+        await g.post("/v1/messages", HELLO, x_api_key="secret")
+        assert (await g.post(CHAT, HELLO, 401))["error"]["type"] == "authentication_error"
+        await g.post(CHAT, HELLO, 401, key="secret2")
+        await g.get("/metrics", 401)
+        file.write_text("other\nthird\n")
+        await g.post(CHAT, HELLO, 401, key="secret")
+        await g.post(CHAT, HELLO, key="third")
+        async with g.http.get("/health") as response:
+            assert response.status in (200, 503), "needs no key"
+
+
+def test_files_of_keys_are_checked_at_the_start(tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    for path in (tmp_path / "missing", tmp_path / "empty"):
+        with pytest.raises(OptionError, match="http-api-key-file"):
+            make_state(GatewayConfig(http_api_key_file=str(path)))
+
+
+async def test_keys_are_the_tenants_tokens(tmp_path, tokenizer_folder):
+    file = tmp_path / "tenants.toml"
+    tenants = write_tenants(file, {"gold": {}, "free": {"max_requests": 1}, "ops": {"admin": True}})
+    (tmp_path / "own").write_text(token("ops"))
+    async with (
+        world(tokenizer=tokenizer_folder, tenants=tenants) as w,
+        gateway(w.target, http_token_file=str(tmp_path / "own")) as g,
+    ):
+        for key in ("gold", "free"):
+            await g.post(CHAT, HELLO, key=token(key))
+        assert (await g.post(CHAT, HELLO, 401))["error"]["code"] == "invalid_api_key"
+        await g.post(CHAT, HELLO, 401, key="nobody's")
+        await g.post(CHAT, HELLO, 401, key="not printable \u20ac".encode().decode("latin-1"))
+        assert (await g.post("/v1/messages", HELLO, 401, x_api_key="x"))["error"]["type"] == "authentication_error"
+        assert [model["id"] for model in (await g.get("/v1/models", key=token("gold")))["data"]] == ["toy"]
+        assert set(g.state.link._callers) == {token("gold"), token("free")}, "no session for keys that nobody has"
+        async with g.http.get("/metrics") as response:
+            assert 'tenant="gold"' in await response.text()
+        w.executor.going.clear()
+        running = asyncio.create_task(g.post(CHAT, HELLO, key=token("free")))
+        await w.until(lambda: w.engine._live)
+        error = (await g.post(CHAT, HELLO, 429, key=token("free")))["error"]
+        assert "max_requests" in error["message"]
+        w.executor.going.set()
+        await running
+        write_tenants(file, {"free": {}, "ops": {"admin": True}})
+        w.service.reload_tenants()
+        await g.post(CHAT, HELLO, 401, key=token("gold"))
+        await g.post(CHAT, HELLO, key=token("free"))
+
+
+async def test_browsers_may_call_only_from_given_origins(w, g):
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    async with g.http.options(CHAT, headers=asked) as response:
+        assert response.status == 403
+        assert "Access-Control-Allow-Origin" not in response.headers
+    async with gateway(w.target, http_cors_origin=["https://a.example"]) as open_one:
+        asked["Access-Control-Request-Headers"] = "authorization"
+        async with open_one.http.options(CHAT, headers=asked) as response:
+            assert response.status == 204
+            assert response.headers["Access-Control-Allow-Origin"] == "https://a.example"
+            assert response.headers["Access-Control-Allow-Headers"] == "authorization"
+        for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+            async with open_one.http.post(CHAT, json={**HELLO, "stream": True}, headers={"Origin": origin}) as response:
+                assert response.headers.get("Access-Control-Allow-Origin") == allowed
+
+
+async def test_request_ids_come_back(g):
+    async with g.http.post(CHAT, json={**HELLO, "request_id": "mine"}, headers={"X-Request-ID": "theirs"}) as response:
+        assert response.headers["X-Request-ID"] == "theirs"
+        assert (await response.json())["id"] == "chatcmpl-mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"http": "0.0.0.0:0"}, "beyond loopback"),
+        ({"target": "a b"}, "HOST:PORT"),
+        ({"http_max_body_mb": 0}, "greater than 0"),
+    ],
+)
+def test_wrong_options_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        GatewayConfig(**options)
+
+
+def test_keys_are_not_sent_to_other_machines_in_plain_text():
+    with pytest.raises(OptionError, match="API keys are not sent"):
+        make_state(GatewayConfig(target="192.0.2.1:50051"))

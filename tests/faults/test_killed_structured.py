@@ -1,0 +1,60 @@
+"""Structured output while executors die: a grammar's state is a function of the tokens, so that each stream goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from cadenza import Client, SamplingParams
+from tests.checkpoints import make_llama
+from tests.faults.test_killed_processes import Up
+
+PATTERN = r"(\[[a-e]{1,9}\] ){60}done"
+PARAMS = [
+    SamplingParams(max_tokens=900, temperature=temperature, seed=3, structured_outputs={"regex": PATTERN})
+    for temperature in (0.0, 1.1)
+]
+FREE = SamplingParams(max_tokens=500, temperature=0.8, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    folder = tmp_path_factory.mktemp("up")
+    model = make_llama(folder / "model", tokenizer=True, vocab_size=300, max_position_embeddings=2048)
+    running = Up(model, folder / "log", "--num-gpu-blocks", "600", "--max-num-seqs", "16")
+    yield running
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(15) == 0, running.log
+    assert running.process.stdout is not None
+    running.process.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive, "the process that compiles grammars ends with the scheduler"
+
+
+@pytest.mark.parametrize("victims", [["executor_svc"], ["executor_svc", "cadenza.grammar.child", "executor_svc"]])
+def test_killed_processes_cost_no_token(up: Up, victims: list[str]) -> None:
+    prompts = [[7, 8, 9], [11] * 40, [250, 3]]
+    params = [*PARAMS, FREE]
+    with Client(up.target) as client:
+        expected = [output.outputs[0] for output in client.generate(prompts, params)]
+        for output in expected[:2]:
+            assert output.finish_detail == "eos"
+            assert re.fullmatch(PATTERN, output.text)
+        streams = [client.stream(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        found = [list(next(stream).outputs[0].token_ids) for stream in streams]
+        for victim in victims:
+            os.kill(up.service(victim).pid, signal.SIGKILL)
+            for tokens, stream in zip(found, streams, strict=True):
+                tokens += next(stream).outputs[0].token_ids
+        for tokens, stream in zip(found, streams, strict=True):
+            for delta in stream:
+                tokens += delta.outputs[0].token_ids
+        assert found == [output.token_ids for output in expected]
+        (again,) = client.generate([[5]], SamplingParams(max_tokens=9, structured_outputs={"regex": "new [ab]"}))
+        assert re.fullmatch("new [ab]", again.outputs[0].text)

@@ -1,0 +1,182 @@
+"""The door for constraints: what is refused, by whom, and what a constraint that hangs or explodes does to others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from cadenza.grammar.spec import GrammarSpec
+from cadenza.grammar.table import TableSource, table_source
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
+from scheduler_svc.requests.grammar_door import GrammarDoor
+from tests.helpers.paths import ROOT
+
+BAD = [
+    (GrammarSpec("json_schema", "{"), "the schema is no JSON"),
+    (GrammarSpec("json_schema", "3"), "must be a JSON object"),
+    (GrammarSpec("json_schema", '{"type": "banana"}'), "banana"),
+    (GrammarSpec("json_schema", '{"not": {"type": "string"}}'), "not"),
+    (GrammarSpec("json_schema", '{"$ref": "#/nowhere"}'), "nowhere"),
+    (GrammarSpec("regex", "(a"), "regex"),
+    (GrammarSpec("regex", "(?=a)b"), "look"),
+    (GrammarSpec("grammar", "start: unknown"), "unknown"),
+    (GrammarSpec("structural_tag", "[]"), "structures"),
+    (
+        GrammarSpec(
+            "structural_tag",
+            json.dumps({"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<g"]}),
+        ),
+        "no trigger is the beginning of the tag '<f>'",
+    ),
+]
+GOOD = [
+    GrammarSpec("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+    GrammarSpec("json_schema", "true"),
+    GrammarSpec("json_object", disable_any_whitespace=True),
+    GrammarSpec("json_object", whitespace_pattern="[ ]?"),
+    GrammarSpec("regex", r"\d{3}-[a-z]+"),
+    GrammarSpec("choices", choices=("yes", 'a "quoted" \\ one\n', "ü", "\u0001")),
+    GrammarSpec("grammar", 'start: "a" start | "b"'),
+    GrammarSpec("grammar", 'root ::= "a" root | "b"'),
+    GrammarSpec(
+        "structural_tag",
+        json.dumps(
+            {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]}
+        ),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def source() -> TableSource:
+    found = table_source(str(ROOT / "models" / "cadenza-demo"), 2048, [1])
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+async def door(source: TableSource) -> AsyncIterator[GrammarDoor]:
+    made = GrammarDoor(source, compile_s=20.0)
+    yield made
+    made.close()
+
+
+async def check(door: GrammarDoor, source: TableSource, spec: GrammarSpec) -> str:
+    """What is wrong with a constraint; empty: nothing."""
+    (found,) = await asyncio.gather(door.check(spec, repr(spec).encode(), source.engine().key), return_exceptions=True)
+    if found is None:
+        return ""
+    assert isinstance(found, RequestRejectedError), found
+    assert found.field == f"sampling_params.grammar.{spec.kind}"
+    return str(found)
+
+
+async def test_what_is_refused_and_what_is_not(door: GrammarDoor, source: TableSource) -> None:
+    for spec, message in BAD:
+        found = await check(door, source, spec)
+        assert message.lower() in found.lower(), (spec, found)
+        assert len(found) < 700
+    for spec in GOOD:
+        assert await check(door, source, spec) == "", spec
+
+
+async def test_a_constraint_is_compiled_once(door: GrammarDoor, source: TableSource) -> None:
+    assert await check(door, source, BAD[0][0])
+    child = door.child
+    assert child is not None
+    os.kill(child.pid, signal.SIGKILL)
+    assert await check(door, source, BAD[0][0])
+    assert door.child is child
+    assert "MiB of memory" in await check(door, source, GOOD[0])
+    assert door.child is None
+
+
+def exploding_rules() -> GrammarSpec:
+    """llguidance takes minutes for it, and panics."""
+    names = [f"a{index}" for index in range(3000)]
+    rules = [f"{name}: " + " | ".join(f'"{each}x{name}"' for each in range(60)) for name in names]
+    return GrammarSpec("grammar", "start: " + " ".join(names) + "\n" + "\n".join(rules))
+
+
+async def test_what_explodes_is_refused_by_counted_limits(door: GrammarDoor, source: TableSource) -> None:
+    """Whatever the machine, so that a refusal follows from the constraint."""
+    patterns = [{"type": "string", "pattern": f".*{each}.{{{20 + i}}}$"} for i, each in enumerate("abcdefgh")]
+    nested: dict[str, object] = {"type": "integer"}
+    for _ in range(300):
+        nested = {"type": "array", "items": nested}
+    for schema, message in (({"allOf": patterns}, "Unable to determine"), (nested, "recursion limit exceeded")):
+        assert message in await check(door, source, GrammarSpec("json_schema", json.dumps(schema)))
+    assert await check(door, source, GOOD[0]) == ""
+
+
+async def test_what_takes_too_long_ends_with_its_child(source: TableSource) -> None:
+    door = GrammarDoor(source, compile_s=1.5)
+    try:
+        assert "takes over 1.5 s to compile" in await check(door, source, exploding_rules())
+        assert door.child is None
+        assert await check(door, source, GOOD[0]) == ""
+    finally:
+        door.close()
+
+
+async def test_a_child_that_hangs_is_replaced_while_the_loop_goes_on(source: TableSource) -> None:
+    door = GrammarDoor(source, compile_s=1.5)
+    try:
+        assert await check(door, source, GOOD[0]) == ""
+        assert door.child is not None
+        os.kill(door.child.pid, signal.SIGSTOP)
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0.005)
+
+        ticking = asyncio.create_task(tick())
+        assert "takes over 1.5 s" in await check(door, source, GOOD[1])
+        ticking.cancel()
+        assert ticks > 20
+        assert await check(door, source, GOOD[4]) == ""
+    finally:
+        door.close()
+
+
+async def test_a_child_that_dies_is_replaced(door: GrammarDoor, source: TableSource) -> None:
+    assert await check(door, source, GOOD[0]) == ""
+    assert door.child is not None
+    os.kill(door.child.pid, signal.SIGKILL)
+    assert "MiB of memory" in await check(door, source, GOOD[1])
+    assert await check(door, source, GOOD[2]) == ""
+
+
+async def test_too_little_memory_for_the_table(source: TableSource) -> None:
+    door = GrammarDoor(source, max_bytes=2**24)
+    with pytest.raises(PreconditionError, match="cannot start"):
+        await door.check(GOOD[0], b"good", source.engine().key)
+    door.close()
+
+
+async def test_a_cancelled_call_leaves_nothing_behind(door: GrammarDoor, source: TableSource) -> None:
+    """The next constraint gets its own answer."""
+    assert await check(door, source, GOOD[0]) == ""
+    call = asyncio.create_task(check(door, source, BAD[2][0]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await check(door, source, GOOD[1]) == ""
+    assert await check(door, source, BAD[2][0])
+
+
+async def test_another_engine_than_the_executors(door: GrammarDoor, source: TableSource) -> None:
+    other = replace(source, vocab_size=2049).engine().key
+    with pytest.raises(PreconditionError, match="is not that of the executor"):
+        await door.check(GOOD[0], b"good", other)

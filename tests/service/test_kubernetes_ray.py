@@ -1,0 +1,152 @@
+"""The manifests of deploy/overlays/ray: a Ray cluster with the scheduler on its head and executors on its workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cadenza.local_options import ignored_variables, read_places, route_options
+from tests.helpers.compose import last_instruction, read_dockerfile
+from tests.helpers.manifests import RAY, matches, named, needs_kubectl, of_kind
+from tests.helpers.paths import ROOT
+
+pytestmark = needs_kubectl
+
+
+def groups() -> dict[str, dict[str, Any]]:
+    spec = named(RAY, "RayCluster", "cadenza")["spec"]
+    return {"head": spec["headGroupSpec"], **{each["groupName"]: each for each in spec["workerGroupSpecs"]}}
+
+
+def container_of(group: dict[str, Any]) -> dict[str, Any]:
+    (only,) = group["template"]["spec"]["containers"]
+    return only
+
+
+def head_script() -> str:
+    (script,) = container_of(groups()["head"])["args"]
+    return script
+
+
+def variables() -> dict[str, str]:
+    (source,) = container_of(groups()["head"])["envFrom"]
+    return named(RAY, "ConfigMap", source["configMapRef"]["name"])["data"]
+
+
+def test_options_are_those_of_cadenza_up() -> None:
+    """And the workers have room for as many executors as there may be, of which each has a worker's processors."""
+    environment = variables()
+    assert not list(ignored_variables(environment))
+    arguments = route_options("model", {"metrics_port": 9464}, environment=environment)
+    assert arguments.uses_ray
+    assert not any("ray" in each or "metrics" in each for each in arguments.executor)
+    assert "--metrics-port=9464" in arguments.scheduler
+    workers = groups()["executors"]
+    assert arguments.values["max_executors"] == workers["replicas"] == workers["maxReplicas"]
+    assert arguments.values["num_threads"] == int(container_of(workers)["resources"]["limits"]["cpu"])
+    assert read_places({}, environment=environment)["model"].value.startswith("/models/")
+
+
+def test_the_version_of_ray_is_that_of_the_image() -> None:
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"ray=={named(RAY, 'RayCluster', 'cadenza')['spec']['rayVersion']}" in pinned
+    user, group = last_instruction(read_dockerfile(), "ray", "USER").split(":")
+    for each in groups().values():
+        context = each["template"]["spec"]["securityContext"]
+        assert (context["runAsUser"], context["fsGroup"], context["runAsNonRoot"]) == (int(user), int(group), True)
+        assert container_of(each)["image"].startswith("cadenza-ray:")
+
+
+def test_pods_are_confined_and_have_what_they_mount() -> None:
+    for group in groups().values():
+        container, spec = container_of(group), group["template"]["spec"]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["limits"]["memory"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in spec["volumes"]}
+        named(RAY, "ServiceAccount", spec["serviceAccountName"])
+        for volume in spec["volumes"]:
+            if "persistentVolumeClaim" in volume:
+                named(RAY, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+
+
+def test_clients_and_scrapers_reach_the_scheduler_and_only_the_cluster_reaches_ray() -> None:
+    """Whoever reaches Ray may run programs on its machines."""
+    head = {**groups()["head"]["template"]["metadata"]["labels"], "ray.io/cluster": "cadenza"}
+    worker = {**groups()["executors"]["template"]["metadata"]["labels"], "ray.io/cluster": "cadenza"}
+    policies = [each["spec"] for each in of_kind(RAY, "NetworkPolicy")]
+
+    def admits(to: dict[str, str], peer: dict[str, str], port: int) -> bool:
+        rules = [
+            rule
+            for policy in policies
+            if matches(policy["podSelector"], to) and "Ingress" in policy["policyTypes"]
+            for rule in policy.get("ingress", [])
+        ]
+        return any(
+            ("ports" not in rule or port in {each["port"] for each in rule["ports"]})
+            and any(matches(each["podSelector"], peer) for each in rule["from"] if "podSelector" in each)
+            for rule in rules
+        )
+
+    client = {"cadenza.dev/client": "true"}
+    assert admits(head, client, 50051)
+    for port in (6379, 6380, 9464):
+        assert not admits(head, client, port)
+        assert not admits(worker, client, port)
+    for port in (6379, 6380, 40000):
+        assert admits(head, worker, port)
+        assert admits(worker, head, port)
+        assert admits(worker, worker, port)
+    assert not admits(head, {"app": "any"}, 50051)
+    service = named(RAY, "Service", "cadenza-scheduler")
+    assert service["spec"]["selector"].items() <= head.items()
+    assert {each["targetPort"] for each in service["spec"]["ports"]} <= {
+        each["name"] for each in container_of(groups()["head"])["ports"]
+    }
+
+
+_STUBS = {
+    "ray": 'echo "ray $*" >> log; [ "$1" = start ] && { touch up; while [ -e up ]; do sleep 0.05; done; exit 3; }; '
+    "[ -e up ]\n",
+    "cadenza": 'trap "echo drained >> log; exit 0" TERM; echo "cadenza $*" >> log; while :; do sleep 0.05; done\n',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["ray", "term", "cadenza"])
+def test_the_head_ends_with_ray_and_with_the_server(tmp_path: Path, ends: str) -> None:
+    """Its script, with small scripts in place of both programs."""
+    for name, text in _STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "KUBERAY_GEN_RAY_START_CMD": "ray start"}
+    command = ["/bin/bash", "-c", head_script().replace("ulimit -n 65536", "")]
+    log = tmp_path / "log"
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True) as head:
+        try:
+            while not log.exists() or "cadenza up" not in log.read_text():
+                assert head.poll() is None
+            if ends == "ray":
+                (tmp_path / "up").unlink()
+            elif ends == "term":
+                head.send_signal(signal.SIGTERM)
+            else:
+                (up,) = (each for each in psutil.Process(head.pid).children() if "cadenza" in " ".join(each.cmdline()))
+                up.terminate()
+            head.wait(10)
+        finally:
+            if head.poll() is None:
+                os.killpg(head.pid, signal.SIGKILL)
+            (tmp_path / "up").unlink(missing_ok=True)
+    lines = log.read_text().splitlines()
+    assert "ray start" in lines
+    assert lines[-1] == "drained"
+    (up,) = (line for line in lines if line.startswith("cadenza"))
+    assert "--ray-address 127.0.0.1:6379" in up

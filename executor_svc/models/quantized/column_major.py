@@ -134,7 +134,7 @@ def open_awq(tensors: CheckpointTensors, prefix: str, shape: tuple[int, int], gr
 def _awq_codes(words: Tensor) -> Tensor:
     """Return the codes of words [K, N / 8] as [N, K] uint8."""
     columns, eights = words.shape
-    packed = words.t().flatten().view(torch.uint8).reshape(eights, columns, 4)
+    packed = words.t().flatten().contiguous().view(torch.uint8).reshape(eights, columns, 4)
     codes = torch.empty(eights, 8, columns, dtype=torch.uint8)
     for byte in range(4):
         low, high = _AWQ_ORDER[2 * byte : 2 * byte + 2]

@@ -214,7 +214,7 @@ class _Batches:
         return asyncio.run(self._serve(set(structured)))
 
     async def _serve(self, structured: set[int]) -> tuple[list[list[int]], list[float]]:
-        from cadenza import AsyncClient, SamplingParams
+        from cadenza import AsyncClient, SamplingParams, StructuredOutputsParams
 
         params = [
             SamplingParams(
@@ -223,7 +223,7 @@ class _Batches:
                 max_tokens=self._output,
                 ignore_eos=True,
                 detokenize=False,
-                structured_outputs={"json": _RECORDS} if index in structured else None,
+                structured_outputs=StructuredOutputsParams(json=_RECORDS) if index in structured else None,
             )
             for index in range(len(self._prompts))
         ]

@@ -105,7 +105,7 @@ check-py312: $(VENV)312/.installed ## the tests that need no torch, on Python 3.
 
 $(VENV)312/.installed: pyproject.toml constraints.txt
 	@python3.12 -m venv $(VENV)312
-	@$(VENV)312/bin/python -m pip install $(PIP_QUIET) -c constraints.txt -e '.[scheduler,cli]' \
+	@$(VENV)312/bin/python -m pip install $(PIP_QUIET) -c constraints.txt -e '.[scheduler,cli,gateway]' \
 	  pytest pytest-asyncio pytest-timeout hypothesis psutil pyte numpy jsonschema kubernetes-validate
 	@touch $@
 

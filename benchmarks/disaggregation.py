@@ -27,8 +27,10 @@ NAME = "disaggregation"
 EXECUTORS = 8
 BUDGETS = (256, 512, 2048, 8192)
 _RATIO, _LOWEST = 1.3, 0.15
-_SLICE_S = 0.1
+_SLICE_S = 0.05
 _KV_BYTES = {"h200-llama-3.1-8b": LLAMA_3_1_8B.kv_bytes, "8xh200-llama-3.1-405b-fp8": LLAMA_3_1_405B.kv_bytes}
+_LINKS = {"h200-llama-3.1-8b": 50.0, "8xh200-llama-3.1-405b-fp8": 400.0}
+"""GB/s: a 400 Gbit/s port for each GPU."""
 LIMITS = {
     "h200-llama-3.1-8b": (
         Objective(0.5, 0.006), Objective(0.5, 0.010), Objective(0.5, 0.020), Objective(2.0, 0.010),
@@ -129,10 +131,10 @@ def held(trials: Sequence[Trial], place: int, share: float) -> float:
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     for executor in options.on:
         for mix in options.mixes:
-            for link in options.links:
-                yield from _rows(
-                    options, Comparison(executor, mix, link, options.seconds, options.seed), executor, mix, link
-                )
+            link = options.link_gb_per_s or _LINKS[executor]
+            yield from _rows(
+                options, Comparison(executor, mix, link, options.seconds, options.seed), executor, mix, link
+            )
 
 
 def _rows(options: argparse.Namespace, comparison: Comparison, executor: str, mix: str, link: float) -> Iterator[Row]:
@@ -186,7 +188,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     names, mixes = tuple(LIMITS), tuple(MIXES)
     parser.add_argument("--on", nargs="+", choices=names, default=names, help="executors (default both)")
     parser.add_argument("--mixes", nargs="+", choices=mixes, default=mixes, help="lengths (default all)")
-    parser.add_argument("--links", type=positive_number, nargs="+", default=[50.0], help="GB/s of each (default 50)")
+    parser.add_argument("--link-gb-per-s", type=positive_number, help="of each (default 50 for each GPU)")
     parser.add_argument("--share", type=positive_number, default=0.9, help="of the requests (default 0.9)")
     parser.add_argument("--seconds", type=positive, default=120, help="of arrivals at each rate (default 120)")
 

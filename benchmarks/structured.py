@@ -214,7 +214,8 @@ class _Batches:
         return asyncio.run(self._serve(set(structured)))
 
     async def _serve(self, structured: set[int]) -> tuple[list[list[int]], list[float]]:
-        from cadenza import AsyncClient, SamplingParams, StructuredOutputsParams
+        from cadenza import AsyncClient, SamplingParams
+        from cadenza.structured_outputs import StructuredOutputsParams
 
         params = [
             SamplingParams(

@@ -254,8 +254,8 @@ class ExecutorConfig(ServiceSettings):
     )
     ray_placement: Literal["auto", "pack", "spread", "strict-pack", "strict-spread"] = Field(
         "auto",
-        description="Where Ray places the processes of a placement group; auto: executors of one rank on different "
-        "machines where it can (spread), the ranks of an executor on one machine (strict-pack).",
+        description="Where Ray places executors. auto: each with all of its ranks on one machine, several on different "
+        "machines where it can; else, on the CPU, each rank by itself, and those of an executor like this.",
         json_schema_extra=about("Ray"),
     )
     max_loras: int = Field(

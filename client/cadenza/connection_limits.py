@@ -84,7 +84,7 @@ def start_peer_limit(address: str, max_per_peer: int, counts: ListenerCounts) ->
     return asyncio.create_task(limit.run(), name="peer-limit")
 
 
-def allow_connections(max_connections: int) -> None:
+def allow_connections(max_connections: int, option: str = "--max-connections") -> None:
     """Raise this process's limit of open files, if it may, so that so many connections can be there."""
     try:
         import resource
@@ -97,7 +97,7 @@ def allow_connections(max_connections: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         if most < wanted:
-            _LOG.warning("--max-connections %d: only %d files may be open (ulimit -n)", max_connections, most)
+            _LOG.warning("%s %d: only %d files may be open (ulimit -n)", option, max_connections, most)
 
 
 def _peer_of(number: int, inode: int, port: int) -> str:

@@ -54,16 +54,21 @@ def params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
 
 def _grammar(params: StructuredOutputsParams) -> types_pb2.GrammarSpec:
     message = types_pb2.GrammarSpec(
-        json_schema=params.json if isinstance(params.json, str) else None,
-        regex=params.regex,
-        grammar=params.grammar,
-        json_object=params.json_object,
-        structural_tag=params.structural_tag if isinstance(params.structural_tag, str) else None,
         disable_any_whitespace=params.disable_any_whitespace,
         disable_additional_properties=params.disable_additional_properties,
         whitespace_pattern=params.whitespace_pattern or "",
         start_after_token_ids=params.start_after_token_ids,
     )
+    if isinstance(params.json, str):
+        message.json_schema = params.json
+    if params.regex is not None:
+        message.regex = params.regex
+    if params.grammar is not None:
+        message.grammar = params.grammar
+    if params.json_object is not None:
+        message.json_object = params.json_object
+    if isinstance(params.structural_tag, str):
+        message.structural_tag = params.structural_tag
     if params.choice is not None:
         message.choices.values.extend(params.choice)
     return message

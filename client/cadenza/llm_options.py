@@ -198,8 +198,8 @@ class LLMOptions(TypedDict, total=False):
     that was started here, else one of its own on this machine alone."""
 
     ray_placement: Literal["auto", "pack", "spread", "strict-pack", "strict-spread"] | None
-    """Where Ray places the processes of a placement group; auto: executors of one rank on different machines where it
-    can (spread), the ranks of an executor on one machine (strict-pack). [default: auto]"""
+    """Where Ray places executors. auto: each with all of its ranks on one machine, several on different machines where
+    it can; else, on the CPU, each rank by itself, and those of an executor like this. [default: auto]"""
 
     max_loras: int | None
     """executor: Maximum LoRA adapters in one batch; 0: no adapters. On a GPU there are none unless this is given, as

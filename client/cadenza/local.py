@@ -43,7 +43,8 @@ _FAILURE_S = 0.5
 
 
 class LocalServices:
-    """A scheduler and one or several executors on this machine, while this object and this process exist.
+    """A scheduler and one or several executors on this machine, while this object and this process exist; the executors
+    are elsewhere if Ray places them (`distributed_executor_backend="ray"`, docs/ray.md).
 
     `options` are those of the services, by their names in `executor_svc.config`, `scheduler_svc.config` and
     `cadenza.gateway.config`, `executors` and `http`; each option goes to the services that have it. Options that are

@@ -41,8 +41,11 @@ _OWN = {
 }
 LISTENER_OPTIONS = ("insecure", "tls_cert", "tls_key", "tls_client_ca")
 """Options of both services that are the scheduler's alone here: the executors listen on loopback."""
-_PLACING = ("distributed_executor_backend", "ray_address", "ray_placement")
-"""Options of executors that the starter heeds in their place if Ray places them."""
+_NOT_ON_RAY = (
+    "distributed_executor_backend", "ray_address", "ray_placement",
+    "metrics_port", "metrics_host", "metrics_insecure", "metrics_token_file",
+)  # fmt: skip
+"""Options that executors do not get if Ray places them: the starter heeds them, or they name a port of one machine."""
 _GATEWAY_PLACES = ("target", "http")
 """Options of the gateway that are settled here: its scheduler, and where it listens, which is the starter's `http`."""
 _CLIENT_VARIABLES = "CADENZA_TLS_"
@@ -147,7 +150,7 @@ def route_options(
     checked = {service: _checked(service, model, settings) for service, settings in chosen.items()}
     values = {**checked[STARTER], **checked[EXECUTOR]}
     if values.get("distributed_executor_backend") == "ray":
-        for name in _PLACING:
+        for name in _NOT_ON_RAY:
             checked[EXECUTOR].pop(name, None)
     arguments = {service: to_arguments(values) for service, values in checked.items()}
     if "tokenizer" not in chosen[SCHEDULER]:

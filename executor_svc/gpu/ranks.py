@@ -18,6 +18,8 @@ from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kernels.rank_rows import own_ids, pick_rows, sum_parts
 from executor_svc.gpu.kernels.rows import copy_columns
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name since PyTorch 2.13, or before."""
 _TIMEOUT = timedelta(minutes=10)
 """Ranks may take so much longer than others to load their weights."""
 
@@ -109,5 +111,5 @@ class GpuRanks:
         """Return the rows x [T, columns] of all ranks, [N, T, columns], in memory `parts`."""
         size, (num_rows, width) = self.share.size, x.shape
         gathered = parts[: size * x.numel()].view(size * num_rows, width)
-        dist.all_gather_into_tensor(gathered, x)
+        _gather(gathered, x)
         return gathered.view(size, num_rows, width)

@@ -73,8 +73,9 @@ class RankProcesses(Members):
     def stop(self) -> None:
         """As in `Members`. Their end is no failure then."""
         self._stopped.set()
-        for link, child in zip(self.links, self._children, strict=True):
+        for link in (*self.links, *self.adapter_links):
             link.close()
+        for child in self._children:
             child.kill()
 
     def how_ended(self, rank: int) -> str:

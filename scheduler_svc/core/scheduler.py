@@ -318,6 +318,7 @@ class Scheduler:
         step = plan_step(self._requests, lane, StepPlan(lane.counts.last_step_id + 1, executor_id), now)
         if step is None:
             return None
+        step.num_planned_tokens = step.total_tokens
         lane.counts.last_step_id = step.plan.step_id
         lane.counts.num_steps += 1
         lane.inflight.append(step)

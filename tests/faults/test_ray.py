@@ -15,7 +15,8 @@ import pytest
 from cadenza import AsyncClient, Client, SamplingParams
 from tests.checkpoints import make_llama
 from tests.helpers.ray_cluster import RayMachines, cadenza_up, end_within, executors_below, ray_machines, raylet_of
-from tests.helpers.rolling import ClientLoad
+from tests.helpers.rolling import ClientLoad, rolling
+from tests.helpers.service_process import service_process
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,6 +37,25 @@ async def two_serve(target: str) -> None:
     async with AsyncClient(target) as client, asyncio.timeout(20):
         while [each.state for each in (await client.server_info()).executors] != ["serving"] * 2:
             pass
+
+
+async def test_an_executor_without_cadenza_up_ends_when_its_actor_does(machines: RayMachines) -> None:
+    """Whoever has started it starts it again."""
+    place = ("--distributed-executor-backend", "ray", "--ray-address", machines.address)
+    async with service_process("executor_svc", "--simulate", "instant", "--num-gpu-blocks", "99", *place) as running:
+        async with rolling("scheduler_svc", "--executor", running.address, "--skip-tokenizer-init") as front:
+            async with AsyncClient(front.address) as client:
+                (output,) = await client.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
+            assert len(output.outputs[0].token_ids) == 4
+        found = executors_below(psutil.Process())
+        (executor,) = (each for each in found if each.pid != running.process.pid)
+        actor = executor.parent()
+        assert actor is not None
+        actor.kill()
+        end_within([executor], 2)
+        async with asyncio.timeout(20):
+            assert await running.process.wait() == 1
+        await running.logged("its Ray actor is gone")
 
 
 async def test_executors_come_and_go_and_actors_and_machines_are_lost(machines: RayMachines, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def model(
 ) -> ExecutorModel:
     """An executor; by default a step takes 10 ms and 10 µs for each token."""
     given = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 4096} | limits
-    return model_of(profile(COSTS if costs is None else costs, overheads, **given))
+    return model_of(profile(COSTS if costs is None else costs, overheads, name="toy", **given))
 
 
 def requests(

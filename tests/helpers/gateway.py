@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from aiohttp import ClientSession
 
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
-from cadenza.gateway.serve import start
+from cadenza.gateway.serve import start, tls_of
 from cadenza.gateway.state import State
 
 
@@ -27,7 +28,8 @@ class Gateway:
     async def post(self, path: str, body: Any, status: int = 200, **headers: str) -> Any:
         """Send a body, check the status, and return the answer's JSON."""
         data = body if isinstance(body, (bytes, str)) else json.dumps(body)
-        async with self.http.post(path, data=data, headers=named(headers)) as response:
+        raw = data if isinstance(data, bytes) else data.encode()
+        async with self.http.post(path, data=io.BytesIO(raw), headers=named(headers)) as response:
             text = await response.text()
             assert response.status == status, f"{response.status}: {text}"
             return json.loads(text)
@@ -72,7 +74,7 @@ async def gateway(target: str, **options: Any) -> AsyncIterator[Gateway]:
     config = GatewayConfig(target=target, http="127.0.0.1:0", **options)
     state = make_state(config)
     problems: list[str] = []
-    running = await start(state, None, problems.append)
+    running = await start(state, tls_of(config), problems.append)
     assert running is not None, problems
     runner, address = running
     try:

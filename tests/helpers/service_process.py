@@ -43,11 +43,18 @@ class ServiceProcess:
 
 @contextlib.asynccontextmanager
 async def service_process(
-    module: str, *options: str, listen: str = "127.0.0.1:0", environment: Mapping[str, str] | None = None
+    module: str,
+    *options: str,
+    listen: str = "127.0.0.1:0",
+    environment: Mapping[str, str] | None = None,
+    by: str = "--listen",
 ) -> AsyncIterator[ServiceProcess]:
-    """`python -m module`, with these variables too; yields it once it serves, and kills it at the end."""
+    """`python -m module`, with these variables too; yields it once it serves, and kills it at the end.
+
+    by: the option that says where it listens.
+    """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, "--listen", listen, *options),
+        *(sys.executable, "-m", module, by, listen, *options),
         stdout=PIPE,
         stderr=PIPE,
         env={**os.environ, **(environment or {})},

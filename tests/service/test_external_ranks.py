@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cadenza import AsyncClient, SamplingParams
@@ -93,7 +96,56 @@ async def stops_in_order(group: ExternalRanks) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=1024)
+
+
+async def test_torchrun_starts_ranks_and_starts_them_again(model: Path) -> None:
+    """With its own store at MASTER_PORT. Of a rank that is killed it makes a new group, and the load goes on."""
+    address = new_address()
+    command = (
+        *("torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"),
+        *("--master-addr", address, "--master-port", str(free_port()), "--no-python", sys.executable, "-m"),
+        *(
+            "executor_svc",
+            "--model",
+            str(model),
+            "--device",
+            "cpu",
+            "--num-threads",
+            "1",
+            "--listen",
+            f"{address}:50052",
+        ),
+        *("--distributed-executor-backend", "external", *SIZES),
+    )
+    torchrun = await asyncio.create_subprocess_exec(
+        Path(sys.executable).with_name(command[0]), *command[1:], stdout=PIPE, stderr=DEVNULL
+    )
+    assert torchrun.stdout is not None
+    try:
+        assert (await torchrun.stdout.readline()).startswith(b"ready ")
+        async with scheduler_service(f"{address}:50052", one_session=False, skip_tokenizer_init=True) as scheduler:
+            expected = await ClientLoad(scheduler.target, 300, 4).finished()
+            load = ClientLoad(scheduler.target, 300, 4)
+            await load.more(50)
+            (rank_1,) = (
+                each for each in psutil.Process(torchrun.pid).children() if each.environ()["RANK"] == "1"
+            )  # fmt: skip
+            rank_1.kill()
+            assert (await torchrun.stdout.readline()).startswith(b"ready ")
+            assert await load.finished() == expected
+    finally:
+        ranks = psutil.Process(torchrun.pid).children()
+        torchrun.terminate()
+        await torchrun.wait()
+        for each in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 async def test_other_options_end_both_ranks_with_their_names(model: Path) -> None:

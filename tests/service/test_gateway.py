@@ -129,6 +129,49 @@ def test_anthropics_sdk(url):
         client.messages.create(**{**options, "max_tokens": 2000}, thinking={"type": "enabled", "budget_tokens": 1024})
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}, "even": {"type": "boolean"}},
+    "required": ["sum", "even"],
+    "additionalProperties": False,
+}
+
+
+ANSWERS = {"enum": ["seventy-five", 75, None]}
+"""Without objects or lists, in which the model could write spaces until its last token."""
+
+
+def test_constraints_in_the_words_of_each_api(url):
+    import anthropic
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    options = {"model": "demo", "messages": USER, "max_completion_tokens": 60}
+    named = {"name": "sum", "schema": ANSWERS, "strict": True}
+    compact = {"json": SCHEMA, "disable_any_whitespace": True}
+    answer = client.chat.completions.create(**options, response_format={"type": "json_schema", "json_schema": named})
+    assert json.loads(answer.choices[0].message.content) in ANSWERS["enum"]
+    answer = client.chat.completions.create(**options, n=2, extra_body={"structured_outputs": compact})
+    for choice in answer.choices:
+        assert set(json.loads(choice.message.content)) == {"sum", "even"}
+    answer = client.chat.completions.create(**options, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
+    assert answer.choices[0].message.content in ("yes", "no")
+    body = {"structured_outputs": {"regex": "[0-9]{3}"}}
+    assert len(client.completions.create(model="demo", prompt="5+5=", extra_body=body).choices[0].text) == 3
+    formatted = {"format": {"type": "json_schema", **named}}
+    answer = client.responses.create(model="demo", input="Sum?", text=formatted, max_output_tokens=60)
+    assert json.loads(answer.output_text) in ANSWERS["enum"]
+    assert answer.text.format.type == "json_schema"
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**options, response_format=bad)
+    assert refused.value.param == "structured_outputs"
+    other = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    config = {"format": {"type": "json_schema", "schema": ANSWERS}}
+    message = other.messages.create(model="demo", max_tokens=60, messages=USER, output_config=config)
+    assert json.loads(message.content[0].text) in ANSWERS["enum"]
+
+
 def test_a_killed_gateway_is_started_again_at_its_port(services, url):
     before = services.pids()["gateway"]
     os.kill(before, signal.SIGKILL)

@@ -43,9 +43,10 @@ def test_options_are_those_of_cadenza_up() -> None:
     """And the workers have room for as many executors as there may be, of which each has a worker's processors."""
     environment = variables()
     assert not list(ignored_variables(environment))
-    arguments = route_options("model", {}, environment=environment)
+    arguments = route_options("model", {"metrics_port": 9464}, environment=environment)
     assert arguments.uses_ray
-    assert not any("ray" in each for each in arguments.executor)
+    assert not any("ray" in each or "metrics" in each for each in arguments.executor)
+    assert "--metrics-port=9464" in arguments.scheduler
     workers = groups()["executors"]
     assert arguments.values["max_executors"] == workers["replicas"] == workers["maxReplicas"]
     assert arguments.values["num_threads"] == int(container_of(workers)["resources"]["limits"]["cpu"])

@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from cadenza.connection_limits import allow_connections
 from cadenza.errors import OptionError
 from cadenza.gateway.app import make_app, make_state
 from cadenza.gateway.config import HTTP_PORT, GatewayConfig
@@ -34,9 +35,10 @@ async def serve(config: GatewayConfig, fail: Callable[[str], None]) -> int:
     """Serve until a signal; returns the exit code."""
     signals = StopSignals()
     signals.install()
+    allow_connections(2 * config.http_max_requests, "twice --http-max-requests")  # as many again may be idle
     try:
         state = make_state(config)
-        tls = _tls(config)
+        tls = tls_of(config)
     except OptionError as error:
         fail(str(error))
         return EXIT_OPTIONS
@@ -121,7 +123,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
+def tls_of(config: GatewayConfig) -> ssl.SSLContext | None:
     """HTTPS; None: plain text. Raises OptionError for files that cannot be used."""
     if (config.http_tls_cert is None) != (config.http_tls_key is None):
         raise OptionError("options http-tls-cert and http-tls-key need each other")

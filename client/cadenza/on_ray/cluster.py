@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from typing import Any
 
 from cadenza.credentials import is_loopback
 from cadenza.errors import OptionError
+from cadenza.transport import parse_address
 
+_RAY_PORT = 6379
+_CONNECT_S = 10.0
 _TRUST = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """What a Ray that is started here is told: report nothing to anybody, and leave CUDA_VISIBLE_DEVICES alone."""
 
@@ -44,6 +48,7 @@ class Cluster:
         with _own_signals():
             self._is_own = not ray.is_initialized()
             if self._is_own:
+                _check_address(address)
                 try:
                     ray.init(address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
                 except (ConnectionError, ValueError, RuntimeError, AssertionError) as error:
@@ -112,6 +117,20 @@ class Group:
     def release(self) -> None:
         """Take it away, and the actors in it."""
         self._cluster.release(self._group)
+
+
+def _check_address(address: str | None) -> None:
+    """Raise OptionError for an address where no cluster can be: Ray would say so after a minute."""
+    if address in (None, "auto", "local"):
+        return
+    try:
+        host, port = parse_address(address, default_port=_RAY_PORT)
+        socket.create_connection((host, port), _CONNECT_S).close()
+    except ValueError as error:
+        raise OptionError(f"option ray_address: {error}") from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OptionError(f"option ray_address: no Ray cluster answers at {address}: {reason}") from None
 
 
 def all_on_loopback(machines: Sequence[Machine]) -> bool:

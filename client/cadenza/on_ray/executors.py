@@ -24,7 +24,7 @@ from cadenza.on_ray.places import Places
 from cadenza.on_ray.replica import Replica, ReplicaLife
 from cadenza.on_ray.scaler import Scaler
 from cadenza.on_ray.scaling import Scaling
-from cadenza.on_ray.shares import rank_share
+from cadenza.on_ray.shares import placement_of, rank_share
 from cadenza.tls import TLS
 
 
@@ -58,15 +58,17 @@ class RayExecutors:
             folder = Path(self._kept.enter_context(tempfile.TemporaryDirectory(prefix="cadenza-ray-")))
             self._list = ExecutorList(folder / "executors")
             self._links = None if all_on_loopback(machines) else make_link_certificates(folder)
-            size, placement = values.get("tensor_parallel_size", 1), values.get("ray_placement", "auto")
-            self._places = Places(cluster, share.bundle, size, placement, least)
+            placement = placement_of(values, share)
+            self._places = Places(cluster, placement, least)
         except BaseException:
             self._kept.close()
             raise
         links = self._links
         own = () if links is None else links.executor_arguments
         arguments_of_all = [*command.arguments, *share.arguments, *own]
-        self._launch = Launch(command.program, arguments_of_all, size, {} if links is None else links.files)
+        self._launch = Launch(
+            command.program, arguments_of_all, placement.num_actors, {} if links is None else links.files
+        )
         for index in range(least):
             self._add(EXECUTOR if most == 1 else f"{EXECUTOR} {index}")
 

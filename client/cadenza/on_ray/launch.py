@@ -23,8 +23,8 @@ class Launch:
     program: Sequence[str]
     arguments: Sequence[str]
     """Those of all executors; `{files}` is the folder of the files."""
-    size: int
-    """Ranks of an executor."""
+    num_actors: int
+    """1: one process is the executor, and starts its ranks if it has several; else each is a rank."""
     files: Mapping[str, str] = field(default_factory=dict)
     listen: str | None = None
     """Where rank 0 listens for its scheduler; None: at any port of its machine."""
@@ -37,12 +37,12 @@ class Launch:
         hosts = [parse_address(place, default_port=0) for place in places]
         listen = self.listen or format_address(hosts[0][0], 0)
         first = [*self.arguments, f"--listen={listen}"]
-        if self.size == 1:
+        if self.num_actors == 1:
             return [Order(name, self.program, first, files=self.files)]
         ranks = ["--distributed-executor-backend=external", f"--rank-port={hosts[0][1]}"]
         ranks.append(f"--rank-secret-file={{files}}/{_SECRET}")
         files = {**self.files, _SECRET: secrets.token_hex(_SECRET_BYTES)}
-        own = [first, *[list(self.arguments)] * (self.size - 1)]
+        own = [first, *[list(self.arguments)] * (self.num_actors - 1)]
         return [
             Order(f"{name} rank {rank}", self.program, [*own[rank], *ranks], variables, files)
             for rank, variables in enumerate(rank_variables([host for host, _ in hosts]))

@@ -8,23 +8,20 @@ from typing import Any
 
 from cadenza.on_ray.cluster import Cluster, Group
 from cadenza.on_ray.replica import Replica
+from cadenza.on_ray.shares import Placement
 
 
 class Places:
     """Gives each executor its actors.
 
-    Executors of one rank share a group that has a place for each of the least number of executors, which Ray spreads
-    over its machines; each further one has a group of its own, so that it can be taken away. Executors of several ranks
-    have a group each, with a place for each rank, on one machine.
+    Executors with one actor share a group that has a place for each of the least number of executors; each further one
+    has a group of its own, so that it can be taken away. Executors of several actors have a group each, with a place
+    for each of these.
     """
 
-    def __init__(self, cluster: Cluster, bundle: dict[str, float], size: int, placement: str, least: int) -> None:
-        """bundle: what each rank has; size: ranks of an executor; placement: the option ray_placement."""
-        self._cluster, self._bundle, self._size = cluster, bundle, size
-        default = "SPREAD" if size == 1 else "STRICT_PACK"
-        self._strategy = default if placement == "auto" else placement.replace("-", "_").upper()
-        self._base = cluster.place(bundle, least, self._strategy) if size == 1 else None
-        self._least = least
+    def __init__(self, cluster: Cluster, placement: Placement, least: int) -> None:
+        self._cluster, self._placement, self._least = cluster, placement, least
+        self._base = self._group(least) if placement.num_actors == 1 else None
         self._groups: dict[str, Group] = {}
         self._kept: set[str] = set()
 
@@ -35,8 +32,8 @@ class Places:
             self._kept.add(name)
             if self._base is not None:
                 return Replica(name, 1, partial(self._in_base, index), self._asked_for)
-        group = self._groups[name] = self._cluster.place(self._bundle, self._size, self._strategy)
-        return Replica(name, self._size, group.actor, self._asked_for)
+        group = self._groups[name] = self._group(self._placement.num_actors)
+        return Replica(name, self._placement.num_actors, group.actor, self._asked_for)
 
     def _in_base(self, index: int, _rank: int) -> Any:
         assert self._base is not None
@@ -52,8 +49,12 @@ class Places:
         if group is not None:
             group.release()
 
+    def _group(self, count: int) -> Group:
+        return self._cluster.place(self._placement.bundle, count, self._placement.strategy)
+
     @property
     def _asked_for(self) -> str:
         """What Ray is asked for, for an executor."""
-        needs = ", ".join(f"{count:g} {name}" for name, count in self._bundle.items())
-        return needs if self._size == 1 else f"{needs} for each of {self._size} ranks ({self._strategy})"
+        asked = self._placement
+        needs = ", ".join(f"{count:g} {name}" for name, count in asked.bundle.items())
+        return needs if asked.num_actors == 1 else f"{needs} for each of {asked.num_actors} ranks ({asked.strategy})"

@@ -21,6 +21,29 @@ class RankShare:
     """Beside those of all executors."""
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Of an executor."""
+
+    bundle: dict[str, float]
+    """What each of its actors has."""
+    num_actors: int
+    """1: an actor runs the executor, with all of its ranks; else one runs each rank."""
+    strategy: str
+    """Of a placement group, as Ray names it."""
+
+
+def placement_of(values: Mapping[str, Any], share: RankShare) -> Placement:
+    """Return the placement that the option ray_placement asks for; share: that of a rank.
+
+    By itself a bundle has all ranks of an executor, which so are on one machine, and bundles are on different ones.
+    """
+    ranks, asked = values.get("tensor_parallel_size", 1), values.get("ray_placement", "auto")
+    if asked == "auto":
+        return Placement({name: ranks * count for name, count in share.bundle.items()}, 1, "SPREAD")
+    return Placement(share.bundle, ranks, asked.replace("-", "_").upper())
+
+
 def rank_share(values: Mapping[str, Any], machines: Sequence[Machine], num_executors: int) -> RankShare:
     """Return the share of a rank where `num_executors` are to find room; raises OptionError.
 

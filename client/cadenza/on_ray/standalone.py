@@ -18,7 +18,7 @@ from cadenza.on_ray.cluster import Cluster
 from cadenza.on_ray.launch import Launch
 from cadenza.on_ray.places import Places
 from cadenza.on_ray.replica import ReplicaLife
-from cadenza.on_ray.shares import rank_share
+from cadenza.on_ray.shares import placement_of, rank_share
 from cadenza.settings.arguments import to_arguments
 from cadenza.transport import EXECUTOR_PORT, format_address, parse_address
 
@@ -51,11 +51,11 @@ def run(values: Mapping[str, Any], report: Callable[[str], None]) -> int:
 
 def _run(cluster: Cluster, values: Mapping[str, Any], report: Callable[[str], None]) -> int:
     share = rank_share(values, cluster.machines(), 1)
-    size = values.get("tensor_parallel_size", 1)
-    places = Places(cluster, share.bundle, size, values.get("ray_placement", "auto"), 1)
+    placement = placement_of(values, share)
+    places = Places(cluster, placement, 1)
     listen = values.get("listen", f"127.0.0.1:{EXECUTOR_PORT}")
     own = to_arguments({name: value for name, value in values.items() if name not in _OWN})
-    launch = Launch(["-m", "executor_svc"], [*own, *share.arguments], size, listen=listen)
+    launch = Launch(["-m", "executor_svc"], [*own, *share.arguments], placement.num_actors, listen=listen)
     stopped = threading.Event()
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -58,9 +58,14 @@ class PlannedStep:
     retired: list[Sequence] = field(default_factory=list)
     appended: list[tuple[Sequence, int]] = field(default_factory=list)
 
+    num_planned_tokens: int | None = None
+    """`total_tokens`, kept when the step is planned; None before."""
+
     @property
     def total_tokens(self) -> int:
         """Tokens computed in this step."""
+        if self.num_planned_tokens is not None:
+            return self.num_planned_tokens
         num_decoded = len(self.decode_slots)
         return num_decoded + sum(chunk.num_tokens for chunk in self.chunks) if self.chunks else num_decoded
 

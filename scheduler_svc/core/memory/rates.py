@@ -62,6 +62,11 @@ class MeasuredRates:
             self._moves.add(num_moved_blocks, moves_ns)
 
     @property
+    def line(self) -> tuple[float, float]:
+        """`ns_per_token` and `ns_per_step`, 0 before the first measurement."""
+        return self._fitted() or (0.0, 0.0)
+
+    @property
     def ns_per_token(self) -> float | None:
         """Marginal cost of one token in a step; None before the first measurement."""
         line = self._fitted()

@@ -96,7 +96,8 @@ def able_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
 def holding_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
     """As `able_lanes`, with those that may yet load its adapter."""
     index = group.spec.adapter_index
-    able = [lane for lane in lanes if may_continue(lane, group) and holds_present_tokens(lane, group)]
+    size = present_size(group)
+    able = [lane for lane in lanes if may_continue(lane, group) and _holds(lane, group, size)]
     if index:
         able = [lane for lane in able if lane.adapters.may_have(index)]
     limits = [group.length_limit(lane.spec.max_model_len)[0] for lane in able]
@@ -119,14 +120,30 @@ def has_adapter(lane: Lane, group: SequenceGroup) -> bool:
     return lane.adapters.has(group.spec.adapter_index)
 
 
-def holds_present_tokens(lane: Lane, group: SequenceGroup) -> bool:
-    """Whether an empty executor holds the sequences that must run together, with their tokens so far and one more."""
-    spec = lane.spec
-    if lane.num_kv_tokens <= group.outgrown_kv_tokens:
-        return False
+class PresentSize(NamedTuple):
+    """What of a group must run together now: the same for all executors."""
+
+    num_sequences: int
+    longest: int
+    """Tokens of the longest one."""
+
+
+def present_size(group: SequenceGroup) -> PresentSize:
+    """The sequences of a group that must run together, with their tokens so far."""
     unfinished = [sequence for sequence in group.sequences if sequence.state is not SequenceState.FINISHED]
     count = 1 if group.forked and group.beam_search is None else len(unfinished)
-    longest = max((sequence.num_tokens for sequence in unfinished), default=0)
+    return PresentSize(count, max((sequence.num_tokens for sequence in unfinished), default=0))
+
+
+def holds_present_tokens(lane: Lane, group: SequenceGroup) -> bool:
+    """Whether an empty executor holds the sequences that must run together, with their tokens so far and one more."""
+    return _holds(lane, group, present_size(group))
+
+
+def _holds(lane: Lane, group: SequenceGroup, size: PresentSize) -> bool:
+    spec, count, longest = lane.spec, size.num_sequences, size.longest
+    if lane.num_kv_tokens <= group.outgrown_kv_tokens:
+        return False
     num_blocks = -(-longest // spec.block_size)
     if not group.forked:
         num_blocks = len(group.spec.prompt_token_ids) // spec.block_size + count

@@ -10,12 +10,13 @@ is expected to serve it sooner.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Sequence as Ids
 from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.placement.candidates import able_lanes, has_adapter, holding_lanes, may_continue
-from scheduler_svc.core.policies.placement import Candidate, PlacementPolicy, expected_s
+from scheduler_svc.core.policies.placement import Candidate, LaneOutlook, PlacementPolicy, expected_s
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
@@ -138,13 +139,14 @@ class Placer:
     def place(self, now: float) -> None:
         """Place the next groups that are not placed yet, as far as their lookups go in one plan."""
         num_left = _MAX_LOOKED_UP
+        outlooks: dict[int, LaneOutlook] = {}  # lanes stay as they are until all are placed
         while self._unplaced and num_left > 0:
             group = next(iter(self._unplaced))
             num_left = self._look_up(group, num_left)
             if group in self._looked_up:
                 return
             del self._unplaced[group]
-            found = self._choice(group, now)
+            found = self._choice(group, now, outlooks)
             if found is None:
                 self._stranded[group] = None
             else:
@@ -264,13 +266,14 @@ class Placer:
         del self._looked_up[group]
         return num_left
 
-    def _choice(self, group: SequenceGroup, now: float) -> Candidate | None:
+    def _choice(self, group: SequenceGroup, now: float, outlooks: dict[int, LaneOutlook]) -> Candidate | None:
         """The lane to place a group on; None: no open lane can hold it."""
         assert self._policy is not None
         holder, able = self._holder(group), self._able_lanes(group)
         if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
             return self._candidate(group, holder)
-        candidates = [self._candidate(group, lane) for lane in able if lane.is_open and not lane.draining]
+        open_lanes = [lane for lane in able if lane.is_open and not lane.draining]
+        candidates = self._candidates(group, open_lanes, outlooks)
         if not candidates and group.lane_id is not None and (former := self._lanes.get(group.lane_id)) in able:
             # What no other lane can hold ends on the draining one, where it ran.
             candidates = [self._candidate(group, former)] if former.is_open else []
@@ -294,27 +297,33 @@ class Placer:
         return [lane for lane in self._lanes.values() if lane.is_open and not lane.draining]
 
     def _candidate(self, group: SequenceGroup, lane: Lane, *, from_now: bool = False) -> Candidate:
-        """`from_now`: what waits there does not go first."""
-        lane_id = lane.executor_id
-        return Candidate(
-            lane,
-            num_tokens=_num_tokens(group),
-            num_hit_tokens=self._num_hit_tokens(group, lane),
-            num_queued=0 if from_now else self._num_sequences.get(lane_id, 0),
-            num_queued_tokens=0 if from_now else self._num_tokens.get(lane_id, 0),
-        )
+        return self._candidates(group, (lane,), from_now=from_now)[0]
 
-    def _num_hit_tokens(self, group: SequenceGroup, lane: Lane) -> int:
-        """Number of tokens of its first waiting sequence that the lane's prefix cache has, or had when it was placed.
+    def _candidates(
+        self,
+        group: SequenceGroup,
+        lanes: Ids[Lane],
+        outlooks: dict[int, LaneOutlook] | None = None,
+        *,
+        from_now: bool = False,
+    ) -> list[Candidate]:
+        """`from_now`: what waits there does not go first.
 
-        Looked up once a lane: a lookup takes time in proportion to the prefix.
+        Hits are the tokens of its first waiting sequence that the lane's prefix cache has, or had when it was placed:
+        looked up once a lane, as a lookup takes time in proportion to the prefix.
         """
-        hits = self._hits.setdefault(group, {})
-        found = hits.get(lane.executor_id)
-        if found is None:
-            first = _first_waiting(group)
-            found = 0 if first is None else lane.blocks.num_cached_tokens(first)
-            hits[lane.executor_id] = found
+        if not lanes:
+            return []
+        first, num_tokens, hits = _first_waiting(group), _num_tokens(group), self._hits.setdefault(group, {})
+        found = []
+        for lane in lanes:
+            lane_id = lane.executor_id
+            num_hit = hits.get(lane_id)
+            if num_hit is None:
+                num_hit = hits[lane_id] = 0 if first is None else lane.blocks.num_cached_tokens(first)
+            num_queued = 0 if from_now else self._num_sequences.get(lane_id, 0)
+            num_queued_tokens = 0 if from_now else self._num_tokens.get(lane_id, 0)
+            found.append(Candidate(lane, num_tokens, num_hit, num_queued, num_queued_tokens, outlooks))
         return found
 
     def _put(self, group: SequenceGroup, chosen: Candidate) -> None:

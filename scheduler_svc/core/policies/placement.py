@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from operator import itemgetter
+from typing import ClassVar, NamedTuple, Protocol
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.sequences.sequence import SequenceGroup
@@ -15,6 +16,17 @@ MAX_EXCESS_SHARE = 0.5
 """… or this share of the least busy lane's sequences, if that is more."""
 _UNKNOWN_S = 1.0
 """Assumed time between two finishes before any was measured."""
+
+
+class LaneOutlook(NamedTuple):
+    """A lane's own part of an expected time: the same for all groups that are placed between two plans and results."""
+
+    token_s: float
+    step_s: float
+    num_decoding: int
+    num_prefill_tokens: int
+    inflight_s: float
+    """Until the result of its last plan in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +42,8 @@ class Candidate:
     """Number of sequences that wait there before it."""
     num_queued_tokens: int = 0
     """Number of tokens that those need computed."""
+    outlooks: dict[int, LaneOutlook] | None = None
+    """By executor: what is known already, while several groups are placed; None: nothing, and nothing is kept."""
 
     @property
     def num_sequences(self) -> int:
@@ -75,10 +89,15 @@ class ExpectedTime:
 
     def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
         """The candidate with the least expected time; of equal ones the one with the fewest sequences."""
-        least = min(each.num_sequences for each in candidates)
+        counts = [each.num_sequences for each in candidates]
+        least = min(counts)
         most = least + max(self.max_excess, self.max_excess_share * least)
-        allowed = [each for each in candidates if each.num_sequences <= most]
-        return min(allowed, key=lambda each: (expected_s(each, now), each.num_sequences, each.lane.executor_id))
+        rated = [
+            (expected_s(each, now), count, each.lane.executor_id, each)
+            for each, count in zip(candidates, counts, strict=True)
+            if count <= most
+        ]
+        return min(rated, key=itemgetter(0, 1, 2))[3]
 
 
 def expected_s(candidate: Candidate, now: float) -> float:
@@ -88,14 +107,26 @@ def expected_s(candidate: Candidate, now: float) -> float:
     also decode all running sequences; before that, as many sequences must finish as the group lacks slots or blocks.
     """
     lane = candidate.lane
-    token_s, step_s = (lane.rates.ns_per_token or 0.0) / 1e9, (lane.rates.ns_per_step or 0.0) / 1e9
-    num_decoding = len(lane.decode_batch)
-    num_tokens = candidate.num_queued_tokens + lane.num_prefill_tokens + candidate.num_tokens - candidate.num_hit_tokens
+    token_s, step_s, num_decoding, num_prefill_tokens, inflight_s = _outlook(candidate, now)
+    num_tokens = candidate.num_queued_tokens + num_prefill_tokens + candidate.num_tokens - candidate.num_hit_tokens
     room = max(1, lane.spec.max_num_batched_tokens - num_decoding)
     num_steps = max(1, -(-num_tokens // room))
     computing_s = num_steps * (step_s + num_decoding * token_s) + num_tokens * token_s
-    computing_s += _inflight_s(lane, now, token_s, step_s)
+    computing_s += inflight_s
     return computing_s + _num_finishes(candidate) * (lane.turnover.interval_s or _UNKNOWN_S)
+
+
+def _outlook(candidate: Candidate, now: float) -> LaneOutlook:
+    lane, known = candidate.lane, candidate.outlooks
+    found = None if known is None else known.get(lane.executor_id)
+    if found is None:
+        token_ns, step_ns = lane.rates.line
+        token_s, step_s = token_ns / 1e9, step_ns / 1e9
+        inflight_s = _inflight_s(lane, now, token_s, step_s)
+        found = LaneOutlook(token_s, step_s, len(lane.decode_batch), lane.num_prefill_tokens, inflight_s)
+        if known is not None:
+            known[lane.executor_id] = found
+    return found
 
 
 def _inflight_s(lane: Lane, now: float, token_s: float, step_s: float) -> float:

@@ -84,7 +84,12 @@ def lines():
         )
         addresses = dict(zip(names, at, strict=True)) | {"scheduler": address}
         services = SimpleNamespace(
-            addresses=addresses, executors=names, settings={"executors": Setting(len(names))}, tls=None, http=None
+            addresses=addresses,
+            executors=names,
+            settings={"executors": Setting(len(names))},
+            tls=None,
+            executor_tls=None,
+            http=None,
         )
         made = effective_options(services, {})
         for name, target in addresses.items():

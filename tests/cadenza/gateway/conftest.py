@@ -28,6 +28,7 @@ async def w(tokenizer_folder):
 @pytest.fixture
 async def simulated(tokenizer_folder):
     """A gateway before the simulated executor, which has samples, beams and adapters."""
+    pytest.importorskip("torch", reason="the helper can start executors with models too")
     from tests.helpers.services import cadenza_services
 
     options = {"tokenizer": tokenizer_folder}

@@ -97,7 +97,15 @@ async def test_the_last_message_can_be_continued_and_repeated(w, g):
         ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": [USER], "max_completion_tokens": 5, "max_tokens": 6}, "max_tokens"),
         ({"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [USER], "response_format": {"type": "xml"}}, "response_format"),
+        ({"messages": [USER], "response_format": {"type": "json_schema"}}, "response_format"),
+        ({"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"messages": [USER], "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"messages": [USER], "structured_outputs": {"jason": {}}}, "structured_outputs"),
+        (
+            {"messages": [USER], "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
         ({"messages": [USER], "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"messages": [USER], "service_tier": "priority"}, "service_tier"),
     ],
@@ -165,6 +173,8 @@ async def test_a_streamed_response(w, g):
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "include": ["file_search_call.results"]}, "include"),
         ({"input": "a", "top_logprobs": 1}, "top_logprobs"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text"),
+        ({"input": "a", "text": {"verbosity": "low"}}, "text"),
     ],
 )
 async def test_what_is_wrong_with_a_response_is_named(g, body, param):

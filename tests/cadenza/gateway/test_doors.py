@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import ssl
+import zlib
 
 import pytest
+from aiohttp import ClientSession
 
 from cadenza import __version__
 from cadenza.errors import OptionError
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
+from cadenza.gateway.serve import tls_of
+from tests.helpers.certificates import certificates
 from tests.helpers.gateway import gateway
 from tests.helpers.scheduler_world import world
 from tests.helpers.tenants import token, write_tenants
@@ -89,6 +95,10 @@ async def test_limits_of_bodies_heads_and_requests(w, tokenizer_folder):
     async with gateway(w.target, http_max_body_mb=0.01, http_max_requests=1) as g:
         large = {"messages": [{"role": "user", "content": "a" * 20_000}]}
         assert "http-max-body-mb" in (await g.post(CHAT, large, 413))["error"]["message"]
+        bomb = zlib.compress(json.dumps({"messages": [], "user": "a" * 10_000_000}).encode())
+        assert len(bomb) < 20_000
+        async with g.http.post(CHAT, data=bomb, headers={"Content-Encoding": "deflate"}) as response:
+            assert response.status in (400, 413)
         async with g.http.get("/version", headers={"X-Long": "a" * 20_000}) as response:
             assert response.status == 400
         w.executor.going.clear()
@@ -99,6 +109,11 @@ async def test_limits_of_bodies_heads_and_requests(w, tokenizer_folder):
             assert int(response.headers["Retry-After"]) >= 1
         w.executor.going.set()
         await running
+
+
+async def test_a_prompt_that_no_message_can_hold_is_413(g):
+    for prompt in ("a" * 1_600_000, [511] * 800_000):
+        assert "bytes" in (await g.post("/v1/completions", {"prompt": prompt}, 413))["error"]["message"]
 
 
 async def test_a_full_queue_is_429_with_the_time_to_wait(tokenizer_folder):
@@ -186,6 +201,18 @@ async def test_browsers_may_call_only_from_given_origins(w, g):
         for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
             async with open_one.http.post(CHAT, json={**HELLO, "stream": True}, headers={"Origin": origin}) as response:
                 assert response.headers.get("Access-Control-Allow-Origin") == allowed
+
+
+async def test_https(w, tmp_path):
+    made = certificates(tmp_path / "certs")
+    files = {f"http_{name}": path for name, path in made.listener("scheduler", proof=False).items()}
+    async with gateway(w.target, **files) as g, ClientSession() as http:
+        trusted = ssl.create_default_context(cafile=str(made.of("scheduler").ca))
+        async with http.post(f"https://{g.address}{CHAT}", json=HELLO, ssl=trusted) as response:
+            assert response.status == 200
+    (tmp_path / "bad.pem").write_text("nothing")
+    with pytest.raises(OptionError, match="http-tls-cert"):
+        tls_of(GatewayConfig(http_tls_cert=str(tmp_path / "bad.pem"), http_tls_key=str(tmp_path / "bad.pem")))
 
 
 async def test_request_ids_come_back(g):

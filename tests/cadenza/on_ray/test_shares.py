@@ -8,7 +8,7 @@ import pytest
 
 from cadenza.errors import OptionError
 from cadenza.on_ray.cluster import Machine, all_on_loopback
-from cadenza.on_ray.shares import RankShare, rank_share
+from cadenza.on_ray.shares import Placement, RankShare, placement_of, rank_share
 
 CPUS = [Machine("10.0.0.1", 8, 0), Machine("10.0.0.2", 16, 0)]
 GPUS = [Machine("10.0.0.1", 8, 0), Machine("10.0.0.2", 16, 4)]
@@ -56,3 +56,16 @@ def test_what_is_not_there_is_refused() -> None:
 def test_machines_that_no_other_can_reach() -> None:
     assert all_on_loopback([Machine("127.0.0.1", 1, 0), Machine("127.0.0.2", 1, 0)])
     assert not all_on_loopback([Machine("127.0.0.1", 1, 0), CPUS[0]])
+
+
+@pytest.mark.parametrize(
+    ("values", "placement"),
+    [
+        ({}, Placement({"GPU": 1.0}, 1, "SPREAD")),
+        ({"tensor_parallel_size": 4}, Placement({"GPU": 4.0}, 1, "SPREAD")),
+        ({"tensor_parallel_size": 4, "ray_placement": "strict-pack"}, Placement({"GPU": 1.0}, 4, "STRICT_PACK")),
+        ({"ray_placement": "pack"}, Placement({"GPU": 1.0}, 1, "PACK")),
+    ],
+)
+def test_ranks_are_together_unless_told(values: dict[str, Any], placement: Placement) -> None:
+    assert placement_of(values, RankShare({"GPU": 1.0}, [])) == placement

@@ -54,7 +54,7 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             started.append(self)
 
     monkeypatch.setattr("executor_svc.ranks.processes.MODULE", "tests.executor_svc.gpu.mended_member")
-    monkeypatch.setattr("executor_svc.startup.leader.RankProcesses", Noted)
+    monkeypatch.setattr("executor_svc.startup.members.RankProcesses", Noted)
     # Not the end of this process: operations that wait for the rank fail.
     monkeypatch.setattr("executor_svc.startup.leader._end", lambda rank, how: print(f"rank {rank}: {how}"))
     yield
@@ -121,6 +121,7 @@ def test_kernels_of_ranks(device: torch.device) -> None:
     assert torch.equal(out, torch.stack([parts[token // 4, row] for row, token in enumerate(token_ids.tolist())]))
 
 
+@torch.inference_mode()
 def test_a_group_of_one_gives_its_own_numbers(device: torch.device) -> None:
     """All operations of one rank, recorded and run on some rows; on a GPU with NCCL in a CUDA graph."""
     on_gpu = device.type == "cuda"
@@ -131,7 +132,7 @@ def test_a_group_of_one_gives_its_own_numbers(device: torch.device) -> None:
     ranks = GpuRanks(share, kernels)
     table, x, bias = (torch.randn(*size, device=device) for size in ((11, 40), (6, 40), (40,)))
     logits, token_ids = torch.randn(6, 11, device=device), torch.tensor([3, 0, 10, 7, 7, 1], device=device)
-    with torch.inference_mode(), kernels.recording() as recording:
+    with kernels.recording() as recording:
         embedded = ranks.embed(lambda ids, scale: kernels.embed(table, ids, scale), 0, 11, token_ids, 1.0)
         summed = ranks.sum_partials(x, bias, torch.float32)
         gathered = ranks.gather_columns(logits, 0, 11)

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from cadenza.gateway.fields.constraints import output_constraint
 from cadenza.gateway.fields.field import check_kind, wrong_value
 from cadenza.gateway.http.errors import ApiError, bad_request
 from cadenza.sampling_params import SamplingParams
 
-_SAME = frozenset(each.name for each in fields(SamplingParams)) - {"logprobs", "max_tokens", "n", "beam_width"}
+_SAME = frozenset(each.name for each in fields(SamplingParams)) - {
+    "logprobs", "max_tokens", "n", "beam_width", "structured_outputs",
+}  # fmt: skip
 MAX_LOGPROBS = 128
 """Most top logprobs of a token: with a whole vocabulary for each, an answer would have gigabytes."""
 
@@ -22,6 +25,10 @@ def sampling_params(values: Mapping[str, Any], renamed: Mapping[str, str] | None
     """
     renamed = renamed or {}
     given = {name: value for name, value in values.items() if name in _SAME} | own
+    constraint = output_constraint(values)
+    if constraint is not None:
+        renamed = {"structured_outputs": constraint[0], **renamed}
+        given["structured_outputs"] = constraint[1]
     for name in ("logprobs", "prompt_logprobs"):
         number = given.get(name)
         if number is not None and not -1 < number <= MAX_LOGPROBS:
@@ -31,7 +38,7 @@ def sampling_params(values: Mapping[str, Any], renamed: Mapping[str, str] | None
         return SamplingParams(**given)
     except ValueError as error:
         message = str(error)
-        name = message.partition(" ")[0]
+        name = message.partition(" ")[0].partition(".")[0]
         field = renamed.get(name, name)
         raise bad_request(f"{field}{message[len(name) :]}"[:500], field) from None
 

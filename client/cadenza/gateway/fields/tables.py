@@ -58,7 +58,7 @@ _VLLM_SAMPLING: tuple[Field, ...] = (
     honoured("cache_salt", "a string", "only requests with the same salt share cached prefixes"),
     accepted("session_id", "a string", "a hint for routers: the scheduler places requests by their prefixes"),
     refused("spaces_between_special_tokens", "texts have none but the tokenizer's own", "honoured", (True,)),
-    refused("structured_outputs", "constraints on the output are not part of this server yet", "honoured"),
+    honoured("structured_outputs", "an object", "json, regex, choice, grammar, json_object or structural_tag"),
     refused("logits_processors", "no code of callers runs here", "refused unless allowed at start"),
     refused("vllm_xargs", "there are no extensions", "for plugins", ({},)),
     refused("kv_transfer_params", "prefill and decode are not split", "for connectors", ({},)),
@@ -70,12 +70,7 @@ _VLLM_SAMPLING: tuple[Field, ...] = (
     refused("guided_grammar", "an old name of structured_outputs", "removed"),
 )
 
-_FORMAT = refused(
-    "response_format",
-    "constraints on the output are not part of this server yet",
-    "honoured",
-    ({"type": "text"},),
-)
+_FORMAT = honoured("response_format", "an object", "text, json_object, json_schema (always strict), structural_tag")
 
 COMPLETIONS = by_name(
     _OF_CALLERS,
@@ -152,12 +147,7 @@ RESPONSES = by_name(
         refused("tool_choice", _LATER_TOOLS, "honoured", ("none", "auto")),
         refused("parallel_tool_calls", _LATER_TOOLS, "honoured", (True, False)),
         refused("max_tool_calls", _LATER_TOOLS, "honoured"),
-        refused(
-            "text",
-            "constraints on the output are not part of this server yet",
-            "honoured",
-            ({}, {"format": {"type": "text"}}),
-        ),
+        honoured("text", "an object", "format: text, json_object, json_schema; no verbosity"),
         refused("reasoning", "reasoning is not told from the answer", "honoured", ({},)),
         refused("truncation", "a prompt that is too long is refused", "honoured", ("disabled",)),
         honoured("priority", "an integer", "smaller goes first under --order priority"),
@@ -197,8 +187,8 @@ MESSAGES = by_name(
         refused("container", "there are none", "ignored"),
         refused("mcp_servers", _LATER_TOOLS, "ignored", ([],)),
         refused("context_management", "the messages are used as they are", "ignored"),
-        refused("output_config", "constraints on the output are not part of this server yet", "honoured", ({},)),
-        refused("output_format", "constraints on the output are not part of this server yet", "ignored"),
+        honoured("output_config", "an object", "format: json_schema; no effort"),
+        honoured("output_format", "an object", "an old name of output_config.format"),
         refused("inference_geo", "the model runs where it runs", "ignored"),
         refused("speed", "there is one", "ignored", ("standard",)),
     ),
@@ -206,7 +196,12 @@ MESSAGES = by_name(
 
 COUNT_TOKENS = by_name(
     tuple(MESSAGES[name] for name in ("model", "messages", "system", "cache_control", "tools", "tool_choice")),
-    (MESSAGES["thinking"], MESSAGES["output_config"], MESSAGES["output_format"], MESSAGES["mcp_servers"]),
+    (
+        MESSAGES["thinking"],
+        MESSAGES["mcp_servers"],
+        accepted("output_config", "an object", "it is no part of the prompt"),
+        accepted("output_format", "an object", "it is no part of the prompt"),
+    ),
 )
 
 TOKENIZE = by_name(
@@ -250,9 +245,15 @@ UNLOAD_ADAPTER = by_name(
 
 _OF_CHATS = {"prompt": "messages", "logprobs": "top_logprobs"}
 RENAMED = {
-    "/v1/chat/completions": _OF_CHATS,
-    "/v1/responses": {"prompt": "input", "logprobs": "top_logprobs", "max_tokens": "max_output_tokens"},
-    "/v1/messages": {"prompt": "messages", "stop": "stop_sequences"},
+    "/v1/completions": {"grammar": "structured_outputs"},
+    "/v1/chat/completions": {**_OF_CHATS, "grammar": "structured_outputs"},
+    "/v1/responses": {
+        "prompt": "input",
+        "logprobs": "top_logprobs",
+        "max_tokens": "max_output_tokens",
+        "grammar": "text",
+    },
+    "/v1/messages": {"prompt": "messages", "stop": "stop_sequences", "grammar": "output_config"},
     "/v1/messages/count_tokens": {"prompt": "messages"},
     "/detokenize": {"token_ids": "tokens"},
     "/v1/load_lora_adapter": {"name": "lora_name", "path": "lora_path"},

@@ -12,6 +12,7 @@ from cadenza.gateway.http.errors import ApiError, bad_request
 
 ANSWER_HEADERS = web.RequestKey("answer_headers", dict[str, str])
 """Of a request: what every answer to it has in its head."""
+_BODY_TIMEOUT_S = 60.0
 _LONG_BYTES = 128 * 1024
 """A longer body is parsed in a thread: 1 MB of token ids takes 20 ms."""
 
@@ -26,7 +27,11 @@ def api_key(request: web.Request) -> str | None:
 
 async def read_object(request: web.Request) -> dict[str, Any]:
     """The body; raises ApiError for one that is no JSON object, and HTTPRequestEntityTooLarge."""
-    raw = await request.read()
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from None
     if len(raw) > _LONG_BYTES:
         value = await asyncio.to_thread(_parse, raw)
     else:

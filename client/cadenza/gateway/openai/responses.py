@@ -63,7 +63,7 @@ class _Response:
             "service_tier": "default",
             "store": False,
             "temperature": values.get("temperature", 1.0),
-            "text": {"format": {"type": "text"}},
+            "text": values.get("text") or {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": self.num_top or 0,

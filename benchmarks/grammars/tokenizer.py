@@ -11,7 +11,8 @@ from benchmarks.common.checkpoints import CACHE, random_checkpoint, vocab_size
 from benchmarks.common.rows import BenchmarkError
 
 _SPECIAL = ["<s>", "</s>", "<pad>"]
-_MOST_BYTES = 60_000_000
+_BYTES_PER_TOKEN = 500
+"""Of text, for each token of the vocabulary."""
 
 
 def checkpoint_with_tokenizer(shape: str) -> Path:
@@ -41,7 +42,7 @@ def train(size: int, folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    raw.train_from_iterator(_texts(), trainer)
+    raw.train_from_iterator(_texts(size * _BYTES_PER_TOKEN), trainer)
     if raw.get_vocab_size() != size:
         raise BenchmarkError(f"the files here make {raw.get_vocab_size()} tokens, not {size}")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
@@ -49,12 +50,12 @@ def train(size: int, folder: Path) -> None:
     raw.save(str(folder / "tokenizer.json"))
 
 
-def _texts() -> Iterator[str]:
+def _texts(most_bytes: int) -> Iterator[str]:
     """The Python files of this environment, in order of their paths, up to some megabytes."""
     num_bytes = 0
     for path in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
         text = path.read_text(encoding="utf-8", errors="ignore")
         num_bytes += len(text)
-        if num_bytes > _MOST_BYTES:
+        if num_bytes > most_bytes:
             return
         yield text

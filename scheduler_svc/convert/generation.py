@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from cadenza.grammar.wire import spec_from_wire
 from cadenza.slices import Work, run_at_once, to_list
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
+from scheduler_svc.convert.grammars import grammar_fields, grammar_without_eos
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
 from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.live_request import LiveRequest
@@ -17,7 +17,6 @@ from scheduler_svc.engine.reader import Chunk, SampleChunk
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import ExecutorState, Load, ModelDescription
 from scheduler_svc.requests.fields import ChatFields, OutputMode, PromptFields, RequestFields
-from scheduler_svc.requests.grammar_fields import GrammarFields
 from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
 
@@ -291,7 +290,7 @@ def _sampling_in_slices(params: types_pb2.SamplingParams) -> Work[SamplingFields
             if field.name == "logit_bias" and len(value) > _LONG_BIASES:
                 yield
     if params.ignore_eos and params.HasField("grammar"):
-        given["grammar"] = _grammar_without_eos(params.grammar)
+        given["grammar"] = grammar_without_eos(params.grammar)
     known = {name: value for name, value in given.items() if name in FIELD_RULES}
     return SamplingFields(**known, later_fields=tuple(given.keys() - known.keys()))
 
@@ -301,19 +300,8 @@ def _unchanged(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-def _grammar(message: types_pb2.GrammarSpec) -> GrammarFields:
-    return GrammarFields(spec_from_wire(message), message.SerializeToString(deterministic=True))
-
-
-def _grammar_without_eos(message: types_pb2.GrammarSpec) -> GrammarFields:
-    """Return a constraint under which EOS is chosen only where nothing else may follow."""
-    changed = types_pb2.GrammarSpec(eos_last_only=True)
-    changed.MergeFrom(message)
-    return _grammar(changed)
-
-
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "grammar": _grammar,
+    "grammar": grammar_fields,
     "logit_bias": lambda biases: tuple(sorted(biases.items())),
     "early_stopping": _EARLY_STOPPING.get,
 }

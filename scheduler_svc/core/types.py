@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 
+from scheduler_svc.core.grammar import Grammar
+
 RequestKey = tuple[str, str]
 """Tenant and request id."""
 BlockPairs = list[tuple[int, int]]
@@ -54,21 +56,6 @@ class Finish:
 
 
 SamplingValue = float | tuple[float, ...] | tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A constraint on an output. The core does not read it."""
-
-    spec: bytes
-    """Its wire form, a GrammarSpec."""
-    engine: bytes
-    """What it was checked with: executors with the same `ExecutorSpec.grammar_engine` can follow it."""
-
-    @property
-    def num_values(self) -> int:
-        """What it adds to a plan, in numbers."""
-        return len(self.spec) // 4
 
 
 @dataclass(slots=True)

@@ -14,11 +14,11 @@ from scheduler_svc.core.adapters.events import (
     AdapterRemoved,
     AdapterUnloaded,
 )
+from scheduler_svc.core.grammar import Grammar
 from scheduler_svc.core.types import (
     BeamSpec,
     Candidates,
     ExecutorSpec,
-    Grammar,
     PromptLogprobs,
     RequestSpec,
     SessionEnd,

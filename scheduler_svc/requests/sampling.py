@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.types import Grammar, Sampling, SamplingValue
+from scheduler_svc.core.grammar import Grammar
+from scheduler_svc.core.types import Sampling, SamplingValue
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import PATH, resolve_logprobs
 from scheduler_svc.requests.sample_counts import num_candidates

@@ -13,13 +13,13 @@ from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.core.grammar import Grammar
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import (
     AdmittedSequence,
     BeamSpec,
     ExecutorSpec,
     FinishDetail,
-    Grammar,
     RequestSpec,
     SessionEnd,
     StepPlan,

@@ -16,9 +16,10 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import LATE, SampledTokens
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.grammar import Grammar
 from scheduler_svc.core.placement.candidates import may_continue
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.types import Grammar, StepPlan, StepResult
+from scheduler_svc.core.types import StepPlan, StepResult
 from tests.helpers.core_bench import Bench
 
 ENGINE = b"engine"

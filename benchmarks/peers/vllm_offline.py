@@ -26,8 +26,9 @@ def serve(vllm: Any, llm: Any, requests: list[dict[str, Any]]) -> dict[str, floa
         for each in requests
     ]
     adapters = lora_requests([each.get("lora") for each in requests])
+    named = {} if adapters is None else {"lora_request": adapters}
     start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+    outputs = llm.generate(prompts, params, use_tqdm=False, **named)
     wall_s = time.perf_counter() - start
     made = [len(output.outputs[0].token_ids) for output in outputs]
     if made != [each["output_len"] for each in requests]:

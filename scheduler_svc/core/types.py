@@ -81,7 +81,10 @@ class Sampling:
     @property
     def num_values(self) -> int:
         """What it adds to a plan, in numbers."""
-        return self.num_listed + (0 if self.grammar is None else self.grammar.num_values)
+        if self.grammar is not None:
+            return self.num_listed + self.grammar.num_values
+        # Without another call for most requests: each that joins passes here.
+        return self.num_listed if self.values else len(self.stop_token_ids)
 
     @property
     def num_listed(self) -> int:

@@ -100,7 +100,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             calls.append(f"replay {self.number}")
 
     @contextlib.contextmanager
-    def capture(graph: Graph, pool: str | None = None) -> Iterator[None]:
+    def capture(graph: Graph, pool: str | None = None, capture_error_mode: str = "") -> Iterator[None]:
+        assert capture_error_mode == "global", "no thread of a group of ranks asks for events"
         calls.append(f"capture {graph.number} in {pool}")
         yield
 

@@ -70,6 +70,7 @@ class ConnectedRanks(Members):
         """Take a rank's first connections, and check that it is like this one; returns where it is."""
         link, peer = self._take(rank, size, Purpose.STEPS, deadline)
         try:
+            link.limit(max(0.001, deadline - time.monotonic()))  # nobody watches the rank yet
             kind, content = link.receive()
             if kind != Frame.CONFIG:
                 raise StartError(f"rank {rank} at {peer} sent {kind.name}")
@@ -78,6 +79,7 @@ class ConnectedRanks(Members):
                 link.send(Frame.REFUSED, wrong.encode())
                 raise StartError(f"rank {rank} at {peer}: {wrong}")
             link.send(Frame.WELCOME)
+            link.limit(None)
         except LinkClosed as error:
             raise StartError(f"rank {rank} at {peer} ended while it started: {error}") from None
         watched, _ = self._take(rank, size, Purpose.WATCH, deadline)

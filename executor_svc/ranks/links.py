@@ -69,6 +69,10 @@ class Link:
         """The socket, for those who send other things than frames."""
         return self._end
 
+    def limit(self, seconds: float | None) -> None:
+        """Let nothing wait longer than this, as if the other end were closed then; None: as long as it takes."""
+        self._end.settimeout(seconds)
+
     def send(self, kind: Frame, content: bytes | memoryview = b"") -> None:
         """Send a frame; raises LinkClosed."""
         head = _HEAD.pack(kind, len(content))

@@ -8,12 +8,14 @@ the same, and no other row waits.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
 
+from cadenza.grammar.compiling import STACK_BYTES
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
@@ -51,7 +53,7 @@ class SlotGrammars:
         self._slots: dict[int, _Slot] = {}
         self._has: BoolArray = np.zeros(num_slots, np.bool_)
         self._num_words = num_mask_words(compiler.source.vocab_size)
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammars")
+        self._pool = _pool(num_threads)
         self.recorded: IsLate | None = None
         """Which rows were late in the step that is replayed; None: those whose masks are not there."""
         self.num_late = 0
@@ -175,3 +177,15 @@ class SlotGrammars:
         late = {slot for slot in pending if not self._slots[slot].work.done()}
         self.num_late += len(late)
         return late
+
+
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    """Return threads whose stacks hold what the scheduler's door has compiled on a smaller one."""
+    pool, all_there = ThreadPoolExecutor(num_threads, thread_name_prefix="grammars"), threading.Barrier(num_threads)
+    former = threading.stack_size(16 * STACK_BYTES)
+    try:
+        for _ in range(num_threads):
+            pool.submit(all_there.wait)
+    finally:
+        threading.stack_size(former)
+    return pool

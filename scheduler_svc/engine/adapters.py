@@ -12,6 +12,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.adapters.events import AdapterDue, AdapterError
 from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION, AdapterState
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, SchedulerError, UnknownAdapterError
+from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import RequestKey, SequenceState
 from scheduler_svc.engine.adapter_names import AdapterNames
@@ -86,6 +87,8 @@ class Adapters:
         """Paths by name of the adapters that operators have loaded."""
         self._load_timeout_s = config.lora_load_timeout_s
         self._num_answers = 0
+        self._lanes: list[Lane] = []
+        """The executors at the last look at the requests."""
         self._changes = Changes()
         self._timers: dict[RequestKey, Timer] = {}
         """For the next look at each unfinished request that has an adapter."""
@@ -207,20 +210,34 @@ class Adapters:
             return False
         self._num_answers = num_answers
         failed: dict[str, int] = {}
-        if self._core.adapters.users:
-            for live in list(self._unfinished.values()):
-                spec = live.request.spec
-                error = self._core.adapter_refusal(spec.adapter_index, spec.adapter_hash)
-                if error is not None:
-                    if self._core.adapter_refusal(spec.adapter_index) is not None:
-                        failed[live.request.adapter] = spec.adapter_index
-                    self._fail(live, self._refused(live.request.adapter, spec.adapter_index, error))
-                elif spec.adapter_index and (misfit := self._core.misfit(spec.key)) is not None:
-                    self._fail(live, _too_large(live.request.adapter, misfit))
+        for live in self._perhaps_refused():
+            spec = live.request.spec
+            error = self._core.adapter_refusal(spec.adapter_index, spec.adapter_hash)
+            if error is not None:
+                if self._core.adapter_refusal(spec.adapter_index) is not None:
+                    failed[live.request.adapter] = spec.adapter_index
+                self._fail(live, self._refused(live.request.adapter, spec.adapter_index, error))
+            elif (misfit := self._core.misfit(spec.key)) is not None:
+                self._fail(live, _too_large(live.request.adapter, misfit))
         for name, index in failed.items():
             self.names.forget(name, index)
         self._changes.notify()
         return True
+
+    def _perhaps_refused(self) -> list[LiveRequest]:
+        """Unfinished requests of adapters that some executor cannot have, or that must have the content of a former
+        process; all when the executors are others. Looking at each at every answer would take long."""
+        lanes = list(self._core.lanes.values())
+        are_others, self._lanes = lanes != self._lanes, lanes
+        refused = {
+            index for index in self._core.adapters.users if not all(lane.adapters.may_have(index) for lane in lanes)
+        }
+        return [
+            live
+            for live in self._unfinished.values()
+            if (index := live.request.spec.adapter_index)
+            and (are_others or index in refused or live.request.spec.adapter_hash)
+        ]
 
     def _refused(self, name: str, index: int, error: AdapterError) -> SchedulerError:
         """The error of a request whose adapter no executor can load."""

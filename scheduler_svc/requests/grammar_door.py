@@ -80,22 +80,29 @@ class GrammarDoor:
             )
         error = self._found.get(key)
         if error is None:
-            error = self._found[key] = self._compile(spec)
-            if len(self._found) > _MAX_CACHED:
-                self._found.popitem(last=False)
+            error, is_certain = self._compile(spec)
+            if is_certain:
+                self._found[key] = error
+                if len(self._found) > _MAX_CACHED:
+                    self._found.popitem(last=False)
         return error
 
-    def _compile(self, spec: GrammarSpec) -> str:
-        if self.child is None:
-            self.child = self._start()
-        try:
-            return self.child.ask(json.dumps(asdict(spec)).encode(), self._compile_s)
-        except TimeoutError:
-            self._end()
-            return f"takes over {self._compile_s:g} s to compile"
-        except ChildDiedError:
-            self._end()
-            return f"cannot be compiled in {self._max_bytes // 2**20} MiB of memory"
+    def _compile(self, spec: GrammarSpec) -> tuple[str, bool]:
+        """Return what is wrong with a constraint, and whether the next child would say so too.
+
+        A child that dies may have been killed by something else: a fresh one tries again.
+        """
+        for _ in range(2):
+            if self.child is None:
+                self.child = self._start()
+            try:
+                return self.child.ask(json.dumps(asdict(spec)).encode(), self._compile_s), True
+            except TimeoutError:
+                self._end()
+                return f"takes over {self._compile_s:g} s to compile", False
+            except ChildDiedError:
+                self._end()
+        return f"cannot be compiled in {self._max_bytes // 2**20} MiB of memory", False
 
     def _start(self) -> CompilingChild:
         """Start a child, and wait for its table; raises PreconditionError."""

@@ -35,11 +35,17 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """The gateway's metrics, and the scheduler's below them if the gateway may read those."""
-    state = request.app[STATE]
+    """The gateway's metrics, and the scheduler's below them if the gateway may read those.
+
+    A gateway with a token of its own shows what that token may read only to those who have a key of the gateway's.
+    """
+    state, key = request.app[STATE], api_key(request)
     if state.keys is not None:
-        state.keys.check(api_key(request))
+        state.keys.check(key)
+    is_known = state.keys is not None or (state.admin_keys is not None and state.admin_keys.holds(key))
     own = await asyncio.to_thread(metrics_text, state.counts.copy(), state.link.num_requests, state.link.is_serving)
+    if state.config.http_token_file is not None and not is_known:
+        return web.Response(body=own, headers={"Content-Type": _TEXT})
     try:
         async with asyncio.timeout(_METRICS_TIMEOUT_S):
             theirs = await state.link.own.metrics()

@@ -11,10 +11,11 @@ import json
 import resource
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cadenza.grammar.compiling import GrammarError, new_matcher, short
+from cadenza.grammar.compiling import STACK_BYTES, GrammarError, new_matcher, short
 from cadenza.grammar.spec import GrammarSpec
 from cadenza.grammar.table import TableSource
 
@@ -37,9 +38,22 @@ def main(arguments: list[str], requests: BinaryIO, answers: BinaryIO) -> None:
         content = json.loads(requests.read(int.from_bytes(prefix, "little")))
         # In case that nobody is left to end it: the signal's default ends the process, whatever it does.
         signal.alarm(_LONGEST_S)
-        answer = what_is_wrong(content, table)
+        answer = _on_its_stack(content, table)
         signal.alarm(0)
         _write(answers, answer)
+
+
+def _on_its_stack(content: dict[str, Any], table: Any) -> str:
+    """As `what_is_wrong`, on a stack of the same size on all machines: the compiler's recursion has no other limit."""
+    found: list[str] = []
+    former = threading.stack_size(STACK_BYTES)
+    try:
+        thread = threading.Thread(target=lambda: found.append(what_is_wrong(content, table)))
+        thread.start()
+    finally:
+        threading.stack_size(former)
+    thread.join()
+    return found[0]
 
 
 def what_is_wrong(content: dict[str, Any], table: Any) -> str:

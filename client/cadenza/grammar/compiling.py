@@ -28,6 +28,10 @@ _LIMITS: dict[str, Any] = {
 _OBJECT = '{"type": "object"}'
 _MAX_MESSAGE = 500
 
+STACK_BYTES = 4 * 2**20
+"""Of the thread that compiles a constraint at the door: what passes there has room on an executor's, of 16 times that.
+"""
+
 
 class GrammarError(ValueError):
     """A constraint that cannot be followed; the message is llguidance's, or says what is wrong with its form."""

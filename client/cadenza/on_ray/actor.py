@@ -128,6 +128,8 @@ class ProcessActor:
         sys.stderr.flush()
         if self._service is not None:
             self._service.stop(_STOP_S)
+        if self._folder is not None:
+            self._folder.cleanup()  # it may hold keys
         os._exit(1)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from cadenza.child_process import LogSink
+from cadenza.errors import LocalServiceError
 from cadenza.executor_hosts import Command
 from cadenza.local_options import EXECUTOR, ServiceArguments
 from cadenza.on_ray.certificates import make_link_certificates
@@ -94,6 +95,8 @@ class RayExecutors:
     def spawn(self, name: str) -> ReplicaLife:
         """As in ExecutorHost."""
         with self._lock:
+            if name not in self._replicas:
+                raise LocalServiceError(f"{name} has left")
             life = self._replicas[name].start(self._launch.orders(name), self._on_log, partial(self._on_change, name))
             self._lives[name] = life
         return life
@@ -101,7 +104,8 @@ class RayExecutors:
     def give_up(self, name: str) -> None:
         """As in ExecutorHost."""
         with self._lock:
-            self._replicas.pop(name)
+            self._replicas.pop(name, None)
+            self._leaving.pop(name, None)
         self._places.release(name)
 
     def follow(self, scheduler: Callable[[], str], tls: TLS | None) -> None:
@@ -135,8 +139,10 @@ class RayExecutors:
         """Add an executor, or keep the last one that leaves; returns its name."""
         with self._lock:
             if self._leaving:
-                name, address = self._leaving.popitem()
-                self._list.join(name, address)
+                name, _ = self._leaving.popitem()
+                life = self._lives.get(name)
+                if life is not None and life.serves:  # else it joins when it is ready again
+                    self._list.join(name, life.address)
                 return name
         name = f"{EXECUTOR} {self._num_named}"
         self._add(name)

@@ -79,7 +79,10 @@ def refusal(requests: RequestTable, index: int, wanted_hash: bytes = b"") -> Ada
 
     wanted_hash: the content that the adapter must have; empty: any.
     """
-    known = requests.adapters.adapters[index].content_hash
+    adapter = requests.adapters.adapters.get(index)
+    if adapter is None:  # it has lost its name, and its last request has ended here
+        return None
+    known = adapter.content_hash
     if wanted_hash and known and wanted_hash != known:
         message = f"its files have changed since the request began: {known.hex()[:16]} is not {wanted_hash.hex()[:16]}"
         return AdapterError(FAILED_PRECONDITION, message)

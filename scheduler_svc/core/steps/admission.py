@@ -47,7 +47,8 @@ def admit(
         if max_rank is not None and order.rank(order.subqueue(group)) >= max_rank:
             break
         if not lane.adapters.has_place(group, lane.running.num_by_adapter, step.planned_at):
-            lane.adapters.turns.pass_over(group, step.planned_at)
+            if requests.placer.is_own(group, lane):  # others have a turn where they are placed
+                lane.adapters.turns.pass_over(group, step.planned_at)
             passed.add(group)
             continue
         is_free = requests.is_free_for(group, lane) and not (

@@ -160,9 +160,10 @@ async def test_keys_are_the_tenants_tokens(tmp_path, tokenizer_folder):
     file = tmp_path / "tenants.toml"
     tenants = write_tenants(file, {"gold": {}, "free": {"max_requests": 1}, "ops": {"admin": True}})
     (tmp_path / "own").write_text(token("ops"))
+    (tmp_path / "admin").write_text("admins")
     async with (
         world(tokenizer=tokenizer_folder, tenants=tenants) as w,
-        gateway(w.target, http_token_file=str(tmp_path / "own")) as g,
+        gateway(w.target, http_token_file=str(tmp_path / "own"), http_admin_key_file=str(tmp_path / "admin")) as g,
     ):
         for key in ("gold", "free"):
             await g.post(CHAT, HELLO, key=token(key))
@@ -173,6 +174,8 @@ async def test_keys_are_the_tenants_tokens(tmp_path, tokenizer_folder):
         assert [model["id"] for model in (await g.get("/v1/models", key=token("gold")))["data"]] == ["toy"]
         assert set(g.state.link._callers) == {token("gold"), token("free")}, "no session for keys that nobody has"
         async with g.http.get("/metrics") as response:
+            assert "tenant=" not in await response.text(), "the gateway's token is not everybody's"
+        async with g.http.get("/metrics", headers={"Authorization": "Bearer admins"}) as response:
             assert 'tenant="gold"' in await response.text()
         w.executor.going.clear()
         running = asyncio.create_task(g.post(CHAT, HELLO, key=token("free")))

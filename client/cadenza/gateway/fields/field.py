@@ -102,6 +102,8 @@ def wrong_value(name: str, why: str, value: Any) -> ApiError:
 
 def shown(value: Any) -> str:
     """A value for a message, shortened."""
+    if isinstance(value, list | dict):  # they may be long, and nested as deeply as JSON can be
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     text = ascii(value)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 

@@ -19,6 +19,7 @@ from scheduler_svc.core.errors import InvariantError, RequestRejectedError
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, PriorityOrder
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling, StepPlan, StepResult
 
 KEPT = FinishDetail.ABORTED
@@ -72,6 +73,9 @@ class Rig:
 
     def end(self, name: str) -> None:
         self.core.abort(next(key for key in self.core.groups if key[1] == name), KEPT)
+
+    def group(self, name: str) -> SequenceGroup:
+        return next(group for key, group in self.core.groups.items() if key[1] == name)
 
     @property
     def running(self) -> set[str]:
@@ -160,6 +164,43 @@ def test_where_all_adapters_run_a_due_one_keeps_others_from_beginning() -> None:
     rig.step()
     assert rig.running == {second, plain, third}
     assert {group.key[1] for group in rig.core.adapters.parked} == {late}
+
+
+def test_the_last_request_of_an_adapter_without_a_name_ends_before_the_engine_knows() -> None:
+    rig = Rig()
+    rig.register(1)
+    rig.load_all()
+    name = rig.add(1)
+    rig.step()
+    rig.core.adapter_event(AdapterRemoved(1))
+    rig.end(name)
+    assert rig.core.adapter_refusal(1) is None
+
+
+def test_a_request_that_waits_for_another_lane_takes_no_turn_of_this_one() -> None:
+    """The oldest request is overdue, and every lane looks at it first: the turn of lane 1 is its own request's."""
+    rig = Rig(max_loras=1, max_cpu_loras=8, num_lanes=2)
+    rig.register(1, 2, 3, 4)
+    for lane in (0, 1):
+        rig.load_all(lane)
+    first, second = rig.add(1), rig.add(2)
+    rig.step(0)
+    rig.step(1)
+    here, there = (rig.group(name).lane_id for name in (first, second))
+    assert {here, there} == {0, 1}
+    rig.add(3)
+    rig.step(here)
+    rig.now += 1.5
+    waiting = rig.add(4)
+    for _ in range(3):
+        rig.step(here)
+        rig.step(there)
+    for lane in (0, 1):
+        turn = rig.core.lanes[lane].adapters.turns.waits
+        assert turn is None or turn.placed_on == lane
+    placed = rig.group(waiting).placed_on
+    assert placed is not None
+    assert rig.core.lanes[placed].adapters.turns.waits is not None
 
 
 def test_a_due_adapter_whose_requests_end_bars_nobody() -> None:

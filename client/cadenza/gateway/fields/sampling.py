@@ -14,8 +14,9 @@ from cadenza.sampling_params import SamplingParams
 _SAME = frozenset(each.name for each in fields(SamplingParams)) - {
     "logprobs", "max_tokens", "n", "beam_width", "structured_outputs",
 }  # fmt: skip
-MAX_LOGPROBS = 128
-"""Most top logprobs of a token: with a whole vocabulary for each, an answer would have gigabytes."""
+MAX_LOGPROBS = 20
+"""Most top logprobs of a token, as with OpenAI and by vLLM's default: with a whole vocabulary for each, an answer
+would have gigabytes."""
 
 
 def sampling_params(values: Mapping[str, Any], renamed: Mapping[str, str] | None = None, **own: Any) -> SamplingParams:

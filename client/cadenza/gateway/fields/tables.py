@@ -79,9 +79,7 @@ COMPLETIONS = by_name(
         honoured("max_tokens", "an integer", "default 16; 0 with echo: the prompt alone"),
         honoured("best_of", "an integer", "samples drawn, of which the n most likely are returned; not with stream"),
         honoured("echo", "a boolean", "the prompt before the output, its logprobs with logprobs"),
-        honoured(
-            "logprobs", "an integer", "top logprobs of each token beside the chosen one's", "at most 20 unless told"
-        ),
+        honoured("logprobs", "an integer", "top logprobs of each token beside the chosen one's", "at most 20"),
         honoured("add_special_tokens", "a boolean", "default true"),
         refused("suffix", "the model does not fill gaps", "refused too", ("",)),
         refused("prompt_embeds", "prompts are texts and token ids", "with an option at start"),
@@ -98,7 +96,7 @@ CHAT = by_name(
         honoured("max_tokens", "an integer", "the old name of max_completion_tokens"),
         honoured("max_completion_tokens", "an integer", "default: as many as fit"),
         honoured("logprobs", "a boolean", "of each token, with top_logprobs"),
-        honoured("top_logprobs", "an integer", "needs logprobs", "at most 20 unless told"),
+        honoured("top_logprobs", "an integer", "needs logprobs", "at most 20"),
         honoured("echo", "a boolean", "begin with the last message if it is the assistant's"),
         honoured("add_generation_prompt", "a boolean", "default true"),
         honoured("continue_final_message", "a boolean", "needs add_generation_prompt=false"),

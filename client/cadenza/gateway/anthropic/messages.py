@@ -86,7 +86,11 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 
 def _stop(sample: CompletionOutput) -> dict[str, Any]:
-    """Why a message ends, in Anthropic's words."""
+    """Why a message ends, in Anthropic's words; raises ApiError for one that a failure has ended."""
+    if sample.finish_reason in ("error", "abort"):
+        raise ApiError(
+            500, f"the answer ended early: {sample.finish_detail or sample.finish_reason}", code="server_error"
+        )
     if sample.finish_detail == "stop_string":
         return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}
     reason = {"stop": "end_turn", "length": "max_tokens"}.get(sample.finish_reason or "", "refusal")

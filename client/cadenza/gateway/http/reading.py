@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from aiohttp import web
 
 from cadenza.gateway.http.errors import ApiError, bad_request
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ANSWER_HEADERS = web.RequestKey("answer_headers", dict[str, str])
 """Of a request: what every answer to it has in its head."""
@@ -39,6 +43,13 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object")
     return value
+
+
+async def off_loop(request: web.Request, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Return what `work` makes of a request whose body has been read: in a thread for a long one."""
+    if len(await request.read()) > _LONG_BYTES:
+        return await asyncio.to_thread(work, *arguments, **named)
+    return work(*arguments, **named)
 
 
 def _parse(raw: bytes) -> Any:

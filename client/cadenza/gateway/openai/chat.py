@@ -13,7 +13,7 @@ from cadenza.gateway.fields.field import read_fields, wrong_value
 from cadenza.gateway.fields.sampling import answer_id, number_of_choices, require, sampling_params, stream_options
 from cadenza.gateway.fields.tables import CHAT
 from cadenza.gateway.http.errors import bad_request
-from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.http.reading import off_loop, read_object
 from cadenza.gateway.openai.answers import Chunks, Head, failed, prompt_size
 from cadenza.gateway.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from cadenza.gateway.openai.prompts import chat_prompt, last_assistant_text
@@ -54,8 +54,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     state = request.app[STATE]
     caller = await state.generating(request)
-    values = read_fields(CHAT, await read_object(request))
-    prompt = chat_prompt(require(values, "messages"), values)
+    values = await off_loop(request, read_fields, CHAT, await read_object(request))
+    prompt = await off_loop(request, chat_prompt, require(values, "messages"), values)
     chosen = state.names.choose(values.get("model"), await caller.model())
     num_top = num_top_logprobs(values)
     params = _params(values, num_top)

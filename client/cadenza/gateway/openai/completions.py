@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -13,7 +14,7 @@ from cadenza.gateway.fields.field import read_fields, wrong_value
 from cadenza.gateway.fields.sampling import answer_id, number_of_choices, require, sampling_params, stream_options
 from cadenza.gateway.fields.tables import COMPLETIONS
 from cadenza.gateway.http.errors import bad_request
-from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.http.reading import off_loop, read_object
 from cadenza.gateway.openai.answers import Chunks, Head, failed, prompt_size
 from cadenza.gateway.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from cadenza.gateway.openai.prompts import completion_prompts
@@ -67,8 +68,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Complete prompts."""
     state = request.app[STATE]
     caller = await state.generating(request)
-    values = read_fields(COMPLETIONS, await read_object(request))
-    prompts = completion_prompts(require(values, "prompt"), values.get("cache_salt"))
+    values = await off_loop(request, read_fields, COMPLETIONS, await read_object(request))
+    prompts = await off_loop(request, completion_prompts, require(values, "prompt"), values.get("cache_salt"))
     chosen = state.names.choose(values.get("model"), await caller.model())
     params, is_prompt_alone = _params(values)
     head = Head(answer_id(values, "cmpl", uuid.uuid4().hex), "text_completion", chosen.name)
@@ -137,7 +138,7 @@ def _choices(read: _Completion, prompt: int, result: RequestOutput) -> list[dict
         choice = {
             "index": prompt * read.n + sample.index,
             "text": parts.text(shown.text),
-            "logprobs": parts.logprobs(result, shown),
+            "logprobs": parts.logprobs(lambda: result, shown),
             **(finish_of(sample) if not read.is_prompt_alone else {"finish_reason": "length", "stop_reason": None}),
         }
         if read.values.get("prompt_logprobs") is not None:
@@ -160,15 +161,15 @@ class _Parts:
         """The text of the next part; call it before `logprobs`."""
         return self._echo.text + text if self._echo is not None and self._is_first else text
 
-    def logprobs(self, total: RequestOutput, new: CompletionOutput) -> Any:
-        """The logprobs of the next part; total: what there is of the prompt."""
+    def logprobs(self, total: Callable[[], RequestOutput], new: CompletionOutput) -> Any:
+        """The logprobs of the next part; total: returns what there is of the prompt."""
         is_first, self._is_first = self._is_first, False
         if self._columns is None:
             return None
         rows, ids = list(new.logprobs or ()), list(new.token_ids)
         if self._echo is not None and is_first:
-            prompt_ids = total.prompt_token_ids or []
-            rows, ids = [*(total.prompt_logprobs or ()), *rows], [*prompt_ids, *ids]
+            found = total()
+            rows, ids = [*(found.prompt_logprobs or ()), *rows], [*(found.prompt_token_ids or []), *ids]
             return self._columns.columns(rows, ids, [self._echo.first_token])
         return self._columns.columns(rows, ids)
 
@@ -214,7 +215,7 @@ class _CompletionChunks:
         chunk: dict[str, Any] = {
             "index": choice,
             "text": parts.text(sample.text),
-            "logprobs": parts.logprobs(self._generation.totals()[prompt], sample),
+            "logprobs": parts.logprobs(partial(self._generation.total, prompt), sample),
             **finish_of(sample),
         }
         if read.values.get("return_token_ids"):

@@ -43,10 +43,10 @@ async def stream_answer(
                     await stream.write(events)
                 taken = await generation.take()
             await stream.write(prefix + end())
-        except CadenzaError as error:
+        except (CadenzaError, ApiError) as error:
             if not stream.has_begun:
                 raise
-            await stream.write(failed(api_error(error)))
+            await stream.write(failed(error if isinstance(error, ApiError) else api_error(error)))
         return await stream.end()
     except SlowReaderError:
         counts.num_slow_readers += 1

@@ -85,6 +85,10 @@ class Generation:
         """What there is so far of each prompt."""
         return [each.collector.result() for each in self._live]
 
+    def total(self, index: int) -> RequestOutput:
+        """What there is so far of one prompt."""
+        return self._live[index].collector.result()
+
     def prompt_token_ids(self, index: int) -> list[int]:
         """Token ids of a prompt, known with its first output."""
         return self._live[index].collector.prompt_token_ids or []

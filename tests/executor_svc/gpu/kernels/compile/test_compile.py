@@ -20,7 +20,7 @@ from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "kernels.md"
 REFUSED = "tests.executor_svc.gpu.kernels.compile.refused_kernels"
-MAX_QUICK = 76
+MAX_QUICK = 78
 
 
 def compiled(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +58,7 @@ def test_the_page_has_a_row_for_every_file_with_kernels():
     page = PAGE.read_text(encoding="utf-8")
     missing = [name for name in map(short_name, kernel_modules()) if f"`{name.replace('.', '/')}.py`" not in page]
     assert not missing
-    assert len(page.splitlines()) <= 60
+    assert len(page.splitlines()) <= 61
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -38,12 +39,14 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def kill(up: Up, name: str) -> None:
-    """Kill the process of this name; one that was killed before may be there still, unread."""
-    for child in psutil.Process(up.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if name in child.cmdline():
-                child.kill()
-                return
+    """Kill the process of this name, once there is one: what was killed before is started again."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for child in psutil.Process(up.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if name in child.cmdline():
+                    child.kill()
+                    return
     pytest.fail(f"there is no {name}")
 
 

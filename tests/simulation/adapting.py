@@ -119,6 +119,8 @@ class AdapterLoads:
         self.loaded: dict[int, int] = {}
         """Content by index."""
         self.next_load: NextLoad | None = None
+        self.ended_at = 0.0
+        """When the last load has ended."""
         self.stopped = False
         """Whether the process is suspended."""
         self._loop, self._rng, self._files, self._load_s = loop, rng, files, load_s
@@ -183,7 +185,7 @@ class AdapterLoads:
         if self.stopped:
             self._ended_while_stopped = lambda: self._end(registered, fault, answer)
             return
-        self._timer = None
+        self._timer, self.ended_at = None, self._loop.time()
         index, content = registered.index, self._files.contents[registered.path]
         if fault.fails:
             answer(AdapterLoaded(index, error=AdapterError(_INTERNAL, FAILED)))

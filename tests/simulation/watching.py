@@ -70,7 +70,7 @@ def _takes_requests(world: World, host: Host) -> bool | None:
     if stable_s < (HANG_S if process.hanging else HEALTH_S):
         return None
     unpredicted = process.num_answered < NUM_FIRST_STEPS or process.num_slow_steps or process.num_running_tokens > 4
-    if not process.loads.is_idle:
+    if not process.loads.is_idle or world.loop.time() - process.loads.ended_at < HEALTH_S:
         return None  # A session opens once the adapter is loaded that is being read.
     if process.hanging and unpredicted:
         return None  # The first steps may take long; more work than before, or a slow step before, too.

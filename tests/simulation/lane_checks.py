@@ -182,10 +182,12 @@ class HeadWatch:
         )
 
     def _has_place(self, lane: Lane, group: SequenceGroup) -> bool:
-        """Whether its adapter has a place, and no other group has the turn."""
+        """Whether its adapter has a place, no other group has the turn, and no due adapter keeps it from beginning."""
         index, running = group.spec.adapter_index, lane.running.num_by_adapter
         if not index:
             return True
+        if not group.was_admitted and self._world.core.adapters.bars(lane.adapters):
+            return False
         return lane.adapters.turns.waits in (None, group) and (
             index in running or len(running) < lane.adapters.max_loras
         )

@@ -87,8 +87,8 @@ class Comparison:
     def run(self, layout: Layout, rate: float) -> FleetResult:
         """One rate."""
         profile = find_profile(self._executor)
-        seats = min(profile.limits.max_num_seqs, layout.budget)
-        profile = profile.changed({"max_num_batched_tokens": layout.budget, "max_num_seqs": seats})
+        max_num_seqs = min(profile.limits.max_num_seqs, layout.budget)
+        profile = profile.changed({"max_num_batched_tokens": layout.budget, "max_num_seqs": max_num_seqs})
         split = Split(layout.num_prefill, _KV_BYTES[self._executor], self._bytes_per_s) if layout.num_prefill else None
         plan = FleetPlan(
             model=model_of(profile), num_schedulers=1, num_executors=EXECUTORS, duration_s=self._duration_s,

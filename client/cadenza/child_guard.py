@@ -41,7 +41,7 @@ def _watch(parent: int) -> None:
             break
     os.kill(os.getpid(), signal.SIGINT)  # at once: SIGTERM would let it finish its requests
     time.sleep(_AGAIN_S)
-    os.kill(os.getpid(), signal.SIGINT)  # a rank that is told to stop once waits for rank 0
+    os.kill(os.getpid(), signal.SIGINT)  # after the first signal a rank waits for rank 0
     time.sleep(_GRACE_S)
     os._exit(1)
 

@@ -23,7 +23,7 @@ class ExecutorChild(Child, StartedService, Protocol):
 
 
 class ExecutorHost(Protocol):
-    """Starts executors, and tells the scheduler where they are."""
+    """Starts executors, and gives the scheduler their addresses."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -31,7 +31,7 @@ class ExecutorHost(Protocol):
 
     @property
     def scheduler_arguments(self) -> Sequence[str]:
-        """What the scheduler is told of them."""
+        """The scheduler's options about them."""
 
     @property
     def tls(self) -> TLS | None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
+from contextlib import suppress
+from typing import Any
 
 from executor_svc.simulated.costs import StepCosts
+from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.outputs import BeamOutput, StepOutputs
 from scheduler_svc.core.policies.policies import Policies
@@ -71,6 +75,14 @@ class Bench:
     def lane(self) -> Lane:
         """The only one."""
         return self.core.lanes[0]
+
+    def add_all(self, requests: Iterable[Mapping[str, Any]]) -> None:
+        """Queue requests of such fields of `add`, named r0, r1 and so on; those that no pool can hold are left out."""
+        for index, fields in enumerate(requests):
+            request = dict(fields)
+            prompt, max_tokens, stops = request.pop("prompt"), request.pop("max_tokens"), tuple(request["eos"])
+            with suppress(RequestRejectedError):
+                self.add(f"r{index}", prompt, max_tokens, stop_token_ids=stops, **request)
 
     def add(
         self,

@@ -112,7 +112,7 @@ def simulate_fleet(
     )
     paths = check_outputs(output=output, read=[executor, traffic])
     campaign = FleetCampaign(options)
-    notice(campaign.told)
+    notice(campaign.traffic)
     runs: dict[str, dict[str, Any]] = {}
     for wanted in campaign.routers:
         began = time.perf_counter()

@@ -190,10 +190,10 @@ class ExecutorBank:
         """Tokens of prompts in the step, the positions to which they attend and the KV that they read, [n] each; and
         the requests whose prompt ends there, in lists without an executor twice: places in `rows`, requests."""
         table, budget = self.table, self.model.max_num_batched_tokens - self.batch[rows]
-        seats = self.model.max_num_seqs - self.batch[rows]
+        slots = self.model.max_num_seqs - self.batch[rows]
         tokens, positions, read = (np.zeros(len(rows), np.int64) for _ in range(3))
         joins: list[tuple[Ints, Ints]] = []
-        able = np.flatnonzero((self.size[rows] > 0) & (self.head_ready_s[rows] <= cut_s) & (seats > 0))
+        able = np.flatnonzero((self.size[rows] > 0) & (self.head_ready_s[rows] <= cut_s) & (slots > 0))
         while len(able):
             executors = rows[able]
             requests = self._queue[executors, self._head[executors] & (self._queue.shape[1] - 1)]
@@ -211,7 +211,7 @@ class ExecutorBank:
             positions[able] += taken * done + taken * (taken + 1) // 2
             read[able] += done + taken
             budget[able] -= taken
-            seats[able] -= 1
+            slots[able] -= 1
             table.todo[requests] = todo - taken
             self.backlog[executors] -= taken
             complete = taken == todo
@@ -220,7 +220,7 @@ class ExecutorBank:
                 joins.append((able, requests))
                 self._pop(rows[able], requests)
             more = (self.size[rows[able]] > 0) & (self.head_ready_s[rows[able]] <= cut_s[able])
-            able = able[more & (budget[able] > 0) & (seats[able] > 0)]
+            able = able[more & (budget[able] > 0) & (slots[able] > 0)]
         return tokens, positions, read, joins
 
     def _pop(self, executors: Ints, requests: Ints) -> None:

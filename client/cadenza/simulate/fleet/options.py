@@ -91,7 +91,7 @@ class FleetCampaign:
         return _positive(rate, "--request-rate")
 
     @property
-    def told(self) -> str:
+    def traffic(self) -> str:
         """What the traffic is, in a sentence."""
         course = "in a day's course (Azure's, 14 May 2024)" if self.daily else "at a steady rate"
         rate = f"{self.request_rate:,.4g} requests/s on average, {course}"
@@ -122,7 +122,7 @@ class FleetCampaign:
             "executor": self.profile.model_dump(mode="json"),
             "schedulers": options.schedulers,
             "executors_per_scheduler": options.executors,
-            "traffic": self.told,
+            "traffic": self.traffic,
             "request_rate": self.request_rate,
             "duration_s": options.duration_s,
             "slo": options.slo,

@@ -1,4 +1,4 @@
-"""What executors are told to load and unload, and for how long a group waits for its adapter's turn."""
+"""What executors get to load and unload, and for how long a group waits for its adapter's turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from scheduler_svc.core.adapters.events import (
-    AdapterDue,
     AdapterError,
     AdapterLoaded,
     AdapterRegistered,
@@ -18,68 +17,8 @@ from scheduler_svc.core.adapters.turns import MAX_PASSED, MAX_PASSED_S
 from scheduler_svc.core.errors import InvariantError, RequestRejectedError
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, PriorityOrder
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequences.sequence import SequenceGroup
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling, StepPlan, StepResult
-
-KEPT = FinishDetail.ABORTED
-
-
-class Rig:
-    """A core with one executor or more; results come at once, so that a request runs until it is ended."""
-
-    def __init__(
-        self, max_loras: int = 2, max_cpu_loras: int = 4, num_lanes: int = 1, policies: Policies | None = None
-    ) -> None:
-        self.core = Scheduler(policies)
-        self.now = 0.0
-        self.num_requests = 0
-        for lane in range(num_lanes):
-            spec = ExecutorSpec(
-                16, 1000, 64, 32, 512, 4096, max_loras=max_loras, max_cpu_loras=max_cpu_loras, shares_prefixes=True
-            )
-            self.core.add_executor(lane, spec)
-
-    def register(self, *indexes: int) -> None:
-        for index in indexes:
-            self.core.adapter_event(AdapterRegistered(index, f"a{index}", "/a"))
-
-    def commands(self, lane: int = 0) -> tuple[list[int], list[int]]:
-        """Loads and unloads."""
-        found = self.core.adapter_commands(lane)
-        return [each.index for each in found.loads], list(found.unloads)
-
-    def load_all(self, lane: int = 0) -> None:
-        while (loads := self.commands(lane)[0]) or False:
-            for index in loads:
-                self.core.adapter_event(AdapterLoaded(index, b"%d" % index), lane)
-
-    def add(self, adapter: int, *, priority: int = 0, tenant: str = "") -> str:
-        self.num_requests += 1
-        name = f"r{self.num_requests}"
-        spec = RequestSpec(name, (1, 2, 3), Sampling(), 4000, adapter_index=adapter, priority=priority, tenant=tenant)
-        self.core.add_request(spec, self.now)
-        return name
-
-    def step(self, lane: int = 0) -> StepPlan | None:
-        """Plan a step and apply its result: one token for each that runs."""
-        plan = self.core.plan_step(lane, self.now)
-        if plan is not None:
-            slots = self.core.lanes[lane].inflight[-1].sampling_slots
-            self.core.apply_result(lane, StepResult(plan.step_id, slots=slots, token_ids=[7] * len(slots)), self.now)
-        self.core.take_outputs()
-        self.core.check_integrity()
-        return plan
-
-    def end(self, name: str) -> None:
-        self.core.abort(next(key for key in self.core.groups if key[1] == name), KEPT)
-
-    def group(self, name: str) -> SequenceGroup:
-        return next(group for key, group in self.core.groups.items() if key[1] == name)
-
-    @property
-    def running(self) -> set[str]:
-        return {sequence.group.key[1] for lane in self.core.lanes.values() for sequence in lane.running}
+from scheduler_svc.core.types import RequestSpec, Sampling
+from tests.helpers.adapter_rig import Rig
 
 
 def test_adapters_with_names_are_loaded_while_there_are_places_a_few_at_once() -> None:
@@ -120,52 +59,6 @@ def test_no_more_adapters_are_unloaded_than_places_are_short() -> None:
     assert unloads == [1, 2, 3]
 
 
-def test_a_due_adapter_takes_the_place_of_one_whose_requests_only_wait() -> None:
-    rig = Rig(max_loras=1, max_cpu_loras=2)
-    rig.register(1, 2, 3)
-    rig.load_all()
-    first, second = rig.add(1), rig.add(2)
-    rig.step()
-    third = rig.add(3)
-    assert rig.commands() == ([], []), "both are in use"
-    rig.core.adapter_event(AdapterDue(3))
-    assert rig.commands() == ([], [2])
-    assert {group.key[1] for group in rig.core.adapters.parked} == {second, third}
-    rig.core.adapter_event(AdapterUnloaded(2))
-    rig.load_all()
-    rig.end(first)
-    rig.step()
-    assert rig.running == {third}
-    assert rig.commands() == ([], [1]), "nobody uses it any more"
-    rig.core.adapter_event(AdapterUnloaded(1))
-    rig.load_all()
-    rig.end(third)
-    rig.step()
-    assert rig.running == {second}
-
-
-def test_where_all_adapters_run_a_due_one_keeps_others_from_beginning() -> None:
-    rig = Rig(max_loras=2, max_cpu_loras=2)
-    rig.register(1, 2, 3)
-    rig.load_all()
-    first, second = rig.add(1), rig.add(2)
-    rig.step()
-    late, plain, third = rig.add(1), rig.add(0), rig.add(3)
-    rig.core.adapter_event(AdapterDue(3))
-    assert rig.commands() == ([], [])
-    rig.step()
-    assert rig.running == {first, second, plain}, "one without an adapter takes no place"
-    rig.end(first)
-    rig.step()
-    assert late not in rig.running
-    assert rig.commands() == ([], [1])
-    rig.core.adapter_event(AdapterUnloaded(1))
-    rig.load_all()
-    rig.step()
-    assert rig.running == {second, plain, third}
-    assert {group.key[1] for group in rig.core.adapters.parked} == {late}
-
-
 def test_the_last_request_of_an_adapter_without_a_name_ends_before_the_engine_knows() -> None:
     rig = Rig()
     rig.register(1)
@@ -201,40 +94,6 @@ def test_a_request_that_waits_for_another_lane_takes_no_turn_of_this_one() -> No
     placed = rig.group(waiting).placed_on
     assert placed is not None
     assert rig.core.lanes[placed].adapters.turns.waits is not None
-
-
-def test_a_due_adapter_whose_requests_end_bars_nobody() -> None:
-    rig = Rig(max_loras=1, max_cpu_loras=1)
-    rig.register(1, 2)
-    rig.load_all()
-    first = rig.add(1)
-    rig.step()
-    waiting = rig.add(2)
-    rig.core.adapter_event(AdapterDue(2))
-    rig.commands()
-    late = rig.add(1)
-    rig.step()
-    assert rig.running == {first}
-    rig.end(waiting)
-    rig.step()
-    assert rig.running == {first, late}
-
-
-def test_a_due_adapter_takes_a_place_of_a_lane_where_its_requests_do_not_run() -> None:
-    rig = Rig(max_loras=1, max_cpu_loras=1, num_lanes=2)
-    rig.register(1, 2)
-    for lane in (0, 1):
-        rig.load_all(lane)
-    rig.add(1)
-    rig.step()
-    waiting = rig.add(2)
-    assert [rig.commands(lane) for lane in (0, 1)] == [([], [])] * 2, "a request uses it"
-    rig.core.adapter_event(AdapterDue(2))
-    assert [rig.commands(lane) for lane in (0, 1)] == [([], []), ([], [1])]
-    rig.core.adapter_event(AdapterUnloaded(1), 1)
-    rig.load_all(1)
-    rig.step(1)
-    assert waiting in rig.running
 
 
 def test_a_request_takes_the_place_of_the_least_recently_used() -> None:

@@ -116,15 +116,7 @@ def test_late_rows_change_no_token_and_no_end(
             num_host_blocks=20, max_model_len=50, num_slots=16, max_num_seqs=16, max_num_batched_tokens=32,
             max_drafts=max_drafts, grammar_engine=ENGINE,  # type: ignore[arg-type]
         )  # fmt: skip
-        for index, fields in enumerate(requests):
-            request = dict(fields)
-            stops = tuple(request["eos"])
-            try:
-                bench.add(
-                    f"r{index}", request.pop("prompt"), request.pop("max_tokens"), stop_token_ids=stops, **request
-                )
-            except Exception as error:
-                assert type(error).__name__ == "RequestRejectedError"  # noqa: PT017
+        bench.add_all(requests)
         run(bench, depth)
         assert bench.lane.blocks.num_free == bench.spec.num_blocks
         seen.append((dict(bench.samples), bench.ends))

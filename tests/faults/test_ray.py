@@ -8,15 +8,25 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from cadenza import AsyncClient, Client, SamplingParams
 from tests.checkpoints import make_llama
-from tests.helpers.ray_cluster import RayMachines, cadenza_up, end_within, executors_below, ray_machines, raylet_of
+from tests.helpers.ray_cluster import (
+    RayMachines,
+    cadenza_up,
+    command_of,
+    end_within,
+    executors_below,
+    ray_machines,
+    raylet_of,
+)
 from tests.helpers.rolling import ClientLoad, rolling
 from tests.helpers.service_process import service_process
+from tests.helpers.service_scripts import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,6 +40,11 @@ MAX_TOKENS, NUM_REQUESTS = 150, 24
 def machines() -> Iterator[RayMachines]:
     with ray_machines(num_cpus=3) as running:
         yield running
+
+
+def listening_below(node: Any) -> list[psutil.Process]:
+    """The executors on a machine."""
+    return [each for each in executors_below(raylet_of(node)) if "--listen" in command_of(each)]
 
 
 async def two_serve(target: str) -> None:
@@ -71,7 +86,8 @@ async def test_executors_come_and_go_and_actors_and_machines_are_lost(machines: 
         await two_serve(up.target)
 
         (node,) = machines.others()
-        (executor,) = [each for each in executors_below(raylet_of(node)) if "--listen" in " ".join(each.cmdline())]
+        until(lambda: len(listening_below(node)) == 1, 10)  # the one that was taken away may be ending still
+        (executor,) = listening_below(node)
         actor = executor.parent()
         assert actor is not None
         load = ClientLoad(up.target, MAX_TOKENS, NUM_REQUESTS)

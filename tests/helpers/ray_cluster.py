@@ -80,7 +80,14 @@ def raylet_of(node: Any) -> psutil.Process:
 
 def executors_below(process: psutil.Process) -> list[psutil.Process]:
     """The processes of executors and ranks that actors of a raylet, or an actor, have started."""
-    return [each for each in process.children(recursive=True) if "executor_svc" in " ".join(each.cmdline())]
+    return [each for each in process.children(recursive=True) if "executor_svc" in command_of(each)]
+
+
+def command_of(process: psutil.Process) -> str:
+    """The command line of a process; empty once it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def end_within(processes: list[psutil.Process], timeout_s: float) -> None:

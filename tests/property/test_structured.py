@@ -90,7 +90,7 @@ def walk(compiler: Compiler, spec: GrammarSpec, rng: random.Random, most: int) -
     """An output of so many tokens, completed as fast as can be if it was cut; and whether it ended by itself."""
     state, table, output = GrammarState(spec, compiler.source, 0), compiler.source.table(), list[int]()
     state.begin(compiler, ())
-    (quote,) = table.tokenize_str('"')
+    quote_or_digit = [table.tokenize_str(text)[0] for text in '"0']
     is_json = spec.kind == "json_schema"
     closing = [table.tokenize_str(text)[0] for text in (CLOSING if is_json else "abcdexy0é")]
     while True:
@@ -103,7 +103,7 @@ def walk(compiler: Compiler, spec: GrammarSpec, rng: random.Random, most: int) -
             token = EOS if EOS in allowed and rng.random() < 0.2 else rng.choice(allowed)
         else:
             # Now and then another one, as a pattern may want a letter where it also takes one digit more.
-            last = [quote] if is_json and in_string(table.decode_str(output)) else closing
+            last = quote_or_digit if is_json and in_string(table.decode_str(output)) else closing
             if not is_json:
                 rng.shuffle(last)
             wanted = [EOS, *last] if rng.random() < 0.7 else [EOS]

@@ -667,6 +667,8 @@ class GetModelInfoResponse(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    ADDED_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Folder or hub id, as given to the executor."""
     architecture: _builtins.str
@@ -685,6 +687,8 @@ class GetModelInfoResponse(_message.Message):
     """Whether there is a chat template, so that chat prompts work."""
     num_parameters: _builtins.int
     """Number of parameters."""
+    chat_template: _builtins.str
+    """The chat template: it shows how the model writes tool calls and thoughts; empty: none."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end an output."""
@@ -692,6 +696,10 @@ class GetModelInfoResponse(_message.Message):
     @_builtins.property
     def fingerprint(self) -> _types_pb2.NumericsFingerprint:
         """The numerics fingerprint."""
+
+    @_builtins.property
+    def added_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___AddedToken]:
+        """Tokens that the tokenizer has beside its vocabulary, in order of their ids; at most 4,096."""
 
     def __init__(
         self,
@@ -707,16 +715,48 @@ class GetModelInfoResponse(_message.Message):
         has_chat_template: _builtins.bool = ...,
         num_parameters: _builtins.int = ...,
         fingerprint: _types_pb2.NumericsFingerprint | None = ...,
+        chat_template: _builtins.str = ...,
+        added_tokens: _abc.Iterable[Global___AddedToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "architecture", b"architecture", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "model", b"model", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "added_tokens", b"added_tokens", "architecture", b"architecture", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "model", b"model", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bos_token_id) -> _WhichOneofReturnType__bos_token_id | None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class AddedToken(_message.Message):
+    """AddedToken is a token that stands for exactly one text, as "<tool_call>" or "[TOOL_CALLS]"."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    SPECIAL_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """Its token id."""
+    text: _builtins.str
+    """Its text."""
+    special: _builtins.bool
+    """Whether it is left out of texts with skip_special_tokens."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        text: _builtins.str = ...,
+        special: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "special", b"special", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddedToken: _TypeAlias = AddedToken  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

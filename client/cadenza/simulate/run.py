@@ -137,10 +137,11 @@ class Simulation:
         )
 
     def _run(self) -> None:
-        lanes, traffic, request_log, request_s = self._lanes, self._traffic, self._request_log, self._request_s
-        alone = lanes[0] if len(lanes) == 1 else None
+        traffic, request_log, request_s = self._traffic, self._request_log, self._request_s
+        turns = list(self._lanes)  # of lanes that want to plan at once, the one that planned least recently does
+        alone = turns[0] if len(turns) == 1 else None
         while not request_log.stopped:
-            lane = alone or min(lanes, key=_next_at)
+            lane = alone or min(turns, key=_next_at)
             inflight_steps, now = lane.inflight_steps, lane.plan_at
             applies = inflight_steps and inflight_steps[0].result_at <= now
             if applies:
@@ -161,6 +162,9 @@ class Simulation:
             else:
                 self._now = now
                 self._plan(lane, now)
+                if alone is None:
+                    turns.remove(lane)
+                    turns.append(lane)
 
     def _drain(self) -> bool:
         """No event is left: end the wait of an incomplete static batch. Returns False if no request is left."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.loading import load_model
 from executor_svc.startup.device import make_device
+from tests.helpers.marks import short_and_long
 
 def resident(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
@@ -82,7 +83,7 @@ def _load(folder: Path, load_format: str, numerics: str) -> tuple[int, int, int]
     return weight_bytes, stays, peak
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("load_format", short_and_long(["auto", "dummy"], ["auto"]))
 def test_the_peak_is_hardly_more_than_what_stays(tmp_path: Path, load_format: str) -> None:
     _save_llama(tmp_path, with_weights=load_format == "auto")
     weight_bytes, stays, peak = _load(tmp_path, load_format, "auto")

@@ -164,7 +164,16 @@ def test_neither_a_copied_folder_with_other_sizes_nor_fewer_blocks_and_sequences
     processes.start_executor(model, *SIZES)
     processes.start_scheduler()
     copy = shutil.copytree(model, tmp_path / "copy")
-    others = ("--block-size", "32", "--num-gpu-blocks", "300", "--num-cpu-blocks", "8", "--max-num-batched-tokens", "64")
+    others = (
+        "--block-size",
+        "32",
+        "--num-gpu-blocks",
+        "300",
+        "--num-cpu-blocks",
+        "8",
+        "--max-num-batched-tokens",
+        "64",
+    )
     with Client(processes.target) as client:
         expected = undisturbed(client)
         for folder, options, num_blocks in (

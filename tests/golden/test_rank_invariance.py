@@ -57,7 +57,11 @@ def divided(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     short_and_long(
         [*(("float32", name) for name in NAMES), *(("bfloat16", name) for name in ("swap", "drafts"))],
         [
-            *(("float32", name) for name in NAMES if name not in ("all at once", "swap", "kept sessions, swap", "drafts")),
+            *(
+                ("float32", name)
+                for name in NAMES
+                if name not in ("all at once", "swap", "kept sessions, swap", "drafts")
+            ),
             ("bfloat16", "swap"),
         ],
     ),
@@ -112,7 +116,9 @@ def test_same_bits_with_a_draft_model_on_rank_0(divided: Divided, tmp_path: Path
 
 
 @pytest.mark.parametrize("divided", ["float32"], indirect=True, scope="module")
-@pytest.mark.parametrize(("name", "own"), [("drafts, swap", True), pytest.param("drafts, broken sessions", False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "own"), [("drafts, swap", True), pytest.param("drafts, broken sessions", False, marks=pytest.mark.long)]
+)
 def test_same_bits_with_a_head_on_rank_0(divided: Divided, name: str, own: bool, tmp_path: Path) -> None:
     """own: the head has a table and a linear to logits of its own; else rank 0 has the model's whole ones for it."""
     folder, first = tmp_path, divided.ranks.first
@@ -134,7 +140,9 @@ def test_same_bits_with_the_head_of_the_checkpoint(tmp_path: Path) -> None:
     ranks.stop()
 
 
-@pytest.mark.parametrize("name", short_and_long(["swap", "recompute, no cache, four plans", "broken sessions"], ["swap"]))
+@pytest.mark.parametrize(
+    "name", short_and_long(["swap", "recompute, no cache, four plans", "broken sessions"], ["swap"])
+)
 def test_same_bits_with_adapters(adapted: Divided, name: str) -> None:
     """More adapters than may be loaded at once, under preemption: every rank loads its part of each, and unloads it."""
     setting = replace(SETTINGS[name], max_loras=3, max_cpu_loras=5)

@@ -141,9 +141,7 @@ def test_a_file_of_capacities() -> None:
     assert file.max_rate is None
     assert file.source == "simulate"
     assert any("ended early" in said for said in view.said)
-    file, found = run_simulation(
-        even(find_max_rate=True, num_requests=60), Simulated(simulated.fleet, options()), view
-    )
+    file, found = run_simulation(even(find_max_rate=True, num_requests=60), Simulated(simulated.fleet, options()), view)
     assert file.max_rate.held == found[0].held
     assert [point.swept["request_rate"] for point in file.points] == [trial.rate for trial in found[0].kept]
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.marks import short_and_long
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status"),
@@ -24,7 +26,6 @@ from pathlib import Path
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.loading import load_model
 from executor_svc.startup.device import make_device
-from tests.helpers.marks import short_and_long
 
 def resident(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024

@@ -24,8 +24,6 @@ class SeededBug:
     """The function or method that it is in."""
     old: str
     new: str
-    seed: int = 0
-    """Of a history that has found it: the search begins there, and goes on from 0 if it finds it no more."""
 
 
 SEEDED_BUGS = (

@@ -30,6 +30,8 @@ AUDIT_ARGS ?=
 # So many tests at a time; whichever ends first takes from the other; 0: in this process, for a debugger.
 TEST_WORKERS ?= 2
 PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
+# What `make test` leaves to `make test-long`: docs/testing.md.
+WITHOUT_LONG := -m 'not long'
 # What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
 FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs tests/simulation tests/chaos \
   --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
@@ -49,7 +51,7 @@ CHAOS_ARGS ?=
 # What mypy checks: those of its folders that exist.
 TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
 
-.PHONY: help demo test chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
+.PHONY: help demo test test-long chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -58,8 +60,11 @@ help: ## this list
 demo: $(VENV)/.installed-run ## start both services on the embedded model on the CPU and stream answers; DEMO_ARGS='--speculative draft'
 	@$(BIN)/cadenza demo $(DEMO_ARGS)
 
-test: $(VENV)/.installed-dev ## the whole test suite; PYTEST_ARGS='-k name -x' passes options, TEST_WORKERS=0 is for debuggers
-	@$(PY) $(PYTEST) tests $(PYTEST_ARGS)
+test: $(VENV)/.installed-dev ## the test suite; PYTEST_ARGS='-k name -x' passes options, TEST_WORKERS=0 is for debuggers
+	@$(PY) $(PYTEST) tests $(WITHOUT_LONG) $(PYTEST_ARGS)
+
+test-long: $(VENV)/.installed-dev ## before a release: what `make test` leaves out, more of the same kinds; half an hour and more
+	@$(PY) $(PYTEST) tests -m long $(PYTEST_ARGS)
 
 chaos: $(VENV)/.installed-dev ## faults on real services, for up to an hour each on 1, 2 and 4 executors; N=1000 SEED=1 EXECUTORS=2 EXECUTOR=cpu, or REPLAY=history.jsonl
 ifeq ($(REPLAY),)
@@ -98,10 +103,10 @@ check-protos: $(VENV)/.installed-dev
 	@$(PY) protos/generate_docs.py --check
 
 check-tests: $(VENV)/.installed-dev
-	@echo "== fast tests"; $(PY) $(PYTEST) $(FAST_TESTS) -m 'not slow' -q
+	@echo "== fast tests"; $(PY) $(PYTEST) $(FAST_TESTS) -m 'not slow and not long' -q
 
 check-py312: $(VENV)312/.installed ## the tests that need no torch, on Python 3.12
-	@$(VENV)312/bin/python -m pytest tests -m 'not slow' -q
+	@$(VENV)312/bin/python -m pytest tests -m 'not slow and not long' -q
 
 $(VENV)312/.installed: pyproject.toml constraints.txt
 	@python3.12 -m venv $(VENV)312

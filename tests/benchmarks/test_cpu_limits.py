@@ -172,6 +172,7 @@ def test_rows_of_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_small")
+@pytest.mark.long
 def test_a_row_of_weights_in_few_bits(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--shapes 10m --weights int4 --groups forward --scenarios decode1 --repeats 1 --quiet-wait-s 0"
     for more, activations in (("", "int8"), (" --set quantized_activations=off", "bf16")):

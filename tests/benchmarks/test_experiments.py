@@ -32,6 +32,7 @@ from benchmarks.experiments.simulated import Case, drawn, fixed, poisson, run, s
 from benchmarks.experiments.variance_runs import Scale, growing_maxima
 from cadenza.simulate.executor_profiles import ExecutorProfile, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
+from tests.helpers.marks import short_and_long
 
 SEED = 7
 STEP_MS = ExecutorProfile(costs=StepCosts(step_us=1000), limits=ProfileLimits(max_num_seqs=4, max_model_len=64))
@@ -41,7 +42,10 @@ REPEATED = [each for each in EXPERIMENTS if each.name in ("4-sharing", "7-served
 SIMULATED = [each for each in EXPERIMENTS if "simulate" in each.places]
 
 
-@pytest.fixture(scope="module", params=SIMULATED, ids=lambda each: each.name)
+SHORT = [each for each in SIMULATED if each.name in ("4-sharing", "5-chunked-prefill")]
+
+
+@pytest.fixture(scope="module", params=short_and_long(SIMULATED, SHORT), ids=lambda each: each.name)
 def ran(request: pytest.FixtureRequest) -> tuple[Experiment, ExperimentResult]:
     each: Experiment = request.param
     return each, each.run(RunSettings("simulate", SEED, quick=True))
@@ -119,7 +123,7 @@ def test_its_figures_can_be_drawn(ran: tuple[Experiment, ExperimentResult], tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ran", REPEATED, indirect=True, ids=lambda each: each.name)
+@pytest.mark.parametrize("ran", short_and_long(REPEATED, REPEATED[:1]), indirect=True, ids=lambda each: each.name)
 def test_the_same_seed_gives_the_same(ran: tuple[Experiment, ExperimentResult]) -> None:
     each, result = ran
     again = each.run(RunSettings("simulate", SEED, quick=True))

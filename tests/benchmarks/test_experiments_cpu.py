@@ -20,6 +20,7 @@ from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import fixed
 from cadenza import LocalServices
 from cadenza.v1.admin_pb2 import SequenceJoined, SequenceLeft, StepLoad, StepRecord
+from tests.helpers.marks import short_and_long
 
 COSTS = {"step_us": 200, "token_us": 5, "moved_block_us": 20}
 """Costs of the executor in place of the CPU's: only the times are synthetic."""
@@ -165,7 +166,9 @@ def test_a_watched_load_reports_all_its_steps(made_up_steps: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "each", [memory.EXPERIMENT, preemption.EXPERIMENT, served_ratio.EXPERIMENT], ids=lambda each: each.name
+    "each",
+    short_and_long([memory.EXPERIMENT, preemption.EXPERIMENT, served_ratio.EXPERIMENT], [memory.EXPERIMENT]),
+    ids=lambda each: each.name,
 )
 def test_it_runs_in_small(each: Experiment, made_up_steps: None, tmp_path: Path) -> None:
     result = each.run(RunSettings("cpu", 7, quick=True))

@@ -315,10 +315,10 @@ def child(*arguments: str, packages: tuple[Path, ...] = ()) -> list[dict[str, An
     ("group", "metric"),
     [
         ("prefill", "tflop_per_s"),
-        ("tune-decode", "us"),
-        ("linears", "speedup"),
+        pytest.param("tune-decode", "us", marks=pytest.mark.long),
+        pytest.param("linears", "speedup", marks=pytest.mark.long),
         ("few-bits", "speedup"),
-        ("lora", "overhead_percent"),
+        pytest.param("lora", "overhead_percent", marks=pytest.mark.long),
         ("ceilings", "ms"),
     ],
 )
@@ -340,6 +340,7 @@ def test_whole_steps_run_in_a_separate_process() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_traces_of_whole_steps_need_a_device() -> None:
     found = [line for line in child("steps-0.6b", "--start", "5", "--every", "8") if "done" in line]
     assert [line["skipped"] for line in found] == ["the trace has no work of a device"]

@@ -157,6 +157,7 @@ def test_all_stages_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_drafts_run_beside_none(tmp_path: Path) -> None:
     assert part.run(parse(["serve", "--trial", "--drafts", "--out", str(tmp_path)])) == 0
     rows = [json.loads(line) for line in (tmp_path / "gpu_serving.jsonl").read_text(encoding="utf-8").splitlines()]

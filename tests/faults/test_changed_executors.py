@@ -22,12 +22,12 @@ from tests.checkpoints import make_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-LONG = SamplingParams(max_tokens=1000, temperature=0.8, seed=5, ignore_eos=True)
+LONG = SamplingParams(max_tokens=600, temperature=0.8, seed=5, ignore_eos=True)
 REQUESTS: list[tuple[Any, SamplingParams]] = [
     ([7, 8, 9], LONG),
-    ([11] * 40, SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)),
-    ([250, 3], SamplingParams(max_tokens=700, temperature=1.0, seed=6, n=3, ignore_eos=True)),
-    ([20, 21, 22], SamplingParams(max_tokens=500, beam_width=2, temperature=0.0, ignore_eos=True)),
+    ([11] * 40, SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)),
+    ([250, 3], SamplingParams(max_tokens=500, temperature=1.0, seed=6, n=3, ignore_eos=True)),
+    ([20, 21, 22], SamplingParams(max_tokens=400, beam_width=2, temperature=0.0, ignore_eos=True)),
 ]
 BEAMS = 3
 SIZES = ("--num-gpu-blocks", "500", "--max-num-seqs", "8")
@@ -158,34 +158,37 @@ def lose_executor(processes: Processes, client: Client, num_unfinished: int) -> 
     assert load.num_running + load.num_waiting == num_unfinished, "some ended before the fault"
 
 
-def test_fewer_blocks_and_fewer_sequences_change_no_token(processes: Processes, model: Path) -> None:
-    processes.start_executor(model, *SIZES)
-    processes.start_scheduler()
-    with Client(processes.target) as client:
-        expected = undisturbed(client)
-        readers = begin(client)
-        lose_executor(processes, client, len(REQUESTS))
-        processes.start_executor(model, "--num-gpu-blocks", "140", "--max-num-seqs", "3")
-        assert [reader.end() for reader in readers] == expected
-        assert client.server_info().load.num_device_blocks == 140
-
-
-def test_a_copied_folder_with_other_blocks_and_budget_is_the_same_model(
+def test_neither_a_copied_folder_with_other_sizes_nor_fewer_blocks_and_sequences_change_a_token(
     processes: Processes, model: Path, tmp_path: Path
 ) -> None:
     processes.start_executor(model, *SIZES)
     processes.start_scheduler()
     copy = shutil.copytree(model, tmp_path / "copy")
-    blocks = ("--block-size", "32", "--num-gpu-blocks", "300", "--num-cpu-blocks", "8")
+    others = (
+        "--block-size",
+        "32",
+        "--num-gpu-blocks",
+        "300",
+        "--num-cpu-blocks",
+        "8",
+        "--max-num-batched-tokens",
+        "64",
+    )
     with Client(processes.target) as client:
         expected = undisturbed(client)
-        readers = begin(client)
-        lose_executor(processes, client, len(REQUESTS))
-        processes.start_executor(copy, "--max-num-seqs", "16", "--max-num-batched-tokens", "64", *blocks)
-        assert [reader.end() for reader in readers] == expected
-        assert client.model_info().model == str(copy)
+        for folder, options, num_blocks in (
+            (copy, ("--max-num-seqs", "16", *others), 300),
+            (model, ("--max-num-seqs", "3", "--num-gpu-blocks", "140"), 140),
+        ):
+            readers = begin(client)
+            lose_executor(processes, client, len(REQUESTS))
+            processes.start_executor(folder, *options)
+            assert [reader.end() for reader in readers] == expected
+            assert client.model_info().model == str(folder)
+            assert client.server_info().load.num_device_blocks == num_blocks
 
 
+@pytest.mark.long
 def test_a_request_that_fits_no_more_ends_alone(processes: Processes, model: Path) -> None:
     """The pool has 8 blocks of 16 tokens now, so a sequence has 129 tokens at most."""
     processes.start_executor(model, *SIZES)
@@ -201,7 +204,7 @@ def test_a_request_that_fits_no_more_ends_alone(processes: Processes, model: Pat
         processes.start_executor(model, "--num-gpu-blocks", "8", "--max-num-seqs", "8")
         assert short_reader.end() == [list(expected[1])]
         (tokens,) = long_reader.end()
-        assert 140 < len(tokens) < 1000
+        assert 140 < len(tokens) < 600
         assert tokens == list(expected[0][: len(tokens)])
         assert long_reader.finish_reason == "length"
 
@@ -217,7 +220,11 @@ def other_weights(factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (other_vocabulary, "came back with another model: …with 300 token ids became …with 320"),
+        pytest.param(
+            other_vocabulary,
+            "came back with another model: …with 300 token ids became …with 320",
+            marks=pytest.mark.long,
+        ),
         (other_weights, "came back with another numerics fingerprint, …weights …became "),
     ],
     ids=["vocabulary", "weights"],
@@ -251,6 +258,7 @@ def test_another_model_ends_the_streams_and_is_served(
         assert undisturbed(client) == again
 
 
+@pytest.mark.long
 def test_other_weights_go_on_if_the_operator_allows_it(
     processes: Processes, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -266,6 +274,7 @@ def test_other_weights_go_on_if_the_operator_allows_it(
     assert "unfinished requests go on" in processes.scheduler_log
 
 
+@pytest.mark.long
 def test_limits_that_contradict_the_options_are_waited_out(processes: Processes, model: Path) -> None:
     processes.start_executor(model, *SIZES)
     processes.start_scheduler("--max-num-batched-tokens", "8")

@@ -95,6 +95,7 @@ async def test_a_scheduler_that_was_cut_off_and_one_with_another_id(costs: Path)
             assert await tokens_of(restarted.address) == expected
 
 
+@pytest.mark.long
 async def test_a_scheduler_that_was_cut_off_and_one_with_its_id(costs: Path, one_id: dict[str, str]) -> None:
     async with simulated(costs) as executor, relay(executor.address) as path, scheduler(path.address, one_id) as former:
         expected = await tokens_of(former.address)

@@ -64,7 +64,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
-@pytest.fixture(params=["simulated", "cpu"])
+ON_BOTH = pytest.mark.parametrize("executor", ["simulated", "cpu"], indirect=True)
+
+
+@pytest.fixture(params=["simulated", pytest.param("cpu", marks=pytest.mark.long)])
 def executor(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """The options of an executor: the simulated one, and a model's on the CPU."""
     model = {"model": str(folder), "device": "cpu", **SIZES}
@@ -135,6 +138,7 @@ def losses(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if LOST in record.getMessage()]
 
 
+@ON_BOTH
 async def test_a_device_out_of_memory_costs_no_token(
     executor: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,6 +157,7 @@ async def test_a_device_out_of_memory_costs_no_token(
     )
 
 
+@ON_BOTH
 async def test_logits_that_are_not_finite_end_their_samples_alone(
     executor: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

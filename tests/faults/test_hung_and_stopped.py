@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -68,9 +69,17 @@ async def test_a_stopped_executor_is_noticed_and_costs_no_token(model: Path) -> 
         assert tokens == expected
 
 
-async def test_a_stopped_scheduler_loses_its_session_and_no_token(model: Path) -> None:
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps of 4 ms: a stream of 600 tokens lasts for 2.4 s."""
+    file = tmp_path_factory.mktemp("costs") / "costs.json"
+    file.write_text(json.dumps({"step_us": 4000}))
+    return file
+
+
+async def test_a_stopped_scheduler_loses_its_session_and_no_token(costs: Path) -> None:
     async with (
-        service_process("executor_svc", "--model", str(model), "--num-gpu-blocks", "500") as executor,
+        service_process("executor_svc", "--simulate", str(costs)) as executor,
         service_process("scheduler_svc", "--executor", executor.address, *IDS_ONLY) as scheduler,
         AsyncClient(scheduler.address) as client,
     ):
@@ -87,9 +96,9 @@ async def test_a_stopped_scheduler_loses_its_session_and_no_token(model: Path) -
         assert tokens == expected
 
 
-async def test_another_scheduler_takes_the_executor_of_a_stopped_one(model: Path) -> None:
+async def test_another_scheduler_takes_the_executor_of_a_stopped_one() -> None:
     async with (
-        service_process("executor_svc", "--model", str(model), "--num-gpu-blocks", "500") as executor,
+        service_process("executor_svc", "--simulate", "instant") as executor,
         service_process("scheduler_svc", "--executor", executor.address, *IDS_ONLY) as stopped,
     ):
         stopped.process.send_signal(signal.SIGSTOP)

@@ -32,7 +32,7 @@ def test_a_rank_is_killed_and_one_is_frozen_and_no_token_is_lost(
 ) -> None:
     folder = make_llama(tmp_path, tokenizer=True, vocab_size=300, max_position_embeddings=4096)
     sizes = {"num_gpu_blocks": 400, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=1200, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=700, ignore_eos=True)
     with (
         LLM(str(folder), dtype="float32", tensor_parallel_size=2, step_timeout_s=3, **sizes) as llm,
         ThreadPoolExecutor(1) as pool,
@@ -48,7 +48,7 @@ def test_a_rank_is_killed_and_one_is_frozen_and_no_token_is_lost(
             assert replica is not None
             running = pool.submit(generate)
             used = sum(rank.cpu_times()[:2])
-            while sum(rank.cpu_times()[:2]) < used + 0.3:
+            while sum(rank.cpu_times()[:2]) < used + 0.2:
                 assert not running.done(), "the load ended before the fault"
             os.kill(rank.pid, number)
             assert running.result() == expected

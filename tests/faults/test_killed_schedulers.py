@@ -81,6 +81,7 @@ async def test_a_scheduler_killed_under_load_loses_and_repeats_no_token(schedule
     assert len({output.seed for output in found.values()} - {output.seed for output in expected.values()}) >= 4
 
 
+@pytest.mark.long
 async def test_the_same_with_a_real_model(tmp_path: Path) -> None:
     """Texts, stop strings and results that are read again after the kill included."""
     model = make_llama(tmp_path / "model", tokenizer=True, vocab_size=300, max_position_embeddings=1024)

@@ -18,7 +18,7 @@ from tests.helpers.pods import LocalCluster, Pod, local_cluster
 from tests.helpers.rolling import ClientLoad, Seen, rolling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), needs_kubectl]
-MAX_TOKENS, NUM_REQUESTS = 300, 8
+MAX_TOKENS, NUM_REQUESTS = 250, 8
 SIZES = {"CADENZA_MAX_NUM_SEQS": "48", "CADENZA_NUM_GPU_BLOCKS": "3000"}
 OPTIONS = ("--max-num-seqs", "48", "--num-gpu-blocks", "3000")
 
@@ -119,6 +119,7 @@ async def test_a_scheduler_without_executors_is_alive_and_not_ready(tmp_path: Pa
             await cluster.kill()
 
 
+@pytest.mark.long
 async def test_a_replica_of_two_ranks_is_replaced_without_a_lost_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ TWO = ("--num-threads", "2")
 MAX_TOKENS = 60
 NUM_REQUESTS = 12
 PROMPT = [7, 8, 9]
-LONG_TOKENS = 600
+LONG_TOKENS = 350
 LONG = SamplingParams(temperature=0.9, seed=5, max_tokens=LONG_TOKENS, ignore_eos=True)
 
 

@@ -33,7 +33,10 @@ def prompt(number: int) -> list[int]:
 DRAFTS = ("--max-num-seqs", "256", "--speculative", "suffix", "--num-speculative-tokens", "2")
 
 
-@pytest.mark.parametrize("options", [("--max-num-seqs", str(NUM_REQUESTS)), DRAFTS], ids=["no drafts", "drafts"])
+PLAIN_AND_DRAFTS = [pytest.param(("--max-num-seqs", str(NUM_REQUESTS)), marks=pytest.mark.long), DRAFTS]
+
+
+@pytest.mark.parametrize("options", PLAIN_AND_DRAFTS, ids=["no drafts", "drafts"])
 async def test_one_of_64_fails_and_all_others_get_their_tokens(tmp_path: Path, options: tuple[str, ...]) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps({"step_us": 3000}))

@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 OPTIONS = (
     "--num-gpu-blocks", "600", "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--dtype", "float32",
 )  # fmt: skip
-LOAD = 300, 8
+LOAD = 150, 4
+"""Most tokens of a request, and requests."""
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +36,20 @@ def hosts() -> Iterator[TwoHosts]:
         yield found
 
 
+SHARED_MEMORY: list[dict[int, Seen]] = []
+
+
 async def shared_memory_tokens(model: Path) -> list[dict[int, Seen]]:
-    """What the load's loops see of two ranks with shared memory."""
+    """What the load's loops see of two ranks with shared memory: computed by the first test that needs it."""
+    if SHARED_MEMORY:
+        return SHARED_MEMORY
     ranks = "--device", "cpu", "--num-threads", "1", "--tensor-parallel-size", "2"
     async with (
         service_process("executor_svc", "--model", str(model), *ranks, *OPTIONS) as executor,
         scheduler_service(executor.address, skip_tokenizer_init=True) as scheduler,
     ):
-        return await ClientLoad(scheduler.target, *LOAD).finished()
+        SHARED_MEMORY.extend(await ClientLoad(scheduler.target, *LOAD).finished())
+    return SHARED_MEMORY
 
 
 async def test_a_cable_is_pulled_under_a_load_and_no_token_is_lost(

@@ -112,6 +112,7 @@ async def test_executors_come_and_go_and_actors_and_machines_are_lost(machines: 
     machines.add()
 
 
+@pytest.mark.long
 def test_ranks_on_two_machines_are_lost_and_no_token_is(machines: RayMachines, tmp_path: Path) -> None:
     folder = make_llama(tmp_path, tokenizer=True, vocab_size=300, max_position_embeddings=4096)
     sizes = ("--num-gpu-blocks", "400", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-threads", "1")

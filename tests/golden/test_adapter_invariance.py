@@ -25,6 +25,7 @@ from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.helpers.core_model import Chat, Outcome, Rig, Setting
 from tests.helpers.known_drafts import KnownDrafts
+from tests.helpers.marks import short_and_long
 from tests.helpers.peft_adapters import save_peft_adapter
 
 SIZES = AdapterSizes(num_places=16, max_rank=64)
@@ -82,7 +83,10 @@ def setting_of(name: str) -> Setting:
 
 @pytest.mark.parametrize(
     ("adapted", "name"),
-    [*(("float32", name) for name in NAMES), *(("bfloat16", name) for name in ("recompute", "swap", "drafts"))],
+    short_and_long(
+        [*(("float32", name) for name in NAMES), *(("bfloat16", name) for name in ("recompute", "swap", "drafts"))],
+        [*(("float32", name) for name in NAMES), ("bfloat16", "swap")],
+    ),
     indirect=["adapted"],
     scope="module",
 )

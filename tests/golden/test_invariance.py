@@ -30,6 +30,7 @@ from tests.helpers.core_model import Chat, Outcome, Rig, Setting
 from tests.helpers.core_sampling import core_sampling
 from tests.helpers.eagle3_heads import Format, HeadShape, make_head
 from tests.helpers.known_drafts import KnownDrafts
+from tests.helpers.marks import short_and_long
 from tests.helpers.random_loads import draw_setting
 from tests.helpers.services import cadenza_services
 
@@ -257,7 +258,10 @@ def known_texts(outcome: Outcome) -> list[tuple[tuple[int, ...], list[int]]]:
     return known
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+DTYPES = "float32", "bfloat16"
+
+
+@pytest.fixture(scope="module", params=DTYPES)
 def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Golden]:
     before = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
@@ -297,8 +301,20 @@ def test_same_request_same_bits(golden: Golden, name: str) -> None:
     check(golden, SETTINGS[name])
 
 
-@pytest.mark.parametrize("share", [0.06, 0.0])
-@pytest.mark.parametrize("name", MODEL_DRAFTS)
+@pytest.mark.parametrize(
+    ("golden", "name", "share"),
+    short_and_long(
+        [(dtype, name, share) for dtype in DTYPES for name in MODEL_DRAFTS for share in (0.06, 0.0)],
+        [
+            *(("float32", name, 0.06) for name in MODEL_DRAFTS),
+            ("float32", "drafts, swap", 0.0),
+            ("float32", "drafts, kept sessions", 0.0),
+            ("bfloat16", "drafts, swap", 0.06),
+        ],
+    ),
+    indirect=["golden"],
+    scope="module",
+)
 def test_same_bits_with_a_draft_model(golden: Golden, name: str, share: float, tmp_path: Path) -> None:
     """Of other weights, drafts are accepted and refused. With the target's own weights and noise all are accepted
     but those behind a stop token, or what the model has read of its KV was wrong."""
@@ -316,8 +332,18 @@ def test_same_bits_with_a_draft_model(golden: Golden, name: str, share: float, t
     assert accepted > (0.2 if share else 0.95), counts
 
 
-@pytest.mark.parametrize("layout", ["old", "new"])
-@pytest.mark.parametrize("name", MODEL_DRAFTS)
+@pytest.mark.parametrize(
+    ("golden", "name", "layout"),
+    short_and_long(
+        [(dtype, name, layout) for dtype in DTYPES for name in MODEL_DRAFTS for layout in ("old", "new")],
+        [
+            *(("float32", name, ("old", "new")[index % 2]) for index, name in enumerate(MODEL_DRAFTS)),
+            ("bfloat16", "drafts, swap", "old"),
+        ],
+    ),
+    indirect=["golden"],
+    scope="module",
+)
 def test_same_bits_with_a_head(golden: Golden, name: str, layout: Format, tmp_path: Path) -> None:
     """Its weights are random: drafts are right where few tokens are allowed, by noise that it shares."""
     folder = make_head(tmp_path, HeadShape(layout), dtype=getattr(torch, golden.dtype))
@@ -387,7 +413,15 @@ def check_output(golden: Golden, request_id: str, output: RequestOutput) -> None
             assert sample.cumulative_logprob == alone.cumulative_logprob, request_id
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    ("golden", "name"),
+    short_and_long(
+        [(dtype, name) for dtype in DTYPES for name in SERVED],
+        [*(("float32", name) for name in SERVED), ("bfloat16", "few blocks, swap")],
+    ),
+    indirect=["golden"],
+    scope="module",
+)
 async def test_the_same_through_both_services(golden: Golden, name: str) -> None:
     """What the core and the executor say of it in one process; words to ban need a tokenizer, and are left out."""
     chats = [chat for chat in load() if not chat.spec.sampling.values.get("bad_words")]

@@ -22,6 +22,7 @@ from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_text
 from tests.helpers.core_model import Outcome, Rig
 from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.known_drafts import KnownDrafts
+from tests.helpers.marks import short_and_long
 from tests.helpers.mtp_heads import make_mimo
 from tests.helpers.peft_adapters import save_peft_adapter
 from tests.helpers.rank_threads import Connections, RankThreads
@@ -53,7 +54,17 @@ def divided(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize(
     ("divided", "name"),
-    [*(("float32", name) for name in NAMES), *(("bfloat16", name) for name in ("swap", "drafts"))],
+    short_and_long(
+        [*(("float32", name) for name in NAMES), *(("bfloat16", name) for name in ("swap", "drafts"))],
+        [
+            *(
+                ("float32", name)
+                for name in NAMES
+                if name not in ("all at once", "swap", "kept sessions, swap", "drafts")
+            ),
+            ("bfloat16", "swap"),
+        ],
+    ),
     indirect=["divided"],
     scope="module",
 )
@@ -70,7 +81,10 @@ def test_same_request_same_bits(divided: Divided, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("divided", "name"),
-    [("float32", "drafts, swap"), ("float32", "broken sessions"), ("bfloat16", "all at once")],
+    short_and_long(
+        [("float32", "drafts, swap"), ("float32", "broken sessions"), ("bfloat16", "all at once")],
+        [("float32", "drafts, swap"), ("bfloat16", "all at once")],
+    ),
     indirect=["divided"],
     scope="module",
 )
@@ -102,7 +116,9 @@ def test_same_bits_with_a_draft_model_on_rank_0(divided: Divided, tmp_path: Path
 
 
 @pytest.mark.parametrize("divided", ["float32"], indirect=True, scope="module")
-@pytest.mark.parametrize(("name", "own"), [("drafts, swap", True), ("drafts, broken sessions", False)])
+@pytest.mark.parametrize(
+    ("name", "own"), [("drafts, swap", True), pytest.param("drafts, broken sessions", False, marks=pytest.mark.long)]
+)
 def test_same_bits_with_a_head_on_rank_0(divided: Divided, name: str, own: bool, tmp_path: Path) -> None:
     """own: the head has a table and a linear to logits of its own; else rank 0 has the model's whole ones for it."""
     folder, first = tmp_path, divided.ranks.first
@@ -124,7 +140,9 @@ def test_same_bits_with_the_head_of_the_checkpoint(tmp_path: Path) -> None:
     ranks.stop()
 
 
-@pytest.mark.parametrize("name", ["swap", "recompute, no cache, four plans", "broken sessions"])
+@pytest.mark.parametrize(
+    "name", short_and_long(["swap", "recompute, no cache, four plans", "broken sessions"], ["swap"])
+)
 def test_same_bits_with_adapters(adapted: Divided, name: str) -> None:
     """More adapters than may be loaded at once, under preemption: every rank loads its part of each, and unloads it."""
     setting = replace(SETTINGS[name], max_loras=3, max_cpu_loras=5)

@@ -22,6 +22,7 @@ from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS
 from tests.helpers.gate import Gate
 from tests.helpers.golden import transformers_model
+from tests.helpers.marks import short_and_long
 from tests.helpers.services import cadenza_services
 
 EOS, MAX_TOKENS, MAX_MODEL_LEN = 1, 24, 56
@@ -142,7 +143,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+@pytest.fixture(scope="module", params=short_and_long(CHECKPOINTS, ["llama", "qwen3"]))
 def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
     folder = make_checkpoint(tmp_path_factory.mktemp("beams"), **CHECKPOINTS[request.param])
     model = transformers_model(folder)

@@ -11,6 +11,7 @@ import torch
 
 from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import make_llama
+from tests.helpers.marks import short_and_long
 from tests.helpers.paths import ROOT
 from tests.helpers.services import cadenza_services
 
@@ -82,7 +83,7 @@ async def compare(folder: Path) -> None:
         check_teacher_forced(model, prompt, output.outputs[0].token_ids, theirs)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", short_and_long(SHAPES, ["mha, tied", "llama 3 rope"]))
 async def test_tiny_checkpoints(tmp_path: Path, name: str) -> None:
     await compare(make_llama(tmp_path / "model", **SHAPES[name]))
 

@@ -25,6 +25,7 @@ from tests.executor_svc.driver import Model
 from tests.helpers.core_model import Outcome, Rig, Setting
 from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.fresh import fresh_seed
+from tests.helpers.marks import short_and_long
 from tests.helpers.random_loads import draw_load, draw_setting
 
 NUM_CHATS = 12
@@ -35,10 +36,11 @@ ALONE = Setting(
 )
 
 
+DTYPES = "float32", "bfloat16"
 SOURCES = ("ngram", "suffix", "draft", "eagle3", "auto")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=DTYPES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(make_llama(tmp_path_factory.mktemp("model")), dtype=request.param)
 
@@ -83,6 +85,7 @@ def check(model: Model, drafts: dict[str, Draft | None], seed: int, num_settings
     return happened
 
 
+@pytest.mark.parametrize("model", short_and_long(DTYPES, ["float32"]), indirect=True, scope="module")
 def test_the_same_loads_in_every_run(model: Model, drafts: dict[str, Draft | None]) -> None:
     happened = sum((check(model, drafts, seed, num_settings=3) for seed in range(8)), Counter[str]())
     for what in ("hits", "host hits", "swap", "recompute", "plans ahead"):
@@ -92,7 +95,7 @@ def test_the_same_loads_in_every_run(model: Model, drafts: dict[str, Draft | Non
     assert min(happened["accepted of suffix"], happened["accepted of draft"], happened["accepted of eagle3"]) > 2
 
 
-@pytest.mark.parametrize("repeat", range(2))
+@pytest.mark.parametrize("repeat", short_and_long(range(2), [0]))
 def test_loads_that_no_run_had_before(model: Model, drafts: dict[str, Draft | None], repeat: int) -> None:
     """The seed is printed, with what repeats it."""
     check(model, drafts, fresh_seed(), num_settings=3)

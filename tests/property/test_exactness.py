@@ -20,6 +20,7 @@ from tests.checkpoints import make_llama
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.driver import Driver, Model, Tokens
 from tests.helpers.fresh import fresh_seed
+from tests.helpers.marks import short_and_long
 
 # Those of real models are `wide` and `deep sums` only; the others are cheap and have awkward sizes.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -119,7 +120,7 @@ def is_slow(model: Model) -> bool:
     return model.loaded.geometry.hidden_size > 2000
 
 
-@pytest.mark.parametrize("block_size", [8, 32])
+@pytest.mark.parametrize("block_size", short_and_long([8, 32], [8]))
 def test_random_histories(model: Model, block_size: int) -> None:
     longest = 70 if is_slow(model) else 160
     replay(model, 100 * block_size, num_sequences=5, longest=longest, block_size=block_size)

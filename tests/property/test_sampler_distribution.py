@@ -14,6 +14,7 @@ from executor_svc.batch.step_result import RowLogprobs, SampledTokens
 from executor_svc.sampling.edits import LogitsEdits
 from executor_svc.sampling.reference import probabilities
 from tests.helpers.cpu_sampling import sample
+from tests.helpers.marks import short_and_long
 from tests.helpers.sampling import columns, edited_exactly, edits
 
 DRAWS = 20_000
@@ -81,7 +82,7 @@ def test_distribution(filters: dict[str, Any], varied: str) -> None:
     check(draw(row, **filters, **fields), probabilities(row.numpy(), **filters))
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 300}], ids=str)
+@pytest.mark.parametrize("filters", short_and_long([{}, {"top_p": 0.9}, {"top_k": 300}], [{}, {"top_p": 0.9}]), ids=str)
 def test_distribution_over_a_wide_vocabulary(filters: dict[str, Any]) -> None:
     row = torch.randn(1537, generator=torch.Generator().manual_seed(6)) * 2
     check(draw(row, seed=np.arange(DRAWS) * 7919, **filters), probabilities(row.numpy(), **filters))
@@ -183,8 +184,13 @@ def mixed(rows: np.ndarray, vocab: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize(
+    ("vocab", "threads"),
+    short_and_long(
+        [(vocab, threads) for vocab in VOCABULARIES for threads in (1, 2, 3)],
+        [(131, 2), (1537, 3), (32003, 2), (49152, 1)],
+    ),
+)
 def test_same_row_same_bits(vocab: int, threads: int) -> None:
     """Rows alone, in batches of every size up to 64 and at other places: the same tokens and logprobs to the bit."""
     generator = torch.Generator().manual_seed(vocab)

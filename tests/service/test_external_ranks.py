@@ -25,6 +25,8 @@ from tests.helpers.services import scheduler_service
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEW_TOKENS = 16
+LOAD = 150, 4
+"""Most tokens of a request, and requests."""
 SIZES = ("--num-gpu-blocks", "600", "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--max-loras", "2")
 PARAMS = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
 
@@ -54,13 +56,13 @@ async def test_tokens_are_those_of_transformers_and_a_lost_group_costs_none(tmp_
         for name, tokens in expected.items():
             found = await client.generate(prompts, PARAMS, adapter=name)
             assert [output.outputs[0].token_ids for output in found] == tokens
-        undisturbed = await ClientLoad(scheduler.target, 300, 8).finished()
+        undisturbed = await ClientLoad(scheduler.target, *LOAD).finished()
         await strangers_come_and_go(group)
         for rank, others_words in (
             (1, "rank 1 ended: at 127.0.0.1, "),
             (0, f"rank 0 at {group.master}:{PORT} is gone"),
         ):
-            load = ClientLoad(scheduler.target, 300, 8)
+            load = ClientLoad(scheduler.target, *LOAD)
             await load.more(50)
             group.send(rank, signal.SIGKILL)
             took, codes = await group.ended(10)
@@ -125,8 +127,8 @@ async def test_torchrun_starts_ranks_and_starts_them_again(model: Path) -> None:
     try:
         assert (await torchrun.stdout.readline()).startswith(b"ready ")
         async with scheduler_service(f"{address}:50052", one_session=False, skip_tokenizer_init=True) as scheduler:
-            expected = await ClientLoad(scheduler.target, 300, 4).finished()
-            load = ClientLoad(scheduler.target, 300, 4)
+            expected = await ClientLoad(scheduler.target, *LOAD).finished()
+            load = ClientLoad(scheduler.target, *LOAD)
             await load.more(50)
             (rank_1,) = (
                 each for each in psutil.Process(torchrun.pid).children() if each.environ()["RANK"] == "1"

@@ -38,7 +38,7 @@ def port_of_the_pages() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("port_of_the_pages")
-@pytest.mark.parametrize("size", [(80, 24), (50, 12)], ids=["80x24", "50x12"])
+@pytest.mark.parametrize("size", [(80, 24), pytest.param((50, 12), marks=pytest.mark.long)], ids=["80x24", "50x12"])
 def test_every_command_does_what_its_page_says(place: Place, size: tuple[int, int], tmp_path) -> None:
     played = list(play_all(place, size, all_commands(), home=tmp_path, quick=True))
     assert not [each for each in played if each.problem]

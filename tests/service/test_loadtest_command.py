@@ -83,6 +83,7 @@ def test_a_full_queue_is_reported(server: str, tmp_path: Path, capsys: pytest.Ca
     assert "RESOURCE_EXHAUSTED" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_highest_rate_is_searched(server: str, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     arguments = f"--target {server} --find-max-rate --slo ttft=0.000001 --num-requests 4 --request-rate 2000"

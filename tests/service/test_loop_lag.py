@@ -27,7 +27,7 @@ MAX_CPU_MS = 40
 """A callback takes at most 5 ms on an idle machine. Before requests were handled in slices, 4M ids took 600 ms."""
 MAX_EXECUTOR_CPU_MS = 25
 """The same of messages straight to an executor: before plans were parsed in pieces, 60 MB took 333 ms."""
-NUM_REQUESTS = 80
+NUM_REQUESTS = 50
 EXECUTE = "/cadenza.v1.ExecutionService/Execute"
 
 

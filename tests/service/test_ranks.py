@@ -17,6 +17,7 @@ from executor_svc.startup.rank_checks import RanksError, check_ranks, threads_of
 from tests.checkpoints import make_checkpoint
 from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.golden import random_prompts, transformers_greedy, transformers_model
+from tests.helpers.marks import short_and_long
 from tests.helpers.mtp_heads import make_mimo
 from tests.helpers.peft_adapters import save_peft_adapter
 from tests.helpers.service_process import service_process
@@ -51,7 +52,7 @@ def test_tokens_of_every_request_with_adapters_and_drafts(tmp_path: Path) -> Non
     assert [output.outputs[0].token_ids for output in found] == expected
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("kind", short_and_long(["mtp", "eagle3"], ["eagle3"]))
 def test_tokens_with_drafts_of_a_head(tmp_path: Path, kind: str) -> None:
     """Rank 0 runs the head, with the whole table and linear to logits of a model that is divided."""
     prompts = [*random_prompts(131, (1, 40)), [9, 8, 7, 6] * 8]
@@ -84,7 +85,7 @@ def test_options_that_are_not_possible_with_ranks(options: dict[str, str], messa
         check_ranks(config, make_device(config))
 
 
-@pytest.mark.parametrize("to", ["the executor", "every process"])
+@pytest.mark.parametrize("to", short_and_long(["the executor", "every process"], ["every process"]))
 async def test_a_stop_in_order_is_no_end_of_a_rank(tmp_path: Path, to: str) -> None:
     """As by a user, or by a service manager that signals all processes of a service."""
     model = make_checkpoint(tmp_path, "llama")

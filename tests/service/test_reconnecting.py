@@ -93,7 +93,8 @@ async def stream(client: AsyncClient, params: SamplingParams, request_id: str | 
 
 
 @pytest.mark.parametrize(
-    ("kind", "min_cuts"), [("greedy", 6), ("samples", 6), ("logprobs", 6), ("best_of", 1), ("beams", 1)]
+    ("kind", "min_cuts"),
+    [("greedy", 6), pytest.param("samples", 6, marks=pytest.mark.long), ("logprobs", 6), ("best_of", 1), ("beams", 1)],
 )
 async def test_a_stream_that_is_cut_again_and_again_is_the_undisturbed_one(
     served: Served, kind: str, min_cuts: int

@@ -27,6 +27,7 @@ from executor_svc.replay import plan_replay
 from scheduler_svc.core.steps.suspects import MAX_DEATHS_ALONE
 from scheduler_svc.replay import __main__ as scheduler_replay
 from tests.checkpoints import make_llama
+from tests.helpers.marks import short_and_long
 from tests.helpers.scheduler_world import collect, world
 from tests.helpers.scheduler_world import request as any_request
 from tests.helpers.scripted_executor import ScriptedExecutor
@@ -59,6 +60,11 @@ def recorded(model: Path, request: pytest.FixtureRequest, tmp_path_factory: pyte
         options["simulate"] = str(folder / "costs.json")
     asyncio.run(_run(model, folder / request.param, options))
     return folder / request.param
+
+
+IN_SHORT_SIMULATED = pytest.mark.parametrize(
+    "recorded", short_and_long(["model", "simulated"], ["simulated"]), indirect=True, scope="module"
+)
 
 
 async def _run(model: Path, log: Path, options: dict[str, Any]) -> None:
@@ -165,6 +171,7 @@ def test_an_executor_gives_the_same_results(recorded: Path, capsys: pytest.Captu
     assert "fingerprint" not in err
 
 
+@IN_SHORT_SIMULATED
 def test_memory_is_lost_with_an_incarnation_slots_with_a_session(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +249,7 @@ def test_a_plan_that_reads_a_wrong_block_gives_other_tokens(
     capsys.readouterr()
 
 
+@IN_SHORT_SIMULATED
 def test_a_log_that_was_cut_is_replayed_as_far_as_it_goes(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -283,6 +291,7 @@ def test_other_weights_are_said_and_give_other_tokens(
     assert "has 131 token ids" in err
 
 
+@IN_SHORT_SIMULATED
 def test_both_programs_as_they_are_called(recorded: Path) -> None:
     for module, word in (("scheduler_svc.replay", "plans"), ("executor_svc.replay", "results")):
         done = subprocess.run(

@@ -29,5 +29,5 @@ def test_a_failure_is_traced_to_the_broken_promise(capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_many_histories_run_in_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--histories", "120", "--seed", "7", "--workers", "2"]) == 0
-    assert "120 histories" in capsys.readouterr().out
+    assert main(["--histories", "60", "--seed", "7", "--workers", "2"]) == 0
+    assert "60 histories" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import LoadTestFile, MaxRate, point_of, run_of
 from cadenza.loadtest.slo import parse_slo
 from tests.helpers.loadtest_runs import columns
+from tests.helpers.marks import short_and_long
 
 HOSTILE = '<script>alert("x")</script> $x_1$ _'
 
@@ -92,7 +93,9 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", short_and_long(CASES, ["usual", "all failed", "one request", "two settings", "hostile"])
+)
 def test_every_figure_has_labels_with_units_and_nothing_is_cut(case: str) -> None:
     files = CASES[case]
     found = list(figures_of(files, compare(files) if len(files) > 1 else None))
@@ -149,7 +152,9 @@ class Page(HTMLParser):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["usual", "two files", "all failed", "hostile"])
+@pytest.mark.parametrize(
+    "case", short_and_long(["usual", "two files", "all failed", "hostile"], ["all failed", "hostile"])
+)
 def test_the_page_is_whole_and_fetches_nothing(case: str, tmp_path: Path) -> None:
     files = CASES[case]
     text = write_report(files, tmp_path / "out" / "report.html").read_text(encoding="utf-8")

@@ -57,6 +57,7 @@ def test_the_capacity_of_a_plain_case() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_twice_the_executors_hold_twice_the_rate() -> None:
     settings = make_settings({**SHORT, "slo": "ttft=0.2,tpot=0.03", "num_requests": 150})
     busy = profile({"step_us": 10_000.0}, **BUSY)
@@ -68,7 +69,7 @@ def test_twice_the_executors_hold_twice_the_rate() -> None:
 def test_a_stricter_slo_holds_no_more() -> None:
     busy = profile({"step_us": 10_000.0, "token_us": 50.0}, **BUSY)
     loose, strict = (
-        held_by([busy], make_settings({**SHORT, "slo": f"ttft={limit},tpot=0.05", "num_requests": 150}))
+        held_by([busy], make_settings({**SHORT, "slo": f"ttft={limit},tpot=0.05", "num_requests": 80}))
         for limit in (1.0, 0.1)
     )
     assert strict < loose
@@ -98,7 +99,7 @@ def test_a_trial_that_fails_ends_early() -> None:
 def test_nothing_may_hold() -> None:
     config, fleet = options(), [profile({"step_us": 10_000.0}, **BUSY)]
     found = found_by(
-        even(slo="ttft=0.001", num_requests=50),
+        even(slo="ttft=0.001", num_requests=20),
         lambda each, seed, watch: simulate(each, fleet, config, seed, watch=watch),
     )
     assert found.held is None
@@ -126,7 +127,7 @@ def test_misses_are_counted_limit_by_limit() -> None:
 def test_a_file_of_capacities() -> None:
     view = SilentView()
     simulated = Simulated((profile({"step_us": 10_000.0}, **BUSY),), options(), counts=(1, 2))
-    file, found = run_simulation(even(find_max_rate=True, num_requests=200), simulated, view, label="x")
+    file, found = run_simulation(even(find_max_rate=True, num_requests=120), simulated, view, label="x")
     assert [each.num_executors for each in found] == [1, 2]
     counts, rates = as_plot(found)
     assert counts == [1, 2]
@@ -140,9 +141,7 @@ def test_a_file_of_capacities() -> None:
     assert file.max_rate is None
     assert file.source == "simulate"
     assert any("ended early" in said for said in view.said)
-    file, found = run_simulation(
-        even(find_max_rate=True, num_requests=100), Simulated(simulated.fleet, options()), view
-    )
+    file, found = run_simulation(even(find_max_rate=True, num_requests=60), Simulated(simulated.fleet, options()), view)
     assert file.max_rate.held == found[0].held
     assert [point.swept["request_rate"] for point in file.points] == [trial.rate for trial in found[0].kept]
 

@@ -118,7 +118,7 @@ def test_a_search_ends_with_a_table_and_a_picture(
         costs,
         *SMALL,
         "--num-requests",
-        "30",
+        "15",
         "--find-max-rate",
         "--max-num-seqs",
         "8",

@@ -154,7 +154,9 @@ def test_blocks_take_what_the_draft_needs_along(cpu: Model, gpu: Model, folder: 
     assert found.tokens[1] == expected.tokens[1][: len(found.tokens[1])]
 
 
-@pytest.mark.parametrize("sampling", [SequenceSampling(), DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(SequenceSampling(), marks=pytest.mark.long), DRAWN], ids=["greedy", "drawn"]
+)
 def test_the_same_decodes_send_nothing_and_are_three_graphs(
     sampling: SequenceSampling, gpu: Model, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from tests.executor_svc.gpu.drafted_steps import (
     note_replays,
     outputs,
 )
+from tests.helpers.marks import short_and_long
 from tests.helpers.plans import columns, ints, scheduled, sequence
 from tests.helpers.stepping import Stepper
 
@@ -56,7 +57,10 @@ def expected(cpu: Model) -> Outputs:
     return outputs(Stepper(cpu, max_drafts=MAX_DRAFTS), 0)
 
 
-@pytest.mark.parametrize(("kind", "enforce_eager"), [("ngram", False), ("ngram", True), ("suffix", False)])
+@pytest.mark.parametrize(
+    ("kind", "enforce_eager"),
+    short_and_long([("ngram", False), ("ngram", True), ("suffix", False)], [("ngram", True), ("suffix", False)]),
+)
 def test_tokens_are_those_without_drafts(
     kind: str, enforce_eager: bool, folder: Path, gpu: Model, expected: Outputs
 ) -> None:

@@ -63,7 +63,8 @@ def run_hungry_steps(executor: Executor) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("family", "options"), [("llama", {"quantization": "fp8_w8a8", "dtype": "bfloat16"}), ("gpt2", {})]
+    ("family", "options"),
+    [("llama", {"quantization": "fp8_w8a8", "dtype": "bfloat16"}), pytest.param("gpt2", {}, marks=pytest.mark.long)],
 )
 def test_steps_take_what_the_trial_took(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = hosted_or_own(family, tmp_path, **options)

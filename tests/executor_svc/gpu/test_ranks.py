@@ -29,6 +29,7 @@ from tests.checkpoints import make_checkpoint
 from tests.executor_svc.gpu.test_both_services import LIMITS
 from tests.helpers.gate import Gate
 from tests.helpers.golden import transformers_greedy, transformers_model
+from tests.helpers.marks import short_and_long
 from tests.helpers.services import cadenza_services
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -79,7 +80,7 @@ async def outputs(folder: Path, device: str, **options: Any) -> list[RequestOutp
 @needs_two
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("speculative", ["off", "ngram", "suffix"])
+@pytest.mark.parametrize("speculative", short_and_long(["off", "ngram", "suffix"], ["suffix"]))
 async def test_tokens_and_logprobs_are_those_of_the_cpu(tmp_path: Path, speculative: str) -> None:
     """Swaps, samples, beams, prompt logprobs, and a vocabulary that two ranks do not divide evenly."""
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=2, head_dim=64)

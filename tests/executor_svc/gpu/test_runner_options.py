@@ -19,6 +19,7 @@ from executor_svc.plan.sampling import SequenceSampling
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.quantized_reference import logprobs
+from tests.helpers.marks import short_and_long
 from tests.helpers.plans import scheduled, sequence
 from tests.helpers.stepping import Stepper
 
@@ -100,7 +101,7 @@ def check(scored: Scored, folder: Path, dtype: torch.dtype, others: dict[str, An
     assert rows.nan_to_num(-torch.inf).argmax(1).tolist() == scored.tokens[len(PROMPT) :]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8", "fp8_w8a8"])
+@pytest.mark.parametrize("quantization", short_and_long(["int8", "fp8", "fp8_w8a8"], ["int8", "fp8_w8a8"]))
 def test_quantization(quantization: Quantization, folder: Path) -> None:
     others: dict[str, Any] = {"quantization": "fp8"} if quantization == "fp8_w8a8" else {}
     check(run(folder, quantization=quantization), folder, F16, others, quantization=quantization)
@@ -138,6 +139,7 @@ def test_scales_of_the_checkpoint(folder: Path, tmp_path: Path, caplog: pytest.L
     assert warnings(caplog) == []
 
 
+@pytest.mark.long
 def test_scales_of_one_layer(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     own = scaled(tmp_path / "model", folder, {"model.layers.1.self_attn.kv_scale": torch.tensor(0.01)})
     expected = torch.tensor([1.0, 0.01])[:, None, None].expand(LAYERS, 2, KV_HEADS)

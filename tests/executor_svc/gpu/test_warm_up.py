@@ -29,6 +29,7 @@ from executor_svc.startup.executors import run_trial
 from executor_svc.startup.speculation import load_speculative_model, make_draft_source, model_on_gpu
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
+from tests.helpers.marks import short_and_long
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
 from tests.helpers.quantized_layouts import LAYOUTS, quantize_checkpoint
 
@@ -130,8 +131,13 @@ def run(executor: GpuStepExecutor, steps: Sequence[dict[str, Any]]) -> list[Step
     return results
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("speculative", ["off", "ngram", "draft"])
+@pytest.mark.parametrize(
+    ("speculative", "enforce_eager"),
+    short_and_long(
+        [(speculative, eager) for speculative in ("off", "ngram", "draft") for eager in (False, True)],
+        [("off", False), ("ngram", True), ("draft", False)],
+    ),
+)
 def test_no_step_waits_for_a_compiler(
     enforce_eager: bool, speculative: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
@@ -161,7 +167,7 @@ def test_no_step_waits_for_a_compiler(
     assert compiled == known
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("enforce_eager", short_and_long([False, True], [False]))
 def test_no_step_with_adapters_waits_for_a_compiler(
     enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
@@ -234,6 +240,7 @@ def test_kernels_of_long_decodes_are_compiled_without_graphs(
     assert compiled == known
 
 
+@pytest.mark.long
 def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> None:
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
     executor = started(folder, monkeypatch, quantization="int8", dtype="bfloat16")
@@ -249,7 +256,7 @@ def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches are seen under Triton's interpreter")
-@pytest.mark.parametrize("quantization", ["int8", "fp8_w8a8", "gptq", "none"])
+@pytest.mark.parametrize("quantization", short_and_long(["int8", "fp8_w8a8", "gptq", "none"], ["fp8_w8a8", "none"]))
 def test_launches_are_as_kernels_were_compiled_ahead_of_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: Launches, quantization: str
 ) -> None:

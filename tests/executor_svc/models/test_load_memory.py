@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.marks import short_and_long
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status"),
@@ -82,7 +84,7 @@ def _load(folder: Path, load_format: str, numerics: str) -> tuple[int, int, int]
     return weight_bytes, stays, peak
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("load_format", short_and_long(["auto", "dummy"], ["auto"]))
 def test_the_peak_is_hardly_more_than_what_stays(tmp_path: Path, load_format: str) -> None:
     _save_llama(tmp_path, with_weights=load_format == "auto")
     weight_bytes, stays, peak = _load(tmp_path, load_format, "auto")

@@ -25,6 +25,7 @@ from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor_svc.driver import Driver, Tokens
 from tests.helpers.golden import random_prompts, teacher_forced, transformers_model
+from tests.helpers.marks import short_and_long
 from tests.helpers.peft_adapters import spec_of
 from tests.helpers.rank_threads import RankThreads, on_ranks
 
@@ -47,7 +48,7 @@ def logits_of(threads: RankThreads, tokens: list[int]) -> Tensor:
     return on_ranks(threads.size, run)[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short_and_long(FAMILIES, ["gemma2", "llama", "qwen2"]))
 def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], family: str) -> None:
     """With as many KV heads as ranks, and with fewer; a vocabulary that no number of ranks divides."""
     folder = checkpoint(family)
@@ -58,7 +59,7 @@ def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], fam
         assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", short_and_long(["int8", "int4"], ["int4"]))
 def test_weights_in_few_bits_are_divided_where_their_groups_are(tmp_path: Path, quantization: str) -> None:
     """The same numbers as undivided, but for the order of sums; a rank's columns end where groups do."""
     folder = make_checkpoint(tmp_path, "llama", hidden_size=128, intermediate_size=256)

@@ -10,6 +10,7 @@ from executor_svc.speculation.shared_automata import SMALLEST_MAX_BYTES
 from executor_svc.speculation.suffix import SuffixSource
 from executor_svc.speculation.suffix_automaton import SuffixAutomaton
 from tests.executor_svc.speculation.draft_model import Driver, drafts_after, limits, produce, random_text
+from tests.helpers.marks import short_and_long
 
 
 def driver_of(num_slots=4):
@@ -37,7 +38,7 @@ def test_the_bound_in_bytes_holds(num_scopes):
     assert SMALLEST_MAX_BYTES / 3 < largest <= SMALLEST_MAX_BYTES
 
 
-@pytest.mark.parametrize("num_scopes", [1, 300])
+@pytest.mark.parametrize("num_scopes", short_and_long([1, 300], [1]))
 def test_shared_bytes_are_those_that_python_allocates(num_scopes):
     rng = random.Random(1)
     driver = driver_of()

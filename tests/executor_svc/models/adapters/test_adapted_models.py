@@ -20,6 +20,7 @@ from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.driver import Driver, Model, Tokens
+from tests.helpers.marks import short_and_long
 from tests.helpers.peft_adapters import read, save_peft_adapter
 
 SIZES = AdapterSizes(num_places=4, max_rank=64)
@@ -109,7 +110,7 @@ def check_logits(
     assert equal_bits(alone(driver, place, tokens), without)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short_and_long(FAMILIES, ["gemma3_text", "llama", "phi3"]))
 def test_logits_are_those_of_peft(
     checkpoint: Callable[[str], Path], model: Callable[[str], Model], family: str, tmp_path: Path
 ) -> None:

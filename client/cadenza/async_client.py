@@ -7,12 +7,13 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 import grpc
 
 from cadenza import convert
 from cadenza.adapters import Adapter, AdapterInfo, Adapters, adapter_from_proto, adapter_name
+from cadenza.chats import ChatArguments, chat_options
 from cadenza.credentials import authorized, call_metadata, check_connection, chosen_token
 from cadenza.errors import UnavailableError, from_rpc_error
 from cadenza.forks import claim_grpc
@@ -21,7 +22,6 @@ from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import (
     CallOptions,
-    ChatOptions,
     Messages,
     Params,
     Prompt,
@@ -144,19 +144,19 @@ class AsyncClient:
         messages: Messages | Sequence[Messages],
         params: Params = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapters = None,
+        **chat: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list, as in vLLM.
 
-        A message is {"role": …, "content": …}. `add_generation_prompt=True` ends the prompt with the header of the
+        A message is one of OpenAI's, with `tool_calls`, `tool_call_id` and so on where it has them, or a ChatMessage;
+        `chat`: ChatArguments, such as `tools`. `add_generation_prompt=True` ends the prompt with the header of the
         assistant's turn; to continue the last message instead of answering it, set it to False and
         `continue_final_message` to True. The rest is as in `generate`.
         """
-        chats = parse_chats(messages, ChatOptions(add_generation_prompt, continue_final_message))
+        chats = parse_chats(messages, chat_options(**chat))
         return await self._run(chats, params, CallOptions(enable_prefix_caching, speculation, adapter))
 
     def stream(
@@ -182,27 +182,21 @@ class AsyncClient:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapter = None,
+        **chat: Unpack[ChatArguments],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation as `chat` does, and yield deltas as `stream` does."""
-        prompt = parse_chat(messages, ChatOptions(add_generation_prompt, continue_final_message))
+        prompt = parse_chat(messages, chat_options(**chat))
         options = CallOptions(enable_prefix_caching, speculation, adapter)
         return self._stream(prompt, match_params(params, 1)[0], parse_request_id(request_id), options)
 
     async def tokenize(
-        self,
-        prompt: str | Messages,
-        add_special_tokens: bool = True,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        self, prompt: str | Messages, add_special_tokens: bool = True, **chat: Unpack[ChatArguments]
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
-        parsed = parse_text_or_chat(prompt, ChatOptions(add_generation_prompt, continue_final_message))
+        parsed = parse_text_or_chat(prompt, chat_options(**chat))
         request = generation_pb2.TokenizeRequest(
             prompt=[convert.prompt_to_proto(parsed)], add_special_tokens=add_special_tokens
         )

@@ -6,10 +6,11 @@ import sys
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Unpack
 
 from cadenza.adapters import Adapter, AdapterInfo, Adapters
 from cadenza.async_client import AsyncClient
+from cadenza.chats import ChatArguments
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.loop_thread import LoopThread
 from cadenza.outputs import RequestOutput
@@ -88,11 +89,10 @@ class Client:
         messages: Messages | Sequence[Messages],
         params: Params = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapters = None,
+        **chat: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list; see
         `AsyncClient.chat`."""
@@ -100,11 +100,10 @@ class Client:
             lambda: self._client.chat(
                 messages,
                 params,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
                 enable_prefix_caching=enable_prefix_caching,
                 speculation=speculation,
                 adapter=adapter,
+                **chat,
             )
         )
 
@@ -135,42 +134,28 @@ class Client:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapter = None,
+        **chat: Unpack[ChatArguments],
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation and yield deltas; closing or dropping the generator aborts the request."""
         deltas = self._client.stream_chat(
             messages,
             params,
             request_id,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
             enable_prefix_caching=enable_prefix_caching,
             speculation=speculation,
             adapter=adapter,
+            **chat,
         )
         return self._pull(deltas)
 
     def tokenize(
-        self,
-        prompt: str | Messages,
-        add_special_tokens: bool = True,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        self, prompt: str | Messages, add_special_tokens: bool = True, **chat: Unpack[ChatArguments]
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
-        return self._loop.call(
-            lambda: self._client.tokenize(
-                prompt,
-                add_special_tokens,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-        )
+        return self._loop.call(lambda: self._client.tokenize(prompt, add_special_tokens, **chat))
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD."""

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TypeVar, Unpack
 
 from cadenza.adapters import Adapters, lora_requests
+from cadenza.chats import ChatArguments, chat_options
 from cadenza.client import Client
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.llm_options import LLMOptions
@@ -18,7 +19,6 @@ from cadenza.outputs import RequestOutput
 from cadenza.progress_bar import UseTqdm, prompts_bar
 from cadenza.prompts import (
     CallOptions,
-    ChatOptions,
     Messages,
     Params,
     Prompt,
@@ -143,38 +143,25 @@ class LLM:
         use_tqdm: UseTqdm = True,
         lora_request: Adapters = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapters = None,
+        **chat: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list.
 
         `use_tqdm` and `lora_request` are those of `generate`, and positional as in vLLM; the rest is as in
         `AsyncClient.chat`.
         """
-        chats = parse_chats(messages, ChatOptions(add_generation_prompt, continue_final_message))
+        chats = parse_chats(messages, chat_options(**chat))
         options = CallOptions(enable_prefix_caching, speculation, self._adapter(adapter, lora_request))
         return self._run(chats, sampling_params, use_tqdm, options)
 
     def tokenize(
-        self,
-        prompt: str | Messages,
-        add_special_tokens: bool = True,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        self, prompt: str | Messages, add_special_tokens: bool = True, **chat: Unpack[ChatArguments]
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
-        return self._guarded(
-            lambda: self._client.tokenize(
-                prompt,
-                add_special_tokens,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-        )
+        return self._guarded(lambda: self._client.tokenize(prompt, add_special_tokens, **chat))
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD."""

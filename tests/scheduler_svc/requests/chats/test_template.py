@@ -49,8 +49,8 @@ def expected(template: str, messages: list[dict[str, Any]], **options: Any) -> s
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_text_is_that_of_transformers(name: str, chat: str, options: dict[str, Any]) -> None:
     template, messages = TEMPLATES[name], CHATS[chat]
-    assert text_of(template, chat_of(messages, **options)) == expected(template, messages, **options)
-    assert chat_of(with_text_arguments(messages), **options) == chat_of(messages, **options)
+    for form in (messages, with_text_arguments(messages)):
+        assert text_of(template, chat_of(form, **options)) == expected(template, messages, **options)
 
 
 @pytest.mark.parametrize(

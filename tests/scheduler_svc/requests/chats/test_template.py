@@ -163,7 +163,7 @@ def test_what_a_template_cannot_do(template: str) -> None:
 
 
 def test_the_size_of_the_text_is_limited() -> None:
-    template = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
+    template = "{% for i in range(99999) %}{{ messages[0].content * 3 }}{% endfor %}"
     assert refused(ChatFields(HELLO), template) == ("", f"the rendered chat has over {MAX_PROMPT_CHARS} characters")
     whole = ChatFields((MessageFields("user", "x" * MAX_PROMPT_CHARS),))
     assert len(text_of("{{ messages[0].content }}", whole)) == MAX_PROMPT_CHARS

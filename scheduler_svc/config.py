@@ -50,6 +50,18 @@ class SchedulerConfig(ServiceSettings):
         description="Load no tokenizer: prompts and outputs are token ids only.",
         json_schema_extra=about("Model"),
     )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Jinja template of chats in place of the tokenizer's: a file, or the template itself.",
+        json_schema_extra=about("Model"),
+    )
+    trust_request_chat_template: bool = Field(
+        False,
+        description="Let requests bring chat templates of their own: they are rendered in a sandbox, by a process with "
+        "bounds on memory and time; docs/security.md.",
+        json_schema_extra=about("Model"),
+    )
     max_model_len: int | None = Field(
         None,
         ge=1,

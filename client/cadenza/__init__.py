@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cadenza.async_client import AsyncClient
+    from cadenza.chats import ChatMessage, ToolCall
     from cadenza.client import Client
     from cadenza.errors import (
         AlreadyExistsError,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
         UnavailableError,
         UnsupportedError,
     )
-    from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad, TenantInfo
+    from cadenza.info import AddedToken, ExecutorInfo, ModelInfo, ServerInfo, ServerLoad, TenantInfo
     from cadenza.llm import LLM
     from cadenza.local import LocalServices
     from cadenza.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "cadenza.async_client": ("AsyncClient",),
+    "cadenza.chats": ("ChatMessage", "ToolCall"),
     "cadenza.client": ("Client",),
     "cadenza.errors": (
         "AlreadyExistsError",
@@ -66,7 +68,7 @@ _HOMES = {
         "UnavailableError",
         "UnsupportedError",
     ),
-    "cadenza.info": ("ExecutorInfo", "ModelInfo", "ServerInfo", "ServerLoad", "TenantInfo"),
+    "cadenza.info": ("AddedToken", "ExecutorInfo", "ModelInfo", "ServerInfo", "ServerLoad", "TenantInfo"),
     "cadenza.llm": ("LLM",),
     "cadenza.local": ("LocalServices",),
     "cadenza.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
@@ -83,11 +85,14 @@ __all__ = [  # noqa: RUF022 - by kind
     "TLS",
     "SamplingParams",
     "StructuredOutputsParams",
+    "ChatMessage",
+    "ToolCall",
     "RequestOutput",
     "CompletionOutput",
     "Logprob",
     "RequestMetrics",
     "ModelInfo",
+    "AddedToken",
     "ServerInfo",
     "ServerLoad",
     "ExecutorInfo",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from cadenza.adapters import Adapter, AdapterInfo, Adapters
 from cadenza.async_client import AsyncClient
+from cadenza.chats import JsonObjects
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.loop_thread import LoopThread
 from cadenza.outputs import RequestOutput
@@ -90,6 +91,10 @@ class Client:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapters = None,
@@ -100,11 +105,15 @@ class Client:
             lambda: self._client.chat(
                 messages,
                 params,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
                 enable_prefix_caching=enable_prefix_caching,
                 speculation=speculation,
                 adapter=adapter,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                chat_template_kwargs=chat_template_kwargs,
+                chat_template=chat_template,
             )
         )
 
@@ -137,6 +146,10 @@ class Client:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapter = None,
@@ -146,11 +159,15 @@ class Client:
             messages,
             params,
             request_id,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
             enable_prefix_caching=enable_prefix_caching,
             speculation=speculation,
             adapter=adapter,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            chat_template=chat_template,
         )
         return self._pull(deltas)
 
@@ -161,6 +178,10 @@ class Client:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
         return self._loop.call(
@@ -169,6 +190,10 @@ class Client:
                 add_special_tokens,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                chat_template_kwargs=chat_template_kwargs,
+                chat_template=chat_template,
             )
         )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from cadenza.info import AdapterUse, ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
+from cadenza.chats import ChatMessage, ChatOptions
+from cadenza.info import AdapterUse, AddedToken, ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import CallOptions, Prompt
@@ -79,13 +81,33 @@ def prompt_to_proto(prompt: Prompt) -> types_pb2.PromptPart:
     if prompt.token_ids is not None:
         return types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=prompt.token_ids))
     if prompt.messages is not None:
-        turns = [types_pb2.ChatMessage(role=role, content=content) for role, content in prompt.messages]
-        chat = types_pb2.Chat(messages=turns)
-        if prompt.chat is not None:
-            chat.add_generation_prompt = prompt.chat.add_generation_prompt
-            chat.continue_final_message = prompt.chat.continue_final_message
-        return types_pb2.PromptPart(chat=chat)
+        return types_pb2.PromptPart(chat=_chat(prompt.messages, prompt.chat))
     return types_pb2.PromptPart(text=prompt.text or "")
+
+
+def _chat(messages: Sequence[ChatMessage], options: ChatOptions | None) -> types_pb2.Chat:
+    chat = types_pb2.Chat(messages=[_chat_message(each) for each in messages])
+    if options is not None:
+        chat.add_generation_prompt = options.add_generation_prompt
+        chat.continue_final_message = options.continue_final_message
+        chat.tools.extend(options.tools)
+        chat.documents.extend(options.documents)
+        chat.template_kwargs = options.chat_template_kwargs
+        chat.template = options.chat_template
+    return chat
+
+
+def _chat_message(message: ChatMessage) -> types_pb2.ChatMessage:
+    return types_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=[
+            types_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning_content=message.reasoning_content,
+    )
 
 
 def request_to_proto(
@@ -189,6 +211,8 @@ def model_info_from_proto(message: generation_pb2.GetModelInfoResponse) -> Model
         num_parameters=message.num_parameters,
         exact_numerics=message.fingerprint.mode == types_pb2.NUMERICS_MODE_EXACT,
         fingerprint=message.fingerprint.digest,
+        chat_template=message.chat_template,
+        added_tokens=[AddedToken(each.id, each.text, each.special) for each in message.added_tokens],
     )
 
 

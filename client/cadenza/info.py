@@ -6,6 +6,15 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that stands for exactly one text, such as "<tool_call>"."""
+
+    id: int
+    text: str
+    special: bool  # left out of texts with skip_special_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The served model."""
 
@@ -21,6 +30,8 @@ class ModelInfo:
     num_parameters: int
     exact_numerics: bool  # a token does not depend on the batch that it is computed in
     fingerprint: bytes  # digest of everything that determines output bits; empty if the server does not report it
+    chat_template: str = ""  # Jinja; empty: none
+    added_tokens: list[AddedToken] = field(default_factory=list)  # beside the vocabulary, in order of their ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,13 @@ class LLMOptions(TypedDict, total=False):
     skip_tokenizer_init: bool | None
     """Load no tokenizer: prompts and outputs are token ids only. [default: off]"""
 
+    chat_template: str | None
+    """Jinja template of chats in place of the tokenizer's: a file, or the template itself."""
+
+    trust_request_chat_template: bool | None
+    """Let requests bring chat templates of their own: they are rendered in a sandbox, by a process with bounds on
+    memory and time; docs/security.md. [default: off]"""
+
     enable_prefix_caching: bool | None
     """Keep computed KV blocks for later prompts with the same prefix; a request can opt out. [default: on]"""
 

@@ -8,8 +8,9 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from cadenza.adapters import Adapters, match_adapters
+from cadenza.chats import ChatMessage, ChatOptions, Message, parse_messages
 from cadenza.sampling_params import SamplingParams
-from cadenza.sendable import sendable
+from cadenza.sendable import sendable, short
 
 _FORMS = 'a str, {"prompt": str}, a list of token ids or {"prompt_token_ids": [...]}'
 _MAX_TOKEN_ID = 2**32 - 1
@@ -30,24 +31,8 @@ class TokensPrompt(TypedDict):
 
 SinglePrompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 Prompts = SinglePrompt | Sequence[SinglePrompt]
-Message = Mapping[str, Any]  # {"role": str, "content": str or a list of {"type": "text", "text": str}}
-Messages = Sequence[Message]
+Messages = Sequence[Message | ChatMessage]
 Params = SamplingParams | Sequence[SamplingParams] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """How a conversation is rendered. Raises ValueError for both at once."""
-
-    add_generation_prompt: bool = True  # end with the header of the assistant's turn
-    continue_final_message: bool = False  # leave the last message open, so that the answer continues it
-
-    def __post_init__(self) -> None:
-        for name in ("add_generation_prompt", "continue_final_message"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be a bool, not {_short(getattr(self, name))}")
-        if self.add_generation_prompt and self.continue_final_message:
-            raise ValueError("continue_final_message needs add_generation_prompt=False: no new turn is begun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +55,7 @@ class CallOptions:
         if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= int(value) <= _MAX_DRAFTS:
             raise ValueError(
                 f"speculation must be 0 (off) to {_MAX_DRAFTS} draft tokens, or None (as the server is set), "
-                f"not {_short(value)}"
+                f"not {short(value)}"
             )
 
 
@@ -80,7 +65,7 @@ class Prompt:
 
     text: str | None = None
     token_ids: list[int] | None = None
-    messages: list[tuple[str, str]] | None = None  # (role, content)
+    messages: list[ChatMessage] | None = None
     chat: ChatOptions | None = None  # of messages
     cache_salt: str | None = None  # only requests with the same salt share cached blocks
 
@@ -93,7 +78,7 @@ def parse_prompts(prompts: object) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts):
         return [parse_prompt(prompts)]
     if isinstance(prompts, (bytes, set, frozenset)) or not isinstance(prompts, Iterable):
-        raise ValueError(f"a prompt is {_FORMS}, or a list of these, not {_short(prompts)}")
+        raise ValueError(f"a prompt is {_FORMS}, or a list of these, not {short(prompts)}")
     items = list(prompts)
     if not items:
         raise ValueError("no prompts: give at least one")
@@ -110,40 +95,24 @@ def parse_prompt(prompt: object, where: str = "") -> Prompt:
         return _parse_mapping(prompt, where)
     if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, set, frozenset)):
         return Prompt(token_ids=_token_ids(prompt, where))
-    raise ValueError(f"{where}a prompt is {_FORMS}, not {_short(prompt)}")
+    raise ValueError(f"{where}a prompt is {_FORMS}, not {short(prompt)}")
 
 
 def parse_chats(messages: object, options: ChatOptions | None = None) -> list[Prompt]:
     """One conversation or many, as a list of prompts; raises ValueError."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
-        raise ValueError(f'a conversation is a list of {{"role": ..., "content": ...}}, not {_short(messages)}')
+        raise ValueError(f'a conversation is a list of {{"role": ..., "content": ...}}, not {short(messages)}')
     items = list(messages)
     if not items:
         raise ValueError("no messages: give at least one")
-    if isinstance(items[0], Mapping):
+    if isinstance(items[0], (Mapping, ChatMessage)):
         return [parse_chat(items, options)]
     return [parse_chat(item, options, f"conversation {index}: ") for index, item in enumerate(items)]
 
 
 def parse_chat(messages: object, options: ChatOptions | None = None, where: str = "") -> Prompt:
     """One conversation as a prompt; raises a ValueError that begins with `where`."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
-        raise ValueError(f'{where}a conversation is a list of {{"role": ..., "content": ...}}, not {_short(messages)}')
-    turns: list[tuple[str, str]] = []
-    for index, message in enumerate(messages):
-        spot = f"{where}message {index}"
-        if not isinstance(message, Mapping):
-            raise ValueError(f'{spot} must be {{"role": ..., "content": ...}}, not {_short(message)}')
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise ValueError(f"{spot} has no role")
-        if "content" not in message:
-            raise ValueError(f"{spot}: content is missing")
-        content = sendable(_content(message["content"], spot), f"{spot}: content")
-        turns.append((sendable(role, f"{spot}: role"), content))
-    if not turns:
-        raise ValueError(f"{where}no messages: give at least one")
-    return Prompt(messages=turns, chat=options)
+    return Prompt(messages=parse_messages(messages, where), chat=options)
 
 
 def parse_text_or_chat(value: object, options: ChatOptions | None = None) -> Prompt:
@@ -156,7 +125,7 @@ def parse_request_id(value: object) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"request_id must be a str, not {_short(value)}")
+        raise ValueError(f"request_id must be a str, not {short(value)}")
     return sendable(value, "request_id")
 
 
@@ -172,13 +141,13 @@ def match_params(params: object, count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if isinstance(params, (str, bytes, Mapping)) or not isinstance(params, Iterable):
-        raise TypeError(f"params must be a SamplingParams or a list of them, not {_short(params)}")
+        raise TypeError(f"params must be a SamplingParams or a list of them, not {short(params)}")
     items = list(params)
     if len(items) != count:
         raise ValueError(f"{len(items)} SamplingParams for {count} prompts: give one, or one for each")
     for index, item in enumerate(items):
         if not isinstance(item, SamplingParams):
-            raise TypeError(f"params {index} must be a SamplingParams, not {_short(item)}")
+            raise TypeError(f"params {index} must be a SamplingParams, not {short(item)}")
     return items
 
 
@@ -188,13 +157,13 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
         raise ValueError(f"{where}a prompt cannot have {', '.join(sorted(map(str, unknown)))}: it is {_FORMS}")
     salt = prompt.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
-        raise ValueError(f"{where}cache_salt must be a str, not {_short(salt)}")
+        raise ValueError(f"{where}cache_salt must be a str, not {short(salt)}")
     sendable(salt or "", f"{where}cache_salt")
     if prompt.get("prompt_token_ids") is not None:  # as in vLLM, token ids take precedence over a text
         return Prompt(token_ids=_token_ids(prompt["prompt_token_ids"], where), cache_salt=salt)
     text = prompt.get("prompt")
     if not isinstance(text, str):
-        raise ValueError(f"{where}a prompt is {_FORMS}, not {_short(prompt)}")
+        raise ValueError(f"{where}a prompt is {_FORMS}, not {short(prompt)}")
     return Prompt(text=sendable(text, f"{where}the prompt"), cache_salt=salt)
 
 
@@ -211,34 +180,13 @@ def _first(items: Sequence[object]) -> object:
 
 def _token_ids(value: Any, where: str) -> list[int]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"{where}prompt_token_ids must be a list of integers, not {_short(value)}")
+        raise ValueError(f"{where}prompt_token_ids must be a list of integers, not {short(value)}")
     ids = value.tolist() if hasattr(value, "tolist") else list(value)
     if not ids:
         raise ValueError(f"{where}a prompt of token ids needs at least one")
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-            raise ValueError(f"{where}a list prompt holds token ids only, not {_short(token_id)}")
+            raise ValueError(f"{where}a list prompt holds token ids only, not {short(token_id)}")
         if not 0 <= int(token_id) <= _MAX_TOKEN_ID:
             raise ValueError(f"{where}{int(token_id)} is no token id")
     return [int(token_id) for token_id in ids]
-
-
-def _content(content: object, spot: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Iterable) or isinstance(content, Mapping):
-        raise ValueError(f"{spot}: content must be a str or a list of text parts, not {_short(content)}")
-    texts: list[str] = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            raise ValueError(f"{spot}: only text parts are supported, not {_short(part)}")
-    return "".join(texts)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

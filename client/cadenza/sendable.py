@@ -1,4 +1,4 @@
-"""Checks that text can be encoded as UTF-8 for sending."""
+"""Checks that text can be encoded as UTF-8 for sending, and shows what cannot be sent."""
 
 from __future__ import annotations
 
@@ -10,3 +10,9 @@ def sendable(text: str, spot: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{spot} holds a lone surrogate, {text[error.start]!r}, at position {error.start}") from None
     return text
+
+
+def short(value: object) -> str:
+    """The type of a wrong value and its beginning, for messages."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cadenza.chats import ChatMessage, ChatOptions
 from cadenza.convert import prompt_to_proto, request_to_proto
 from cadenza.prompts import (
     CallOptions,
-    ChatOptions,
     Prompt,
     match_params,
     parse_chats,
@@ -69,11 +69,11 @@ def test_what_is_no_prompt(prompts, message):
 
 def test_chats():
     chat = [{"role": "user", "content": "a"}]
-    assert parse_chats(chat) == [Prompt(messages=[("user", "a")])]
-    assert parse_chats([chat, chat]) == [Prompt(messages=[("user", "a")])] * 2
-    assert parse_chats([{"role": "user", "content": ""}]) == [Prompt(messages=[("user", "")])]
+    assert parse_chats(chat) == [Prompt(messages=[ChatMessage("user", "a")])]
+    assert parse_chats([chat, chat]) == [Prompt(messages=[ChatMessage("user", "a")])] * 2
+    assert parse_chats([{"role": "user", "content": ""}]) == [Prompt(messages=[ChatMessage("user", "")])]
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert parse_chats(parts)[0].messages == [("user", "ab")]
+    assert parse_chats(parts)[0].messages == [ChatMessage("user", "ab")]
     for bad, message in (
         ("hello", "conversation"),
         ([], "at least one"),
@@ -135,7 +135,7 @@ def test_params_for_each_prompt():
 def test_prompts_on_the_wire():
     assert prompt_to_proto(Prompt(text="a")).text == "a"
     assert list(prompt_to_proto(Prompt(token_ids=[1, 2])).tokens.ids) == [1, 2]
-    (turn,) = prompt_to_proto(Prompt(messages=[("user", "a")])).chat.messages
+    (turn,) = prompt_to_proto(Prompt(messages=[ChatMessage("user", "a")])).chat.messages
     assert (turn.role, turn.content) == ("user", "a")
 
 

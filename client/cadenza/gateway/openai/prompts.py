@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from cadenza.chats import ChatOptions
 from cadenza.gateway.fields.field import shown
 from cadenza.gateway.http.errors import bad_request
-from cadenza.prompts import ChatOptions, Prompt, parse_chat, parse_prompts
+from cadenza.prompts import Prompt, parse_chat, parse_prompts
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
@@ -48,18 +50,13 @@ def chat_prompt(messages: Sequence[Any], values: Mapping[str, Any]) -> Prompt:
 
 def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
     """The prompt with a salt of its blocks' hashes."""
-    return (
-        prompt
-        if cache_salt is None
-        else Prompt(prompt.text, prompt.token_ids, prompt.messages, prompt.chat, cache_salt)
-    )
+    return prompt if cache_salt is None else replace(prompt, cache_salt=cache_salt)
 
 
 def last_assistant_text(prompt: Prompt) -> str:
     """The text of a chat's last message if it is the assistant's; else nothing."""
-    if not prompt.messages or prompt.messages[-1][0] != "assistant":
-        return ""
-    return prompt.messages[-1][1]
+    last = prompt.messages[-1] if prompt.messages else None
+    return last.content or "" if last is not None and last.role == "assistant" else ""
 
 
 def _message(message: Any, index: int) -> Any:

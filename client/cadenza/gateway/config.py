@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza.credentials import is_loopback
+from cadenza.gateway.parsing.formats import ReasoningOption, ToolOption
 from cadenza.settings.help import about
 from cadenza.settings.service import Settings, split_list
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
@@ -59,6 +60,17 @@ class GatewayConfig(Settings):
         min_length=1,
         validate_default=True,
         description="HOST:PORT to listen on, or the port alone; port 0 takes any free one.",
+        json_schema_extra=about("HTTP"),
+    )
+    tool_call_parser: ToolOption = Field(
+        "auto",
+        description="How the model writes tool calls; auto: as its chat template shows; none: tools are refused.",
+        json_schema_extra=about("HTTP"),
+    )
+    reasoning_parser: ReasoningOption = Field(
+        "auto",
+        description="How the model writes its reasoning, which answers have apart from their content; auto: as its "
+        "chat template or its tokens show; none: it stays in the content. deepseek_r1: every answer begins with it.",
         json_schema_extra=about("HTTP"),
     )
     served_model_name: Annotated[list[str], NoDecode] = Field(

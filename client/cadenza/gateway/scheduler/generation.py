@@ -30,6 +30,8 @@ class Job:
     params: SamplingParams
     adapter: str = ""
     options: CallOptions = field(default_factory=CallOptions)
+    with_text_ends: bool = False
+    """Whether outputs say where the text of each token ends."""
 
 
 class Generation:
@@ -53,6 +55,7 @@ class Generation:
                     options=job.options,
                     adapter=job.adapter,
                     resume_grace_s=grace_s(caller.timeout_s),
+                    with_text_ends=job.with_text_ends,
                 )
             ]
         ]

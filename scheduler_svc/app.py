@@ -54,6 +54,7 @@ from scheduler_svc.plan_loop.clock import SystemClock
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ExecutorPort, ModelDescription
 from scheduler_svc.recording.recording import recorded_core
 from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.requests.chats.option import ChatTemplateOptionError
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError
 from scheduler_svc.tenants.errors import TenantsFileError
 from scheduler_svc.tenants.quotas import Quotas
@@ -77,7 +78,8 @@ class Service:
     """The scheduler service on one event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Raises JournalError, TenantsFileError, TracesError, and TlsError for the files of the links to executors."""
+        """Raises JournalError, TenantsFileError, TracesError, ChatTemplateOptionError, and TlsError for the files of the
+        links to executors."""
         self._config = config
         self._executor_files = executor_files(config)
         self._peer_limit: asyncio.Task[None] | None = None
@@ -289,6 +291,9 @@ async def serve(
     except TenantsFileError as exc:
         report(f"--tenants {exc}")
         return EXIT_FAILED
+    except ChatTemplateOptionError as exc:
+        report(f"--chat-template: {exc}")
+        return EXIT_OPTIONS
     except TlsError as exc:
         report(str(exc))
         return EXIT_OPTIONS

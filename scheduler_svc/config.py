@@ -50,6 +50,18 @@ class SchedulerConfig(ServiceSettings):
         description="Load no tokenizer: prompts and outputs are token ids only.",
         json_schema_extra=about("Model"),
     )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Jinja template of chats in place of the tokenizer's: a file, or the template itself.",
+        json_schema_extra=about("Model"),
+    )
+    trust_request_chat_template: bool = Field(
+        False,
+        description="Let requests bring chat templates of their own: they are rendered in a sandbox, by a process with "
+        "bounds on memory and time; docs/security.md.",
+        json_schema_extra=about("Model"),
+    )
     max_model_len: int | None = Field(
         None,
         ge=1,
@@ -333,6 +345,13 @@ class SchedulerConfig(ServiceSettings):
         if isinstance(values, dict) and values.get("tenants") is not None and values.get("order") is None:
             return {**values, "order": "fair"}
         return values
+
+    @field_validator("chat_template")
+    @classmethod
+    def _check_chat_template(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("skip_tokenizer_init"):
+            raise ValueError("needs a tokenizer, and --skip-tokenizer-init loads none")
+        return value
 
     @field_validator("max_queued_requests")
     @classmethod

@@ -9,14 +9,15 @@ from typing import Any
 from cadenza.slices import Work, run_at_once, to_list
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
+from scheduler_svc.convert.chats import chat_fields
 from scheduler_svc.convert.grammars import grammar_fields, grammar_without_eos
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
 from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, SampleChunk
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
-from scheduler_svc.plan_loop.ports import ExecutorState, Load, ModelDescription
-from scheduler_svc.requests.fields import ChatFields, OutputMode, PromptFields, RequestFields
+from scheduler_svc.plan_loop.ports import ExecutorState, Load
+from scheduler_svc.requests.fields import OutputMode, PromptFields, RequestFields
 from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
 
@@ -154,25 +155,6 @@ def fill_response(message: pb.GenerateResponse, live: LiveRequest, chunk: Chunk,
         message.stats.CopyFrom(_stats(live))
 
 
-def model_info(
-    model: ModelDescription, *, max_model_len: int, has_tokenizer: bool, has_chat_template: bool
-) -> pb.GetModelInfoResponse:
-    """Return the model's description for clients."""
-    return pb.GetModelInfoResponse(
-        model=model.name,
-        architecture=model.architecture,
-        vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
-        dtype=model.dtype,
-        eos_token_ids=model.eos_token_ids,
-        bos_token_id=model.bos_token_id,
-        has_tokenizer=has_tokenizer,
-        has_chat_template=has_chat_template,
-        num_parameters=model.num_parameters,
-        fingerprint=types_pb2.NumericsFingerprint.FromString(model.fingerprint),
-    )
-
-
 def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
     """Return the load of queues and memory."""
     return pb.SchedulerLoad(
@@ -265,21 +247,7 @@ def _part_fields(part: types_pb2.PromptPart) -> PromptFields:
         case "text":
             return PromptFields(text=part.text)
         case "chat":
-            chat = part.chat
-            return PromptFields(
-                chat=ChatFields(
-                    messages=tuple(
-                        (message.role, message.content if message.HasField("content") else None)
-                        for message in chat.messages
-                    ),
-                    add_generation_prompt=chat.add_generation_prompt
-                    if chat.HasField("add_generation_prompt")
-                    else None,
-                    continue_final_message=(
-                        chat.continue_final_message if chat.HasField("continue_final_message") else None
-                    ),
-                )
-            )
+            return PromptFields(chat=chat_fields(part.chat))
         case "media":
             return PromptFields(has_media=True)
         case _:

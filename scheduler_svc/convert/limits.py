@@ -6,7 +6,7 @@ One table for all calls. The comments in the protos state the same numbers; a te
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,17 @@ from cadenza.transport import MAX_REQUEST_BYTES
 from cadenza.v1 import types_pb2
 from scheduler_svc.convert.wire import sizes_of
 from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS
 from scheduler_svc.requests.tokenizer import MAX_PROMPT_TOKENS
 
-MAX_PROMPT_CHARS = 1024 * 1024
-"""Limit of all texts of a prompt together."""
 MAX_LIST_BYTES = 768 * 1024
 """Limit of all lists of numbers in a message. Parsing is one call that holds the interpreter: this limit, the next one
 and MAX_REQUEST_BYTES keep it under 5 ms, at the measured 0.5 ns a byte of text, 3.2 of token ids and 7.5 to 20 of small
 fields (docs/decisions/0025)."""
 MAX_OTHER_BYTES = 192 * 1024
 """Limit of all else in a message: neither texts nor lists of numbers."""
+MAX_TOOL_CALLS = 512
+"""Limit of the calls of all messages of a chat: each is three fields, and checked in 4 us."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _PACKAGE = "cadenza.v1."
 
@@ -38,6 +39,8 @@ class Limit:
     """Maximum length: of a string in characters, of bytes in bytes; in a list, of each item."""
     items: int | None = None
     """Maximum number of entries of a list or map."""
+    total: int | None = None
+    """Maximum length of all entries of a list together, in characters."""
     is_id: bool = False
     """Control characters are not allowed, because ids appear in logs and messages."""
 
@@ -56,7 +59,17 @@ LIMITS: Mapping[str, Limit] = {
     "TokenizeRequest.prompt": Limit(items=1024),
     "ResumePoint.positions": Limit(items=1024),
     "Chat.messages": Limit(items=512),
+    "Chat.tools": Limit(items=512, total=1_048_576),
+    "Chat.documents": Limit(items=1024, total=1_048_576),
+    "Chat.template_kwargs": Limit(length=65_536),
+    "Chat.template": Limit(length=262_144),
     "ChatMessage.role": Limit(length=64),
+    "ChatMessage.tool_calls": Limit(items=MAX_TOOL_CALLS),
+    "ChatMessage.tool_call_id": Limit(length=256),
+    "ChatMessage.name": Limit(length=256),
+    "ToolCall.id": Limit(length=256),
+    "ToolCall.name": Limit(length=256),
+    "ToolCall.arguments": Limit(length=262_144),
     "SamplingParams.stop": Limit(length=256, items=128),
     "SamplingParams.stop_token_ids": Limit(items=1024),
     "SamplingParams.logit_bias": Limit(items=2048),
@@ -100,6 +113,10 @@ def check_limits(message: Message) -> None:
     """Check the sizes of a request's fields; raises RequestRejectedError with the field's path."""
     for path, name, value in _limited(message, ""):
         _check(path, value, LIMITS[name])
+        if name == "Chat.messages":
+            _check_tool_calls(path, value)
+        elif name.endswith(".prompt"):
+            _check_alone(path, value)
     prompt = getattr(message, "prompt", None)
     if prompt:
         _check_prompt(prompt)
@@ -126,9 +143,11 @@ def _limited(message: Message, path: str) -> Iterable[tuple[str, str, Any]]:
             yield from _limited(value, f"{field_path}.")
 
 
-def _check(path: str, value: Sized, limit: Limit) -> None:
+def _check(path: str, value: Any, limit: Limit) -> None:
     if limit.items is not None and len(value) > limit.items:
         raise RequestRejectedError(path, f"has {len(value)} entries; at most {limit.items} are allowed")
+    if limit.total is not None and sum(map(len, value)) > limit.total:
+        raise RequestRejectedError(path, f"has over {limit.total} characters in all its entries")
     if limit.length is None:
         return
     if isinstance(value, (str, bytes)):
@@ -137,6 +156,25 @@ def _check(path: str, value: Sized, limit: Limit) -> None:
     assert isinstance(value, Sequence), path
     for index, item in enumerate(value):
         _check_length(f"{path}[{index}]", item, limit)
+
+
+def _check_alone(path: str, prompt: Sequence[types_pb2.PromptPart]) -> None:
+    """Check that a chat is the only part of a prompt: so its messages are all there are to be checked."""
+    if len(prompt) > 1:
+        for index, part in enumerate(prompt):
+            if part.HasField("chat"):
+                raise RequestRejectedError(f"{path}[{index}].chat", "a chat must be the only part of a prompt")
+
+
+def _check_tool_calls(path: str, messages: Iterable[types_pb2.ChatMessage]) -> None:
+    """Check the number of all calls, before each of them is."""
+    num_calls = 0
+    for index, message in enumerate(messages):
+        num_calls += len(message.tool_calls)
+        if num_calls > MAX_TOOL_CALLS:
+            raise RequestRejectedError(
+                f"{path}[{index}].tool_calls", f"the chat has over {MAX_TOOL_CALLS} calls in all its messages"
+            )
 
 
 def _check_length(path: str, value: str | bytes, limit: Limit) -> None:
@@ -153,10 +191,15 @@ def _check_prompt(prompt: Iterable[types_pb2.PromptPart]) -> None:
     num_chars = num_tokens = 0
     for index, part in enumerate(prompt):
         num_tokens += len(part.tokens.ids)
-        num_chars += len(part.text) + sum(len(message.content) for message in part.chat.messages)
+        num_chars += len(part.text) + sum(map(_num_chars, part.chat.messages))
         if num_chars > MAX_PROMPT_CHARS:
             raise RequestRejectedError(
                 f"prompt[{index}]", f"the prompt's texts have over {MAX_PROMPT_CHARS} characters in all"
             )
         if num_tokens > MAX_PROMPT_TOKENS:
             raise RequestRejectedError(f"prompt[{index}]", f"the prompt has over {MAX_PROMPT_TOKENS} token ids")
+
+
+def _num_chars(message: types_pb2.ChatMessage) -> int:
+    arguments = sum(len(call.arguments) for call in message.tool_calls)
+    return len(message.content) + len(message.reasoning_content) + arguments

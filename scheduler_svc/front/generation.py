@@ -11,6 +11,7 @@ from cadenza.slices import run_in_slices, slices_of, to_list
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
 from scheduler_svc.convert import generation as convert
+from scheduler_svc.convert import models as convert_models
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.convert.plain_output import PlainOutput
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
@@ -20,6 +21,7 @@ from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced, within
 from scheduler_svc.front.server_info import server_info
 from scheduler_svc.front.session import TURN_BYTES, Session
+from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.fields import RequestFields
 from scheduler_svc.tenants.errors import UnauthenticatedError
@@ -30,6 +32,8 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
     def __init__(self, front: Front) -> None:
         self._front = front
+        self._model_info: tuple[RequestBuilder, ModelDescription, pb.GetModelInfoResponse] | None = None
+        """The newest description of a model, and what it was made of: there may be thousands of added tokens."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """One request: streams its output; a slow reader gets fewer and larger messages."""
@@ -77,14 +81,11 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         """The served model."""
-        builder = await self._builder(context)
-        tokenizer = builder.tokenizer
-        return convert.model_info(
-            self._front.engine.model,
-            max_model_len=builder.max_model_len,
-            has_tokenizer=tokenizer is not None,
-            has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
-        )
+        builder, model = await self._builder(context), self._front.engine.model
+        if self._model_info is None or self._model_info[:2] != (builder, model):
+            message = convert_models.model_info(model, builder.tokenizer, max_model_len=builder.max_model_len)
+            self._model_info = builder, model, message
+        return self._model_info[2]
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
         """Options, load, executors; to a tenant without admin its own load alone."""
@@ -102,10 +103,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         try:
             check_limits(request)
             prompt = await run_in_slices(convert.prompt_in_slices(request.prompt))
-            await run_in_slices(builder.check_prompt_in_slices(prompt))
-            work = functools.partial(builder.tokenize, prompt, add_special_tokens=special)
-            num_chars = builder.prompt_chars(prompt)
-            token_ids = work() if builder.tokenizer is None else await builder.tokenizer.run(work, num_chars)
+            token_ids = await builder.tokenize_off_loop(prompt, add_special_tokens=special)
         except Exception as exc:
             await abort_with(context, exc)
         response = pb.TokenizeResponse()

@@ -17,6 +17,8 @@ from scheduler_svc.front.front import Front
 from scheduler_svc.plan_loop.model_change import ModelChange, ModelRefusedError
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.requests.chats.option import read_template
+from scheduler_svc.requests.chats.renderer import ChatSettings
 from scheduler_svc.requests.executor_features import check_features
 from scheduler_svc.requests.grammar_door import GrammarDoor
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer, preload
@@ -29,8 +31,11 @@ class ModelFront:
     """Loads tokenizers in a thread and gives the front a request builder for the present model."""
 
     def __init__(self, front: Front, config: SchedulerConfig) -> None:
+        """Raises ChatTemplateOptionError."""
         self._front = front
         self._config = config
+        template = "" if config.chat_template is None else read_template(config.chat_template)
+        self._chats = ChatSettings(template, config.trust_request_chat_template)
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = 0
         """Maximum tokens of a new request; 0 before `open`."""
@@ -45,7 +50,7 @@ class ModelFront:
         if named is None:
             await _in_thread(preload)
         else:
-            self.tokenizer = await _in_thread(lambda: load_tokenizer(named, required=True))
+            self.tokenizer = await _in_thread(lambda: load_tokenizer(named, required=True, chats=self._chats))
 
     async def open(
         self,
@@ -133,7 +138,7 @@ class ModelFront:
         """Load the tokenizer that the model names, unless an option says otherwise; raises TokenizerError."""
         if self._config.skip_tokenizer_init or self._config.tokenizer is not None:
             return self.tokenizer
-        return await _in_thread(lambda: load_tokenizer(model.tokenizer))
+        return await _in_thread(lambda: load_tokenizer(model.tokenizer, chats=self._chats))
 
 
 def _have_same_tokens(old: Tokenizer | None, new: Tokenizer | None) -> bool:

@@ -14,7 +14,7 @@ from scheduler_svc.tenants.tenant import Tenant
 
 _OPTIONS_OF_TENANTS = (
     "enable_prefix_caching", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_requests",
-    "max_resume_grace_s", "order", "skip_tokenizer_init",
+    "max_resume_grace_s", "order", "skip_tokenizer_init", "trust_request_chat_template",
 )  # fmt: skip
 """What a tenant without admin may know of the options: the limits of its requests."""
 _MOST_ADAPTERS = 64

@@ -16,16 +16,18 @@ from cadenza.telemetry.trace_context import parse_traceparent
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
+from scheduler_svc.requests.chats.checks import check_chat, rejected
+from scheduler_svc.requests.chats.errors import ChatError
 from scheduler_svc.requests.detokenizer import TextStream
 from scheduler_svc.requests.executor_features import NO_ADAPTERS
 from scheduler_svc.requests.field_rules import PATH, finite
-from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields
+from scheduler_svc.requests.fields import PromptFields, RequestFields
 from scheduler_svc.requests.grammar_door import GRAMMAR_PATH, NO_COMPILER, GrammarDoor
 from scheduler_svc.requests.grammar_fields import GrammarFields
 from scheduler_svc.requests.sample_counts import beam_spec, check_counts
 from scheduler_svc.requests.sampling import BadWords, resolve_sampling, tokenize_bad_words
 from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling, ignores_eos, sort_ids
-from scheduler_svc.requests.tokenizer import MAX_PROMPT_TOKENS, ChatTemplateError, Tokenizer, TooManyTokensError
+from scheduler_svc.requests.tokenizer import MAX_PROMPT_TOKENS, Tokenizer, TooManyTokensError
 
 MAX_GRACE_S = 3600
 """Longest time in seconds for which a request can be kept without a stream."""
@@ -96,7 +98,7 @@ class RequestBuilder:
             raise RequestRejectedError("prompt", "must have at least one part")
         for index, part in enumerate(prompt):
             if part.token_ids is None:
-                self._check_part(part, f"prompt[{index}]", alone=len(prompt) == 1)
+                self._check_part(part, f"prompt[{index}]")
             else:
                 yield from self.check_ids_in_slices(part.token_ids, f"prompt[{index}].tokens.ids")
 
@@ -114,16 +116,33 @@ class RequestBuilder:
             if first < len(token_ids):
                 yield
 
-    def prompt_chars(self, prompt: Sequence[PromptFields]) -> int:
-        """Return the number of characters to tokenize."""
-        return sum(_num_chars(part) for part in prompt)
-
     def is_short(self, fields: RequestFields) -> bool:
         """Return whether `build` is fast enough for the event loop, and checks everything."""
         if fields.sampling.grammar is not None:
             return False
         num_ids = sum(len(part.token_ids or ()) for part in fields.prompt) + len(fields.sampling.allowed_token_ids)
-        return num_ids <= SLICE_ITEMS and (self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields)))
+        return num_ids <= SLICE_ITEMS and self._is_short_text(fields) and not self._has_long_chat(fields.prompt)
+
+    def _is_short_text(self, fields: RequestFields) -> bool:
+        return self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields))
+
+    def _has_long_chat(self, prompt: Sequence[PromptFields]) -> bool:
+        """Return whether there is a chat that is rendered in another process."""
+        chats = None if self.tokenizer is None else self.tokenizer.chats
+        return chats is not None and any(part.chat is not None and not chats.is_short(part.chat) for part in prompt)
+
+    async def _rendered(self, prompt: Sequence[PromptFields]) -> tuple[PromptFields, ...]:
+        """Return the parts of a checked prompt, with chats as texts; raises RequestRejectedError."""
+        parts: list[PromptFields] = []
+        for index, part in enumerate(prompt):
+            if part.chat is None or self.tokenizer is None:
+                parts.append(part)
+                continue
+            try:
+                parts.append(PromptFields(rendered=await self.tokenizer.chats.render_off_loop(part.chat)))
+            except ChatError as exc:
+                raise rejected(exc, f"prompt[{index}].chat") from exc
+        return tuple(parts)
 
     async def build_off_loop(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
         """Build the engine's request: a long text is tokenized in a thread, and long lists of ids in slices.
@@ -132,11 +151,15 @@ class RequestBuilder:
 
         Raises RequestRejectedError, PreconditionError.
         """
-        if fields.sampling.grammar is not None:
+        long_chats = self._has_long_chat(fields.prompt)
+        if fields.sampling.grammar is not None or long_chats:
             await run_in_slices(self._check(fields))
+        if fields.sampling.grammar is not None:
             await self._check_grammar(fields.sampling.grammar)
+        if long_chats:
+            fields = replace(fields, prompt=await self._rendered(fields.prompt))
         work = functools.partial(self._build, fields, now=now, time_left_s=time_left_s)
-        if self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields)):
+        if self.tokenizer is None or self._is_short_text(fields):
             return await run_in_slices(work())
         return await self.tokenizer.run(lambda: run_at_once(work()), self._num_chars(fields))
 
@@ -207,22 +230,44 @@ class RequestBuilder:
             if part.token_ids is not None:
                 token_ids += part.token_ids
                 continue
-            assert self.tokenizer is not None, "checked before"
-            path = f"prompt[{index}]"
-            if part.text is not None:
-                special = add_special_tokens and index == 0
-                try:
-                    encoded = self.tokenizer.encode(part.text, add_special_tokens=special)
-                except TooManyTokensError as exc:
-                    raise RequestRejectedError(f"{path}.text", str(exc)) from exc
-                token_ids += self._check_known_ids(encoded, f"{path}.text")
-            elif part.chat is not None:
-                token_ids += self._check_known_ids(self._encode_chat(part.chat, f"{path}.chat"), f"{path}.chat")
+            token_ids += self._encode(part, f"prompt[{index}]", add_special_tokens=add_special_tokens and index == 0)
         if len(token_ids) > MAX_PROMPT_TOKENS:
             raise RequestRejectedError(
                 "prompt", f"has {len(token_ids)} tokens; at most {MAX_PROMPT_TOKENS} are allowed"
             )
         return token_ids
+
+    async def tokenize_off_loop(
+        self, prompt: Sequence[PromptFields], *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Check the parts of a prompt and return what `tokenize` does: long work in threads and processes.
+
+        Raises RequestRejectedError, PreconditionError.
+        """
+        await run_in_slices(self.check_prompt_in_slices(prompt))
+        if self._has_long_chat(prompt):
+            prompt = await self._rendered(prompt)
+        work = functools.partial(self.tokenize, prompt, add_special_tokens=add_special_tokens)
+        if self.tokenizer is None:
+            return work()
+        return await self.tokenizer.run(work, sum(map(_num_chars, prompt)))
+
+    def _encode(self, part: PromptFields, path: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text or a chat; raises RequestRejectedError."""
+        assert self.tokenizer is not None, "checked before"
+        path += ".text" if part.text is not None else ".chat"
+        try:
+            if part.chat is not None:
+                token_ids = self.tokenizer.encode_chat(part.chat)
+            elif part.rendered is not None:
+                token_ids = self.tokenizer.encode(part.rendered, add_special_tokens=False)
+            else:
+                token_ids = self.tokenizer.encode(part.text or "", add_special_tokens=add_special_tokens)
+        except TooManyTokensError as exc:
+            raise RequestRejectedError(path, str(exc)) from exc
+        except ChatError as exc:
+            raise rejected(exc, path) from exc
+        return self._check_known_ids(token_ids, path)
 
     def _check_known_ids(self, token_ids: list[int], path: str) -> list[int]:
         """Check ids of text: a tokenizer may have added tokens beyond the model's vocabulary."""
@@ -236,46 +281,20 @@ class RequestBuilder:
             )
         return token_ids
 
-    def _check_part(self, part: PromptFields, path: str, *, alone: bool) -> None:
+    def _check_part(self, part: PromptFields, path: str) -> None:
         if part.text is not None:
             if self.tokenizer is None:
                 raise PreconditionError(f"{path}.text", _NO_TOKENIZER)
         elif part.chat is not None:
-            self._check_chat(part.chat, f"{path}.chat", alone=alone)
+            if self.tokenizer is None:
+                raise PreconditionError(f"{path}.chat", _NO_TOKENIZER)
+            check_chat(part.chat, f"{path}.chat", self.tokenizer.chats)
+        elif part.rendered is not None:
+            return  # it was checked as a chat
         elif part.has_media:
             raise RequestRejectedError(f"{path}.media", "media is not supported yet")
         else:
             raise RequestRejectedError(path, "must be one of text, tokens, chat")
-
-    def _check_chat(self, chat: ChatFields, path: str, *, alone: bool) -> None:
-        if self.tokenizer is None:
-            raise PreconditionError(path, _NO_TOKENIZER)
-        if not self.tokenizer.has_chat_template:
-            raise PreconditionError(path, "the tokenizer has no chat template: send text or token ids")
-        if not alone:
-            raise RequestRejectedError(path, "a chat must be the only part of a prompt")
-        if not chat.messages:
-            raise RequestRejectedError(f"{path}.messages", "must hold at least one message")
-        for index, (role, content) in enumerate(chat.messages):
-            if not role:
-                raise RequestRejectedError(f"{path}.messages[{index}].role", "must be given")
-            if content is None:
-                raise RequestRejectedError(f"{path}.messages[{index}].content", "must be given; it may be empty")
-        if chat.continue_final_message and chat.add_generation_prompt:
-            raise RequestRejectedError(f"{path}.add_generation_prompt", "excludes continue_final_message")
-
-    def _encode_chat(self, chat: ChatFields, path: str) -> list[int]:
-        assert self.tokenizer is not None
-        continues = bool(chat.continue_final_message)
-        adds = chat.add_generation_prompt if chat.add_generation_prompt is not None else not continues
-        try:
-            return self.tokenizer.encode_chat(
-                [{"role": role, "content": content or ""} for role, content in chat.messages],
-                add_generation_prompt=adds,
-                continue_final_message=continues,
-            )
-        except (ChatTemplateError, TooManyTokensError) as exc:
-            raise RequestRejectedError(path, str(exc)) from exc
 
     def _truncate_prompt(self, prompt: list[int], sampling: SamplingFields) -> list[int]:
         """Apply truncate_prompt_tokens from the left; reject an empty or too long prompt."""
@@ -303,7 +322,7 @@ class RequestBuilder:
 
     def _num_chars(self, fields: RequestFields) -> int:
         """Return the number of characters to tokenize; bad words are tokenized twice."""
-        return self.prompt_chars(fields.prompt) + 2 * sum(map(len, fields.sampling.bad_words))
+        return sum(map(_num_chars, fields.prompt)) + 2 * sum(map(len, fields.sampling.bad_words))
 
     def _bad_words(self, sampling: SamplingFields) -> BadWords:
         if self.tokenizer is None or not sampling.bad_words:
@@ -349,8 +368,8 @@ def _check_grace(grace_s: float | None) -> None:
 
 def _num_chars(part: PromptFields) -> int:
     if part.chat is not None:
-        return sum(len(content or "") for _, content in part.chat.messages)
-    return len(part.text or "")
+        return part.chat.num_chars
+    return len(part.text or part.rendered or "")
 
 
 def _best_of(sampling: SamplingFields) -> BestOf | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from scheduler_svc.engine.resume_point import ResumePoint
+from scheduler_svc.requests.chats.fields import ChatFields
 from scheduler_svc.requests.sampling_fields import SamplingFields
 
 
@@ -18,21 +19,14 @@ class OutputMode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatFields:
-    """A chat: role and content of each turn; None: no content was given, which is refused."""
-
-    messages: tuple[tuple[str, str | None], ...]
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class PromptFields:
     """One part of a prompt: at most one of these fields is set."""
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     chat: ChatFields | None = None
+    rendered: str | None = None
+    """A chat that is rendered already."""
     has_media: bool = False
 
 

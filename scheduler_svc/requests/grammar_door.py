@@ -17,7 +17,8 @@ from dataclasses import asdict
 from cadenza.grammar.spec import GrammarSpec
 from cadenza.grammar.table import GrammarEngine, TableSource
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.requests.compiling_child import ChildDiedError, CompilingChild
+from scheduler_svc.requests.answering_child import ChildDiedError
+from scheduler_svc.requests.compiling_child import CompilingChild
 from scheduler_svc.requests.field_rules import PATH
 
 GRAMMAR_PATH = PATH + "grammar"

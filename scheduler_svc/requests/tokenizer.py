@@ -10,11 +10,14 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cadenza.gguf_file import find_gguf
 from cadenza.gguf_metadata import GgufError
+from scheduler_svc.requests.chats.fields import ChatFields
+from scheduler_svc.requests.chats.renderer import ChatRenderer, ChatSettings, templates_of
 from scheduler_svc.requests.gguf_tokenizer import load_gguf_tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -24,6 +27,9 @@ MAX_PROMPT_TOKENS = 128 * 1024
 """Limit of the tokens of a prompt: the list of so many ids is made in one call of 2.4 ms (docs/decisions/0025)."""
 _INLINE_CHARS = 4096
 """Text up to this length is encoded on the event loop (well under 1 ms); longer text in a thread."""
+_CHATS = ChatSettings()
+MAX_ADDED_TOKENS = 4096
+"""Added tokens that a model's description names."""
 _FUSED = (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"])
 """Decoders of sentencepiece models with byte fallback, as Llama 2 and Gemma have."""
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -34,15 +40,7 @@ class TokenizerError(Exception):
     """The tokenizer cannot be loaded or does not match the model; the message has the reason and a remedy."""
 
 
-class NoChatTemplateError(Exception):
-    """The tokenizer has no chat template."""
-
-
 _HINT = "(--tokenizer names another, --skip-tokenizer-init none)"
-
-
-class ChatTemplateError(Exception):
-    """The chat template rejects this chat; the message is the template's."""
 
 
 class TooManyTokensError(Exception):
@@ -55,7 +53,9 @@ def preload() -> None:
         importlib.import_module("transformers.models.auto.tokenization_auto")
 
 
-def load_tokenizer(source: str, *, required: bool = False) -> Tokenizer | None:
+def load_tokenizer(
+    source: str, *, required: bool = False, chats: ChatSettings = _CHATS
+) -> Tokenizer | None:
     """Load from a folder, a GGUF file or a hub id; blocks for seconds. `check_fits` compares it with the model.
 
     Returns None if `source` is empty, or holds no tokenizer, unless `required`. Raises TokenizerError.
@@ -65,7 +65,7 @@ def load_tokenizer(source: str, *, required: bool = False) -> Tokenizer | None:
     folder = Path(source)
     gguf = _gguf_of(folder)
     if gguf is not None:
-        return _load_from_gguf(gguf, source, required=required)
+        return _load_from_gguf(gguf, source, required=required, chats=chats)
     if folder.is_dir() and not any((folder / name).exists() for name in _FILES):
         if required:
             raise TokenizerError(f"the folder {source!r} holds no tokenizer (none of {', '.join(_FILES)})")
@@ -82,7 +82,7 @@ def load_tokenizer(source: str, *, required: bool = False) -> Tokenizer | None:
     except Exception as exc:
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise TokenizerError(f"cannot load a tokenizer from {source!r}: {reason} {_HINT}") from exc
-    return Tokenizer(inner, source)
+    return Tokenizer(inner, source, chats)
 
 
 def _gguf_of(source: Path) -> Path | None:
@@ -95,23 +95,33 @@ def _gguf_of(source: Path) -> Path | None:
         raise TokenizerError(f"cannot load a tokenizer: {error} {_HINT}") from error
 
 
-def _load_from_gguf(path: Path, source: str, *, required: bool) -> Tokenizer | None:
+def _load_from_gguf(path: Path, source: str, *, required: bool, chats: ChatSettings) -> Tokenizer | None:
     try:
         inner = load_gguf_tokenizer(path)
     except GgufError as error:
         raise TokenizerError(f"cannot load a tokenizer: {error} {_HINT}") from error
     if inner is not None:
-        return Tokenizer(inner, source)
+        return Tokenizer(inner, source, chats)
     if required:
         raise TokenizerError(f"the file {str(path)!r} holds no tokenizer: its tokenizer.ggml.model is none")
     _LOG.warning("%s holds no tokenizer: token ids only", path)
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that stands for exactly one text."""
+
+    token_id: int
+    text: str
+    special: bool
+    """Whether it is left out with skip_special_tokens."""
+
+
 class Tokenizer:
     """A transformers tokenizer. Methods are thread-safe; `run` moves long work off the event loop."""
 
-    def __init__(self, inner: Any, source: str) -> None:
+    def __init__(self, inner: Any, source: str, chats: ChatSettings = _CHATS) -> None:
         self.source = source
         self._inner = inner
         self._fast: Any = inner.backend_tokenizer if getattr(inner, "is_fast", False) else None
@@ -122,7 +132,11 @@ class Tokenizer:
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
         """The largest token id plus one."""
         self.special_ids = _special_ids(inner)
-        self.has_chat_template = bool(getattr(inner, "chat_template", None))
+        templates = templates_of(chats.template or getattr(inner, "chat_template", None))
+        self.chats = ChatRenderer(templates, _special_tokens(inner), trusts_requests=chats.trusts_requests)
+        """Renders chats."""
+        self.added_tokens = _added_tokens(inner)
+        """In order of their ids, at most MAX_ADDED_TOKENS."""
         self._token_texts: dict[int, str] = {}
         self._anchor = _anchor(self._fast)
         self._fixed_texts: dict[int, str | None] = {}
@@ -161,22 +175,9 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
-    ) -> list[int]:
-        """Return the token ids of a chat rendered with its template. Raises NoChatTemplateError, ChatTemplateError."""
-        if not self.has_chat_template:
-            raise NoChatTemplateError(f"the tokenizer {self.source!r} has no chat template: send text or token ids")
-        try:
-            text = self._inner.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-        except Exception as exc:  # a template may raise anything
-            raise ChatTemplateError(f"the chat template refuses this chat: {exc}") from exc
-        return self.encode(text, add_special_tokens=False)
+    def encode_chat(self, chat: ChatFields) -> list[int]:
+        """Return the token ids of a short chat, whose template writes special tokens such as BOS; raises ChatError."""
+        return self.encode(self.chats.render(chat), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; invalid UTF-8 becomes U+FFFD, ids without a token are skipped."""
@@ -241,16 +242,33 @@ class Tokenizer:
 
     def retire(self) -> None:
         """End the threads once their queued work is done."""
+        self.chats.close()
         self._pool.shutdown(wait=False)
 
     def close(self) -> None:
         """End the threads; running work is finished, queued work is dropped."""
+        self.chats.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_count(num_tokens: int) -> None:
     if num_tokens > MAX_PROMPT_TOKENS:
         raise TooManyTokensError(f"has {num_tokens} tokens; at most {MAX_PROMPT_TOKENS} are allowed")
+
+
+def _added_tokens(inner: Any) -> tuple[AddedToken, ...]:
+    added = getattr(inner, "added_tokens_decoder", None) or {}
+    ids = sorted(map(int, added))[:MAX_ADDED_TOKENS]
+    return tuple(AddedToken(token_id, str(added[token_id].content), bool(added[token_id].special)) for token_id in ids)
+
+
+def _special_tokens(inner: Any) -> dict[str, Any]:
+    """Return the variables that templates read, such as bos_token: texts, or lists of them."""
+    named = getattr(inner, "special_tokens_map", None) or {}
+    return {
+        name: [str(each) for each in value] if isinstance(value, (list, tuple)) else str(value)
+        for name, value in named.items()
+    }
 
 
 def _special_ids(inner: Any) -> frozenset[int]:

@@ -1,0 +1,127 @@
+"""Chat templates: Jinja in its sandbox, with what transformers gives to templates, and within bounds.
+
+This module and those that it imports load quickly: a child process renders with them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from scheduler_svc.requests.chats.errors import ChatError, quoted
+from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatFields
+from scheduler_svc.requests.chats.variables import template_variables
+
+_OPEN_END = "CADENZA_OPEN_END "
+"""Ends a message that is to be continued; the text is cut there. Without its space a template has trimmed the text."""
+
+
+def compile_template(source: str, field: str = "") -> jinja2.Template:
+    """Compile a template; raises ChatError of this field if it is no template."""
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatError(field, f"the chat template does not compile: line {error.lineno}: {quoted(error)}") from None
+    except Exception as error:  # as of a constant expression that is computed, or of a nesting that Python refuses
+        raise ChatError(field, f"the chat template does not compile: {quoted(error)}") from None
+
+
+def render(template: jinja2.Template, chat: ChatFields, special_tokens: Mapping[str, Any]) -> str:
+    """Return a chat as text; raises ChatError."""
+    variables = template_variables(chat, special_tokens)
+    content = chat.messages[-1].content or ""
+    if chat.continues:
+        variables["messages"][-1]["content"] = content + _OPEN_END
+    parts: list[str] = []
+    num_chars = 0
+    try:
+        for part in template.generate(variables):
+            parts.append(part)
+            num_chars += len(part)
+            if num_chars > MAX_PROMPT_CHARS:
+                raise ChatError("", f"the rendered chat has over {MAX_PROMPT_CHARS} characters")
+    except ChatError:
+        raise
+    except MemoryError:
+        raise ChatError("", "the chat takes too much memory to render") from None
+    except Exception as error:  # a template may raise anything
+        raise ChatError("", f"the chat template refuses this chat: {quoted(error)}") from None
+    text = "".join(parts)
+    if chat.continues:
+        text = _cut(text, content)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ChatError("", "the rendered chat holds a lone surrogate, which is no character") from None
+    return text
+
+
+def _cut(text: str, content: str) -> str:
+    """Return a rendered chat up to the end of its last message, whose text is `content`."""
+    at = text.rfind(_OPEN_END.strip())
+    if at < 0 or content.strip() not in text[:at]:
+        raise ChatError("", "the chat template changes the last message or leaves it out, so it cannot be continued")
+    return text[:at] if text.startswith(_OPEN_END, at) else text[:at].rstrip()
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """Return the environment that transformers documents for templates."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace
+    )
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %}, which marks what a model is trained on: here it only has a scope of its own."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Return the block as a scope."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace, but no template stores names in it that mean something to Python."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.sandbox.SecurityError(f"a namespace takes no name with an underscore at its start: {name}")
+        super().__setitem__(name, value)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As Jinja's filter, but without HTML's escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

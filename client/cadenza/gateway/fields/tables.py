@@ -5,8 +5,7 @@ from __future__ import annotations
 from cadenza.gateway.fields.field import Field, accepted, by_name, honoured, refused
 
 _NO_EFFECT = "for records of the caller; nothing is kept here"
-_LATER_TOOLS = "tools are not rendered into prompts yet"
-_LATER_TEMPLATE = "the template is the model's own, and takes no arguments yet"
+_TRUSTED = "Jinja in place of the model's; the scheduler needs --trust-request-chat-template"
 _NO_MEDIA = "the model reads and writes text alone"
 
 _OF_CALLERS: tuple[Field, ...] = (
@@ -63,7 +62,7 @@ _VLLM_SAMPLING: tuple[Field, ...] = (
     refused("vllm_xargs", "there are no extensions", "for plugins", ({},)),
     refused("kv_transfer_params", "prefill and decode are not split", "for connectors", ({},)),
     refused("repetition_detection", "there is none", "ends repeating outputs"),
-    refused("thinking_token_budget", "reasoning is not separated from the answer", "honoured with a reasoning parser"),
+    refused("thinking_token_budget", "thoughts have no limit of their own", "honoured with a reasoning parser"),
     refused("guided_json", "an old name of structured_outputs", "removed"),
     refused("guided_regex", "an old name of structured_outputs", "removed"),
     refused("guided_choice", "an old name of structured_outputs", "removed"),
@@ -92,7 +91,10 @@ COMPLETIONS = by_name(
 CHAT = by_name(
     _OF_CALLERS,
     (
-        honoured("messages", "a list", "role and content; content is a text or a list of text parts"),
+        honoured(
+            "messages", "a list",
+            "role, content (a text or text parts), name, tool_calls, tool_call_id, reasoning_content or reasoning",
+        ),
         honoured("max_tokens", "an integer", "the old name of max_completion_tokens"),
         honoured("max_completion_tokens", "an integer", "default: as many as fit"),
         honoured("logprobs", "a boolean", "of each token, with top_logprobs"),
@@ -101,16 +103,20 @@ CHAT = by_name(
         honoured("add_generation_prompt", "a boolean", "default true"),
         honoured("continue_final_message", "a boolean", "needs add_generation_prompt=false"),
         refused("add_special_tokens", "the template writes them", "honoured", (False,)),
-        refused("tools", _LATER_TOOLS, "honoured", ([],)),
-        refused("tool_choice", _LATER_TOOLS, "honoured", ("none", "auto")),
-        refused("parallel_tool_calls", _LATER_TOOLS, "honoured", (True, False)),
+        honoured("tools", "a list", "functions; strict holds their arguments to the schema", "strict has no effect"),
+        honoured(
+            "tool_choice", "a string or an object",
+            "none (tools are not in the prompt), auto, required, a function, or allowed_tools",
+            "no allowed_tools; with none, tools are in the prompt",
+        ),
+        honoured("parallel_tool_calls", "a boolean", "false: one call at most"),
         refused("functions", "an old name of tools", "refused too", ([],)),
         refused("function_call", "an old name of tool_choice", "refused too", ("none", "auto")),
-        refused("documents", _LATER_TEMPLATE, "honoured", ([],)),
-        refused("chat_template", _LATER_TEMPLATE, "honoured if trusted at start"),
-        refused("chat_template_kwargs", _LATER_TEMPLATE, "honoured", ({},)),
-        refused("reasoning_effort", "the template has no place for it", "passed to the template"),
-        refused("include_reasoning", "reasoning is not separated from the answer", "honoured", (True,)),
+        honoured("documents", "a list", "objects, for templates that know them"),
+        honoured("chat_template", "a string", _TRUSTED, "honoured if trusted at start"),
+        honoured("chat_template_kwargs", "an object", "arguments of the template, such as enable_thinking"),
+        honoured("reasoning_effort", "a string", "an argument of the template; none: also enable_thinking=false"),
+        honoured("include_reasoning", "a boolean", "false: the thought is left out of the answer"),
         refused("verbosity", "the model has no such setting", "ignored"),
         refused("modalities", _NO_MEDIA, "ignored", (["text"],)),
         refused("audio", _NO_MEDIA, "ignored"),
@@ -127,7 +133,10 @@ CHAT = by_name(
 RESPONSES = by_name(
     _OF_CALLERS,
     (
-        honoured("input", "a string or a list", "a text, or items of type message with text parts"),
+        honoured(
+            "input", "a string or a list",
+            "a text, or items: message with text parts, function_call, function_call_output, reasoning",
+        ),
         honoured("instructions", "a string", "a system message before the input"),
         honoured("max_output_tokens", "an integer", "default: as many as fit"),
         honoured("temperature", "a number", "default 1"),
@@ -141,12 +150,12 @@ RESPONSES = by_name(
         refused("previous_response_id", "nothing is kept here", "with store"),
         refused("conversation", "nothing is kept here", "refused too"),
         refused("prompt", "there are no stored prompts", "ignored"),
-        refused("tools", _LATER_TOOLS, "honoured", ([],)),
-        refused("tool_choice", _LATER_TOOLS, "honoured", ("none", "auto")),
-        refused("parallel_tool_calls", _LATER_TOOLS, "honoured", (True, False)),
-        refused("max_tool_calls", _LATER_TOOLS, "honoured"),
+        honoured("tools", "a list", "functions, flat; strict if they say so", "also tools of its own"),
+        honoured("tool_choice", "a string or an object", "none, auto, required, a function, or allowed_tools"),
+        honoured("parallel_tool_calls", "a boolean", "false: one call at most"),
+        refused("max_tool_calls", "no tools are called here", "honoured"),
         honoured("text", "an object", "format: text, json_object, json_schema; no verbosity"),
-        refused("reasoning", "reasoning is not separated from the answer", "honoured", ({},)),
+        honoured("reasoning", "an object", "effort, an argument of the template; thoughts are items, without summary"),
         refused("truncation", "a prompt that is too long is refused", "honoured", ("disabled",)),
         honoured("priority", "an integer", "smaller goes first under --order priority"),
         honoured("request_id", "a string", "in the id of the answer"),
@@ -168,7 +177,10 @@ RESPONSES = by_name(
 MESSAGES = by_name(
     (
         honoured("model", "a string", "the served model or one of its names, or a LoRA adapter"),
-        honoured("messages", "a list", "role user or assistant; content is a text or a list of text blocks"),
+        honoured(
+            "messages", "a list",
+            "role user or assistant; content is a text, or blocks: text, tool_use, tool_result, thinking",
+        ),
         honoured("system", "a string or a list", "a text or text blocks"),
         honoured("max_tokens", "an integer", "required"),
         honoured("stop_sequences", "a list of strings", "stop_reason stop_sequence"),
@@ -179,11 +191,14 @@ MESSAGES = by_name(
         accepted("metadata", "an object", _NO_EFFECT),
         accepted("cache_control", "an object", "prefixes are cached by themselves"),
         refused("service_tier", "there is one", "ignored", ("auto", "standard_only")),
-        refused("tools", _LATER_TOOLS, "honoured", ([],)),
-        refused("tool_choice", _LATER_TOOLS, "honoured", ({"type": "none"}, {"type": "auto"})),
-        refused("thinking", "reasoning is not separated from the answer", "honoured", ({"type": "disabled"},)),
+        honoured("tools", "a list", "name, description, input_schema, strict; of the caller's own", "no strict"),
+        honoured("tool_choice", "an object", "auto, any, tool or none, and disable_parallel_tool_use"),
+        honoured(
+            "thinking", "an object",
+            "enabled or adaptive: thinking blocks, and enable_thinking for the template; budget_tokens is no limit",
+        ),
         refused("container", "there are none", "ignored"),
-        refused("mcp_servers", _LATER_TOOLS, "ignored", ([],)),
+        refused("mcp_servers", "no tools are called here", "ignored", ([],)),
         refused("context_management", "the messages are used as they are", "ignored"),
         honoured("output_config", "an object", "format: json_schema; no effort"),
         honoured("output_format", "an object", "an old name of output_config.format"),
@@ -211,9 +226,9 @@ TOKENIZE = by_name(
         honoured("add_generation_prompt", "a boolean", "of a chat; default true"),
         honoured("continue_final_message", "a boolean", "of a chat; needs add_generation_prompt=false"),
         honoured("return_token_strs", "a boolean", "the text of each token, as token_strs"),
-        refused("tools", _LATER_TOOLS, "honoured", ([],)),
-        refused("chat_template", _LATER_TEMPLATE, "honoured if trusted at start"),
-        refused("chat_template_kwargs", _LATER_TEMPLATE, "honoured", ({},)),
+        honoured("tools", "a list", "of a chat"),
+        honoured("chat_template", "a string", _TRUSTED, "honoured if trusted at start"),
+        honoured("chat_template_kwargs", "an object", "of a chat: arguments of the template"),
         refused("mm_processor_kwargs", _NO_MEDIA, "for media", ({},)),
     ),
 )

@@ -93,7 +93,8 @@ def _message(message: Any, index: int) -> Any:
     if message.get("audio") is not None:
         raise bad_request(f"{where}.audio is not supported: the model reads text alone", "messages")
     given = {name: value for name, value in message.items() if name not in ("audio", "function_call")}
-    if given.get("role") == "assistant":
-        given.setdefault("content", None)
+    calls_or_thought = ("tool_calls", "reasoning_content", "reasoning")
+    if given.get("role") == "assistant" and given.get("content") is None:
+        given["content"] = None if any(given.get(name) for name in calls_or_thought) else ""
     role = message.get("role")
     return given | {"role": _ROLES.get(role, role) if isinstance(role, str) else role}

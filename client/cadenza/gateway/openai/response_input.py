@@ -30,7 +30,7 @@ def response_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
         chat.messages.append({"role": "system", "content": values["instructions"]})
     for index, item in enumerate(items):
         chat.add(item, f"input[{index}]")
-    effort = (values.get("reasoning") or {}).get("effort")
+    effort = values.get("reasoning", {}).get("effort")
     try:
         return chat_prompt(chat.messages, {**values, "reasoning_effort": effort}, use)
     except ApiError as error:

@@ -26,7 +26,7 @@ from cadenza.gateway.parsing.parts import Content, Part
 from cadenza.gateway.scheduler.generation import Generation, Job
 from cadenza.gateway.scheduler.inbox import Taken
 from cadenza.gateway.state import STATE
-from cadenza.gateway.tools.definitions import response_tools
+from cadenza.gateway.tools.definitions import ToolUse, response_tools
 from cadenza.gateway.tools.preparing import prepare
 from cadenza.outputs import CompletionOutput, RequestOutput
 
@@ -42,6 +42,7 @@ class _Response:
     values: Mapping[str, Any]
     num_top: int | None
     reading: Reading
+    use: ToolUse
     created: float = field(default_factory=time.time)
 
     def object(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
@@ -64,13 +65,13 @@ class _Response:
             "parallel_tool_calls": values.get("parallel_tool_calls", True),
             "previous_response_id": None,
             "prompt_cache_key": None,
-            "reasoning": {"effort": None, "summary": None} | (values.get("reasoning") or {}),
+            "reasoning": {"effort": None, "summary": None, **values.get("reasoning", {})},
             "service_tier": "default",
             "store": False,
             "temperature": values.get("temperature", 1.0),
             "text": values.get("text") or {"format": {"type": "text"}},
-            "tool_choice": values.get("tool_choice", "auto"),
-            "tools": values.get("tools", []),
+            "tool_choice": self.use.choice_object(),
+            "tools": self.use.objects(),
             "top_logprobs": self.num_top or 0,
             "top_p": values.get("top_p", 1.0),
             "truncation": "disabled",
@@ -106,6 +107,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     caller = await state.generating(request)
     values = read_fields(RESPONSES, await read_object(request))
     require(values, "input")
+    _check_reasoning(values.get("reasoning", {}))
     use = response_tools(values)
     prompt = response_prompt(values, use)
     info = await caller.model()
@@ -118,7 +120,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         logprobs=num_top,
     )
     prepared = await prepare(caller, prompt, use, state.formats(info), params, values)
-    read = _Response(answer_id(values, "resp", uuid.uuid4().hex), chosen.name, values, num_top, prepared.reading)
+    read = _Response(answer_id(values, "resp", uuid.uuid4().hex), chosen.name, values, num_top, prepared.reading, use)
     job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.reading.is_plain)
     generation = Generation(caller, job, is_streamed=bool(values.get("stream")))
     with prepared.errors():
@@ -160,6 +162,14 @@ def _num_top(values: Mapping[str, Any]) -> int | None:
             raise bad_request(f"top_logprobs needs {_LOGPROBS} in include", "top_logprobs")
         return None
     return number or 0
+
+
+def _check_reasoning(reasoning: Mapping[str, Any]) -> None:
+    for name, value in reasoning.items():
+        if name not in ("effort", "summary", "generate_summary"):
+            raise bad_request(f"reasoning.{name[:64]!a}: there is no such field", "reasoning")
+        if value is not None and not (isinstance(value, str) and value.isalpha()):
+            raise wrong_value("reasoning", f"must have a word as {name}", value)
 
 
 def _usage(result: RequestOutput, num_reasoning: int) -> dict[str, Any]:

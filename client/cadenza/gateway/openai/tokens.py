@@ -13,6 +13,7 @@ from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.http.reading import read_object
 from cadenza.gateway.openai.prompts import chat_prompt
 from cadenza.gateway.state import STATE
+from cadenza.gateway.tools.definitions import chat_tools
 from cadenza.prompts import Prompt
 
 _MAX_STRINGS = 1024
@@ -30,7 +31,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if "prompt" in values:
         prompt = Prompt(text=utf8(values["prompt"], "prompt"))
     else:
-        prompt = chat_prompt(values["messages"], values)
+        prompt = chat_prompt(values["messages"], values, chat_tools(values))
     info = await caller.model()
     state.names.choose(values.get("model"), info)
     ids = await caller.tokenize(prompt, add_special_tokens=values.get("add_special_tokens", True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,28 @@ class ToolUse:
     def rendered(self) -> list[dict[str, Any]] | None:
         """The tools that the prompt shows: none if none may be called."""
         return None if self.mode == "none" or not self.tools else [tool.rendered() for tool in self.tools]
+
+    def choice_object(self) -> Any:
+        """tool_choice of an answer of /v1/responses."""
+        if self.allowed is None:
+            return self.mode if self.tools else "auto"
+        tools = [{"type": "function", "name": tool.name} for tool in self.callable]
+        if self.mode == "required" and len(tools) == 1:
+            return tools[0]
+        return {"type": "allowed_tools", "mode": self.mode, "tools": tools}
+
+    def objects(self) -> list[dict[str, Any]]:
+        """The tools in an answer of /v1/responses."""
+        return [
+            {
+                "type": "function",
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters,
+                "strict": tool.is_strict,
+            }
+            for tool in self.tools
+        ]
 
     def index_of(self, tool: Tool) -> int:
         """Its index in the request."""
@@ -159,6 +182,10 @@ def _tool(function: Any, where: str, schema: str) -> Tool:
         raise _wrong(where, f"must have a JSON schema as {schema}, not {shown(parameters)}")
     if parameters and parameters.get("type", "object") != "object":
         raise _wrong(where, f"must have a schema of type object as {schema}, not of {shown(parameters['type'])}")
+    try:
+        json.dumps([description, parameters], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise _wrong(where, f"cannot be written as JSON: {error}") from None
     is_strict = function.get("strict")
     if is_strict is not None and not isinstance(is_strict, bool):
         raise _wrong(where, f"must have a boolean as strict, not {shown(is_strict)}")

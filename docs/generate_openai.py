@@ -97,6 +97,40 @@ and that of responses as `response.failed`.
 
 All that one step of the scheduler brings for a client is one write to its socket.
 
+## Tools and reasoning
+
+Tools go into the prompt by the model's own template; what the model writes is split into thought, content and calls,
+streamed and not, on `/v1/chat/completions`, `/v1/responses` and `/v1/messages` alike. The gateway sees in the chat
+template and among the tokenizer's added tokens how the model writes them, logs it once, and can be told by an option.
+Where it sees no format, requests with tools are refused.
+
+| `--tool-call-parser` | a call |
+|---|---|
+| `hermes` (Hermes, Qwen) | `<tool_call>{"name": "f", "arguments": {}}</tool_call>` |
+| `llama3_json` | the whole answer is `{"name": "f", "parameters": {}}`; several with `;`; after `<\|python_tag\|>` too |
+| `pythonic` (Llama 3.2, 4) | the whole answer is `[f(a=1), g(b="x")]` |
+| `mistral` | `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, and the newer `[TOOL_CALLS]f[ARGS]{}` |
+
+| `--reasoning-parser` | the thought |
+|---|---|
+| `qwen3` | between `<think>` and `</think>`, if the prompt ends in `<think>` or the answer begins with it |
+| `deepseek_r1` | the same, and every answer begins with it unless the prompt has closed it |
+| `mistral` | between `[THINK]` and `[/THINK]` |
+
+- **Markers** that are tokens of their own are known by their ids: the same text in other tokens is text, and
+  `skip_special_tokens`, stop strings and logprobs are as without tools.
+- **What only looks like a call** is given back as content. Without a marker (`llama3_json`, `pythonic`), the name of
+  one of the tools is what makes a call. Whitespace next to a call is no content.
+- **A call cut by `max_tokens`** keeps what was parsed, and `finish_reason` is `length`; else it is `tool_calls`.
+- **`tool_choice`** `required` or a named tool: the answer is calls alone, and their arguments fit the schema
+  ([structured output](structured.md), JSON with `", "` and `": "`). With `auto`, calls of tools with `strict: true` fit
+  theirs, and other text is free; with `allowed_tools` only those are called. A tool that no grammar can follow is
+  refused with 400, and named.
+- **`response_format` beside tools** constrains the content; with `auto` the answer is then calls or that JSON. A
+  constraint begins behind the thought.
+- **The thought** is `reasoning` and `reasoning_content` of a chat's message (`include_reasoning=false` leaves it out),
+  a `reasoning` item, or a `thinking` block where `thinking` is enabled. Its tokens are counted in `usage`.
+
 ## Fields
 
 `null` is as if absent. A field that is in no table is refused with 400, and the nearest name is suggested. "same" in

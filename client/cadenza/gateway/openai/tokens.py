@@ -18,6 +18,7 @@ from cadenza.prompts import Prompt
 
 _MAX_STRINGS = 1024
 """Tokens whose texts are asked for one by one."""
+_OF_CHATS = ("tools", "chat_template", "chat_template_kwargs")
 _MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -29,6 +30,9 @@ async def tokenize(request: web.Request) -> web.Response:
     if ("prompt" in values) == ("messages" in values):
         raise bad_request("give either prompt or messages", "prompt")
     if "prompt" in values:
+        for name in _OF_CHATS:
+            if values.get(name):
+                raise bad_request(f"{name} needs messages", name)
         prompt = Prompt(text=utf8(values["prompt"], "prompt"))
     else:
         prompt = chat_prompt(values["messages"], values, chat_tools(values))

@@ -20,6 +20,7 @@ from cadenza.gateway.tools.definitions import Tool, ToolUse
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as templates write it."""
 _ANY_TEXT = "(?s:.*)"
+_SPACE = r"SPACE: /\s{0,4}/"
 _KWARGS_KEYS = frozenset(
     ("type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$defs", "definitions")
 )
@@ -61,17 +62,19 @@ def tool_of_line(grammar: str, line: int) -> int | None:
 def _thought(formats: Formats, opening: Opening | None) -> str:
     if opening is None or opening is Opening.CLOSED:
         return ""
-    end = _mark(formats.marker(Role.THOUGHT_END))
-    rest = f"THOUGHT {end} SPACE"
     if opening is Opening.OPEN or formats.always_thinks:
-        return rest
-    return f"({_mark(formats.marker(Role.THOUGHT))} {rest})?"
+        return "thought SPACE"
+    return f"({_mark(formats.marker(Role.THOUGHT))} thought SPACE)?"
 
 
 def _terminals(formats: Formats, opening: Opening | None) -> list[str]:
     if opening is None or opening is Opening.CLOSED:
         return []
-    return [f"THOUGHT: {_text_without(formats.marker(Role.THOUGHT_END))}", r"SPACE: /\s{0,4}/"]
+    end = formats.marker(Role.THOUGHT_END)
+    if end.token_id is None:
+        # Greedy text would take the marker's beginning, and then could not end with it.
+        return [f"thought[lazy]: THOUGHT {_literal(end.text)}", f"THOUGHT: /{_ANY_TEXT}/", _SPACE]
+    return [f"thought: THOUGHT {_mark(end)}", f"THOUGHT: {_text_without(end)}", _SPACE]
 
 
 def _mark(marker: Marker) -> str:

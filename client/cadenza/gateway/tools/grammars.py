@@ -29,7 +29,7 @@ _COMMA = '", "'
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
-def grammar_of(use: ToolUse, formats: Formats, opening: Opening | None, answer: str | None) -> str:
+def grammar_of(use: ToolUse, formats: Formats, opening: Opening | None, answer: Mapping[str, Any] | None) -> str:
     """The grammar of an answer with these tools.
 
     opening: how the prompt ends; None: thoughts are not split off. answer: the JSON schema of content; None: any text.
@@ -42,13 +42,14 @@ def grammar_of(use: ToolUse, formats: Formats, opening: Opening | None, answer: 
         start = writer.text_or_calls() if answer is None else f"{writer.calls()} | answer"
     rules = [f"start: {_thought(formats, opening)} ({start})", *writer.rules]
     if answer is not None:
-        rules.append(f"answer: %json {answer}")
+        # Compact too: with other whitespace than calls it could not be an alternative to them.
+        rules.append(f"answer: %json {_json(answer)}")
     return "\n".join(["%llguidance {}", *rules, *_terminals(formats, opening)])
 
 
-def thought_then(formats: Formats, opening: Opening, answer: str) -> str:
+def thought_then(formats: Formats, opening: Opening, answer: Mapping[str, Any]) -> str:
     """The grammar of an answer that is JSON of a schema, behind a thought."""
-    rules = [f"start: {_thought(formats, opening)} answer", f"answer: %json {answer}"]
+    rules = [f"start: {_thought(formats, opening)} answer", f"answer: %json {json.dumps(answer, ensure_ascii=False)}"]
     return "\n".join(["%llguidance {}", *rules, *_terminals(formats, opening)])
 
 

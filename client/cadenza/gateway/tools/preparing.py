@@ -24,7 +24,6 @@ from cadenza.structured_outputs import StructuredOutputsParams
 
 _TAIL_TOKENS = 32
 """Of a prompt: they hold the marker that ends it."""
-_JSON_OBJECT = '{"type": "object"}'
 _LINE = re.compile(r"(?:at line |at |^)(\d+)\(\d+\)")
 """Where a message of llguidance names a line of the grammar."""
 
@@ -106,16 +105,18 @@ async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_neede
     return opening_of_text(tail, start.text, end.text)
 
 
-def _schema_of(given: StructuredOutputsParams) -> str | None:
+def _schema_of(given: StructuredOutputsParams) -> dict[str, Any] | None:
     """The JSON schema that an output must fit; None for other constraints."""
     if given.disable_any_whitespace or given.disable_additional_properties or given.whitespace_pattern:
         return None
     if given.json_object:
-        return _JSON_OBJECT
+        return {"type": "object"}
     if given.json is None:
         return None
     schema = json.loads(str(given.json))
-    return json.dumps({} if schema is True else schema, ensure_ascii=False)
+    if schema is True:
+        return {}
+    return schema if isinstance(schema, dict) else None
 
 
 def _behind_thought(

@@ -125,13 +125,13 @@ def test_every_required_call_is_valid(urls, style):
         else:
             assert choice.finish_reason == "length"
             assert seed % 2, "one call fits"
-        with client.chat.completions.stream(**options, parallel_tool_calls=bool(seed % 2)) as stream:
-            for _ in stream:
-                pass
-            final = stream.current_completion_snapshot.choices[0]
-        assert [(call.function.name, call.function.arguments) for call in final.message.tool_calls or ()] == [
-            (call.function.name, call.function.arguments) for call in calls or ()
-        ]
+        streamed: list[list[str]] = []
+        for chunk in client.chat.completions.create(**options, parallel_tool_calls=bool(seed % 2), stream=True):
+            for call in chunk.choices[0].delta.tool_calls or ():
+                if call.id:
+                    streamed.append([call.function.name, ""])
+                streamed[call.index][1] += call.function.arguments
+        assert streamed == [[call.function.name, call.function.arguments] for call in calls or ()]
     assert names
 
 

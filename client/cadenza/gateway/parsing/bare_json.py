@@ -36,7 +36,7 @@ class BareJsonParser:
 
     def finish(self, *, is_cut: bool) -> Iterator[Part]:
         """As CallParser."""
-        if self._at is _At.BETWEEN or (is_cut and self._is_marked):
+        if self._at is _At.BETWEEN or (is_cut and (self._is_marked or self._answer.num_calls)):
             self._objects.drop()
         yield from self._objects.give_back()
         yield from self._answer.finish()

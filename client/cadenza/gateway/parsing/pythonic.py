@@ -52,7 +52,9 @@ class PythonicParser:
 
     def finish(self, *, is_cut: bool) -> Iterator[Part]:
         """As CallParser."""
-        if self._at is _At.BETWEEN or (is_cut and (self._is_marked or self._at is _At.CALL)):
+        if self._at is _At.BETWEEN or (
+            is_cut and (self._is_marked or self._answer.num_calls or self._at is _At.CALL)
+        ):
             self._raw = ""
         yield from self._give_back()
         yield from self._answer.finish()

@@ -12,6 +12,7 @@ from cadenza.gateway.fields.tables import APIS
 from cadenza.loop_thread import LoopThread
 from tests.helpers.gateway import gateway
 from tests.helpers.scheduler_world import world
+from tests.helpers.tool_models import hermes_tokenizer, saved
 
 TEXTS = st.one_of(st.text(max_size=20), st.sampled_from(["", "\ud800", "\x00", "user", "toy", "Hello", "a" * 5000]))
 NUMBERS = st.one_of(
@@ -39,7 +40,30 @@ PROMPTS = st.one_of(
     st.lists(st.integers(-1, 600), max_size=5),
     st.lists(st.lists(st.integers(0, 511), max_size=3), max_size=3),
 )
+FUNCTIONS = st.fixed_dictionaries(
+    {"name": st.sampled_from(["f", "g", "a b", ""])},
+    optional={"parameters": st.one_of(st.just({"type": "object"}), ANYTHING), "strict": SCALARS, "description": TEXTS},
+)
+TOOLS = st.lists(
+    st.one_of(
+        st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTIONS}),
+        FUNCTIONS.map(lambda function: {"type": "function", **function}),
+        st.fixed_dictionaries({"name": st.just("f"), "input_schema": st.one_of(st.just({"type": "object"}), ANYTHING)}),
+        ANYTHING,
+    ),
+    max_size=3,
+)
+CHOICES = st.one_of(
+    st.sampled_from(["auto", "none", "required"]),
+    st.fixed_dictionaries({"type": st.sampled_from(["function", "auto", "any", "tool", "allowed_tools"])}),
+    st.just({"type": "function", "function": {"name": "f"}}),
+    ANYTHING,
+)
 LIKELY = {
+    "tools": TOOLS,
+    "tool_choice": CHOICES,
+    "thinking": st.one_of(st.fixed_dictionaries({"type": st.one_of(st.just("enabled"), ANYTHING)}), ANYTHING),
+    "reasoning": st.one_of(st.fixed_dictionaries({"effort": SCALARS}), ANYTHING),
     "messages": MESSAGES,
     "prompt": PROMPTS,
     "input": st.one_of(TEXTS, MESSAGES),
@@ -71,8 +95,8 @@ def requests(draw):
     return path, body
 
 
-def test_no_body_makes_the_gateway_fail_or_leaves_a_request_behind(tokenizer_folder, caplog):
-    loop, opened = LoopThread.shared(), world(tokenizer=tokenizer_folder)
+def test_no_body_makes_the_gateway_fail_or_leaves_a_request_behind(tmp_path, caplog):
+    loop, opened = LoopThread.shared(), world(tokenizer=saved(hermes_tokenizer(), tmp_path))
     w = loop.run(opened.__aenter__())
     door = gateway(w.target)
     g = loop.run(door.__aenter__())

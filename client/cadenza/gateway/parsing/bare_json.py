@@ -31,6 +31,8 @@ class BareJsonParser:
         if not is_mark or self._at is _At.OBJECT:
             yield from self._text(shown_of(piece))
             return
+        if self._at is _At.BETWEEN:
+            self._objects.drop()
         yield from self._objects.give_back()
         self._at, self._is_marked, self._objects.before = _At.START, True, shown_of(piece)
 

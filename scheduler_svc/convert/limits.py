@@ -146,8 +146,8 @@ def _limited(message: Message, path: str) -> Iterable[tuple[str, str, Any]]:
 def _check(path: str, value: Any, limit: Limit) -> None:
     if limit.items is not None and len(value) > limit.items:
         raise RequestRejectedError(path, f"has {len(value)} entries; at most {limit.items} are allowed")
-    if limit.total is not None and sum(map(len, value)) > limit.total:
-        raise RequestRejectedError(path, f"has over {limit.total} characters in all its entries")
+    if limit.total is not None and (total := sum(map(len, value))) > limit.total:
+        raise RequestRejectedError(path, f"has {total} characters in all; at most {limit.total} are allowed")
     if limit.length is None:
         return
     if isinstance(value, (str, bytes)):
@@ -167,9 +167,11 @@ def _check_alone(path: str, prompt: Sequence[types_pb2.PromptPart]) -> None:
 
 
 def _check_tool_calls(path: str, messages: Iterable[types_pb2.ChatMessage]) -> None:
-    """Check the number of all calls, before each of them is."""
+    """Check the number of all calls, before each of them is; a list that is too long by itself is found with them."""
     num_calls = 0
     for index, message in enumerate(messages):
+        if len(message.tool_calls) > MAX_TOOL_CALLS:
+            return
         num_calls += len(message.tool_calls)
         if num_calls > MAX_TOOL_CALLS:
             raise RequestRejectedError(

@@ -61,6 +61,9 @@ def test_every_limit_has_its_rows(name):
         for number in filter(None, (limit.length, limit.items)):
             expected = rf"has {number + 1} \w+; at most {number} are allowed"
             assert any(re.fullmatch(expected, message) for message in messages), (call, path, number)
+        if limit.total is not None:
+            expected = f"has {limit.total + 1} characters in all; at most {limit.total} are allowed"
+            assert expected in messages, (call, path)
     assert holders
 
 

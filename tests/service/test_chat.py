@@ -206,9 +206,9 @@ def test_chat_goes_on_after_a_refusal_and_keeps_what_was_said(town, tokenizer, c
     rendered_chats = []
     encode_chat = type(town.service._model.tokenizer).encode_chat
 
-    def noting(self, messages, **options):
-        rendered_chats.append([(message["role"], message["content"]) for message in messages])
-        return encode_chat(self, messages, **options)
+    def noting(self, chat):
+        rendered_chats.append([(message.role, message.content) for message in chat.messages])
+        return encode_chat(self, chat)
 
     monkeypatch.setattr(type(town.service._model.tokenizer), "encode_chat", noting)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nno\n再来\n"))

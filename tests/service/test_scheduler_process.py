@@ -108,6 +108,22 @@ async def test_a_wrong_tokenizer_is_known_before_the_executor():
         assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% if %}", "the chat template does not compile: line 1: Expected an expression"),
+        ("/nosuch/file", "'/nosuch/file' is no template, and no file: No such file or directory"),
+    ],
+)
+async def test_a_wrong_chat_template_is_known_at_once(template, message):
+    arguments = ("--executor", "127.0.0.1:1", "--no-skip-tokenizer-init", "--chat-template", template)
+    async with started(*arguments) as process:
+        code, errors = await ended(process)
+        assert code == 2
+        assert errors.splitlines()[-1].startswith(f"error: --chat-template: {message}")
+        assert "Traceback" not in errors
+
+
 async def test_another_scheduler_at_the_start():
     refusal = (grpc.StatusCode.PERMISSION_DENIED, "scheduler x holds this executor")
     async with executor_served(refuse=refusal) as (_, target), started("--executor", target) as process:

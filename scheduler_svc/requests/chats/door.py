@@ -32,16 +32,20 @@ class RenderDoor:
         self.child: AnsweringChild | None = None
         self._render_s = render_s
         self._max_bytes = max_bytes
+        self._is_used = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat door")
 
     async def render(self, job: Job) -> str:
         """Return a chat as text; raises ChatError."""
+        self._is_used = True
         # If the call is cancelled meanwhile, the thread goes on, so that the child's answers stay in order.
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._render, job)
 
     def close(self) -> None:
         """End the child once the chats that wait are rendered, without waiting for that."""
-        self._thread.submit(self._end)
+        if self._is_used:
+            self._is_used = False
+            self._thread.submit(self._end)
         self._thread.shutdown(wait=False)
 
     # ------------------------------------------------------------ on the thread

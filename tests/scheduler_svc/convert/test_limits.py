@@ -13,7 +13,7 @@ from scheduler_svc.core.errors import RequestRejectedError
 from tests.helpers.paths import ROOT
 
 PROTOS = ROOT / "protos" / "cadenza" / "v1"
-SUMMED = {"PromptPart.text", "TokenIds.ids", "ChatMessage.content"}
+SUMMED = {"PromptPart.text", "TokenIds.ids", "ChatMessage.content", "ChatMessage.reasoning_content"}
 """Limited over the whole prompt."""
 REFUSED_WHOLE = {"GenerateRequest.extra_hash_keys", "PromptPart.media"}
 """Reserved: any value is refused, whatever its length."""
@@ -33,7 +33,7 @@ def comment_of(name):
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_comment_states_the_limit(name):
     limit, comment = LIMITS[name], comment_of(name)
-    for number in filter(None, (limit.length, limit.items)):
+    for number in filter(None, (limit.length, limit.items, limit.total)):
         assert re.search(rf"(?<![\d,]){number:,}(?!,?\d)", comment), comment
     assert ("no control characters" in comment) == limit.is_id
 
@@ -78,7 +78,7 @@ def test_paths_name_the_item():
     assert refused(pb.GenerateRequest(sampling_params={"stop": ["a", "x" * 1025]})) == "sampling_params.stop[1]"
     turns = [types_pb2.ChatMessage(role="user"), types_pb2.ChatMessage(role="r" * 65)]
     assert refused(pb.TokenizeRequest(prompt=[{"chat": {"messages": turns}}])) == "prompt[0].chat.messages[1].role"
-    halves = [{"chat": {"messages": [{"content": "x" * (MAX_PROMPT_CHARS // 2)}]}}, {"text": "x" * 9_000_000}]
+    halves = [{"text": "x" * (MAX_PROMPT_CHARS // 2)}, {"text": "x" * 9_000_000}]
     assert refused(pb.GenerateRequest(prompt=halves)) == "prompt[1]"
 
 
@@ -92,3 +92,36 @@ def test_ids_may_be_any_text_but_control_characters():
     check_limits(pb.AbortRequest(request_id="名前 é 👍🏽 / .. '\""))
     for character in "\x00\t\n\x1b\x7f\x85\x9f":
         assert refused(pb.AbortRequest(request_id="a" + character)) == "request_id"
+
+
+def chat(*messages, **fields):
+    return pb.GenerateRequest(prompt=[{"chat": {"messages": messages, **fields}}])
+
+
+def test_the_texts_of_a_chat_are_added_up():
+    third = "x" * (MAX_PROMPT_CHARS // 3)
+    pieces = [third[index : index + 200_000] for index in (0, 200_000)]
+    calls = [{"name": "f", "arguments": piece} for piece in pieces]
+    message = {"role": "assistant", "content": third, "reasoning_content": third, "tool_calls": calls}
+    check_limits(chat(message))
+    assert refused(chat(message, {"role": "user", "content": "xx"})) == "prompt[0]"
+
+
+def test_the_texts_of_a_list_are_added_up():
+    for name in ("tools", "documents"):
+        check_limits(chat(**{name: ["x" * 524_288] * 2}))
+        assert refused(chat(**{name: ["x" * 524_288] * 2 + ["x"]})) == f"prompt[0].chat.{name}"
+
+
+def test_calls_of_all_messages_are_counted():
+    message = {"role": "assistant", "tool_calls": [{"name": "f"}] * 256}
+    check_limits(chat(message, message))
+    more = [{"name": "n" * 257}]
+    assert refused(chat(message, message, {"tool_calls": more})) == "prompt[0].chat.messages[2].tool_calls"
+    assert refused(chat(message, {"tool_calls": more})) == "prompt[0].chat.messages[1].tool_calls[0].name"
+
+
+def test_a_chat_is_alone():
+    prompt = [{"text": "a"}, {"chat": {"messages": [{"role": "r" * 65}]}}]
+    assert refused(pb.GenerateRequest(prompt=prompt)) == "prompt[1].chat"
+    assert refused(pb.TokenizeRequest(prompt=prompt)) == "prompt[1].chat"

@@ -14,8 +14,10 @@ from scheduler_svc.convert.limits import check_limits
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.requests.chats.renderer import ChatSettings
+from scheduler_svc.requests.tokenizer import Tokenizer
 from tests.helpers.core_sampling import core_sampling
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.toy_tokenizers import byte_level, hf_byte_level
 
 MODEL = ModelDescription(
     name="toy", architecture="Toy", vocab_size=512, max_model_len=64, dtype="float32", num_parameters=1, tokenizer="",
@@ -193,6 +195,59 @@ def test_paths_of_refusals():
     for most in (65, 2**32 - 1):
         assert refused(speculation=pb.SpeculationParams(num_draft_tokens=most)) == "speculation.num_draft_tokens"
     assert refused(extra_hash_keys=[b"x"]) == "extra_hash_keys"
+
+
+def turns(*messages, **fields):
+    return types_pb2.PromptPart(chat=types_pb2.Chat(messages=messages, **fields))
+
+
+def test_paths_of_what_a_chat_cannot_have():
+    user = {"role": "user", "content": "x"}
+    calling = {"role": "assistant", "tool_calls": [{"name": "f"}, {"name": "g", "arguments": "[]"}]}
+    at = "prompt[0].chat"
+    assert refused(prompt=[turns(user, {"role": "assistant"})]) == f"{at}.messages[1].content"
+    assert refused(prompt=[turns({"content": "x"})]) == f"{at}.messages[0].role"
+    assert refused(prompt=[turns(user, calling)]) == f"{at}.messages[1].tool_calls[1].arguments"
+    unnamed = {"role": "assistant", "tool_calls": [{"arguments": "{}"}]}
+    assert refused(prompt=[turns(user, unnamed)]) == f"{at}.messages[1].tool_calls[0].name"
+    assert refused(prompt=[turns(user, tools=["{}", "x"])]) == f"{at}.tools[1]"
+    assert refused(prompt=[turns(user, documents=["3"])]) == f"{at}.documents[0]"
+    assert refused(prompt=[turns(user, template_kwargs="{\"tools\": []}")]) == f"{at}.template_kwargs"
+    assert refused(prompt=[turns(user, template="{{ 1 }}")]) == f"{at}.template"
+    thought = {"role": "assistant", "reasoning_content": "x"}
+    assert refused(prompt=[turns(user, thought, continue_final_message=True)]) == f"{at}.messages[1].content"
+    assert refused(prompt=[turns({"role": "refused", "content": "x"})]) == at
+    build(prompt=[turns(user, thought, {"role": "assistant", "tool_calls": [{"name": "f"}]})])
+
+
+async def test_long_chats_are_rendered_in_another_process():
+    tokenizer = Tokenizer(hf_byte_level(), "toy", ChatSettings(trusts_requests=True))
+    builder = RequestBuilder(MODEL, tokenizer, max_model_len=64)
+
+    async def last_ids(message):
+        params = types_pb2.SamplingParams(truncate_prompt_tokens=8)
+        fields = request_fields(pb.GenerateRequest(prompt=[message], sampling_params=params))
+        assert not builder.is_short(fields)
+        built = await builder.build_off_loop(fields, now=0.0, time_left_s=None)
+        assert await builder.tokenize_off_loop(fields.prompt) == tokenizer.encode(expected)
+        return list(built.spec.prompt_token_ids)
+
+    try:
+        expected = f"<|im_start|>user\n{'Hi ' * 3000}<|im_end|>\n<|im_start|>assistant\n"
+        assert await last_ids(chat(("user", "Hi " * 3000))) == tokenizer.encode(expected)[-8:]
+        expected = "Hello, world!"
+        assert await last_ids(chat(("user", "x"), template="Hello, world!")) == tokenizer.encode(expected)[-8:]
+        for wrong, field in (
+            (chat(("refused", "x" * 5000)), "prompt[0].chat"),
+            (chat(("user", "x" * 5000), tools=["[]"]), "prompt[0].chat.tools[0]"),
+            (chat(("user", "x"), template="{{"), "prompt[0].chat.template"),
+            (chat(("", "x" * 5000)), "prompt[0].chat.messages[0].role"),
+        ):
+            with pytest.raises(RequestRejectedError) as caught:
+                await last_ids(wrong)
+            assert caught.value.field == field
+    finally:
+        tokenizer.close()
 
 
 def test_no_chat_template_is_a_precondition():

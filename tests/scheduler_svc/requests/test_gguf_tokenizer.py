@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 
+from scheduler_svc.requests.chats.fields import ChatFields, MessageFields
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from tests.helpers.gguf_vocabularies import DEMO, Pairs, recorded, vocabulary, write_vocabulary
 
-CHAT = [{"role": "user", "content": "Hi"}]
+CHAT = ChatFields((MessageFields("user", "Hi"),), add_generation_prompt=False)
 BYTE_LEVEL, SENTENCEPIECE = "bpe-llama-bpe", "spm-llama"
 
 
@@ -81,9 +82,7 @@ def test_normal_tokens_that_are_named_stay_normal(tmp_path: Path) -> None:
     assert not tokenizer.special_ids & set(ids)
     template = {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
     tokenizer = load(tmp_path, vocabulary("bpe-normal-special") | template)
-    assert tokenizer.encode_chat(CHAT, add_generation_prompt=False, continue_final_message=False) == tokenizer.encode(
-        "CHi"
-    )
+    assert tokenizer.encode_chat(CHAT) == tokenizer.encode("CHi")
 
 
 def test_words_without_a_token_have_their_bytes(tmp_path: Path) -> None:
@@ -104,10 +103,10 @@ def test_chat_template(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}{{ eos_token }}{% endfor %}"
     pairs = vocabulary(BYTE_LEVEL)
     tokenizer = load(tmp_path, pairs | {"tokenizer.chat_template": template})
-    ids = tokenizer.encode_chat(CHAT, add_generation_prompt=False, continue_final_message=False)
+    ids = tokenizer.encode_chat(CHAT)
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|im_start|>Hi</s>"
     assert ids[:2] == [pairs["bos_token_id"], pairs["tokens"].index("<|im_start|>")]
-    assert not load(tmp_path, pairs).has_chat_template
+    assert not load(tmp_path, pairs).chats.templates
 
 
 def test_ids_equal_those_of_the_folder_that_the_file_was_made_of(tmp_path: Path) -> None:

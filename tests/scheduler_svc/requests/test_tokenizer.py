@@ -7,8 +7,11 @@ import threading
 
 import pytest
 
-from scheduler_svc.requests.tokenizer import ChatTemplateError, NoChatTemplateError, TokenizerError, load_tokenizer
-from tests.helpers.toy_tokenizers import byte_level, hf_byte_level
+from scheduler_svc.requests.chats.errors import ChatError
+from scheduler_svc.requests.chats.renderer import ChatSettings
+from scheduler_svc.requests.tokenizer import MAX_ADDED_TOKENS, AddedToken, TokenizerError, load_tokenizer
+from tests.helpers.chats import chat_of
+from tests.helpers.toy_tokenizers import SPECIAL, TEMPLATE, byte_level, hf_byte_level
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -24,7 +27,7 @@ def test_load_from_a_folder(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.vocab_size == byte_level().vocab_size <= 512
     assert tokenizer.special_ids == {0, 1, 2}
-    assert tokenizer.has_chat_template
+    assert tokenizer.chats.templates == {"default": TEMPLATE}
     text = "Hello, 你好 😀 <|im_end|>"
     assert tokenizer.encode(text) == byte_level().encode(text)
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
@@ -84,16 +87,38 @@ def test_chat():
     tokenizer = byte_level()
 
     def render(messages, **options):
-        options = {"add_generation_prompt": False, "continue_final_message": False} | options
-        return tokenizer.decode(tokenizer.encode_chat(messages, **options), skip_special_tokens=False)
+        options = {"add_generation_prompt": False} | options
+        return tokenizer.decode(tokenizer.encode_chat(chat_of(messages, **options)), skip_special_tokens=False)
 
     assert render([USER]) == "<|im_start|>user\nHi<|im_end|>\n"
     assert render([USER], add_generation_prompt=True).endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert render([USER], continue_final_message=True) == "<|im_start|>user\nHi"
-    with pytest.raises(ChatTemplateError, match="no such role"):
+    with pytest.raises(ChatError, match="no such role"):
         render([{"role": "refused", "content": ""}])
-    with pytest.raises(NoChatTemplateError):
-        byte_level(template=False).encode_chat([USER], add_generation_prompt=True, continue_final_message=False)
+    with pytest.raises(ChatError, match="the tokenizer has no chat template"):
+        byte_level(template=False).encode_chat(chat_of([USER]))
+
+
+def test_several_templates_and_one_in_their_place(tmp_path):
+    inner = hf_byte_level()
+    inner.chat_template = {"default": "d{{ eos_token }}", "tool_use": "t"}
+    inner.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.decode(tokenizer.encode_chat(chat_of([USER])), skip_special_tokens=False) == "d<|endoftext|>"
+    assert tokenizer.encode_chat(chat_of([USER], tools=[{}])) == tokenizer.encode("t")
+    replaced = load_tokenizer(str(tmp_path), chats=ChatSettings("new"))
+    assert replaced.encode_chat(chat_of([USER], tools=[{}])) == replaced.encode("new")
+
+
+def test_added_tokens_are_named(tmp_path):
+    inner = hf_byte_level()
+    inner.add_tokens(["<tool_call>", *(f"<more{index}>" for index in range(5000))])
+    inner.save_pretrained(tmp_path)
+    tokens = load_tokenizer(str(tmp_path)).added_tokens
+    assert tokens[:3] == tuple(AddedToken(index, text, True) for index, text in enumerate(SPECIAL))
+    assert tokens[3] == AddedToken(byte_level().vocab_size, "<tool_call>", False)
+    assert len(tokens) == MAX_ADDED_TOKENS
+    assert [each.token_id for each in tokens] == sorted(each.token_id for each in tokens)
 
 
 async def test_long_work_leaves_the_event_loop():

@@ -34,11 +34,11 @@ def whole(tokens: Sequence[Token], finish: FinishReason = "stop") -> CompletionO
 def deltas(
     tokens: Sequence[Token], sizes: Sequence[int], lags: Sequence[int], finish: FinishReason = "stop"
 ) -> list[CompletionOutput]:
-    """The output in deltas: numbers of tokens, and of characters that are held back after each; both as far as they go."""
+    """The output in deltas: numbers of tokens, and of characters that are held back after each."""
     text = "".join(token.shown for token in tokens)
     found: list[CompletionOutput] = []
     num_tokens = num_chars = num_due = 0
-    steps = list(zip(sizes, [*lags, *[0] * len(sizes)], strict=False)) + [(len(tokens), 0)]
+    steps = [*zip(sizes, [*lags, *([0] * len(sizes))], strict=False), (len(tokens), 0)]
     for size, lag in steps:
         new = tokens[num_tokens : num_tokens + size]
         num_tokens += len(new)

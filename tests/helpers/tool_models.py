@@ -29,7 +29,9 @@ def hermes_tokenizer() -> PreTrainedTokenizerFast:
 def mistral_tokenizer() -> PreTrainedTokenizerFast:
     """The markers are special tokens: texts are without them."""
     inner = hf_byte_level()
-    inner.add_tokens([AddedToken(text, special=True, normalized=False) for text in MISTRAL_MARKERS], special_tokens=True)
+    inner.add_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in MISTRAL_MARKERS], special_tokens=True
+    )
     inner.chat_template = MISTRAL
     return inner
 
@@ -42,4 +44,4 @@ def saved(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
     """A call as Hermes writes it."""
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

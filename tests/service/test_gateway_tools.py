@@ -1,4 +1,4 @@
-"""Calls that keep to their schemas: a tiny random model, which never wants to call, before the gateway and both SDKs."""
+"""Calls that keep to their schemas: a tiny random model, which never wants to, before the gateway and both SDKs."""
 
 from __future__ import annotations
 

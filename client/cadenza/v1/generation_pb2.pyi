@@ -122,6 +122,7 @@ class GenerateRequest(_message.Message):
     EXTRA_HASH_KEYS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    RETURN_TEXT_ENDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, at most 128 characters, no control characters; unique within the tenant while the request is
     unfinished or its results are kept; empty: the server generates one, but a session requires it. The same id with
@@ -151,6 +152,8 @@ class GenerateRequest(_message.Message):
     --otlp-traces-endpoint; at most 128 characters. It overrides the call's metadata `traceparent`. It is no part of the
     body by which a repeated request is recognized, and one that is malformed is ignored.
     """
+    return_text_ends: _builtins.bool
+    """Return text_ends with each output."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptPart]:
         """The prompt's parts, in order; 1 to 1,024, or none with resume."""
@@ -162,7 +165,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> Global___ResumePoint:
         """Continue the request with this id from these positions. Of the other fields only request_id, output_mode,
-        return_prompt_token_ids and traceparent may be set.
+        return_prompt_token_ids, return_text_ends and traceparent may be set.
         """
 
     @_builtins.property
@@ -191,10 +194,11 @@ class GenerateRequest(_message.Message):
         extra_hash_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         expected_output_tokens: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
+        return_text_ends: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "return_text_ends", b"return_text_ends", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enable_prefix_caching: _TypeAlias = _typing.Literal["enable_prefix_caching"]  # noqa: Y015
     _WhichOneofArgType__enable_prefix_caching: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching"]  # noqa: Y015
@@ -397,6 +401,7 @@ class SampleOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
+    TEXT_ENDS_FIELD_NUMBER: _builtins.int
     sample_index: _builtins.int
     """Sample index, from 0."""
     first_token_index: _builtins.int
@@ -421,6 +426,14 @@ class SampleOutput(_message.Message):
     def finish(self) -> _types_pb2.Finish:
         """The finish; absent while the sample runs."""
 
+    @_builtins.property
+    def text_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the text of each token above ends in the sample's text, in Unicode code points, with return_text_ends. It may
+        be after the end of what has been sent, where text is held back, and it never decreases. A token that is left out
+        of the text, as a special one, ends where it would stand. Bytes of an incomplete character count with the token
+        that completes it.
+        """
+
     def __init__(
         self,
         *,
@@ -432,10 +445,11 @@ class SampleOutput(_message.Message):
         logprobs: _types_pb2.LogprobColumns | None = ...,
         finish: _types_pb2.Finish | None = ...,
         cumulative_logprob: _builtins.float | None = ...,
+        text_ends: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish", b"finish", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish", b"finish", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "sample_index", b"sample_index", "text", b"text", "text_offset", b"text_offset", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish", b"finish", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "sample_index", b"sample_index", "text", b"text", "text_ends", b"text_ends", "text_offset", b"text_offset", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
     _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015

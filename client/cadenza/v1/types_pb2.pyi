@@ -760,8 +760,9 @@ class Chat(_message.Message):
     empty: none. Names of what this message has in fields of their own are refused.
     """
     template: _builtins.str
-    """A Jinja template in place of the model's; at most 262,144 characters; empty: the model's. Refused unless the server
-    is started with --trust-request-chat-template.
+    """The name of one of the model's templates, or a Jinja template in place of them; at most 262,144 characters; empty:
+    the model's default, or tool_use if there is one and tools are given. A template is refused unless the server is
+    started with --trust-request-chat-template.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
@@ -770,7 +771,8 @@ class Chat(_message.Message):
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Functions that the model may call, each a JSON object as OpenAI writes it: {"type": "function", "function": {"name",
-        "description", "parameters"}}; at most 512, and 1,048,576 characters in all. The template sees them as `tools`.
+        "description", "parameters"}}, nested at most 64 deep; at most 512, and 1,048,576 characters in all. The template
+        sees them as `tools`.
         """
 
     @_builtins.property
@@ -829,7 +831,7 @@ class ChatMessage(_message.Message):
     """The assistant's thought before its content. The template sees it as `reasoning_content`."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Calls that the assistant made in this turn; at most 512."""
+        """Calls that the assistant made in this turn; at most 512 in all messages of a chat."""
 
     def __init__(
         self,
@@ -872,7 +874,7 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """The function's name; 1 to 256 characters."""
     arguments: _builtins.str
-    """Its arguments, a JSON object; at most 262,144 characters; empty: {}."""
+    """Its arguments, a JSON object nested at most 64 deep; at most 262,144 characters; empty: {}."""
     def __init__(
         self,
         *,

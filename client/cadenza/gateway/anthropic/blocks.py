@@ -108,7 +108,7 @@ def _user(blocks: Sequence[Mapping[str, Any]], role: str, where: str) -> list[di
 
 def _block(block: Any, where: str, kinds: Sequence[str]) -> Mapping[str, Any]:
     kind = block.get("type") if isinstance(block, Mapping) else None
-    if not isinstance(block, Mapping) or kind not in kinds:
+    if not isinstance(block, Mapping) or not isinstance(kind, str) or kind not in kinds:
         what = shown(block if kind is None else kind)
         raise bad_request(f"{where}: blocks of type {', '.join(kinds)} are supported, not {what}", "messages")
     for name in block:

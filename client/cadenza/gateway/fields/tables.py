@@ -92,7 +92,8 @@ CHAT = by_name(
     _OF_CALLERS,
     (
         honoured(
-            "messages", "a list",
+            "messages",
+            "a list",
             "role, content (a text or text parts), name, tool_calls, tool_call_id, reasoning_content or reasoning",
         ),
         honoured("max_tokens", "an integer", "the old name of max_completion_tokens"),
@@ -105,7 +106,8 @@ CHAT = by_name(
         refused("add_special_tokens", "the template writes them", "honoured", (False,)),
         honoured("tools", "a list", "functions; strict holds their arguments to the schema", "strict has no effect"),
         honoured(
-            "tool_choice", "a string or an object",
+            "tool_choice",
+            "a string or an object",
             "none (tools are not in the prompt), auto, required, a function, or allowed_tools",
             "no allowed_tools; with none, tools are in the prompt",
         ),
@@ -134,7 +136,8 @@ RESPONSES = by_name(
     _OF_CALLERS,
     (
         honoured(
-            "input", "a string or a list",
+            "input",
+            "a string or a list",
             "a text, or items: message with text parts, function_call, function_call_output, reasoning",
         ),
         honoured("instructions", "a string", "a system message before the input"),
@@ -178,7 +181,8 @@ MESSAGES = by_name(
     (
         honoured("model", "a string", "the served model or one of its names, or a LoRA adapter"),
         honoured(
-            "messages", "a list",
+            "messages",
+            "a list",
             "role user or assistant; content is a text, or blocks: text, tool_use, tool_result, thinking",
         ),
         honoured("system", "a string or a list", "a text or text blocks"),
@@ -194,7 +198,8 @@ MESSAGES = by_name(
         honoured("tools", "a list", "name, description, input_schema, strict; of the caller's own", "no strict"),
         honoured("tool_choice", "an object", "auto, any, tool or none, and disable_parallel_tool_use"),
         honoured(
-            "thinking", "an object",
+            "thinking",
+            "an object",
             "enabled or adaptive: thinking blocks, and enable_thinking for the template; budget_tokens is no limit",
         ),
         refused("container", "there are none", "ignored"),
@@ -262,6 +267,7 @@ RENAMED = {
     "/v1/chat/completions": {**_OF_CHATS, "grammar": "structured_outputs"},
     "/v1/responses": {
         "prompt": "input",
+        "messages": "input",
         "logprobs": "top_logprobs",
         "max_tokens": "max_output_tokens",
         "grammar": "text",

@@ -102,9 +102,7 @@ class ResponseItems:
         item = self.output[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            yield self._of_item(
-                "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
-            )
+            yield self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
             (part,) = item["content"]
             text = {name: value for name, value in part.items() if name in ("text", "logprobs")}

@@ -235,9 +235,9 @@ class _ResponseEvents:
         reason = openai_body(error)["error"]
         response = self._read.object("failed", [], error={"code": "server_error", "message": error.message})
         code = reason["code"] or reason["type"]
-        return self._event({"type": "error", "code": code, "message": error.message, "param": error.param}) + self._event(
-            {"type": "response.failed", "response": response}
-        )
+        return self._event(
+            {"type": "error", "code": code, "message": error.message, "param": error.param}
+        ) + self._event({"type": "response.failed", "response": response})
 
     def _event(self, event: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from enum import Enum
 
-from cadenza.gateway.parsing.parts import Mark, Part, Piece, Role
 from cadenza.gateway.parsing.calls import Answer, ObjectReader, shown_of
+from cadenza.gateway.parsing.parts import Mark, Part, Piece, Role
 
 
 class _At(Enum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
-from cadenza.gateway.parsing.parts import CallArguments, CallBegin, Content, Mark, Part, Piece
 from cadenza.gateway.parsing.call_json import CallObject
+from cadenza.gateway.parsing.parts import CallArguments, CallBegin, Content, Mark, Part, Piece
 
 
 class CallParser(Protocol):

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 
-from cadenza.gateway.parsing.parts import Mark, Part, Piece, Role
 from cadenza.gateway.parsing.call_json import MAX_NAME, ValueEnd
-from cadenza.gateway.parsing.calls import Answer, ObjectReader, shown_of
+from cadenza.gateway.parsing.calls import Answer, ObjectReader
+from cadenza.gateway.parsing.parts import Mark, Part, Piece, Role
 
 _NAME = re.compile(r"[\w.:/-]+")
 
@@ -69,20 +69,21 @@ class MistralParser:
                 if not self._objects.is_open:
                     self._at = _At.LIST if is_call else _At.CONTENT
                 continue
+            if self._at is _At.LIST and text[index] == "{":
+                self._objects.before, self._raw = self._raw, ""
+                self._objects.open()
+                self._at = _At.OBJECT
+                continue
             yield from self._take(text[index])
-            index += self._at is not _At.OBJECT
+            index += 1
 
     def _take(self, char: str) -> Iterator[Part]:
-        """Take a character outside of content and objects; one that opens an object is not taken."""
+        """Take a character outside of content and objects."""
         match self._at:
             case _At.ARGUMENTS:
                 yield from self._answer.arguments(char)
                 if self._end.is_last(char):
                     self._at = _At.CONTENT
-            case _At.LIST if char == "{":
-                self._objects.before, self._raw = self._raw, ""
-                self._objects.open()
-                self._at = _At.OBJECT
             case _At.LIST if char == "]":
                 is_empty = not self._answer.num_calls
                 yield from self._give_back(char) if is_empty else self._end_list()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cadenza.gateway.parsing.formats import Formats
-from cadenza.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Piece, Role, Thought
-from cadenza.gateway.parsing.pieces import PieceReader
-from cadenza.gateway.parsing.reasoning import Opening, ReasoningSplitter, opening_of_ids
 from cadenza.gateway.parsing.bare_json import BareJsonParser
 from cadenza.gateway.parsing.calls import CallParser, shown_of
+from cadenza.gateway.parsing.formats import Formats
 from cadenza.gateway.parsing.hermes import HermesParser
 from cadenza.gateway.parsing.mistral import MistralParser
+from cadenza.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Piece, Role, Thought
+from cadenza.gateway.parsing.pieces import PieceReader
 from cadenza.gateway.parsing.pythonic import PythonicParser
+from cadenza.gateway.parsing.reasoning import Opening, ReasoningSplitter, opening_of_ids
 from cadenza.outputs import CompletionOutput
 
 

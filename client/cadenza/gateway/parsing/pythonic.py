@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from enum import Enum
 
-from cadenza.gateway.parsing.parts import Mark, Part, Piece, Role
 from cadenza.gateway.parsing.calls import Answer, shown_of
+from cadenza.gateway.parsing.parts import Mark, Part, Piece, Role
 from cadenza.gateway.parsing.python_call import MAX_CHARS, NAME, CallEnd, arguments_of
 
 _BREAKS = {"\n": "\\n", "\r": "\\r"}
@@ -22,7 +22,7 @@ class _At(Enum):
 
 
 class PythonicParser:
-    """Reads one answer. Only the names of tools tell a call from other text in brackets; a call is given when it ends."""
+    """Reads one answer. Only the names of tools tell calls from other text in brackets; one is given when it ends."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._answer = Answer()
@@ -52,9 +52,7 @@ class PythonicParser:
 
     def finish(self, *, is_cut: bool) -> Iterator[Part]:
         """As CallParser."""
-        if self._at is _At.BETWEEN or (
-            is_cut and (self._is_marked or self._answer.num_calls or self._at is _At.CALL)
-        ):
+        if self._at is _At.BETWEEN or (is_cut and (self._is_marked or self._answer.num_calls or self._at is _At.CALL)):
             self._raw = ""
         yield from self._give_back()
         yield from self._answer.finish()

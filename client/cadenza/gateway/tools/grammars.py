@@ -22,7 +22,17 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _ANY_TEXT = "(?s:.*)"
 _SPACE = r"SPACE: /\s{0,4}/"
 _KWARGS_KEYS = frozenset(
-    ("type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$defs", "definitions")
+    (
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "title",
+        "description",
+        "$schema",
+        "$defs",
+        "definitions",
+    )
 )
 """What a schema of arguments may have that are written as Python's."""
 _COMMA = '", "'
@@ -190,7 +200,7 @@ class _Writer:
         for place, (name, value) in enumerate(properties.items()):
             value = value if isinstance(value, dict) else {} if value is True else {"not": {}}
             self.rules.append(f"args_{index}_{place}: {_literal(name + '=')} %json {_json({**value, **shared})}")
-        return f"call_{index}: {_literal(tool.name + '(')} {_arguments(index, list(properties), set(required))} \")\""
+        return f'call_{index}: {_literal(tool.name + "(")} {_arguments(index, list(properties), set(required))} ")"'
 
 
 def _arguments(index: int, names: Sequence[str], required: set[str]) -> str:

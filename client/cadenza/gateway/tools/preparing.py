@@ -24,8 +24,8 @@ from cadenza.structured_outputs import StructuredOutputsParams
 
 _TAIL_TOKENS = 32
 """Of a prompt: they hold the marker that ends it."""
-_LINE = re.compile(r"(?:at line |at |^)(\d+)\(\d+\)")
-"""Where a message of llguidance names a line of the grammar."""
+_LINE = re.compile(r"at (\d+)\(\d+\): (.*?)(?: \d+ \| .*)?")
+"""A message of llguidance: the line of the grammar, what is wrong, and the lines around it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,11 @@ class Prepared:
 
     def _of_tool(self, message: str) -> ApiError:
         message = message.rpartition("sampling_params.grammar.grammar: ")[2]
-        found = _LINE.search(message)
+        found = _LINE.fullmatch(message)
         index = None if found is None else tool_of_line(self.grammar, int(found[1]))
-        return bad_request(f"{'tools' if index is None else f'tools[{index}]'}: {message}"[:500], "tools")
+        if found is None or index is None:
+            return bad_request(f"tools: {message}"[:500], "tools")
+        return bad_request(f"tools[{index}]: {found[2]}"[:500], "tools")
 
 
 async def prepare(
@@ -119,9 +121,7 @@ def _schema_of(given: StructuredOutputsParams) -> dict[str, Any] | None:
     return schema if isinstance(schema, dict) else None
 
 
-def _behind_thought(
-    given: StructuredOutputsParams, formats: Formats, opening: Opening
-) -> StructuredOutputsParams:
+def _behind_thought(given: StructuredOutputsParams, formats: Formats, opening: Opening) -> StructuredOutputsParams:
     """A constraint on the answer alone."""
     if opening is Opening.CLOSED or given.start_after_token_ids:
         return given

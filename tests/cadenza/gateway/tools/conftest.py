@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.gateway import gateway
 from tests.helpers.scheduler_world import world
-from tests.helpers.scripted_executor import EOS
+from tests.helpers.scripted_executor import EOS, ScriptedExecutor
 from tests.helpers.tool_models import hermes_tokenizer, mistral_tokenizer, saved
 
 
@@ -23,14 +23,14 @@ def mistral_folder(tmp_path_factory):
 @pytest.fixture
 async def hermes(hermes_folder):
     """A gateway; its model writes what `script` was given."""
-    async with world(tokenizer=hermes_folder) as w, gateway(w.target) as g:
+    async with world(ScriptedExecutor(max_model_len=2048), tokenizer=hermes_folder) as w, gateway(w.target) as g:
         g.script = scripts(w, hermes_tokenizer())
         yield g
 
 
 @pytest.fixture
 async def mistral(mistral_folder):
-    async with world(tokenizer=mistral_folder) as w, gateway(w.target) as g:
+    async with world(ScriptedExecutor(max_model_len=2048), tokenizer=mistral_folder) as w, gateway(w.target) as g:
         g.script = scripts(w, mistral_tokenizer())
         yield g
 

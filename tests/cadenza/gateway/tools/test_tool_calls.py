@@ -21,12 +21,7 @@ ANTHROPIC = [
     }
     for tool in TOOLS
 ]
-TWO = (
-    "I look. "
-    + call_text("get_weather", {"city": "天津", "days": [1, 2]})
-    + "\n"
-    + call_text("get_time", {})
-)
+TWO = "I look. " + call_text("get_weather", {"city": "天津", "days": [1, 2]}) + "\n" + call_text("get_time", {})
 ARGUMENTS = [{"city": "天津", "days": [1, 2]}, {}]
 
 
@@ -83,9 +78,7 @@ async def test_the_prompt_has_the_tools_and_the_loop_goes_on(hermes):
     assert "tool_calls" not in choice["message"]
     call = turn | {"function": {"name": "get_weather", "arguments": {"city": "天津"}}}
     rendered = [messages[0], {"role": "assistant", "tool_calls": [call]}, messages[2]]
-    expected = hermes_tokenizer().apply_chat_template(
-        rendered, tools=TOOLS, add_generation_prompt=True, tokenize=False
-    )
+    expected = hermes_tokenizer().apply_chat_template(rendered, tools=TOOLS, add_generation_prompt=True, tokenize=False)
     assert answer["prompt_token_ids"] == hermes_tokenizer().encode(expected, add_special_tokens=False)
     counted = await hermes.post("/tokenize", {"messages": messages, "tools": TOOLS})
     assert counted["tokens"] == answer["prompt_token_ids"]
@@ -132,7 +125,7 @@ async def test_special_tokens_mark_calls_and_stay_out_of_texts(mistral):
     rows = [row for event in events[:-1] for c in event["choices"] if c["logprobs"] for row in c["logprobs"]["content"]]
     assert rows == choice["logprobs"]["content"]
     typed = mistral_tokenizer().encode("[TOOL", add_special_tokens=False) + mistral_tokenizer().encode(
-        '_CALLS]get_time[ARGS]{}', add_special_tokens=False
+        "_CALLS]get_time[ARGS]{}", add_special_tokens=False
     )
     assert not set(mistral_tokenizer().convert_tokens_to_ids(["[TOOL_CALLS]"])) & set(typed)
 
@@ -185,8 +178,14 @@ async def test_a_response_has_items(hermes):
     assert [event["output_index"] for event in added] == [event["output_index"] for event in done] == [0, 1, 2, 3]
     assert [event["item"] for event in done] == final
     for index, item in enumerate(final[2:], start=2):
-        deltas = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta" and e["output_index"] == index]
-        (end,) = [e for e in events if e["type"] == "response.function_call_arguments.done" and e["output_index"] == index]
+        deltas = [
+            e["delta"]
+            for e in events
+            if e["type"] == "response.function_call_arguments.delta" and e["output_index"] == index
+        ]
+        (end,) = [
+            e for e in events if e["type"] == "response.function_call_arguments.done" and e["output_index"] == index
+        ]
         assert "".join(deltas) == end["arguments"] == item["arguments"]
         assert end["item_id"] == item["id"]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -270,7 +269,13 @@ async def test_blocks_of_earlier_answers_are_turns(hermes):
         {"role": "tool", "tool_call_id": "t1", "content": "21"},
         {"role": "user", "content": "And?"},
     ]
-    tools = [WEATHER, {"type": "function", "function": {"name": "get_time", "description": "", "parameters": TIME["function"]["parameters"]}}]
+    tools = [
+        WEATHER,
+        {
+            "type": "function",
+            "function": {"name": "get_time", "description": "", "parameters": TIME["function"]["parameters"]},
+        },
+    ]
     expected = hermes_tokenizer().apply_chat_template(
         rendered, tools=tools, add_generation_prompt=True, return_dict=False
     )
@@ -285,7 +290,11 @@ async def test_blocks_of_earlier_answers_are_turns(hermes):
         ({"tools": [WEATHER, WEATHER]}, "tools", "tools[1]"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "tools[0]"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]}, "tools", "[0]"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+            "tools",
+            "[0]",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "tools", "tools[0]"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "always"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "h"),

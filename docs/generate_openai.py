@@ -107,7 +107,7 @@ Where it sees no format, requests with tools are refused.
 | `--tool-call-parser` | a call |
 |---|---|
 | `hermes` (Hermes, Qwen) | `<tool_call>{"name": "f", "arguments": {}}</tool_call>` |
-| `llama3_json` | the whole answer is `{"name": "f", "parameters": {}}`; several with `;`; after `<\\|python_tag\\|>` too |
+| `llama3_json` | the whole answer is `{"name": "f", "parameters": {}}`, several with `;`, or behind Llama's tag |
 | `pythonic` (Llama 3.2, 4) | the whole answer is `[f(a=1), g(b="x")]` |
 | `mistral` | `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, and the newer `[TOOL_CALLS]f[ARGS]{}` |
 

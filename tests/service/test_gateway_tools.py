@@ -108,9 +108,9 @@ def check(name: str, arguments: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_every_required_call_is_valid(urls, style):
     client = openai_client(urls[style])
-    options = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": "required", "max_tokens": 400}
+    options = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": "required", "max_tokens": 130}
     names = set()
-    for seed in range(6):
+    for seed in range(2):
         options |= {"seed": seed, "temperature": 1.2}
         answer = client.chat.completions.create(**options, parallel_tool_calls=bool(seed % 2))
         (choice,) = answer.choices
@@ -177,7 +177,8 @@ def test_a_named_tool_is_called_on_each_api(urls):
     result = {"type": "tool_result", "tool_use_id": block.id, "content": "21"}
     turns = [*USER, {"role": "assistant", "content": final.content}, {"role": "user", "content": [result]}]
     after = other.messages.create(**{**asked, "messages": turns, "tool_choice": {"type": "auto"}, "max_tokens": 3})
-    assert after.usage.input_tokens > message.usage.input_tokens
+    before, behind = (each.usage.input_tokens + each.usage.cache_read_input_tokens for each in (message, after))
+    assert behind > before
 
 
 @pytest.mark.parametrize("style", ["hermes", "hermes-plain", "mistral"])
@@ -185,14 +186,14 @@ def test_strict_tools_hold_calls_alone_to_their_schemas(urls, style):
     """A bias makes the model write the marker now and then."""
     client = openai_client(urls[style])
     strict = [{"type": "function", "function": {**tool, "strict": True}} for tool in (WEATHER, TIME)]
-    options = {"model": "tiny", "messages": USER, "tools": strict, "max_tokens": 200, "temperature": 1.0}
+    options = {"model": "tiny", "messages": USER, "tools": strict, "max_tokens": 130, "temperature": 1.0}
     marker = MARKERS[style.partition("-")[0]][0]
     bias = {}
     if style != "hermes-plain":
         found = openai_tokens(urls[style], marker)
         bias = {str(found[-1]): 6}
     num_calls = 0
-    for seed in range(6):
+    for seed in range(4):
         answer = client.chat.completions.create(**options, seed=seed, logit_bias=bias)
         (choice,) = answer.choices
         for call in choice.message.tool_calls or ():

@@ -20,7 +20,8 @@ from cadenza.gateway.tools.definitions import Tool, ToolUse
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as templates write it."""
 _ANY_TEXT = "(?s:.*)"
-_SPACE = r"SPACE: /\s{0,4}/"
+_SPACE = r"SPACE: /\n{0,2}/"
+"""Behind a thought, where models break the line."""
 _KWARGS_KEYS = frozenset(
     (
         "type",

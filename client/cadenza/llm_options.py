@@ -247,6 +247,13 @@ class LLMOptions(TypedDict, total=False):
     skip_tokenizer_init: bool | None
     """Load no tokenizer: prompts and outputs are token ids only. [default: off]"""
 
+    chat_template: str | None
+    """Jinja template of chats in place of the tokenizer's: a file, or the template itself."""
+
+    trust_request_chat_template: bool | None
+    """Let requests bring chat templates of their own: they are rendered in a sandbox, by a process with bounds on
+    memory and time; docs/security.md. [default: off]"""
+
     enable_prefix_caching: bool | None
     """Keep computed KV blocks for later prompts with the same prefix; a request can opt out. [default: on]"""
 
@@ -347,6 +354,13 @@ class LLMOptions(TypedDict, total=False):
 
     http_tls_key: str | None
     """PEM file of the key of --http-tls-cert."""
+
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "none"] | None
+    """How the model writes tool calls; auto: as its chat template shows; none: tools are refused. [default: auto]"""
+
+    reasoning_parser: Literal["auto", "deepseek_r1", "qwen3", "mistral", "none"] | None
+    """How the model writes its reasoning, which answers have apart from their content; auto: as its chat template or
+    its tokens show; none: it stays in the content. deepseek_r1: every answer begins with it. [default: auto]"""
 
     served_model_name: list[str] | None
     """Name of the model in the APIs; several times, or with commas, for several ones, of which answers have the first;

@@ -346,13 +346,6 @@ class SchedulerConfig(ServiceSettings):
             return {**values, "order": "fair"}
         return values
 
-    @field_validator("chat_template")
-    @classmethod
-    def _check_chat_template(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("skip_tokenizer_init"):
-            raise ValueError("needs a tokenizer, and --skip-tokenizer-init loads none")
-        return value
-
     @field_validator("max_queued_requests")
     @classmethod
     def _check_queue_limit(cls, value: int, info: ValidationInfo) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import grpc
 
 from cadenza import convert
 from cadenza.adapters import Adapter, AdapterInfo, Adapters, adapter_from_proto, adapter_name
-from cadenza.chats import ChatArguments, chat_options
+from cadenza.chats import JsonObjects, chat_options
 from cadenza.credentials import authorized, call_metadata, check_connection, chosen_token
 from cadenza.errors import UnavailableError, from_rpc_error
 from cadenza.forks import claim_grpc
@@ -144,19 +144,27 @@ class AsyncClient:
         messages: Messages | Sequence[Messages],
         params: Params = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapters = None,
-        **chat: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list, as in vLLM.
 
         A message is one of OpenAI's, with `tool_calls`, `tool_call_id` and so on where it has them, or a ChatMessage;
-        `chat`: ChatArguments, such as `tools`. `add_generation_prompt=True` ends the prompt with the header of the
-        assistant's turn; to continue the last message instead of answering it, set it to False and
+        `tools` are functions that it may call, in OpenAI's form (docs/chats.md). `add_generation_prompt=True` begins
+        the assistant's turn; to continue the last message instead of answering it, set it to False and
         `continue_final_message` to True. The rest is as in `generate`.
         """
-        chats = parse_chats(messages, chat_options(**chat))
+        rendering = chat_options(
+            add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs, chat_template
+        )
+        chats = parse_chats(messages, rendering)
         return await self._run(chats, params, CallOptions(enable_prefix_caching, speculation, adapter))
 
     def stream(
@@ -182,21 +190,41 @@ class AsyncClient:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapter = None,
-        **chat: Unpack[ChatArguments],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation as `chat` does, and yield deltas as `stream` does."""
-        prompt = parse_chat(messages, chat_options(**chat))
+        rendering = chat_options(
+            add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs, chat_template
+        )
+        prompt = parse_chat(messages, rendering)
         options = CallOptions(enable_prefix_caching, speculation, adapter)
         return self._stream(prompt, match_params(params, 1)[0], parse_request_id(request_id), options)
 
     async def tokenize(
-        self, prompt: str | Messages, add_special_tokens: bool = True, **chat: Unpack[ChatArguments]
+        self,
+        prompt: str | Messages,
+        add_special_tokens: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
-        parsed = parse_text_or_chat(prompt, chat_options(**chat))
+        rendering = chat_options(
+            add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs, chat_template
+        )
+        parsed = parse_text_or_chat(prompt, rendering)
         request = generation_pb2.TokenizeRequest(
             prompt=[convert.prompt_to_proto(parsed)], add_special_tokens=add_special_tokens
         )

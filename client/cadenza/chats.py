@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from cadenza.sendable import sendable, short
 
 Message = Mapping[str, Any]
 """OpenAI's {"role": str, "content": str or a list of {"type": "text", "text": str}, "tool_calls": [...], ...}."""
+JsonObjects = Sequence[Mapping[str, Any]] | None
+"""Tools or documents."""
 _CALL_FORM = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
 _IGNORED = frozenset(("refusal", "annotations"))
 """What OpenAI's client writes into a message of the assistant, and no template reads."""
@@ -56,38 +58,15 @@ class ChatOptions:
             raise ValueError("continue_final_message needs add_generation_prompt=False: no new turn is begun")
 
 
-class ChatArguments(TypedDict, total=False):
-    """Keyword arguments of `chat`, `stream_chat` and `tokenize`; their names are vLLM's."""
-
-    add_generation_prompt: bool
-    """End the prompt with the header of the assistant's turn. [default: True]"""
-
-    continue_final_message: bool
-    """Continue the last message instead of answering it; needs add_generation_prompt=False. [default: False]"""
-
-    tools: Sequence[Mapping[str, Any]] | None
-    """Functions that the model may call, as OpenAI writes them: {"type": "function", "function": {...}}."""
-
-    documents: Sequence[Mapping[str, Any]] | None
-    """Documents that the answer may draw on, for templates that know them."""
-
-    chat_template_kwargs: Mapping[str, Any] | None
-    """Further arguments of the template, such as {"enable_thinking": False}."""
-
-    chat_template: str | None
-    """A Jinja template in place of the model's, if the server is started with --trust-request-chat-template."""
-
-
 def chat_options(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    *,
     tools: object = None,
     documents: object = None,
     chat_template_kwargs: object = None,
     chat_template: object = None,
 ) -> ChatOptions:
-    """The options of a chat from `ChatArguments`; raises a ValueError that names the wrong one."""
+    """The options of a chat from the arguments of `AsyncClient.chat`; raises a ValueError that names the wrong one."""
     if chat_template is not None and not isinstance(chat_template, str):
         raise ValueError(f"chat_template must be a str, the template itself, not {short(chat_template)}")
     return ChatOptions(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Unpack
+from typing import Any, Literal
 
 from cadenza.adapters import Adapter, AdapterInfo, Adapters
 from cadenza.async_client import AsyncClient
-from cadenza.chats import ChatArguments
+from cadenza.chats import JsonObjects
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.loop_thread import LoopThread
 from cadenza.outputs import RequestOutput
@@ -89,10 +89,15 @@ class Client:
         messages: Messages | Sequence[Messages],
         params: Params = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapters = None,
-        **chat: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list; see
         `AsyncClient.chat`."""
@@ -103,7 +108,12 @@ class Client:
                 enable_prefix_caching=enable_prefix_caching,
                 speculation=speculation,
                 adapter=adapter,
-                **chat,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                chat_template_kwargs=chat_template_kwargs,
+                chat_template=chat_template,
             )
         )
 
@@ -134,10 +144,15 @@ class Client:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapter = None,
-        **chat: Unpack[ChatArguments],
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation and yield deltas; closing or dropping the generator aborts the request."""
         deltas = self._client.stream_chat(
@@ -147,15 +162,40 @@ class Client:
             enable_prefix_caching=enable_prefix_caching,
             speculation=speculation,
             adapter=adapter,
-            **chat,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            chat_template=chat_template,
         )
         return self._pull(deltas)
 
     def tokenize(
-        self, prompt: str | Messages, add_special_tokens: bool = True, **chat: Unpack[ChatArguments]
+        self,
+        prompt: str | Messages,
+        add_special_tokens: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
-        return self._loop.call(lambda: self._client.tokenize(prompt, add_special_tokens, **chat))
+        return self._loop.call(
+            lambda: self._client.tokenize(
+                prompt,
+                add_special_tokens,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                chat_template_kwargs=chat_template_kwargs,
+                chat_template=chat_template,
+            )
+        )
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD."""

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from cadenza.chats import ChatMessage, ChatOptions
-from cadenza.info import AddedToken, AdapterUse, ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
+from cadenza.info import AdapterUse, AddedToken, ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import CallOptions, Prompt

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from cadenza.adapters import Adapters, lora_requests
-from cadenza.chats import ChatArguments, chat_options
+from cadenza.chats import JsonObjects, chat_options
 from cadenza.client import Client
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.llm_options import LLMOptions
@@ -143,25 +143,53 @@ class LLM:
         use_tqdm: UseTqdm = True,
         lora_request: Adapters = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         enable_prefix_caching: bool = True,
         speculation: int | None = None,
         adapter: Adapters = None,
-        **chat: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list.
 
         `use_tqdm` and `lora_request` are those of `generate`, and positional as in vLLM; the rest is as in
         `AsyncClient.chat`.
         """
-        chats = parse_chats(messages, chat_options(**chat))
+        rendering = chat_options(
+            add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs, chat_template
+        )
+        chats = parse_chats(messages, rendering)
         options = CallOptions(enable_prefix_caching, speculation, self._adapter(adapter, lora_request))
         return self._run(chats, sampling_params, use_tqdm, options)
 
     def tokenize(
-        self, prompt: str | Messages, add_special_tokens: bool = True, **chat: Unpack[ChatArguments]
+        self,
+        prompt: str | Messages,
+        add_special_tokens: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: JsonObjects = None,
+        documents: JsonObjects = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
-        return self._guarded(lambda: self._client.tokenize(prompt, add_special_tokens, **chat))
+        return self._guarded(
+            lambda: self._client.tokenize(
+                prompt,
+                add_special_tokens,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                chat_template_kwargs=chat_template_kwargs,
+                chat_template=chat_template,
+            )
+        )
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD."""

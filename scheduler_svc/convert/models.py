@@ -11,9 +11,7 @@ MAX_TEMPLATE_CHARS = 262_144
 """A longer chat template is not shown."""
 
 
-def model_info(
-    model: ModelDescription, tokenizer: Tokenizer | None, *, max_model_len: int
-) -> pb.GetModelInfoResponse:
+def model_info(model: ModelDescription, tokenizer: Tokenizer | None, *, max_model_len: int) -> pb.GetModelInfoResponse:
     """Return the model's description for clients."""
     message = pb.GetModelInfoResponse(
         model=model.name,

@@ -237,9 +237,7 @@ class RequestBuilder:
             )
         return token_ids
 
-    async def tokenize_off_loop(
-        self, prompt: Sequence[PromptFields], *, add_special_tokens: bool = True
-    ) -> list[int]:
+    async def tokenize_off_loop(self, prompt: Sequence[PromptFields], *, add_special_tokens: bool = True) -> list[int]:
         """Check the parts of a prompt and return what `tokenize` does: long work in threads and processes.
 
         Raises RequestRejectedError, PreconditionError.

@@ -53,9 +53,7 @@ def preload() -> None:
         importlib.import_module("transformers.models.auto.tokenization_auto")
 
 
-def load_tokenizer(
-    source: str, *, required: bool = False, chats: ChatSettings = _CHATS
-) -> Tokenizer | None:
+def load_tokenizer(source: str, *, required: bool = False, chats: ChatSettings = _CHATS) -> Tokenizer | None:
     """Load from a folder, a GGUF file or a hub id; blocks for seconds. `check_fits` compares it with the model.
 
     Returns None if `source` is empty, or holds no tokenizer, unless `required`. Raises TokenizerError.

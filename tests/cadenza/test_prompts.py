@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cadenza.chats import ChatMessage, ChatOptions, ToolCall, chat_options
+from cadenza.chats import ChatMessage, ChatOptions
 from cadenza.convert import prompt_to_proto, request_to_proto
 from cadenza.prompts import (
     CallOptions,

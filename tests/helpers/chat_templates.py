@@ -32,7 +32,8 @@ LLAMA = """
             {%- endfor %}
             {{- ")<|eom|>" }}
         {%- else %}
-            {{- '<|assistant|>\n\n{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + "}<|eot|>" }}
+            {{- '<|assistant|>\n\n{"name": "' + call.name + '", "parameters": ' }}
+            {{- call.arguments | tojson + "}<|eot|>" }}
         {%- endif %}
     {%- elif message.role == "tool" %}
         {{- "<|ipython|>\n\n" }}
@@ -165,7 +166,11 @@ def call(name: str = "get_weather", identity: str = "abcdefgh1", **arguments: An
 
 SYSTEM = {"role": "system", "content": " You help. "}
 USER = {"role": "user", "content": "Weather in 北京?"}
-CALLING = {"role": "assistant", "content": None, "tool_calls": [call(city="北京", days=2, exact=True, near=[1.5, None])]}
+CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [call(city="北京", days=2, exact=True, near=[1.5, None])],
+}
 RESULT = {"role": "tool", "content": '{"t": "21 °C"}', "tool_call_id": "abcdefgh1", "name": "get_weather"}
 ANSWER = {"role": "assistant", "content": " It is 21 °C. "}
 THOUGHT = {"role": "assistant", "content": "\nYes.", "reasoning_content": "\nShort <b>question</b>\n"}

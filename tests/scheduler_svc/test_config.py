@@ -54,10 +54,6 @@ def test_options_and_environment(monkeypatch):
         (["--bogus", "1"], "--bogus: there is no such option"),
         (["--tokeni", "x"], "--tokeni: there is no such option"),
         (["--watermark", "1"], "--watermark: Input should be less than 1"),
-        (
-            ["--skip-tokenizer-init", "--chat-template", "{{ x }}"],
-            "--chat-template: needs a tokenizer, and --skip-tokenizer-init loads none",
-        ),
     ],
 )
 def test_what_is_wrong_is_named(arguments, message, capsys):

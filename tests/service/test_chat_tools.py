@@ -101,7 +101,11 @@ def test_what_the_model_is_like(client: Client, tokenizer: PreTrainedTokenizerFa
     assert info.chat_template == HERMES, "the one that shows how calls are written"
     first = len(tokenizer) - 2
     named = [AddedToken(index, text, True) for index, text in enumerate(SPECIAL)]
-    assert info.added_tokens == [*named, AddedToken(first, "<tool_call>", False), AddedToken(first + 1, "</tool_call>", False)]
+    assert info.added_tokens == [
+        *named,
+        AddedToken(first, "<tool_call>", False),
+        AddedToken(first + 1, "</tool_call>", False),
+    ]
     assert client.model_info() == info
 
 
@@ -109,8 +113,8 @@ def test_what_the_model_is_like(client: Client, tokenizer: PreTrainedTokenizerFa
 async def own_world(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[World]:
-    """A scheduler whose requests' templates have a fifth of a second, and with a template of its own."""
-    monkeypatch.setattr(renderer, "REQUEST_RENDER_S", 0.2)
+    """A scheduler whose requests' templates have half a second, and with a template of its own."""
+    monkeypatch.setattr(renderer, "REQUEST_RENDER_S", 0.5)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "own.jinja").write_text("own: {{ messages[-1].content }}")
     options = {"chat_template": str(tmp_path / "own.jinja"), "trust_request_chat_template": True}
@@ -126,7 +130,7 @@ async def test_a_template_without_an_end_holds_up_nobody_else(own_world: World) 
         for _ in range(3):
             assert await client.tokenize([{"role": "user", "content": "Hello"}]) == hello
             assert (await client.tokenize([{"role": "user", "content": long}]))[:2] == hello[:2]
-        with pytest.raises(InvalidRequestError, match=r"the chat takes over 0.2 s to render"):
+        with pytest.raises(InvalidRequestError, match=r"the chat takes over 0.5 s to render"):
             await hostile
         assert await client.tokenize([USER], chat_template="own: Hello") == hello
         info = await client.model_info()

@@ -262,8 +262,10 @@ async def test_a_server_that_is_something_else():
 
 
 async def test_arguments_that_are_wrong_by_themselves(client):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'tools'"):
-        await client.chat([{"role": "user", "content": "a"}], tools=[])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tool'"):
+        await client.chat([{"role": "user", "content": "a"}], tool=[])
+    with pytest.raises(ValueError, match="tools must be a list of objects, not str 'a'"):
+        await client.chat([{"role": "user", "content": "a"}], tools="a")
     with pytest.raises(ValueError, match="request_id must be a str, not int 5"):
         client.stream("a", request_id=5)
     with pytest.raises(ValueError, match="request_id holds a lone surrogate"):

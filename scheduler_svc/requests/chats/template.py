@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -81,9 +82,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace
-    )
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace)
     return environment
 
 
@@ -104,7 +103,7 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise jinja2.sandbox.SecurityError(f"a namespace takes no name with an underscore at its start: {name}")
+            raise jinja2.exceptions.SecurityError(f"a namespace takes no name with an underscore at its start: {name}")
         super().__setitem__(name, value)
 
 

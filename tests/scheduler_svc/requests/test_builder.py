@@ -212,7 +212,7 @@ def test_paths_of_what_a_chat_cannot_have():
     assert refused(prompt=[turns(user, unnamed)]) == f"{at}.messages[1].tool_calls[0].name"
     assert refused(prompt=[turns(user, tools=["{}", "x"])]) == f"{at}.tools[1]"
     assert refused(prompt=[turns(user, documents=["3"])]) == f"{at}.documents[0]"
-    assert refused(prompt=[turns(user, template_kwargs="{\"tools\": []}")]) == f"{at}.template_kwargs"
+    assert refused(prompt=[turns(user, template_kwargs='{"tools": []}')]) == f"{at}.template_kwargs"
     assert refused(prompt=[turns(user, template="{{ 1 }}")]) == f"{at}.template"
     thought = {"role": "assistant", "reasoning_content": "x"}
     assert refused(prompt=[turns(user, thought, continue_final_message=True)]) == f"{at}.messages[1].content"

@@ -13,7 +13,7 @@ def test_a_file_or_a_template(tmp_path: Path) -> None:
     path = tmp_path / "a.jinja"
     path.write_text("{{ messages[0].content }}é", encoding="utf-8")
     assert read_template(str(path)) == "{{ messages[0].content }}é"
-    for template in ("{{ messages }}", "{% if true %}x{% endif %}", "a\nb", "{{ x }}" * 10_000):
+    for template in ("{{ messages }}", "{% if true %}x{% endif %}", "a\nb", "{{ x }}" * 500):
         assert read_template(template) == template
 
 

@@ -49,8 +49,8 @@ def expected(template: str, messages: list[dict[str, Any]], **options: Any) -> s
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_text_is_that_of_transformers(name: str, chat: str, options: dict[str, Any]) -> None:
     template, messages = TEMPLATES[name], CHATS[chat]
-    assert text_of(template, chat_of(messages, **options)) == expected(template, messages, **options)
-    assert chat_of(with_text_arguments(messages), **options) == chat_of(messages, **options)
+    for form in (messages, with_text_arguments(messages)):
+        assert text_of(template, chat_of(form, **options)) == expected(template, messages, **options)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_what_a_template_cannot_do(template: str) -> None:
 
 
 def test_the_size_of_the_text_is_limited() -> None:
-    template = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
+    template = "{% for i in range(99999) %}{{ messages[0].content * 3 }}{% endfor %}"
     assert refused(ChatFields(HELLO), template) == ("", f"the rendered chat has over {MAX_PROMPT_CHARS} characters")
     whole = ChatFields((MessageFields("user", "x" * MAX_PROMPT_CHARS),))
     assert len(text_of("{{ messages[0].content }}", whole)) == MAX_PROMPT_CHARS

@@ -227,8 +227,8 @@ class TextStream:
         return self._tokenizer.token_text(token_id)
 
     def _cut_token_ends(self) -> None:
-        """Let the tokens of a stop string end where the text does."""
-        end, index = len(self.text), len(self.token_ends) - 1
+        """Let the tokens of a stop string end where the text does, as the last one does."""
+        end, index = len(self.text), len(self.token_ends) - 2
         while index >= 0 and self.token_ends[index] > end:
             self.token_ends[index] = end
             index -= 1

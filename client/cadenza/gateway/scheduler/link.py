@@ -11,16 +11,14 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable
-from typing import Any
-
 import grpc
 from google.protobuf import wrappers_pb2
 
 from cadenza.credentials import MAX_TOKEN_CHARS, is_loopback
-from cadenza.errors import OptionError, UnauthenticatedError, UnavailableError, from_rpc_error
+from cadenza.errors import OptionError, UnauthenticatedError, UnavailableError
 from cadenza.gateway.scheduler.caller import Caller, close_all
-from cadenza.tls_client import client_files, client_tls, explained_unavailable
+from cadenza.gateway.scheduler.calls import Calls
+from cadenza.tls_client import client_files, client_tls
 from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
 
 _LOG = logging.getLogger(__name__)
@@ -29,6 +27,8 @@ _MAX_CALLERS = 1024
 _WATCH = "/grpc.health.v1.Health/Watch"
 _SERVING = 1  # grpc.health.v1.HealthCheckResponse.ServingStatus
 _RETRY_S = 0.5
+_PATIENCE_S = 10.0
+"""A restarted scheduler or executor is back by then: until then requests wait for it."""
 
 
 class SchedulerLink:
@@ -58,7 +58,7 @@ class SchedulerLink:
         self._has_tenants: bool | None = None
         """As far as is known."""
         self._is_sure = False
-        self._reached = False
+        self._calls = Calls(self.target, self._tls, reconnect_timeout_s, lambda: not self.is_away)
         self._watching: asyncio.Task[None] | None = None
         self.is_serving = False
         """Whether the scheduler serves, by its own health."""
@@ -80,6 +80,11 @@ class SchedulerLink:
     def unserved_s(self) -> float:
         """For how long the scheduler has not served; 0 while it does."""
         return 0.0 if self.is_serving else time.monotonic() - self._unserved_since
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it has not served for longer than a restart takes."""
+        return self.unserved_s > min(_PATIENCE_S, self._timeout_s)
 
     @property
     def num_requests(self) -> int:
@@ -119,7 +124,7 @@ class SchedulerLink:
         """Find out whether callers need a key: a call without one says so."""
         anonymous = self._callers.get(None) or self._make(None)
         try:
-            await anonymous.check_model()
+            await anonymous.check_model(waits=False)
         except UnauthenticatedError:
             self._has_tenants = self._is_sure = True
             return
@@ -136,10 +141,9 @@ class SchedulerLink:
             self.target,
             key,
             timeout_s=self._timeout_s,
-            was_reached=lambda: self._reached,
+            calls=self._calls,
             on_response=self._on_response,
             on_loss=self._on_loss,
-            explained=self._explained,
         )
 
     def _keep(self, key: str | None, caller: Caller) -> None:
@@ -151,19 +155,11 @@ class SchedulerLink:
                 task.add_done_callback(lambda _: None)
 
     def _on_response(self) -> None:
-        self._reached = True
+        self._calls.was_reached = True
 
     def _on_loss(self) -> None:
         """A session has ended: the next scheduler may have tenants, or none any more."""
         self._is_sure = False
-
-    async def _explained(self, call: Awaitable[Any]) -> Any:
-        try:
-            response = await call
-        except grpc.aio.AioRpcError as error:
-            raise await explained_unavailable(from_rpc_error(error, self.target), self.target, self._tls) from None
-        self._reached = True
-        return response
 
     async def _watch(self) -> None:
         """Follow grpc.health.v1, whose messages equal these wrappers on the wire (cadenza.healthcheck)."""

@@ -111,7 +111,7 @@ class GatewayConfig(Settings):
         30.0,
         gt=0,
         allow_inf_nan=False,
-        description="A client that takes nothing of its stream for so long is disconnected, and its request aborted.",
+        description="A client that takes nothing of its answer for so long is disconnected, and its request aborted.",
         json_schema_extra=about("HTTP", "s"),
     )
     http_reconnect_timeout_s: float = Field(

@@ -57,9 +57,10 @@ Its options are under [HTTP](options.md#http). `docker compose up` serves it at 
 A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
 - **A scheduler with tenants** ([tenants](tenants.md)): the keys are the tenants' tokens. The gateway passes each on
-  with that client's requests and decides nothing: limits, shares, adapters and refusals are the tenant's. It holds no
-  token that could do more than its clients'. `--http-token-file` has one of its own, an admin's, only for the
-  scheduler's metrics and for adapters.
+  with that client's requests and decides nothing: limits, shares, adapters and refusals are the tenant's. It needs no
+  token of its own: each key has a session to the scheduler. `--http-token-file` has one, of a tenant with admin for
+  the scheduler's metrics and for adapters, or with may_name_tenants for
+  [one session that carries the requests of all keys](tenants.md#gateways).
 - **Without tenants** any key will do, and none. `--http-api-key-file` names a file of keys, one a line, of which a
   request needs one.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,9 @@ class Caller:
         calls: Calls,
         on_response: Callable[[], None],
         on_loss: Callable[[], None],
+        shared: GatewaySession | None = None,
     ) -> None:
+        """shared: a session of all callers, in which each of their requests names its tenant."""
         metadata = call_metadata(key)
         self._generation: Any = authorized(GenerationServiceStub(channel), metadata)
         self._admin: Any = authorized(AdminServiceStub(channel), metadata)
@@ -49,7 +52,10 @@ class Caller:
         self._model: ModelInfo | None = None
         self._model_at = 0.0
         self.timeout_s = timeout_s
-        self.session = GatewaySession(
+        self.tenant = b"" if shared is None or key is None else hashlib.sha256(key.encode()).digest()
+        """As its requests name it; nothing: the session is its own."""
+        self._is_shared = shared is not None
+        self.session = shared or GatewaySession(
             self._generation,
             target,
             timeout_s,
@@ -89,6 +95,12 @@ class Caller:
         request = generation_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return str((await self._call(self._generation.Detokenize, request)).text)
 
+    async def may_name_tenants(self) -> bool:
+        """Whether a session with this key may carry requests of other tenants."""
+        request = generation_pb2.GetServerInfoRequest()
+        response = await self._calls.once(self._generation.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
+        return bool(response.may_name_tenants)
+
     async def adapters(self) -> list[AdapterInfo]:
         """The LoRA adapters, as far as this key may see them."""
         found = await self._call(self._admin.ListAdapters, admin_pb2.ListAdaptersRequest())
@@ -110,9 +122,15 @@ class Caller:
         response = await self._calls.once(self._admin.GetMetrics(request, timeout=_CALL_TIMEOUT_S))
         return bytes(response.text.encode())
 
+    @property
+    def num_own_requests(self) -> int:
+        """Requests that run in a session of its own."""
+        return 0 if self._is_shared else self.session.num_requests
+
     async def close(self) -> None:
-        """End the session."""
-        await self.session.close()
+        """End the session, if it is its own."""
+        if not self._is_shared:
+            await self.session.close()
 
     async def _call(self, method: Callable[..., Awaitable[Any]], request: Any) -> Any:
         return await self._calls.repeated(lambda: method(request, timeout=_CALL_TIMEOUT_S))

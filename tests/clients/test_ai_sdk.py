@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.clients import environments
-from tests.clients.conftest import PROMPTS, asked, run
+from tests.clients.asking import PROMPTS, asked, run
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 

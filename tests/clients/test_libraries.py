@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.clients.conftest import PROMPTS, python_of, run_program
+from tests.clients.asking import PROMPTS, python_of, run_program
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import Client, SamplingParams
-from tests.clients.conftest import MODEL, python_of, run
+from tests.clients.asking import MODEL, python_of, run
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 ROWS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import MAX_TOKENS, MODEL, PROMPTS, python_of, run
+from tests.clients.asking import MAX_TOKENS, MODEL, PROMPTS, python_of, run
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 NUM = len(PROMPTS)

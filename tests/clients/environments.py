@@ -1,4 +1,4 @@
-"""Environments of the clients, each of its own: `python -m tests.clients.environments [NAME ...]` makes what is missing.
+"""Environments of the clients, each of its own: `python -m tests.clients.environments [NAME ...]` makes those missing.
 
 They are kept in .venv-clients. One that cannot be made leaves the reason, and its tests are skipped with it.
 """

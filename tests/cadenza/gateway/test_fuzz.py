@@ -187,7 +187,18 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 WHOLE = HEAD % len(BODY) + BODY
 _PATIENCE_S = 0.03
 PIECES = st.sampled_from(
-    [b"", b"\x00", b"\r\n", b"{", b"[" * 3000, b"9" * 5000, b"\xff\xfe", b'"', b"Transfer-Encoding: chunked\r\n", b"1e999"]
+    [
+        b"",
+        b"\x00",
+        b"\r\n",
+        b"{",
+        b"[" * 3000,
+        b"9" * 5000,
+        b"\xff\xfe",
+        b'"',
+        b"Transfer-Encoding: chunked\r\n",
+        b"1e999",
+    ]
 )
 
 

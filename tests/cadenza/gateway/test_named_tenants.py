@@ -45,7 +45,7 @@ async def running(w, g, *names):
 async def test_one_session_carries_the_requests_of_all_keys(w, g):
     tasks = await running(w, g, "gold", "free", "gold")
     assert w.service._front.num_streams == 1
-    assert sorted(live.request.tenant for live in w.engine._live.values()) == ["free", "gold", "gold"]
+    assert sorted(tenant for tenant, _ in w.engine._live) == ["free", "gold", "gold"]
     error = (await g.post(PATH, BODY, 429, key=token("free")))["error"]
     assert "max_requests" in error["message"]
     assert g.state.link.num_requests == 3
@@ -58,7 +58,7 @@ async def test_one_session_carries_the_requests_of_all_keys(w, g):
 async def test_a_client_that_leaves_ends_its_own_request(w, g):
     gold, free = await running(w, g, "gold", "free")
     gold.cancel()
-    await w.until(lambda: [live.request.tenant for live in w.engine._live.values()] == ["free"])
+    await w.until(lambda: [tenant for tenant, _ in w.engine._live] == ["free"])
     w.executor.going.set()
     await free
     await w.idle()

@@ -20,8 +20,6 @@ for provider in ("openai", "hosted_vllm"):
         "tokens": whole.usage.completion_tokens,
         "streamed_tokens": chunks[-1].usage.completion_tokens,
     }
-completion = litellm.text_completion(
-    model=f"text-completion-openai/{asked['model']}", prompt=asked["prompt"], **server
-)
+completion = litellm.text_completion(model=f"text-completion-openai/{asked['model']}", prompt=asked["prompt"], **server)
 found["completion"] = completion.choices[0].text
 print(json.dumps(found))

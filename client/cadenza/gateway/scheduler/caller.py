@@ -67,8 +67,12 @@ class Caller:
     async def check_model(self, *, waits: bool = True) -> ModelInfo:
         """The served model, asked for now; waits: also for a scheduler that is being restarted."""
 
-        def call() -> Awaitable[Any]:
-            return self._generation.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_CALL_TIMEOUT_S)
+        def call() -> Awaitable[generation_pb2.GetModelInfoResponse]:
+            request = generation_pb2.GetModelInfoRequest()
+            response: Awaitable[generation_pb2.GetModelInfoResponse] = self._generation.GetModelInfo(
+                request, timeout=_CALL_TIMEOUT_S
+            )
+            return response
 
         response = await (self._calls.repeated(call) if waits else self._calls.once(call()))
         self._model, self._model_at = convert.model_info_from_proto(response), time.monotonic()
@@ -109,12 +113,12 @@ class Caller:
     async def load_adapter(self, name: str, path: str) -> None:
         """Give a LoRA adapter's folder, where the executors run, a name."""
         request = admin_pb2.LoadAdapterRequest(name=name, path=path)
-        await self._calls.repeated(lambda: self._admin.LoadAdapter(request), AlreadyExistsError)
+        await self._calls.changed(lambda: self._admin.LoadAdapter(request), AlreadyExistsError)
 
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away."""
         request = admin_pb2.UnloadAdapterRequest(name=name)
-        await self._calls.repeated(lambda: self._admin.UnloadAdapter(request), NotFoundError)
+        await self._calls.changed(lambda: self._admin.UnloadAdapter(request), NotFoundError)
 
     async def metrics(self) -> bytes:
         """The scheduler's metrics in Prometheus' text format."""

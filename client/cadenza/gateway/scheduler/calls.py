@@ -40,21 +40,31 @@ class Calls:
         self.was_reached = True
         return response
 
-    async def repeated(
-        self, make: Callable[[], Awaitable[T]], done: type[CadenzaError] | None = None
-    ) -> T | None:
-        """The same, made again after a lost connection.
+    async def repeated(self, make: Callable[[], Awaitable[T]]) -> T:
+        """The same, made again after a lost connection."""
+        return await self._try(make, self._attempts())
 
-        done: the error of a further attempt which says that the one before it was carried out; it returns None then.
+    async def changed(self, make: Callable[[], Awaitable[object]], done: type[CadenzaError]) -> None:
+        """The same of a call that changes something.
+
+        done: the error of a further attempt which says that the one before it was carried out.
         """
-        attempts = Attempts(self._timeout_s, lambda: self.was_reached and self._is_restarting())
+        attempts = self._attempts()
+        try:
+            await self._try(make, attempts)
+        except done:
+            if not attempts.has_reconnected:
+                raise
+
+    def _attempts(self) -> Attempts:
+        return Attempts(self._timeout_s, lambda: self.was_reached and self._is_restarting())
+
+    async def _try(self, make: Callable[[], Awaitable[T]], attempts: Attempts) -> T:
         while True:
             try:
                 response = await make()
             except grpc.aio.AioRpcError as error:
                 cause = await self._explained(error)
-                if done is not None and attempts.has_reconnected and isinstance(cause, done):
-                    return None
                 if not is_lost_connection(error):
                     raise cause from None
                 await attempts.wait(cause)

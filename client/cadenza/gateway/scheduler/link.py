@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
+
 import grpc
 from google.protobuf import wrappers_pb2
 

@@ -69,12 +69,12 @@ async def test_a_client_that_does_not_read_is_disconnected_and_harms_nobody(toke
 
 
 async def test_a_client_that_does_not_read_a_whole_answer_is_disconnected(tokenizer_folder):
-    """An answer that is no stream: some 600 KB of logprobs."""
-    executor = ScriptedExecutor(max_model_len=1024, max_logprobs=128)
+    """An answer that is no stream: some 700 KB of logprobs."""
+    executor = ScriptedExecutor(max_logprobs=128)
     async with world(executor, tokenizer=tokenizer_folder) as w, gateway(w.target, http_write_timeout_s=0.3) as g:
-        asked = {"prompt": [5], "max_tokens": 600, "seed": 7, "ignore_eos": True, "logprobs": 20}
+        asked = {"prompt": [[5]] * 48, "max_tokens": 50, "seed": 7, "ignore_eos": True, "logprobs": 20}
         whole = await g.post(PATH, asked)
-        assert len(whole["choices"][0]["logprobs"]["tokens"]) == 600
+        assert [len(each["logprobs"]["tokens"]) for each in whole["choices"]] == [50] * 48
         body = json.dumps(asked)
         reader = socket.create_connection(parse_address(g.address, default_port=0))
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.asking import MAX_TOKENS, MODEL, PROMPTS, python_of, run
+from tests.clients.asking import MAX_TOKENS, MODEL, PROGRAMS, PROMPTS, python_of, run
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 NUM = len(PROMPTS)
@@ -80,7 +80,7 @@ def test_vllm_bench_serve(server, answers, tmp_path, backend, path):
         pytest.skip(f"there is no vLLM at {VLLM}: VLLM_PYTHON names an interpreter that has it (benchmarks/README.md)")
     data = write_lines(tmp_path / "data.jsonl", prompt="")
     run(
-        *(VLLM, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", backend),
+        *(VLLM, PROGRAMS / "vllm_bench_serve.py", "--backend", backend),
         *("--base-url", server.url, "--endpoint", path, "--model", server.name, "--tokenizer", str(MODEL)),
         *("--dataset-name", "custom", "--dataset-path", data, "--skip-chat-template"),
         *("--custom-output-len", str(MAX_TOKENS), "--num-prompts", str(NUM), "--num-warmups", "0"),

@@ -86,6 +86,17 @@ async def test_without_the_right_nobody_else_is_named(w, own):
     assert found == {"other": grpc.StatusCode.PERMISSION_DENIED.value[0], "own": None}
 
 
+async def test_without_the_right_no_abort_names_anybody_else(w):
+    w.executor.going.clear()
+    async with session(w, "gold") as call:
+        await call.write(message("own", None))
+        await call.write(pb.SessionRequest(abort=pb.AbortRequest(request_id="x"), tenant_token_sha256=digest("free")))
+        event = (await call.read()).events[0]
+        assert (event.request_id, event.error.code) == ("", grpc.StatusCode.PERMISSION_DENIED.value[0])
+        w.executor.going.set()
+        assert await ends(call, 1) == {"own": None}
+
+
 async def test_an_id_in_use_by_one_tenant_is_not_another_ones_in_the_same_session(w):
     w.executor.going.clear()
     async with session(w, "gateway") as call:

@@ -375,8 +375,9 @@ class LLMOptions(TypedDict, total=False):
     such paths. It is read again when it changes."""
 
     http_token_file: str | None
-    """File with the gateway's own token for a scheduler with --tenants, for the scheduler's metrics in /metrics and for
-    adapters: that of an admin. Requests of clients never use it."""
+    """File with the gateway's own token for a scheduler with --tenants. Of a tenant with admin: for the scheduler's
+    metrics in /metrics, and for adapters. With may_name_tenants: one session to the scheduler carries the requests of
+    all keys; else each key has a session of its own."""
 
     http_cors_origin: list[str] | None
     """Origin whose pages may call the gateway from a browser, such as https://chat.example.org; * is any; several
@@ -389,7 +390,7 @@ class LLMOptions(TypedDict, total=False):
     """Requests that are served at a time; further ones get 429. [default: 4096]"""
 
     http_write_timeout_s: float | None
-    """A client that takes nothing of its stream for so long is disconnected, and its request aborted. [default:
+    """A client that takes nothing of its answer for so long is disconnected, and its request aborted. [default:
     30.0]"""
 
     http_reconnect_timeout_s: float | None

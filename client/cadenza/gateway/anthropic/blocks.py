@@ -33,9 +33,11 @@ def messages_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
         messages += _messages(each, f"messages[{index}]")
     is_continued = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     thinks = thinking(values)
-    options: dict[str, Any] = {"continue_final_message": is_continued}
+    options: dict[str, Any] = {"continue_final_message": is_continued, "cache_salt": values.get("cache_salt")}
+    kwargs = dict(values.get("chat_template_kwargs", {}))
     if thinks is not None:
-        options["chat_template_kwargs"] = {"enable_thinking": thinks}
+        kwargs.setdefault("enable_thinking", thinks)
+    options["chat_template_kwargs"] = kwargs
     try:
         return chat_prompt(messages, options, use)
     except ApiError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cadenza.chats import chat_options
 from cadenza.gateway.fields.field import shown
+from cadenza.gateway.fields.sampling import utf8
 from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.tools.definitions import ToolUse
 from cadenza.prompts import Prompt, parse_chat, parse_prompts
@@ -70,8 +71,8 @@ def template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
-    """The prompt with a salt of its blocks' hashes."""
-    return prompt if cache_salt is None else replace(prompt, cache_salt=cache_salt)
+    """The prompt with a salt of its blocks' hashes; raises ApiError."""
+    return prompt if cache_salt is None else replace(prompt, cache_salt=utf8(cache_salt, "cache_salt"))
 
 
 def last_assistant_text(prompt: Prompt) -> str:

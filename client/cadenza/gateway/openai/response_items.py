@@ -17,8 +17,9 @@ Event = dict[str, Any]
 class ResponseItems:
     """Makes items of the parts of an output, one after the other. Only the last one is open."""
 
-    def __init__(self, formats: Formats) -> None:
+    def __init__(self, formats: Formats, *, shows_thought: bool) -> None:
         self._formats = formats
+        self._shows_thought = shows_thought
         self._logprobs: list[dict[str, Any]] = []
         """Of tokens whose text has not come as content."""
         self._is_open = False
@@ -30,7 +31,8 @@ class ResponseItems:
         for part in parts:
             match part:
                 case Thought(text):
-                    yield from self._text("reasoning", text)
+                    if self._shows_thought:
+                        yield from self._text("reasoning", text)
                 case Content(text):
                     yield from self._text("message", text)
                 case CallBegin(_, name):

@@ -11,11 +11,12 @@ from typing import Any
 from aiohttp import web
 
 from cadenza.gateway.fields.field import read_fields, wrong_value
-from cadenza.gateway.fields.sampling import answer_id, require, sampling_params
+from cadenza.gateway.fields.sampling import answer_id, check_stream_options, require, sampling_params
 from cadenza.gateway.fields.tables import RESPONSES
 from cadenza.gateway.http.errors import ApiError, bad_request, openai_body
 from cadenza.gateway.http.events import named_event
 from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.openai.failures import whole
 from cadenza.gateway.openai.logprobs import TokenNames, chat_logprobs
 from cadenza.gateway.openai.response_input import response_prompt
 from cadenza.gateway.openai.response_items import ResponseItems
@@ -45,6 +46,11 @@ class _Response:
     use: ToolUse
     created: float = field(default_factory=time.time)
 
+    @property
+    def shows_thought(self) -> bool:
+        """Whether the thought is in the answer."""
+        return bool(self.values.get("include_reasoning", True))
+
     def object(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
         """The response in a state."""
         values = self.values
@@ -59,12 +65,12 @@ class _Response:
             "instructions": values.get("instructions"),
             "max_output_tokens": values.get("max_output_tokens"),
             "max_tool_calls": None,
-            "metadata": {},
+            "metadata": values.get("metadata", {}),
             "model": self.model,
             "output": output,
             "parallel_tool_calls": values.get("parallel_tool_calls", True),
             "previous_response_id": None,
-            "prompt_cache_key": None,
+            "prompt_cache_key": values.get("prompt_cache_key"),
             "reasoning": {"effort": None, "summary": None, **values.get("reasoning", {})},
             "service_tier": "default",
             "store": False,
@@ -76,7 +82,10 @@ class _Response:
             "top_p": values.get("top_p", 1.0),
             "truncation": "disabled",
             "usage": None,
-            "user": None,
+            "user": values.get("user"),
+            "safety_identifier": values.get("safety_identifier"),
+            "presence_penalty": values.get("presence_penalty", 0.0),
+            "frequency_penalty": values.get("frequency_penalty", 0.0),
             **more,
         }
 
@@ -90,12 +99,10 @@ class _Response:
         """The response at its end."""
         (sample,) = result.outputs
         is_cut = sample.finish_reason == "length"
-        status = {"stop": "completed", "length": "incomplete"}.get(sample.finish_reason or "", "failed")
+        status = "incomplete" if is_cut else "completed"
         more: dict[str, Any] = {"usage": _usage(result, num_reasoning)}
         if is_cut:
             more["incomplete_details"] = {"reason": "max_output_tokens"}
-        elif status == "failed":
-            more["error"] = {"code": "server_error", "message": str(sample.finish_detail or sample.finish_reason)}
         else:
             more["completed_at"] = time.time()
         return self.object(status, output, **more)
@@ -107,6 +114,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     caller = await state.generating(request)
     values = read_fields(RESPONSES, await read_object(request))
     require(values, "input")
+    check_stream_options(values)
     _check_reasoning(values.get("reasoning", {}))
     use = response_tools(values)
     prompt = response_prompt(values, use)
@@ -135,13 +143,13 @@ async def responses(request: web.Request) -> web.StreamResponse:
                     end=events.end,
                     failed=events.failed,
                 )
-            (result,) = await generation.results()
+            (result,) = whole(await generation.results())
     return web.json_response(_answer(read, result))
 
 
 def _answer(read: _Response, result: RequestOutput) -> dict[str, Any]:
     (sample,) = result.outputs
-    items = ResponseItems(read.reading.formats)
+    items = ResponseItems(read.reading.formats, shows_thought=read.shows_thought)
     parser = OutputParser(read.reading, result.prompt_token_ids or [])
     parts = [Content(sample.text)] if read.reading.is_plain else parser.feed(sample)
     for _ in [*items.add(parts, read.logprobs(sample)), *items.finish(is_cut=sample.finish_reason == "length")]:
@@ -190,7 +198,7 @@ class _ResponseEvents:
         self._read = read
         self._generation = generation
         self._number = 0
-        self._items = ResponseItems(read.reading.formats)
+        self._items = ResponseItems(read.reading.formats, shows_thought=read.shows_thought)
         self._parser: OutputParser | None = None
 
     def begin(self) -> bytes:

@@ -167,6 +167,8 @@ async def test_a_response_has_items(hermes):
     assert [json.loads(item["arguments"]) for item in answer["output"][2:]] == ARGUMENTS
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 1
     assert [tool["name"] for tool in answer["tools"]] == ["get_weather", "get_time"]
+    hidden = await hermes.post(RESPONSES, {**body, "include_reasoning": False})
+    assert [item["type"] for item in hidden["output"]] == kinds[1:]
     events = await hermes.events(RESPONSES, body)
     final = events[-1]["response"]["output"]
     volatile = ("id", "call_id")

@@ -119,8 +119,12 @@ def request_to_proto(
     options: CallOptions = _DEFAULT_OPTIONS,
     adapter: str = "",
     resume_grace_s: float = 0.0,
+    with_text_ends: bool = False,
 ) -> generation_pb2.GenerateRequest:
-    """Return a new request; with `final_only` the server sends one response per sample instead of deltas."""
+    """Return a new request; with `final_only` the server sends one response per sample instead of deltas.
+
+    `with_text_ends`: outputs say where the text of each token ends.
+    """
     return generation_pb2.GenerateRequest(
         request_id=request_id,
         prompt=[prompt_to_proto(prompt)],
@@ -128,6 +132,7 @@ def request_to_proto(
         output_mode=generation_pb2.OUTPUT_MODE_FINAL if final_only else generation_pb2.OUTPUT_MODE_DELTA,
         # Token ids that the client sent need not be returned, unless the server may truncate them.
         return_prompt_token_ids=prompt.token_ids is None or params.truncate_prompt_tokens is not None,
+        return_text_ends=with_text_ends,
         cache_salt=(prompt.cache_salt or "").encode(),
         enable_prefix_caching=None if options.enable_prefix_caching else False,
         speculation=_speculation(options.speculation),
@@ -163,6 +168,7 @@ def resume_to_proto(
         request_id=request.request_id,
         output_mode=request.output_mode,
         return_prompt_token_ids=request.return_prompt_token_ids and received.prompt_token_ids is None,
+        return_text_ends=request.return_text_ends,
         resume=generation_pb2.ResumePoint(positions=positions, prompt_logprobs_start=num_prompt_logprobs),
     )
 
@@ -246,6 +252,7 @@ def _same_names(kind: Any, message: object) -> dict[str, Any]:
 
 def _sample(message: generation_pb2.SampleOutput) -> CompletionOutput:
     sample = CompletionOutput(message.sample_index, message.text, list(message.token_ids))
+    sample.text_ends = list(message.text_ends)
     if message.HasField("logprobs"):
         sample.logprobs = _rows(message.logprobs, sample.token_ids)
     if message.HasField("cumulative_logprob"):

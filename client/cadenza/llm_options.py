@@ -355,6 +355,13 @@ class LLMOptions(TypedDict, total=False):
     http_tls_key: str | None
     """PEM file of the key of --http-tls-cert."""
 
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "none"] | None
+    """How the model writes tool calls; auto: as its chat template shows; none: tools are refused. [default: auto]"""
+
+    reasoning_parser: Literal["auto", "deepseek_r1", "qwen3", "mistral", "none"] | None
+    """How the model writes its reasoning, which answers have apart from their content; auto: as its chat template or
+    its tokens show; none: it stays in the content. deepseek_r1: every answer begins with it. [default: auto]"""
+
     served_model_name: list[str] | None
     """Name of the model in the APIs; several times, or with commas, for several ones, of which answers have the first;
     default: the model as the executor names it, and the last part of that."""
@@ -368,8 +375,9 @@ class LLMOptions(TypedDict, total=False):
     such paths. It is read again when it changes."""
 
     http_token_file: str | None
-    """File with the gateway's own token for a scheduler with --tenants, for the scheduler's metrics in /metrics and for
-    adapters: that of an admin. Requests of clients never use it."""
+    """File with the gateway's own token for a scheduler with --tenants. Of a tenant with admin: for the scheduler's
+    metrics in /metrics, and for adapters. With may_name_tenants: one session to the scheduler carries the requests of
+    all keys; else each key has a session of its own."""
 
     http_cors_origin: list[str] | None
     """Origin whose pages may call the gateway from a browser, such as https://chat.example.org; * is any; several
@@ -382,7 +390,7 @@ class LLMOptions(TypedDict, total=False):
     """Requests that are served at a time; further ones get 429. [default: 4096]"""
 
     http_write_timeout_s: float | None
-    """A client that takes nothing of its stream for so long is disconnected, and its request aborted. [default:
+    """A client that takes nothing of its answer for so long is disconnected, and its request aborted. [default:
     30.0]"""
 
     http_reconnect_timeout_s: float | None

@@ -88,6 +88,7 @@ class OutputCollector:
         known = self._samples.setdefault(new.index, CompletionOutput(new.index))
         known.text += new.text
         known.token_ids += new.token_ids
+        known.text_ends += new.text_ends
         if new.logprobs is not None:
             known.logprobs = known.logprobs or []
             known.logprobs += new.logprobs

@@ -33,6 +33,8 @@ class CompletionOutput:
     logprobs: list[LogprobRow] | None = None  # one row per token of token_ids
     finish_reason: FinishReason | None = None  # None while it runs
     stop_reason: int | str | None = None  # the stop token or stop string; None for EOS
+    text_ends: list[int] = field(default_factory=list)
+    """Where each token's text ends in the sample's whole text, in code points, for those who ask the server for it."""
     finish_detail: str | None = None  # the exact reason, such as "eos", "max_tokens" or "kv_capacity"
 
     def finished(self) -> bool:

@@ -51,7 +51,9 @@ _TOKEN_LISTS = frozenset({"allowed_token_ids", "stop_token_ids"})
 _LONG_BYTES = 64 * 1024
 """A longer request is converted in slices."""
 _LONG_BIASES = 1024
-_FIELDS_BESIDE_RESUME = frozenset({"request_id", "resume", "output_mode", "return_prompt_token_ids", "traceparent"})
+_FIELDS_BESIDE_RESUME = frozenset(
+    {"request_id", "resume", "output_mode", "return_prompt_token_ids", "return_text_ends", "traceparent"}
+)
 
 
 def request_fields(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) -> RequestFields:
@@ -89,6 +91,7 @@ def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) 
         ),
         output_mode=_OUTPUT_MODES.get(message.output_mode),
         return_prompt_token_ids=message.return_prompt_token_ids,
+        return_text_ends=message.return_text_ends,
         cache_salt=message.cache_salt,
         enable_prefix_caching=message.enable_prefix_caching if message.HasField("enable_prefix_caching") else True,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
@@ -105,10 +108,15 @@ def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) 
 def _digest(body: bytes, traceparent: str) -> bytes:
     """SHA-256 of a body without its trace context: a request that is sent again may belong to another span.
 
-    The field has the largest number, and so is the last one.
+    It is the last field but for return_text_ends, in the order of their numbers.
     """
     if traceparent:
-        body = body.removesuffix(pb.GenerateRequest(traceparent=traceparent).SerializeToString())
+        for later in (pb.GenerateRequest(), pb.GenerateRequest(return_text_ends=True)):
+            rest = later.SerializeToString()
+            later.traceparent = traceparent
+            with_trace = later.SerializeToString(deterministic=True)
+            if body.endswith(with_trace):
+                return hashlib.sha256(body.removesuffix(with_trace) + rest).digest()
     return hashlib.sha256(body).digest()
 
 
@@ -290,6 +298,7 @@ def _fill_output(
     output.token_ids.extend(chunk.token_ids)
     output.text = chunk.text
     output.text_offset = chunk.text_offset
+    output.text_ends.extend(chunk.text_ends)
     if chunk.logprobs:
         output.logprobs.CopyFrom(_logprob_columns(chunk.token_ids, chunk.logprobs, token_text))
     if chunk.finish is not None:

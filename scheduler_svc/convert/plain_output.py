@@ -45,6 +45,7 @@ _TOKEN_IDS = _tag(pb.SampleOutput.TOKEN_IDS_FIELD_NUMBER, _LENGTH_PREFIXED)
 _ONE_TOKEN = tuple(_TOKEN_IDS + varint(size) for size in range(11))
 """What precedes a single token id, by the size of its wire form."""
 _TEXT = _tag(pb.SampleOutput.TEXT_FIELD_NUMBER, _LENGTH_PREFIXED)
+_TEXT_ENDS = _tag(pb.SampleOutput.TEXT_ENDS_FIELD_NUMBER, _LENGTH_PREFIXED)
 _TEXT_OFFSET = _tag(pb.SampleOutput.TEXT_OFFSET_FIELD_NUMBER, _VARINT)
 _REQUEST_ID = _tag(pb.GenerateResponse.REQUEST_ID_FIELD_NUMBER, _LENGTH_PREFIXED)
 _OUTPUTS = _tag(pb.GenerateResponse.OUTPUTS_FIELD_NUMBER, _LENGTH_PREFIXED)
@@ -89,7 +90,7 @@ class PlainOutput:
     It moves the reader's own position, so that both may be used in turns.
     """
 
-    __slots__ = ("_event_id", "_heads", "_live", "_position", "_request_id", "_sample")
+    __slots__ = ("_event_id", "_heads", "_live", "_position", "_request_id", "_sample", "_with_text_ends")
 
     def __init__(self, reader: RequestReader, position: Cursor) -> None:
         """`position`: that of the reader, from `plain_position`."""
@@ -97,6 +98,7 @@ class PlainOutput:
         self._live = reader.live
         self._sample = reader.live.samples[0]
         self._position = position
+        self._with_text_ends = reader.with_text_ends
         self._request_id = _REQUEST_ID + varint(len(request_id)) + request_id
         self._event_id = _EVENT_ID + varint(len(request_id)) + request_id
         self._heads: dict[int, bytes] = {}
@@ -161,7 +163,12 @@ class PlainOutput:
             tokens = _first_token_index(start) + tokens
         if text_end > text_start:
             tokens += _text(chars[text_start:text_end])
-        return tokens + _text_offset(text_start) if text_start else tokens
+        if text_start:
+            tokens += _text_offset(text_start)
+        if self._with_text_ends and text is not None:
+            packed = b"".join(map(varint, text.token_ends[start:end]))
+            tokens += _TEXT_ENDS + _length(len(packed)) + packed
+        return tokens
 
 
 def _text(text: str) -> bytes:

@@ -137,6 +137,8 @@ def _sample_bytes(sample: LiveSample) -> int:
     num_bytes = _SAMPLE_BYTES + _INT_BYTES * len(sample.token_ids)
     if sample.text is not None:
         num_bytes += _CHAR_BYTES * len(sample.text.text) + _INT_BYTES * len(sample.text.text_ends)
+        if sample.text.token_ends is not sample.text.text_ends:
+            num_bytes += _INT_BYTES * len(sample.text.token_ends)
     if sample.logprobs:
         per_token = _LOGPROBS_BYTES + _TOP_LOGPROB_BYTES * len(sample.logprobs[0].top_token_ids)
         num_bytes += per_token * len(sample.logprobs)

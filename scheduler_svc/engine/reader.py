@@ -38,6 +38,8 @@ class SampleChunk:
     """Approximate size on the wire."""
     is_whole: bool
     """Whether it holds all of the sample's current output."""
+    text_ends: Sequence[int] = ()
+    """Where the tokens' texts end, if the client asks for it; as TextStream.token_ends."""
 
 
 @dataclass(slots=True)
@@ -72,7 +74,16 @@ class RequestReader:
     Several readers can read the same request.
     """
 
-    __slots__ = ("_cursors", "_final_only", "_is_first", "_prompt_end", "_starts_at_once", "done", "live")
+    __slots__ = (
+        "_cursors",
+        "_final_only",
+        "_is_first",
+        "_prompt_end",
+        "_starts_at_once",
+        "done",
+        "live",
+        "with_text_ends",
+    )
 
     def __init__(
         self,
@@ -81,12 +92,14 @@ class RequestReader:
         final_only: bool = False,
         resume: ResumePoint | None = None,
         starts_at_once: bool = False,
+        with_text_ends: bool = False,
     ) -> None:
-        """`starts_at_once`: the first chunk does not wait for output.
+        """`starts_at_once`: the first chunk does not wait for output. `with_text_ends`: chunks say where tokens end.
 
         Raises RequestRejectedError for a resume point beyond the output.
         """
         self.live = live
+        self.with_text_ends = with_text_ends
         self.done = False
         """Whether all output has been taken and the request has finished."""
         self._final_only = final_only
@@ -176,6 +189,9 @@ class RequestReader:
                 break
             part = _advance(index, sample, cursor, max_bytes - chunk.num_bytes)
             if part is not None:
+                if self.with_text_ends and sample.text is not None:
+                    start = part.first_token_index
+                    part.text_ends = sample.text.token_ends[start : start + len(part.token_ids)]
                 chunk.samples.append(part)
                 chunk.num_bytes += part.num_bytes
                 chunk.is_whole = chunk.is_whole and part.is_whole

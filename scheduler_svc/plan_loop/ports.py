@@ -169,6 +169,8 @@ class TextStream(Protocol):
     """Final text: without an incomplete character or a possible start of a stop string at its end."""
     text_ends: list[int]
     """text_ends[i]: length of `text` (code points) after i + 1 tokens; never decreases."""
+    token_ends: list[int]
+    """As `text_ends`, but with text that is held back as a possible start of a stop string; never decreases."""
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
         """Add tokens; with ends_with_stop_token the last one adds no text unless stop strings are included."""

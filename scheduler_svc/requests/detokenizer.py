@@ -158,6 +158,7 @@ class TextStream:
         "_tokenizer",
         "text",
         "text_ends",
+        "token_ends",
     )
 
     def __init__(
@@ -172,6 +173,7 @@ class TextStream:
     ) -> None:
         self.text = ""
         self.text_ends: list[int] = []
+        self.token_ends = [] if stop else self.text_ends
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens, context=context)
         self._stop = tuple(stop)
@@ -195,8 +197,11 @@ class TextStream:
             piece = "" if silent else self._decoder.push(token_id)
             stop_string = self._take(piece) if piece else None
             self.text_ends.append(len(self.text))
+            if self._stop:
+                self.token_ends.append(len(self.text) + len(self._held))
             if stop_string is not None:
                 self._finished = True
+                self._cut_token_ends()
                 return StopMatch(stop_string, len(self.text_ends))
         return None
 
@@ -220,6 +225,13 @@ class TextStream:
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token."""
         return self._tokenizer.token_text(token_id)
+
+    def _cut_token_ends(self) -> None:
+        """Let the tokens of a stop string end where the text does, as the last one does."""
+        end, index = len(self.text), len(self.token_ends) - 2
+        while index >= 0 and self.token_ends[index] > end:
+            self.token_ends[index] = end
+            index -= 1
 
     def _take(self, piece: str) -> str | None:
         """Add text; returns the stop string that it completes, if any."""

@@ -50,6 +50,7 @@ class RequestFields:
     output_mode: OutputMode | None = OutputMode.DELTA
     """None: an unknown number."""
     return_prompt_token_ids: bool = False
+    return_text_ends: bool = False
     cache_salt: bytes = b""
     enable_prefix_caching: bool = True
     expected_output_tokens: int | None = None

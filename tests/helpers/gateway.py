@@ -24,6 +24,8 @@ class Gateway:
     state: State
     http: ClientSession
     address: str
+    paths: tuple[str, ...]
+    """As they were added, with {name} for a part that is any."""
 
     async def post(self, path: str, body: Any, status: int = 200, **headers: str) -> Any:
         """Send a body, check the status, and return the answer's JSON."""
@@ -79,7 +81,8 @@ async def gateway(target: str, **options: Any) -> AsyncIterator[Gateway]:
     runner, address = running
     try:
         async with ClientSession(f"http://{address}") as http:
-            yield Gateway(state, http, address)
+            paths = tuple(sorted(each.canonical for each in runner.app.router.resources()))
+            yield Gateway(state, http, address, paths)
     finally:
         await runner.cleanup()
 

@@ -125,8 +125,8 @@ def test_anthropics_sdk(url):
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
     counted = client.messages.count_tokens(model="demo", messages=USER)
     assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
-    with pytest.raises(anthropic.BadRequestError, match="thinking"):
-        client.messages.create(**{**options, "max_tokens": 2000}, thinking={"type": "enabled", "budget_tokens": 1024})
+    with pytest.raises(anthropic.BadRequestError, match="tools"):
+        client.messages.create(**options, tools=[{"name": "f", "input_schema": {"type": "object"}}])
 
 
 SCHEMA = {

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza.credentials import is_loopback
+from cadenza.gateway.parsing.formats import ReasoningOption, ToolOption
 from cadenza.settings.help import about
 from cadenza.settings.service import Settings, split_list
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
@@ -61,6 +62,17 @@ class GatewayConfig(Settings):
         description="HOST:PORT to listen on, or the port alone; port 0 takes any free one.",
         json_schema_extra=about("HTTP"),
     )
+    tool_call_parser: ToolOption = Field(
+        "auto",
+        description="How the model writes tool calls; auto: as its chat template shows; none: tools are refused.",
+        json_schema_extra=about("HTTP"),
+    )
+    reasoning_parser: ReasoningOption = Field(
+        "auto",
+        description="How the model writes its reasoning, which answers have apart from their content; auto: as its "
+        "chat template or its tokens show; none: it stays in the content. deepseek_r1: every answer begins with it.",
+        json_schema_extra=about("HTTP"),
+    )
     served_model_name: Annotated[list[str], NoDecode] = Field(
         [],
         description="Name of the model in the APIs; several times, or with commas, for several ones, of which answers "
@@ -84,8 +96,9 @@ class GatewayConfig(Settings):
     http_token_file: str | None = Field(
         None,
         min_length=1,
-        description="File with the gateway's own token for a scheduler with --tenants, for the scheduler's metrics in "
-        "/metrics and for adapters: that of an admin. Requests of clients never use it.",
+        description="File with the gateway's own token for a scheduler with --tenants. Of a tenant with admin: for the "
+        "scheduler's metrics in /metrics, and for adapters. With may_name_tenants: one session to the scheduler "
+        "carries the requests of all keys; else each key has a session of its own.",
         json_schema_extra=about("HTTP"),
     )
     http_cors_origin: Annotated[list[str], NoDecode] = Field(
@@ -111,7 +124,7 @@ class GatewayConfig(Settings):
         30.0,
         gt=0,
         allow_inf_nan=False,
-        description="A client that takes nothing of its stream for so long is disconnected, and its request aborted.",
+        description="A client that takes nothing of its answer for so long is disconnected, and its request aborted.",
         json_schema_extra=about("HTTP", "s"),
     )
     http_reconnect_timeout_s: float = Field(

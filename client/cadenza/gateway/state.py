@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -13,12 +14,13 @@ from cadenza.gateway.http.keys import KeyFile
 from cadenza.gateway.http.reading import api_key
 from cadenza.gateway.metrics import Counts
 from cadenza.gateway.models import Names
+from cadenza.gateway.parsing.formats import Formats, find_formats
 from cadenza.gateway.scheduler.caller import Caller
 from cadenza.gateway.scheduler.link import SchedulerLink
+from cadenza.info import ModelInfo
 
+_LOG = logging.getLogger(__name__)
 _RETRY_S = 1.0
-_PATIENCE_S = 10.0
-"""A restarted scheduler or executor is back by then: until then requests wait for it."""
 
 
 @dataclass(slots=True)
@@ -34,11 +36,29 @@ class State:
     cors: Cors
     counts: Counts = field(default_factory=Counts)
     is_stopping: bool = False
+    _formats: tuple[ModelInfo, Formats] | None = None
+    """Those of the model that was last asked for."""
 
     @property
     def max_body_bytes(self) -> int:
         """The largest body."""
         return int(self.config.http_max_body_mb * 1024 * 1024)
+
+    def formats(self, info: ModelInfo) -> Formats:
+        """How the model writes tool calls and thoughts."""
+        known = self._formats
+        if known is not None and known[0] is info:
+            return known[1]
+        found = find_formats(info, self.config.tool_call_parser, self.config.reasoning_parser)
+        if known is None or known[1] != found:
+            _LOG.info(
+                "%s: tool calls are read as %s, thoughts as %s",
+                info.model,
+                found.tools or "text (none)",
+                found.reasoning or "text (none)",
+            )
+        self._formats = info, found
+        return found
 
     async def caller(self, request: web.Request) -> Caller:
         """Who a request is from; raises ApiError and CadenzaError."""
@@ -54,7 +74,7 @@ class State:
         if self.counts.num_running > self.config.http_max_requests:
             message = f"{self.config.http_max_requests} requests run, which is the limit (--http-max-requests)"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
-        if self.link.unserved_s > min(_PATIENCE_S, self.config.http_reconnect_timeout_s):
+        if self.link.is_away:
             message = f"the scheduler at {self.link.target} does not serve: it is away, or has no executor"
             raise ApiError(503, message, code="unavailable", retry_after_s=_RETRY_S)
         return await self.caller(request)

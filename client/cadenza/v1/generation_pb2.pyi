@@ -122,6 +122,7 @@ class GenerateRequest(_message.Message):
     EXTRA_HASH_KEYS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    RETURN_TEXT_ENDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, at most 128 characters, no control characters; unique within the tenant while the request is
     unfinished or its results are kept; empty: the server generates one, but a session requires it. The same id with
@@ -151,6 +152,8 @@ class GenerateRequest(_message.Message):
     --otlp-traces-endpoint; at most 128 characters. It overrides the call's metadata `traceparent`. It is no part of the
     body by which a repeated request is recognized, and one that is malformed is ignored.
     """
+    return_text_ends: _builtins.bool
+    """Return text_ends with each output."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptPart]:
         """The prompt's parts, in order; 1 to 1,024, or none with resume."""
@@ -162,7 +165,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> Global___ResumePoint:
         """Continue the request with this id from these positions. Of the other fields only request_id, output_mode,
-        return_prompt_token_ids and traceparent may be set.
+        return_prompt_token_ids, return_text_ends and traceparent may be set.
         """
 
     @_builtins.property
@@ -191,10 +194,11 @@ class GenerateRequest(_message.Message):
         extra_hash_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         expected_output_tokens: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
+        return_text_ends: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "return_text_ends", b"return_text_ends", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enable_prefix_caching: _TypeAlias = _typing.Literal["enable_prefix_caching"]  # noqa: Y015
     _WhichOneofArgType__enable_prefix_caching: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching"]  # noqa: Y015
@@ -397,6 +401,7 @@ class SampleOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
+    TEXT_ENDS_FIELD_NUMBER: _builtins.int
     sample_index: _builtins.int
     """Sample index, from 0."""
     first_token_index: _builtins.int
@@ -421,6 +426,14 @@ class SampleOutput(_message.Message):
     def finish(self) -> _types_pb2.Finish:
         """The finish; absent while the sample runs."""
 
+    @_builtins.property
+    def text_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the text of each token above ends in the sample's text, in Unicode code points, with return_text_ends. It may
+        be after the end of what has been sent, where text is held back, and it never decreases. A token that is left out
+        of the text, as a special one, ends where it would stand. Bytes of an incomplete character count with the token
+        that completes it.
+        """
+
     def __init__(
         self,
         *,
@@ -432,10 +445,11 @@ class SampleOutput(_message.Message):
         logprobs: _types_pb2.LogprobColumns | None = ...,
         finish: _types_pb2.Finish | None = ...,
         cumulative_logprob: _builtins.float | None = ...,
+        text_ends: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish", b"finish", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish", b"finish", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "sample_index", b"sample_index", "text", b"text", "text_offset", b"text_offset", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish", b"finish", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "sample_index", b"sample_index", "text", b"text", "text_ends", b"text_ends", "text_offset", b"text_offset", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
     _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015
@@ -497,6 +511,12 @@ class SessionRequest(_message.Message):
 
     GENERATE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    TENANT_TOKEN_SHA256_FIELD_NUMBER: _builtins.int
+    tenant_token_sha256: _builtins.bytes
+    """SHA-256 of the token of the tenant whose request this is, 32 bytes: for a gateway, whose session carries the requests
+    of many. Empty: the tenant of the call's own token. Another one needs a token of a tenant with may_name_tenants, else
+    PERMISSION_DENIED; a hash of no token is UNAUTHENTICATED. Request ids are unique within the session.
+    """
     @_builtins.property
     def generate(self) -> Global___GenerateRequest:
         """Start or resume a request."""
@@ -510,10 +530,11 @@ class SessionRequest(_message.Message):
         *,
         generate: Global___GenerateRequest | None = ...,
         abort: Global___AbortRequest | None = ...,
+        tenant_token_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "generate", b"generate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "generate", b"generate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "generate", b"generate", "tenant_token_sha256", b"tenant_token_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["generate", "abort"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
@@ -812,6 +833,7 @@ class GetServerInfoResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _builtins.int
     FAULTS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAY_NAME_TENANTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Cadenza's version."""
     protocol_version: _builtins.int
@@ -822,6 +844,8 @@ class GetServerInfoResponse(_message.Message):
     """Whether the service is draining and rejects new requests."""
     resident_bytes: _builtins.int
     """Resident memory of the scheduler's process in bytes; 0: unknown, as for a tenant without admin."""
+    may_name_tenants: _builtins.bool
+    """Whether the call's tenant may name the tenant of each request of a session (SessionRequest.tenant_token_sha256)."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The scheduler's effective options, by name; for tenants without admin only those that concern their requests."""
@@ -862,10 +886,11 @@ class GetServerInfoResponse(_message.Message):
         tenants: _abc.Iterable[Global___TenantInfo] | None = ...,
         faults: _abc.Iterable[Global___FaultCount] | None = ...,
         adapters: _abc.Iterable[Global___AdapterUse] | None = ...,
+        may_name_tenants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "executors", b"executors", "faults", b"faults", "load", b"load", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "executors", b"executors", "faults", b"faults", "load", b"load", "may_name_tenants", b"may_name_tenants", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

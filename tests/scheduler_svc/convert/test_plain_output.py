@@ -64,11 +64,12 @@ def in_session(message, request_id):
     st.lists(st.lists(st.integers(0, 399), max_size=5), max_size=40),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
-def test_bytes_are_those_of_the_plain_form(request_id, pushes, text, session):
+def test_bytes_are_those_of_the_plain_form(request_id, pushes, text, session, ends):
     live = live_request(request_id, text=text)
-    _, fast = begun(live)
-    slow, _ = begun(live)
+    _, fast = begun(live, with_text_ends=ends)
+    slow, _ = begun(live, with_text_ends=ends)
     for ids in pushes:
         live.samples[0].extend(ids if text else [each * 700 for each in ids])
         expected = plain_form(slow)

@@ -206,6 +206,18 @@ def test_tokens_after_the_match_are_not_taken():
     assert stream.text_ends == [1, 1]
 
 
+def test_where_tokens_end_counts_what_is_held_back():
+    stream = TextStream(TOKENIZER, stop=["bcd"])
+    stream.push([*byte_ids(b"ab"), 1, *byte_ids(b"c")])
+    assert (stream.text, stream.text_ends) == ("a", [1, 1, 1, 1])
+    assert stream.token_ends == [1, 2, 2, 3], "the special token stands behind the b"
+    assert stream.push(byte_ids(b"d")) == StopMatch("bcd", 5)
+    assert (stream.text, stream.token_ends) == ("a", [1] * 5)
+    plain = TextStream(TOKENIZER)
+    plain.push(byte_ids("aé".encode()))
+    assert plain.token_ends == plain.text_ends == [1, 1, 2]
+
+
 def test_min_tokens():
     ids = byte_ids(b"xaxaxa")
     assert TextStream(TOKENIZER, stop=["a"], min_tokens=1).push(ids) == StopMatch("a", 2)

@@ -2,40 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cadenza.gateway.fields.field import shown
 from cadenza.gateway.http.errors import ApiError, bad_request
 from cadenza.gateway.openai.prompts import chat_prompt
+from cadenza.gateway.tools.definitions import ToolUse
 from cadenza.prompts import Prompt
 
 _ROLES = ("user", "assistant", "system")
-_BLOCK_KEYS = frozenset(("type", "text", "cache_control", "citations"))
+_KEYS: Mapping[str, frozenset[str]] = {
+    "text": frozenset(("type", "text", "cache_control", "citations")),
+    "tool_use": frozenset(("type", "id", "name", "input", "cache_control", "caller")),
+    "tool_result": frozenset(("type", "tool_use_id", "content", "is_error", "cache_control")),
+    "thinking": frozenset(("type", "thinking", "signature")),
+}
+"""By the type of a block: its fields."""
+_OF_ROLE = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use", "thinking"), "system": ("text",)}
+_THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 
-def messages_prompt(values: Mapping[str, Any]) -> Prompt:
+def messages_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
     """The prompt; a last message of the assistant is continued, as in Anthropic's API. Raises ApiError."""
-    messages = [_message(each, index) for index, each in enumerate(values["messages"])]
+    messages: list[dict[str, Any]] = []
     if "system" in values:
-        messages.insert(0, {"role": "system", "content": _text(values["system"], "system")})
-    is_continued = bool(messages) and messages[-1]["role"] == "assistant"
+        messages.append({"role": "system", "content": _text(values["system"], "system")})
+    for index, each in enumerate(values["messages"]):
+        messages += _messages(each, f"messages[{index}]")
+    is_continued = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    thinks = thinking(values)
+    options: dict[str, Any] = {"continue_final_message": is_continued, "cache_salt": values.get("cache_salt")}
+    kwargs = dict(values.get("chat_template_kwargs", {}))
+    if thinks is not None:
+        kwargs.setdefault("enable_thinking", thinks)
+    options["chat_template_kwargs"] = kwargs
     try:
-        return chat_prompt(messages, {"continue_final_message": is_continued})
+        return chat_prompt(messages, options, use)
     except ApiError as error:
-        raise bad_request(error.message, "messages") from None
+        raise bad_request(error.message, error.param if error.param == "tools" else "messages") from None
 
 
-def _message(message: Any, index: int) -> dict[str, str]:
-    where = f"messages[{index}]"
+def thinking(values: Mapping[str, Any]) -> bool | None:
+    """Whether the answer is to show its thought; None: the request does not say. Raises ApiError."""
+    given = values.get("thinking")
+    if given is None:
+        return None
+    kind = given.get("type")
+    if not isinstance(kind, str) or kind not in _THINKING:
+        raise bad_request(f"thinking.type must be enabled, adaptive or disabled, not {shown(kind)}", "thinking")
+    for name in given:
+        if name not in ("type", "budget_tokens", "display"):
+            raise bad_request(f"thinking.{shown(name)}: there is no such field", "thinking")
+    return _THINKING[kind]
+
+
+def _messages(message: Any, where: str) -> list[dict[str, Any]]:
+    """A message as one of a chat, or as several: each result of a tool is a message of its own there."""
     if not isinstance(message, Mapping):
         raise bad_request(f"{where} must be an object, not {shown(message)}", "messages")
     for name in message:
         if name not in ("role", "content"):
             raise bad_request(f"{where}.{shown(name)}: there is no such field", "messages")
-    if message.get("role") not in _ROLES:
-        raise bad_request(f"{where}.role must be user or assistant, not {shown(message.get('role'))}", "messages")
-    return {"role": message["role"], "content": _text(message.get("content"), f"{where}.content")}
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise bad_request(f"{where}.role must be user or assistant, not {shown(role)}", "messages")
+    if not isinstance(content, list):
+        return [{"role": role, "content": _text(content, f"{where}.content")}]
+    blocks = [_block(block, f"{where}.content", _OF_ROLE[role]) for block in content]
+    return [_assistant(blocks, where)] if role == "assistant" else _user(blocks, role, where)
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+    calls = [_call(block, where) for block in blocks if block["type"] == "tool_use"]
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    name, arguments = block.get("name"), block.get("input")
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        raise bad_request(f"{where}: a tool_use block must have a name and an input, an object", "messages")
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _user(blocks: Sequence[Mapping[str, Any]], role: str, where: str) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for block in blocks:
+        if block["type"] == "tool_result":
+            content = block.get("content", "")
+            text = _text(content, f"{where}.content: the content of a tool_result")
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        elif messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += block["text"]
+        else:
+            messages.append({"role": role, "content": block["text"]})
+    return messages or [{"role": role, "content": ""}]
+
+
+def _block(block: Any, where: str, kinds: Sequence[str]) -> Mapping[str, Any]:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if not isinstance(block, Mapping) or not isinstance(kind, str) or kind not in kinds:
+        what = shown(block if kind is None else kind)
+        raise bad_request(f"{where}: blocks of type {', '.join(kinds)} are supported, not {what}", "messages")
+    for name in block:
+        if name not in _KEYS[kind]:
+            raise bad_request(f"{where}.{shown(name)}: there is no such field", "messages")
+    if kind in ("text", "thinking") and not isinstance(block.get(kind), str):
+        raise bad_request(f"{where}: a {kind} block must have a string as {kind}", "messages")
+    return block
 
 
 def _text(content: Any, where: str) -> str:
@@ -43,12 +126,4 @@ def _text(content: Any, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise bad_request(f"{where} must be a string or a list of text blocks, not {shown(content)}", "messages")
-    texts = []
-    for block in content:
-        if not isinstance(block, Mapping) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise bad_request(f"{where}: only text blocks are supported, not {shown(block)}", "messages")
-        for name in block:
-            if name not in _BLOCK_KEYS:
-                raise bad_request(f"{where}.{shown(name)}: there is no such field", "messages")
-        texts.append(block["text"])
-    return "".join(texts)
+    return "".join(_block(block, where, ("text",))["text"] for block in content)

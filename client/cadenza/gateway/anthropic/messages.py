@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from cadenza.gateway.anthropic.blocks import messages_prompt
+from cadenza.gateway.anthropic.blocks import messages_prompt, thinking
+from cadenza.gateway.anthropic.content import ContentBlocks
 from cadenza.gateway.fields.field import read_fields
 from cadenza.gateway.fields.sampling import require, sampling_params
 from cadenza.gateway.fields.tables import COUNT_TOKENS, MESSAGES
 from cadenza.gateway.http.errors import ApiError, anthropic_body
 from cadenza.gateway.http.events import named_event
 from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.models import check_model
+from cadenza.gateway.openai.failures import whole
 from cadenza.gateway.openai.streaming import stream_answer
 from cadenza.gateway.openai.usage import completion_tokens, prompt_tokens
+from cadenza.gateway.parsing.output import OutputParser, Reading
+from cadenza.gateway.parsing.parts import Content, Part
 from cadenza.gateway.scheduler.generation import Generation, Job
 from cadenza.gateway.scheduler.inbox import Taken
 from cadenza.gateway.state import STATE
+from cadenza.gateway.tools.definitions import message_tools
+from cadenza.gateway.tools.preparing import prepare
 from cadenza.outputs import CompletionOutput, RequestOutput
 
 _RENAMED = {"stop": "stop_sequences"}
@@ -31,6 +39,8 @@ class _Message:
 
     id: str
     model: str
+    reading: Reading
+    shows_thought: bool
 
     def object(self, content: list[Any], stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         """The message."""
@@ -52,26 +62,44 @@ async def messages(request: web.Request) -> web.StreamResponse:
     values = read_fields(MESSAGES, await read_object(request))
     require(values, "messages")
     max_tokens = require(values, "max_tokens")
-    prompt = messages_prompt(values)
-    chosen = state.names.choose(values.get("model"), await caller.model())
+    use = message_tools(values)
+    prompt = messages_prompt(values, use)
+    info = await caller.model()
+    chosen = state.names.choose(values.get("model"), info)
     params = sampling_params(values, _RENAMED, max_tokens=max_tokens, stop=values.get("stop_sequences", []))
-    read = _Message(f"msg_{uuid.uuid4().hex}", chosen.name)
-    generation = Generation(caller, Job([prompt], params, chosen.adapter), is_streamed=bool(values.get("stream")))
-    async with generation:
-        if values.get("stream"):
-            events = _MessageEvents(read, generation)
-            return await stream_answer(
-                request,
-                generation,
-                begin=events.begin,
-                events_of=events.deltas,
-                end=events.end,
-                failed=_failed,
-            )
-        (result,) = await generation.results()
+    prepared = await prepare(caller, prompt, use, state.formats(info), params, values)
+    read = _Message(f"msg_{uuid.uuid4().hex}", chosen.name, prepared.reading, bool(thinking(values)))
+    job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.reading.is_plain)
+    generation = Generation(caller, job, is_streamed=bool(values.get("stream")))
+    with prepared.errors():
+        async with generation:
+            if values.get("stream"):
+                events = _MessageEvents(read, generation)
+                return await stream_answer(
+                    request,
+                    generation,
+                    begin=events.begin,
+                    events_of=events.deltas,
+                    end=events.end,
+                    failed=_failed,
+                )
+            (result,) = whole(await generation.results())
+    return web.json_response(_answer(read, result))
+
+
+def _answer(read: _Message, result: RequestOutput) -> dict[str, Any]:
     (sample,) = result.outputs
-    content = [{"type": "text", "text": sample.text}]
-    return web.json_response(read.object(content, _stop(sample), _usage(result, completion_tokens(result))))
+    content = ContentBlocks(read.reading.formats, shows_thought=read.shows_thought)
+    for _ in [*content.add(_parts(read, result, sample)), *content.finish()]:
+        pass  # the events of a stream
+    stop = _stop(sample, has_calls=content.has_calls)
+    return read.object(content.blocks, stop, _usage(result, completion_tokens(result)))
+
+
+def _parts(read: _Message, result: RequestOutput, sample: CompletionOutput) -> Sequence[Part]:
+    if read.reading.is_plain:
+        return [Content(sample.text)]
+    return OutputParser(read.reading, result.prompt_token_ids or []).feed(sample)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -80,19 +108,17 @@ async def count_tokens(request: web.Request) -> web.Response:
     caller = await state.caller(request)
     values = read_fields(COUNT_TOKENS, await read_object(request))
     require(values, "messages")
-    prompt = messages_prompt(values)
-    state.names.choose(values.get("model"), await caller.model())
+    prompt = messages_prompt(values, message_tools(values))
+    await check_model(state.names, values.get("model"), caller)
     return web.json_response({"input_tokens": len(await caller.tokenize(prompt))})
 
 
-def _stop(sample: CompletionOutput) -> dict[str, Any]:
-    """Why a message ends, in Anthropic's words; raises ApiError for one that a failure has ended."""
-    if sample.finish_reason in ("error", "abort"):
-        raise ApiError(
-            500, f"the answer ended early: {sample.finish_detail or sample.finish_reason}", code="server_error"
-        )
+def _stop(sample: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:
+    """Why a message ends, in Anthropic's words."""
     if sample.finish_detail == "stop_string":
         return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}
+    if has_calls and sample.finish_reason == "stop":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     reason = {"stop": "end_turn", "length": "max_tokens"}.get(sample.finish_reason or "", "refusal")
     return {"stop_reason": reason, "stop_sequence": None}
 
@@ -117,41 +143,47 @@ class _MessageEvents:
     def __init__(self, read: _Message, generation: Generation) -> None:
         self._read = read
         self._generation = generation
+        self._content = ContentBlocks(read.reading.formats, shows_thought=read.shows_thought)
+        self._parser: OutputParser | None = None
 
     def begin(self) -> bytes:
         """The events before the first text."""
         (result,) = self._generation.totals()
         usage = _usage(RequestOutput(result.request_id, prompt_token_ids=result.prompt_token_ids), 0)
         message = self._read.object([], {"stop_reason": None, "stop_sequence": None}, usage)
-        block = {"type": "text", "text": ""}
-        return named_event({"type": "message_start", "message": message}) + named_event(
-            {"type": "content_block_start", "index": 0, "content_block": block}
-        )
+        started = named_event({"type": "message_start", "message": message})
+        return started + _events(self._content.open_text()) if self._read.reading.is_plain else started
 
     def deltas(self, taken: Taken) -> bytes:
         """The events of new text."""
         return b"".join(
-            named_event(
-                {
-                    "type": "content_block_delta",
-                    "index": 0,
-                    "delta": {"type": "text_delta", "text": sample.text},
-                }
-            )
-            for _, delta in taken
+            _events(self._content.add(self._parts(prompt, sample)))
+            for prompt, delta in taken
             for sample in delta.outputs
-            if sample.text
         )
 
     def end(self) -> bytes:
         """The events after the last text."""
         (result,) = self._generation.totals()
         (sample,) = result.outputs
+        ended = _events(self._content.finish())
+        stop = _stop(sample, has_calls=self._content.has_calls)
         usage = _usage(result, completion_tokens(result))
         return b"".join(
             (
-                named_event({"type": "content_block_stop", "index": 0}),
-                named_event({"type": "message_delta", "delta": _stop(sample), "usage": usage}),
+                ended,
+                named_event({"type": "message_delta", "delta": stop, "usage": usage}),
                 named_event({"type": "message_stop"}),
             )
         )
+
+    def _parts(self, prompt: int, sample: CompletionOutput) -> Sequence[Part]:
+        if self._read.reading.is_plain:
+            return [Content(sample.text)] if sample.text else []
+        if self._parser is None:
+            self._parser = OutputParser(self._read.reading, self._generation.prompt_token_ids(prompt))
+        return self._parser.feed(sample)
+
+
+def _events(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(map(named_event, events))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from cadenza.gateway.fields.field import Field, accepted, by_name, honoured, refused
 
 _NO_EFFECT = "for records of the caller; nothing is kept here"
-_LATER_TOOLS = "tools are not rendered into prompts yet"
-_LATER_TEMPLATE = "the template is the model's own, and takes no arguments yet"
+_TRUSTED = "Jinja in place of the model's; the scheduler needs --trust-request-chat-template"
 _NO_MEDIA = "the model reads and writes text alone"
 
 _OF_CALLERS: tuple[Field, ...] = (
@@ -16,10 +15,21 @@ _OF_CALLERS: tuple[Field, ...] = (
     accepted("safety_identifier", "a string", _NO_EFFECT),
     accepted("prompt_cache_key", "a string", "a hint for routers; prefixes are found by their tokens"),
     accepted("prompt_cache_retention", "a string", "a hint; cached prefixes go when their place is needed"),
-    refused("store", "nothing is kept here", "vLLM ignores it", (False,)),
+    accepted("store", "a boolean", "nothing is kept here; responses say store: false"),
     refused("service_tier", "there is one", "vLLM ignores it", ("auto", "default")),
 )
 """What concerns the caller more than the model."""
+
+_EXTENSIONS: tuple[Field, ...] = (
+    accepted("session_id", "a string", "a hint for routers: the scheduler places requests by their prefixes"),
+    refused("vllm_xargs", "there are no extensions", "for plugins", ({},)),
+    refused("kv_transfer_params", "prefill and decode are not split", "for connectors", ({},)),
+    refused("ec_transfer_params", "there are no encoders", "for connectors", ({},)),
+    refused("watermarking", "there is none", "marks the output", (False,)),
+    refused("mm_payload", _NO_MEDIA, "for its render paths", ("tensors", "none")),
+    refused("return_mm_kwargs", _NO_MEDIA, "an old name of mm_payload", (True, False)),
+)
+"""vLLM's, on all paths that generate."""
 
 _SAMPLING: tuple[Field, ...] = (
     honoured("temperature", "a number", "0 is greedy; default 1", "default: that of generation_config.json"),
@@ -56,14 +66,16 @@ _VLLM_SAMPLING: tuple[Field, ...] = (
     honoured("priority", "an integer", "smaller goes first under --order priority"),
     honoured("request_id", "a string", "in the id of the answer; at most 128 characters", "also the id in the engine"),
     honoured("cache_salt", "a string", "only requests with the same salt share cached prefixes"),
-    accepted("session_id", "a string", "a hint for routers: the scheduler places requests by their prefixes"),
     refused("spaces_between_special_tokens", "texts have none but the tokenizer's own", "honoured", (True,)),
     honoured("structured_outputs", "an object", "json, regex, choice, grammar, json_object or structural_tag"),
     refused("logits_processors", "no code of callers runs here", "refused unless allowed at start"),
-    refused("vllm_xargs", "there are no extensions", "for plugins", ({},)),
-    refused("kv_transfer_params", "prefill and decode are not split", "for connectors", ({},)),
+    refused("logprob_token_ids", "logprobs are those of the best tokens", "honoured", ([],)),
+    refused("return_token_offsets", "texts have no offsets of tokens but those of logprobs", "honoured", (False,)),
+    refused("truncation_side", "the last tokens are kept", "honoured", ("left",)),
+    refused("stream_interval", "events are written as tokens come", "honoured", (1,)),
+    refused("routed_experts_prompt_start", "the experts of a token are not told", "honoured", (0,)),
     refused("repetition_detection", "there is none", "ends repeating outputs"),
-    refused("thinking_token_budget", "reasoning is not separated from the answer", "honoured with a reasoning parser"),
+    refused("thinking_token_budget", "thoughts have no limit of their own", "honoured with a reasoning parser"),
     refused("guided_json", "an old name of structured_outputs", "removed"),
     refused("guided_regex", "an old name of structured_outputs", "removed"),
     refused("guided_choice", "an old name of structured_outputs", "removed"),
@@ -87,12 +99,17 @@ COMPLETIONS = by_name(
     ),
     _SAMPLING,
     _VLLM_SAMPLING,
+    _EXTENSIONS,
 )
 
 CHAT = by_name(
     _OF_CALLERS,
     (
-        honoured("messages", "a list", "role and content; content is a text or a list of text parts"),
+        honoured(
+            "messages",
+            "a list",
+            "role, content (a text or text parts), name, tool_calls, tool_call_id, reasoning_content or reasoning",
+        ),
         honoured("max_tokens", "an integer", "the old name of max_completion_tokens"),
         honoured("max_completion_tokens", "an integer", "default: as many as fit"),
         honoured("logprobs", "a boolean", "of each token, with top_logprobs"),
@@ -101,16 +118,21 @@ CHAT = by_name(
         honoured("add_generation_prompt", "a boolean", "default true"),
         honoured("continue_final_message", "a boolean", "needs add_generation_prompt=false"),
         refused("add_special_tokens", "the template writes them", "honoured", (False,)),
-        refused("tools", _LATER_TOOLS, "honoured", ([],)),
-        refused("tool_choice", _LATER_TOOLS, "honoured", ("none", "auto")),
-        refused("parallel_tool_calls", _LATER_TOOLS, "honoured", (True, False)),
+        honoured("tools", "a list", "functions; strict holds their arguments to the schema", "strict has no effect"),
+        honoured(
+            "tool_choice",
+            "a string or an object",
+            "none (tools are not in the prompt), auto, required, a function, or allowed_tools",
+            "no allowed_tools; with none, tools are in the prompt",
+        ),
+        honoured("parallel_tool_calls", "a boolean", "false: one call at most"),
         refused("functions", "an old name of tools", "refused too", ([],)),
         refused("function_call", "an old name of tool_choice", "refused too", ("none", "auto")),
-        refused("documents", _LATER_TEMPLATE, "honoured", ([],)),
-        refused("chat_template", _LATER_TEMPLATE, "honoured if trusted at start"),
-        refused("chat_template_kwargs", _LATER_TEMPLATE, "honoured", ({},)),
-        refused("reasoning_effort", "the template has no place for it", "passed to the template"),
-        refused("include_reasoning", "reasoning is not separated from the answer", "honoured", (True,)),
+        honoured("documents", "a list", "objects, for templates that know them"),
+        honoured("chat_template", "a string", _TRUSTED, "honoured if trusted at start"),
+        honoured("chat_template_kwargs", "an object", "arguments of the template, such as enable_thinking"),
+        honoured("reasoning_effort", "a string", "an argument of the template; none: also enable_thinking=false"),
+        honoured("include_reasoning", "a boolean", "false: the thought is left out of the answer"),
         refused("verbosity", "the model has no such setting", "ignored"),
         refused("modalities", _NO_MEDIA, "ignored", (["text"],)),
         refused("audio", _NO_MEDIA, "ignored"),
@@ -118,16 +140,22 @@ CHAT = by_name(
         refused("mm_processor_kwargs", _NO_MEDIA, "for media", ({},)),
         refused("prediction", "drafts are the server's own", "ignored"),
         refused("web_search_options", "there is no search", "ignored"),
+        refused("return_prompt_text", "the prompt is told as return_token_ids alone", "honoured", (False,)),
         _FORMAT,
     ),
     _SAMPLING,
     _VLLM_SAMPLING,
+    _EXTENSIONS,
 )
 
 RESPONSES = by_name(
     _OF_CALLERS,
     (
-        honoured("input", "a string or a list", "a text, or items of type message with text parts"),
+        honoured(
+            "input",
+            "a string or a list",
+            "a text, or items: message with text parts, function_call, function_call_output, reasoning",
+        ),
         honoured("instructions", "a string", "a system message before the input"),
         honoured("max_output_tokens", "an integer", "default: as many as fit"),
         honoured("temperature", "a number", "default 1"),
@@ -135,25 +163,37 @@ RESPONSES = by_name(
         honoured("stream", "a boolean", "events response.created to response.completed"),
         honoured("top_logprobs", "an integer", "with include message.output_text.logprobs"),
         honoured("include", "a list of strings", "message.output_text.logprobs alone"),
-        accepted("stream_options", "an object", "chunks are not padded here"),
-        refused("store", "nothing is kept here", "kept with an option", (False,)),
+        honoured("stream_options", "an object", "include_obfuscation: false alone, as chunks are not padded"),
+        honoured("metadata", "an object of strings", "repeated in the answer; nothing is kept here"),
+        honoured("user", "a string", "repeated in the answer"),
+        honoured("safety_identifier", "a string", "repeated in the answer"),
+        honoured("prompt_cache_key", "a string", "repeated in the answer; prefixes are found by their tokens"),
         refused("background", "nothing is kept here", "with store", (False,)),
         refused("previous_response_id", "nothing is kept here", "with store"),
         refused("conversation", "nothing is kept here", "refused too"),
         refused("prompt", "there are no stored prompts", "ignored"),
-        refused("tools", _LATER_TOOLS, "honoured", ([],)),
-        refused("tool_choice", _LATER_TOOLS, "honoured", ("none", "auto")),
-        refused("parallel_tool_calls", _LATER_TOOLS, "honoured", (True, False)),
-        refused("max_tool_calls", _LATER_TOOLS, "honoured"),
+        honoured("tools", "a list", "functions, flat; strict if they say so", "also tools of its own"),
+        honoured("tool_choice", "a string or an object", "none, auto, required, a function, or allowed_tools"),
+        honoured("parallel_tool_calls", "a boolean", "false: one call at most"),
+        refused("max_tool_calls", "no tools are called here", "honoured"),
         honoured("text", "an object", "format: text, json_object, json_schema; no verbosity"),
-        refused("reasoning", "reasoning is not separated from the answer", "honoured", ({},)),
+        honoured("reasoning", "an object", "effort, an argument of the template; thoughts are items, without summary"),
         refused("truncation", "a prompt that is too long is refused", "honoured", ("disabled",)),
         honoured("priority", "an integer", "smaller goes first under --order priority"),
         honoured("request_id", "a string", "in the id of the answer"),
         honoured("cache_salt", "a string", "only requests with the same salt share cached prefixes"),
         honoured("top_k", "an integer", "-1 or 0: all"),
+        honoured("min_p", "a number", "0 to 1"),
         honoured("seed", "an integer", "64 bits; absent or -1: drawn"),
         honoured("stop", "a string or a list of strings", "as on chat"),
+        honoured("stop_token_ids", "a list of integers", "at most 1,024"),
+        honoured("structured_outputs", "an object", "as on chat; not with text.format"),
+        refused("media_io_kwargs", _NO_MEDIA, "for media", ({},)),
+        refused("mm_processor_kwargs", _NO_MEDIA, "for media", ({},)),
+        honoured("chat_template_kwargs", "an object", "arguments of the template, such as enable_thinking"),
+        honoured("include_reasoning", "a boolean", "false: the thought is left out of the answer"),
+        refused("enable_response_messages", "the prompt's text is not told", "honoured", (False,)),
+        refused("previous_input_messages", "give them in input", "for one family of models"),
         honoured("repetition_penalty", "a number", "over 0"),
         honoured("presence_penalty", "a number", "-2 to 2"),
         honoured("frequency_penalty", "a number", "-2 to 2"),
@@ -163,12 +203,17 @@ RESPONSES = by_name(
         honoured("skip_special_tokens", "a boolean", "default true"),
         honoured("include_stop_str_in_output", "a boolean", "default false"),
     ),
+    _EXTENSIONS,
 )
 
 MESSAGES = by_name(
     (
         honoured("model", "a string", "the served model or one of its names, or a LoRA adapter"),
-        honoured("messages", "a list", "role user or assistant; content is a text or a list of text blocks"),
+        honoured(
+            "messages",
+            "a list",
+            "role user or assistant; content is a text, or blocks: text, tool_use, tool_result, thinking",
+        ),
         honoured("system", "a string or a list", "a text or text blocks"),
         honoured("max_tokens", "an integer", "required"),
         honoured("stop_sequences", "a list of strings", "stop_reason stop_sequence"),
@@ -179,17 +224,24 @@ MESSAGES = by_name(
         accepted("metadata", "an object", _NO_EFFECT),
         accepted("cache_control", "an object", "prefixes are cached by themselves"),
         refused("service_tier", "there is one", "ignored", ("auto", "standard_only")),
-        refused("tools", _LATER_TOOLS, "honoured", ([],)),
-        refused("tool_choice", _LATER_TOOLS, "honoured", ({"type": "none"}, {"type": "auto"})),
-        refused("thinking", "reasoning is not separated from the answer", "honoured", ({"type": "disabled"},)),
+        honoured("tools", "a list", "name, description, input_schema, strict; of the caller's own", "no strict"),
+        honoured("tool_choice", "an object", "auto, any, tool or none, and disable_parallel_tool_use"),
+        honoured(
+            "thinking",
+            "an object",
+            "enabled or adaptive: thinking blocks, and enable_thinking for the template; budget_tokens is no limit",
+        ),
         refused("container", "there are none", "ignored"),
-        refused("mcp_servers", _LATER_TOOLS, "ignored", ([],)),
+        refused("mcp_servers", "no tools are called here", "ignored", ([],)),
         refused("context_management", "the messages are used as they are", "ignored"),
         honoured("output_config", "an object", "format: json_schema; no effort"),
         honoured("output_format", "an object", "an old name of output_config.format"),
         refused("inference_geo", "the model runs where it runs", "ignored"),
         refused("speed", "there is one", "ignored", ("standard",)),
+        honoured("cache_salt", "a string", "only requests with the same salt share cached prefixes"),
+        honoured("chat_template_kwargs", "an object", "arguments of the template, such as enable_thinking"),
     ),
+    _EXTENSIONS,
 )
 
 COUNT_TOKENS = by_name(
@@ -197,6 +249,7 @@ COUNT_TOKENS = by_name(
     (
         MESSAGES["thinking"],
         MESSAGES["mcp_servers"],
+        MESSAGES["chat_template_kwargs"],
         accepted("output_config", "an object", "it is no part of the prompt"),
         accepted("output_format", "an object", "it is no part of the prompt"),
     ),
@@ -211,10 +264,11 @@ TOKENIZE = by_name(
         honoured("add_generation_prompt", "a boolean", "of a chat; default true"),
         honoured("continue_final_message", "a boolean", "of a chat; needs add_generation_prompt=false"),
         honoured("return_token_strs", "a boolean", "the text of each token, as token_strs"),
-        refused("tools", _LATER_TOOLS, "honoured", ([],)),
-        refused("chat_template", _LATER_TEMPLATE, "honoured if trusted at start"),
-        refused("chat_template_kwargs", _LATER_TEMPLATE, "honoured", ({},)),
+        honoured("tools", "a list", "of a chat"),
+        honoured("chat_template", "a string", _TRUSTED, "honoured if trusted at start"),
+        honoured("chat_template_kwargs", "an object", "of a chat: arguments of the template"),
         refused("mm_processor_kwargs", _NO_MEDIA, "for media", ({},)),
+        refused("media_io_kwargs", _NO_MEDIA, "for media", ({},)),
     ),
 )
 
@@ -247,6 +301,7 @@ RENAMED = {
     "/v1/chat/completions": {**_OF_CHATS, "grammar": "structured_outputs"},
     "/v1/responses": {
         "prompt": "input",
+        "messages": "input",
         "logprobs": "top_logprobs",
         "max_tokens": "max_output_tokens",
         "grammar": "text",

@@ -143,17 +143,20 @@ _STATUS: tuple[tuple[type[CadenzaError], int], ...] = (
 )
 
 
-_FIELD = re.compile(r"([a-z_.]+)(?:\[\d+\])?: ")
+_CHAT = "prompt[0].chat."
+_FIELD = re.compile(r"([a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*): ")
 """The field that a message begins with."""
 
 
 def _own_words(message: str) -> str:
     """A message of the scheduler without the wire's words."""
-    return message.replace("sampling_params.", "")
+    return message.replace("sampling_params.", "").replace(f"{_CHAT}template", "chat_template").replace(_CHAT, "")
 
 
 def _param(field: str | None, params: Mapping[str, str]) -> str | None:
     if field is None:
         return None
-    name = field.removeprefix("sampling_params.").partition("[")[0].partition(".")[0]
+    if field.startswith(f"{_CHAT}template"):
+        return f"chat_{field.removeprefix(_CHAT)}"
+    name = field.removeprefix("sampling_params.").removeprefix(_CHAT).partition("[")[0].partition(".")[0]
     return params.get(name, name)

@@ -71,11 +71,11 @@ class Chunks:
             usage = f',"usage":{dumps(usage_of(num_prompt_tokens, self._num_tokens[choice["index"]]))}'
         return f'{self._prefix}"choices":[{dumps(choice)}]{usage}}}\n\n'
 
-    def end(self, generation: Generation, num_hidden: int = 0) -> bytes:
-        """The last events."""
+    def end(self, generation: Generation, num_hidden: int = 0, num_reasoning: int | None = None) -> bytes:
+        """The last events; num_hidden, num_reasoning: as in `final_usage`."""
         if not (self._include_usage or self.is_continuous):
             return DONE
-        usage = final_usage(generation.totals(), num_hidden=num_hidden)
+        usage = final_usage(generation.totals(), num_hidden=num_hidden, num_reasoning=num_reasoning)
         return data_event(self._head.fields(choices=[], usage=usage)) + DONE
 
 

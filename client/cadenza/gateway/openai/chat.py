@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
@@ -15,13 +15,19 @@ from cadenza.gateway.fields.tables import CHAT
 from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.http.reading import off_loop, read_object
 from cadenza.gateway.openai.answers import Chunks, Head, failed, prompt_size
+from cadenza.gateway.openai.chat_message import delta_object, finish_with_calls, message_object
+from cadenza.gateway.openai.failures import whole
 from cadenza.gateway.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from cadenza.gateway.openai.prompts import chat_prompt, last_assistant_text
 from cadenza.gateway.openai.streaming import stream_answer
-from cadenza.gateway.openai.usage import final_usage, finish_of
+from cadenza.gateway.openai.usage import final_usage
+from cadenza.gateway.parsing.output import OutputParser, Reading, read_output
+from cadenza.gateway.parsing.parts import Part, Thought
 from cadenza.gateway.scheduler.generation import Generation, Job
 from cadenza.gateway.scheduler.inbox import Taken
 from cadenza.gateway.state import STATE
+from cadenza.gateway.tools.definitions import chat_tools
+from cadenza.gateway.tools.preparing import prepare
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
@@ -32,11 +38,17 @@ class _Chat:
     """One request, read."""
 
     values: Mapping[str, Any]
+    reading: Reading
     n: int
     num_top: int | None
     """Top logprobs of each token; None: no logprobs."""
     echo: str
     """The text that the answer begins with."""
+
+    @property
+    def shows_thought(self) -> bool:
+        """Whether the thought is in the answer."""
+        return bool(self.values.get("include_reasoning", True))
 
     @property
     def names(self) -> TokenNames:
@@ -55,18 +67,22 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     caller = await state.generating(request)
     values = await off_loop(request, read_fields, CHAT, await read_object(request))
-    prompt = await off_loop(request, chat_prompt, require(values, "messages"), values)
-    chosen = state.names.choose(values.get("model"), await caller.model())
+    use = await off_loop(request, chat_tools, values)
+    prompt = await off_loop(request, chat_prompt, require(values, "messages"), values, use)
+    info = await caller.model()
+    chosen = state.names.choose(values.get("model"), info)
     num_top = num_top_logprobs(values)
-    params = _params(values, num_top)
-    read = _Chat(values, number_of_choices(values), num_top, _echo(values, prompt))
+    prepared = await prepare(caller, prompt, use, state.formats(info), _params(values, num_top), values)
+    read = _Chat(values, prepared.reading, number_of_choices(values), num_top, _echo(values, prompt))
     identity = answer_id(values, "chatcmpl", uuid.uuid4().hex)
-    generation = Generation(caller, Job([prompt], params, chosen.adapter), is_streamed=bool(values.get("stream")))
-    async with generation:
-        if values.get("stream"):
-            chunks = _ChatChunks(read, Head(identity, "chat.completion.chunk", chosen.name), generation)
-            return await stream_answer(request, generation, events_of=chunks.events, end=chunks.end, failed=failed)
-        results = await generation.results()
+    job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.reading.is_plain)
+    generation = Generation(caller, job, is_streamed=bool(values.get("stream")))
+    with prepared.errors():
+        async with generation:
+            if values.get("stream"):
+                chunks = _ChatChunks(read, Head(identity, "chat.completion.chunk", chosen.name), generation)
+                return await stream_answer(request, generation, events_of=chunks.events, end=chunks.end, failed=failed)
+            results = whole(await generation.results())
     head = Head(identity, "chat.completion", chosen.name)
     return web.json_response(_answer(read, head, results))
 
@@ -99,20 +115,24 @@ def _echo(values: Mapping[str, Any], prompt: Prompt) -> str:
     return last_assistant_text(prompt) if values.get("echo") else ""
 
 
-def _answer(read: _Chat, head: Head, results: list[RequestOutput]) -> dict[str, Any]:
+def _answer(read: _Chat, head: Head, results: Sequence[RequestOutput]) -> dict[str, Any]:
     (result,) = results
-    choices = []
+    choices, num_reasoning = [], 0
+    formats = read.reading.formats
     for sample in result.outputs:
+        message = read_output(read.reading, sample, result.prompt_token_ids or [])
+        num_reasoning += message.num_reasoning_tokens
         choice = {
             "index": sample.index,
-            "message": {"role": "assistant", "content": read.echo + sample.text, "refusal": None},
+            "message": message_object(message, formats, before=read.echo, shows_thought=read.shows_thought),
             "logprobs": read.logprobs(sample),
-            **finish_of(sample),
+            **finish_with_calls(sample, has_calls=bool(message.calls)),
         }
         if read.values.get("return_token_ids"):
             choice["token_ids"] = sample.token_ids
         choices.append(choice)
-    answer = head.fields(choices=choices, usage=final_usage(results))
+    known = None if formats.reasoning is None else num_reasoning
+    answer = head.fields(choices=choices, usage=final_usage(results, num_reasoning=known))
     if read.values.get("prompt_logprobs") is not None:
         answer["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
     if read.values.get("return_token_ids"):
@@ -127,9 +147,11 @@ class _ChatChunks:
         self._read = read
         self._generation = generation
         self._chunks = Chunks(head, read.values, read.n)
-        self._is_plain = not (
+        self._parsers: dict[int, OutputParser] = {}
+        self._shows_tokens = (
             read.num_top is not None or read.values.get("return_token_ids") or self._chunks.is_continuous
         )
+        self._is_plain = read.reading.is_plain and not self._shows_tokens
 
     def events(self, taken: Taken) -> bytes:
         """The events of new deltas."""
@@ -149,13 +171,18 @@ class _ChatChunks:
                                 '},"logprobs":null,"finish_reason":null',
                             )
                         )
+                elif self._read.reading.is_plain:
+                    content = {"content": sample.text} if sample.text or not sample.finished() else {}
+                    texts.append(self._chunk(prompt, choice, delta, sample, content))
                 else:
-                    texts.append(self._chunk(prompt, choice, delta, sample))
+                    texts += self._parsed(prompt, choice, delta, sample)
         return "".join(texts).encode()
 
     def end(self) -> bytes:
         """The last events."""
-        return self._chunks.end(self._generation)
+        known = self._read.reading.formats.reasoning is not None
+        num_reasoning = sum(parser.num_reasoning_tokens for parser in self._parsers.values()) if known else None
+        return self._chunks.end(self._generation, num_reasoning=num_reasoning)
 
     def _first(self, choice: int, prompt: int, delta: RequestOutput) -> str:
         """The chunk that says who speaks."""
@@ -169,12 +196,45 @@ class _ChatChunks:
             chunk["prompt_token_ids"] = self._generation.prompt_token_ids(prompt)
         return self._chunks.choice(chunk, prompt_size(self._generation, prompt, delta))
 
-    def _chunk(self, prompt: int, choice: int, delta: RequestOutput, sample: CompletionOutput) -> str:
+    def _parsed(self, prompt: int, choice: int, delta: RequestOutput, sample: CompletionOutput) -> list[str]:
+        """A chunk for each part of the delta; the tokens are in the first one, the end in the last one."""
+        parser = self._parsers.get(choice)
+        if parser is None:
+            parser = OutputParser(self._read.reading, self._generation.prompt_token_ids(prompt))
+            self._parsers[choice] = parser
+        parts: list[Part] = [
+            part for part in parser.feed(sample) if self._read.shows_thought or not isinstance(part, Thought)
+        ]
+        deltas = [delta_object(part, self._read.reading.formats) for part in parts]
+        if sample.finished() or (self._shows_tokens and not deltas):
+            deltas.append({})
+        texts = []
+        for place, content in enumerate(deltas):
+            is_last = place == len(deltas) - 1
+            shown = replace(
+                sample,
+                token_ids=[] if place else sample.token_ids,
+                finish_reason=sample.finish_reason if is_last else None,
+                stop_reason=sample.stop_reason if is_last else None,
+            )
+            texts.append(self._chunk(prompt, choice, delta, shown, content, has_calls=parser.has_calls))
+        return texts
+
+    def _chunk(
+        self,
+        prompt: int,
+        choice: int,
+        delta: RequestOutput,
+        sample: CompletionOutput,
+        content: dict[str, Any],
+        *,
+        has_calls: bool = False,
+    ) -> str:
         chunk: dict[str, Any] = {
             "index": choice,
-            "delta": {"content": sample.text} if sample.text or not sample.finished() else {},
+            "delta": content,
             "logprobs": self._read.logprobs(sample) if sample.token_ids else None,
-            **finish_of(sample),
+            **finish_with_calls(sample, has_calls=has_calls),
         }
         if self._read.values.get("return_token_ids"):
             chunk["token_ids"] = sample.token_ids

@@ -6,15 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cadenza.chats import ChatOptions
+from cadenza.chats import chat_options
 from cadenza.gateway.fields.field import shown
+from cadenza.gateway.fields.sampling import utf8
 from cadenza.gateway.http.errors import bad_request
+from cadenza.gateway.tools.definitions import ToolUse
 from cadenza.prompts import Prompt, parse_chat, parse_prompts
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
-_IGNORED_KEYS = frozenset(("role", "content", "name", "refusal", "annotations", "audio"))
-_TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call", "reasoning", "reasoning_content")
+_KEYS = frozenset(
+    (
+        "role", "content", "name", "refusal", "annotations", "audio", "tool_calls", "tool_call_id", "reasoning",
+        "reasoning_content", "function_call",
+    )
+)  # fmt: skip
 _ROLES = {"developer": "system"}
 """Roles that stand for another one: templates know system."""
 
@@ -32,15 +38,20 @@ def completion_prompts(value: Any, cache_salt: str | None) -> list[Prompt]:
     return [with_salt(each, cache_salt) for each in prompts]
 
 
-def chat_prompt(messages: Sequence[Any], values: Mapping[str, Any]) -> Prompt:
+def chat_prompt(messages: Sequence[Any], values: Mapping[str, Any], use: ToolUse | None = None) -> Prompt:
     """The prompt of a chat; the scheduler renders it. Raises ApiError."""
     try:
-        options = ChatOptions(
+        options = chat_options(
             values.get("add_generation_prompt", not values.get("continue_final_message", False)),
             values.get("continue_final_message", False),
+            tools=None if use is None else use.rendered(),
+            documents=values.get("documents"),
+            chat_template_kwargs=template_kwargs(values),
+            chat_template=values.get("chat_template"),
         )
     except ValueError as error:
-        raise bad_request(str(error), "continue_final_message") from None
+        message = str(error)
+        raise bad_request(message[:500], message.partition(" ")[0].partition("[")[0]) from None
     try:
         prompt = parse_chat([_message(each, index) for index, each in enumerate(messages)], options)
     except ValueError as error:
@@ -48,9 +59,20 @@ def chat_prompt(messages: Sequence[Any], values: Mapping[str, Any]) -> Prompt:
     return with_salt(prompt, values.get("cache_salt"))
 
 
+def template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the template: those given, and reasoning_effort as vLLM passes it."""
+    kwargs = dict(values.get("chat_template_kwargs") or {})
+    effort = values.get("reasoning_effort")
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            kwargs.setdefault("enable_thinking", False)
+    return kwargs
+
+
 def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
-    """The prompt with a salt of its blocks' hashes."""
-    return prompt if cache_salt is None else replace(prompt, cache_salt=cache_salt)
+    """The prompt with a salt of its blocks' hashes; raises ApiError."""
+    return prompt if cache_salt is None else replace(prompt, cache_salt=utf8(cache_salt, "cache_salt"))
 
 
 def last_assistant_text(prompt: Prompt) -> str:
@@ -65,17 +87,15 @@ def _message(message: Any, index: int) -> Any:
     if not isinstance(message, Mapping):
         raise bad_request(f"{where} must be an object with role and content, not {shown(message)}", "messages")
     for name in message:
-        if name in _TOOL_KEYS:
-            if message[name] not in (None, []):
-                raise bad_request(
-                    f"{where}.{name} is not supported: tools are not rendered into prompts yet", "messages"
-                )
-        elif name not in _IGNORED_KEYS:
+        if name not in _KEYS:
             raise bad_request(f"{where}.{shown(name)}: there is no such field", "messages")
+    if message.get("function_call") is not None:
+        raise bad_request(f"{where}.function_call is not supported: it is an old name of tool_calls", "messages")
     if message.get("audio") is not None:
         raise bad_request(f"{where}.audio is not supported: the model reads text alone", "messages")
-    content = message.get("content")
-    if content is None and message.get("role") == "assistant":
-        content = ""
+    given = {name: value for name, value in message.items() if name not in ("audio", "function_call")}
+    calls_or_thought = ("tool_calls", "reasoning_content", "reasoning")
+    if given.get("role") == "assistant" and given.get("content") is None:
+        given["content"] = None if any(given.get(name) for name in calls_or_thought) else ""
     role = message.get("role")
-    return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
+    return given | {"role": _ROLES.get(role, role) if isinstance(role, str) else role}

@@ -8,39 +8,108 @@ from typing import Any
 from cadenza.gateway.fields.field import shown
 from cadenza.gateway.http.errors import ApiError, bad_request
 from cadenza.gateway.openai.prompts import chat_prompt
+from cadenza.gateway.tools.definitions import ToolUse
 from cadenza.prompts import Prompt
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_MESSAGE_KEYS = frozenset(("type", "role", "content", "id", "status", "phase"))
+_KEYS = {
+    "message": frozenset(("type", "role", "content", "id", "status", "phase")),
+    "function_call": frozenset(("type", "id", "call_id", "name", "arguments", "status")),
+    "function_call_output": frozenset(("type", "id", "call_id", "output", "status")),
+    "reasoning": frozenset(("type", "id", "summary", "content", "status", "encrypted_content")),
+}
+"""By the type of an item: its fields."""
 
 
-def response_prompt(values: Mapping[str, Any]) -> Prompt:
+def response_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
     """The prompt of a request; raises ApiError."""
     given = values["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    messages = [_message(item, index) for index, item in enumerate(items)]
+    chat = _Chat()
     if "instructions" in values:
-        messages.insert(0, {"role": "system", "content": values["instructions"]})
+        chat.messages.append({"role": "system", "content": values["instructions"]})
+    for index, item in enumerate(items):
+        chat.add(item, f"input[{index}]")
+    effort = values.get("reasoning", {}).get("effort")
     try:
-        return chat_prompt(messages, values)
+        return chat_prompt(chat.messages, {**values, "reasoning_effort": effort}, use)
     except ApiError as error:
+        if error.param != "messages":
+            raise
         raise bad_request(error.message.replace("messages", "input", 1), "input") from None
 
 
-def _message(item: Any, index: int) -> dict[str, Any]:
-    where = f"input[{index}]"
-    if not isinstance(item, Mapping):
-        raise bad_request(f"{where} must be an object, not {shown(item)}", "input")
-    kind = item.get("type", "message")
-    if kind != "message":
-        raise bad_request(f"{where} is of type {shown(kind)}; only message is supported", "input")
-    for name in item:
-        if name not in _MESSAGE_KEYS:
-            raise bad_request(f"{where}.{shown(name)}: there is no such field", "input")
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [_part(part, where) for part in content]
-    return {"role": item.get("role"), "content": content}
+class _Chat:
+    """Makes messages of items: a thought, a text and calls that follow each other are one turn of the assistant."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._is_turn = False
+        """Whether the last message is a turn that goes on."""
+
+    def add(self, item: Any, where: str) -> None:
+        """Add an item; raises ApiError."""
+        if not isinstance(item, Mapping):
+            raise bad_request(f"{where} must be an object, not {shown(item)}", "input")
+        kind = item.get("type", "message")
+        keys = _KEYS.get(kind) if isinstance(kind, str) else None
+        if keys is None:
+            raise bad_request(f"{where} is of type {shown(kind)}; {', '.join(_KEYS)} are supported", "input")
+        for name in item:
+            if name not in keys:
+                raise bad_request(f"{where}.{shown(name)}: there is no such field", "input")
+        match kind:
+            case "message":
+                self._message(item, where)
+            case "function_call":
+                self._call(item, where)
+            case "function_call_output":
+                output = _content(item.get("output"), where)
+                self.messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+                self._is_turn = False
+            case _:
+                self._thought(item, where)
+
+    def _message(self, item: Mapping[str, Any], where: str) -> None:
+        content = _content(item.get("content"), where)
+        if item.get("role") == "assistant":
+            turn = self._turn()
+            if turn["content"] is not None or "tool_calls" in turn:
+                turn = self._turn(is_new=True)
+            turn["content"] = content
+        else:
+            self.messages.append({"role": item.get("role"), "content": content})
+            self._is_turn = False
+
+    def _call(self, item: Mapping[str, Any], where: str) -> None:
+        name, arguments = item.get("name"), item.get("arguments")
+        if not isinstance(name, str) or not isinstance(arguments, str):
+            raise bad_request(f"{where} must have name and arguments as strings", "input")
+        call = {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._turn().setdefault("tool_calls", []).append(call)
+
+    def _thought(self, item: Mapping[str, Any], where: str) -> None:
+        if item.get("encrypted_content") is not None:
+            raise bad_request(f"{where}.encrypted_content is not supported: nothing here is encrypted", "input")
+        parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list) or not all(
+            isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
+        ):
+            raise bad_request(f"{where} must have text parts", "input")
+        text = "".join(part["text"] for part in parts)
+        turn = self._turn(is_new=self._is_turn and self.messages[-1]["content"] is not None)
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    def _turn(self, *, is_new: bool = False) -> dict[str, Any]:
+        """The turn of the assistant that goes on, or a new one."""
+        if is_new or not self._is_turn:
+            self.messages.append({"role": "assistant", "content": None})
+            self._is_turn = True
+        return self.messages[-1]
+
+
+def _content(content: Any, where: str) -> Any:
+    return [_part(part, where) for part in content] if isinstance(content, list) else content
 
 
 def _part(part: Any, where: str) -> Any:

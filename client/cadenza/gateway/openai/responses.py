@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
 from cadenza.gateway.fields.field import read_fields, wrong_value
-from cadenza.gateway.fields.sampling import answer_id, require, sampling_params
+from cadenza.gateway.fields.sampling import answer_id, check_stream_options, require, sampling_params
 from cadenza.gateway.fields.tables import RESPONSES
 from cadenza.gateway.http.errors import ApiError, bad_request, openai_body
 from cadenza.gateway.http.events import named_event
 from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.openai.failures import whole
 from cadenza.gateway.openai.logprobs import TokenNames, chat_logprobs
 from cadenza.gateway.openai.response_input import response_prompt
+from cadenza.gateway.openai.response_items import ResponseItems
 from cadenza.gateway.openai.streaming import stream_answer
 from cadenza.gateway.openai.usage import completion_tokens, prompt_tokens
+from cadenza.gateway.parsing.output import OutputParser, Reading
+from cadenza.gateway.parsing.parts import Content, Part
 from cadenza.gateway.scheduler.generation import Generation, Job
 from cadenza.gateway.scheduler.inbox import Taken
 from cadenza.gateway.state import STATE
+from cadenza.gateway.tools.definitions import ToolUse, response_tools
+from cadenza.gateway.tools.preparing import prepare
 from cadenza.outputs import CompletionOutput, RequestOutput
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -36,8 +42,14 @@ class _Response:
     model: str
     values: Mapping[str, Any]
     num_top: int | None
+    reading: Reading
+    use: ToolUse
     created: float = field(default_factory=time.time)
-    item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+
+    @property
+    def shows_thought(self) -> bool:
+        """Whether the thought is in the answer."""
+        return bool(self.values.get("include_reasoning", True))
 
     def object(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
         """The response in a state."""
@@ -53,24 +65,27 @@ class _Response:
             "instructions": values.get("instructions"),
             "max_output_tokens": values.get("max_output_tokens"),
             "max_tool_calls": None,
-            "metadata": {},
+            "metadata": values.get("metadata", {}),
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": values.get("parallel_tool_calls", True),
             "previous_response_id": None,
-            "prompt_cache_key": None,
-            "reasoning": {"effort": None, "summary": None},
+            "prompt_cache_key": values.get("prompt_cache_key"),
+            "reasoning": {"effort": None, "summary": None, **values.get("reasoning", {})},
             "service_tier": "default",
             "store": False,
             "temperature": values.get("temperature", 1.0),
             "text": values.get("text") or {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": self.use.choice_object(),
+            "tools": self.use.objects(),
             "top_logprobs": self.num_top or 0,
             "top_p": values.get("top_p", 1.0),
             "truncation": "disabled",
             "usage": None,
-            "user": None,
+            "user": values.get("user"),
+            "safety_identifier": values.get("safety_identifier"),
+            "presence_penalty": values.get("presence_penalty", 0.0),
+            "frequency_penalty": values.get("frequency_penalty", 0.0),
             **more,
         }
 
@@ -80,28 +95,17 @@ class _Response:
             return []
         return chat_logprobs(sample.logprobs or [], sample.token_ids, self.num_top, TokenNames())
 
-    def part(self, sample: CompletionOutput) -> dict[str, Any]:
-        """The text as a part of the message."""
-        return {"type": "output_text", "text": sample.text, "annotations": [], "logprobs": self.logprobs(sample)}
-
-    def item(self, status: str, content: list[Any]) -> dict[str, Any]:
-        """The message."""
-        return {"id": self.item_id, "type": "message", "status": status, "role": "assistant", "content": content}
-
-    def ended(self, result: RequestOutput) -> dict[str, Any]:
+    def ended(self, result: RequestOutput, output: list[Any], num_reasoning: int) -> dict[str, Any]:
         """The response at its end."""
         (sample,) = result.outputs
         is_cut = sample.finish_reason == "length"
-        status = {"stop": "completed", "length": "incomplete"}.get(sample.finish_reason or "", "failed")
-        more: dict[str, Any] = {"usage": _usage(result)}
+        status = "incomplete" if is_cut else "completed"
+        more: dict[str, Any] = {"usage": _usage(result, num_reasoning)}
         if is_cut:
             more["incomplete_details"] = {"reason": "max_output_tokens"}
-        elif status == "failed":
-            more["error"] = {"code": "server_error", "message": str(sample.finish_detail or sample.finish_reason)}
         else:
             more["completed_at"] = time.time()
-        item = self.item("incomplete" if is_cut else "completed", [self.part(sample)])
-        return self.object(status, [item], **more)
+        return self.object(status, output, **more)
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
@@ -110,8 +114,12 @@ async def responses(request: web.Request) -> web.StreamResponse:
     caller = await state.generating(request)
     values = read_fields(RESPONSES, await read_object(request))
     require(values, "input")
-    prompt = response_prompt(values)
-    chosen = state.names.choose(values.get("model"), await caller.model())
+    check_stream_options(values)
+    _check_reasoning(values.get("reasoning", {}))
+    use = response_tools(values)
+    prompt = response_prompt(values, use)
+    info = await caller.model()
+    chosen = state.names.choose(values.get("model"), info)
     num_top = _num_top(values)
     params = sampling_params(
         values,
@@ -119,21 +127,34 @@ async def responses(request: web.Request) -> web.StreamResponse:
         max_tokens=values.get("max_output_tokens"),
         logprobs=num_top,
     )
-    read = _Response(answer_id(values, "resp", uuid.uuid4().hex), chosen.name, values, num_top)
-    generation = Generation(caller, Job([prompt], params, chosen.adapter), is_streamed=bool(values.get("stream")))
-    async with generation:
-        if values.get("stream"):
-            events = _ResponseEvents(read, generation)
-            return await stream_answer(
-                request,
-                generation,
-                begin=events.begin,
-                events_of=events.deltas,
-                end=events.end,
-                failed=events.failed,
-            )
-        (result,) = await generation.results()
-    return web.json_response(read.ended(result))
+    prepared = await prepare(caller, prompt, use, state.formats(info), params, values)
+    read = _Response(answer_id(values, "resp", uuid.uuid4().hex), chosen.name, values, num_top, prepared.reading, use)
+    job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.reading.is_plain)
+    generation = Generation(caller, job, is_streamed=bool(values.get("stream")))
+    with prepared.errors():
+        async with generation:
+            if values.get("stream"):
+                events = _ResponseEvents(read, generation)
+                return await stream_answer(
+                    request,
+                    generation,
+                    begin=events.begin,
+                    events_of=events.deltas,
+                    end=events.end,
+                    failed=events.failed,
+                )
+            (result,) = whole(await generation.results())
+    return web.json_response(_answer(read, result))
+
+
+def _answer(read: _Response, result: RequestOutput) -> dict[str, Any]:
+    (sample,) = result.outputs
+    items = ResponseItems(read.reading.formats, shows_thought=read.shows_thought)
+    parser = OutputParser(read.reading, result.prompt_token_ids or [])
+    parts = [Content(sample.text)] if read.reading.is_plain else parser.feed(sample)
+    for _ in [*items.add(parts, read.logprobs(sample)), *items.finish(is_cut=sample.finish_reason == "length")]:
+        pass  # the events of a stream
+    return read.ended(result, items.output, parser.num_reasoning_tokens)
 
 
 def _num_top(values: Mapping[str, Any]) -> int | None:
@@ -151,13 +172,21 @@ def _num_top(values: Mapping[str, Any]) -> int | None:
     return number or 0
 
 
-def _usage(result: RequestOutput) -> dict[str, Any]:
+def _check_reasoning(reasoning: Mapping[str, Any]) -> None:
+    for name, value in reasoning.items():
+        if name not in ("effort", "summary", "generate_summary"):
+            raise bad_request(f"reasoning.{name[:64]!a}: there is no such field", "reasoning")
+        if value is not None and not (isinstance(value, str) and value.isalpha()):
+            raise wrong_value("reasoning", f"must have a word as {name}", value)
+
+
+def _usage(result: RequestOutput, num_reasoning: int) -> dict[str, Any]:
     num_input, num_output = prompt_tokens(result), completion_tokens(result)
     return {
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": result.num_cached_tokens or 0},
         "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": num_input + num_output,
     }
 
@@ -169,58 +198,55 @@ class _ResponseEvents:
         self._read = read
         self._generation = generation
         self._number = 0
-        self._place = {"item_id": read.item_id, "output_index": 0, "content_index": 0}
+        self._items = ResponseItems(read.reading.formats, shows_thought=read.shows_thought)
+        self._parser: OutputParser | None = None
 
     def begin(self) -> bytes:
         """The events before the first text."""
-        read = self._read
-        started = read.object("in_progress", [])
-        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return b"".join(
-            (
-                self._event("response.created", response=started),
-                self._event("response.in_progress", response=started),
-                self._event("response.output_item.added", output_index=0, item=read.item("in_progress", [])),
-                self._event("response.content_part.added", **self._place, part=empty),
-            )
-        )
+        started = self._read.object("in_progress", [])
+        events = [
+            self._event({"type": "response.created", "response": started}),
+            self._event({"type": "response.in_progress", "response": started}),
+        ]
+        if self._read.reading.is_plain:
+            events += map(self._event, self._items.open_message())
+        return b"".join(events)
 
     def deltas(self, taken: Taken) -> bytes:
         """The events of new text."""
-        events = []
-        for _, delta in taken:
-            for sample in delta.outputs:
-                logprobs = self._read.logprobs(sample)
-                if sample.text or logprobs:
-                    text = {"delta": sample.text, "logprobs": logprobs}
-                    events.append(self._event("response.output_text.delta", **self._place, **text))
-        return b"".join(events)
+        return b"".join(
+            self._event(event)
+            for prompt, delta in taken
+            for sample in delta.outputs
+            for event in self._items.add(self._parts(prompt, sample), self._read.logprobs(sample))
+        )
 
     def end(self) -> bytes:
         """The events after the last text."""
-        read = self._read
         (result,) = self._generation.totals()
-        (sample,) = result.outputs
-        response = read.ended(result)
-        part = read.part(sample)
-        text = {"text": sample.text, "logprobs": part["logprobs"]}
-        return b"".join(
-            (
-                self._event("response.output_text.done", **self._place, **text),
-                self._event("response.content_part.done", **self._place, part=part),
-                self._event("response.output_item.done", output_index=0, item=response["output"][0]),
-                self._event(f"response.{response['status']}", response=response),
-            )
-        )
+        is_cut = result.outputs[0].finish_reason == "length"
+        events = [self._event(event) for event in self._items.finish(is_cut=is_cut)]
+        num_reasoning = 0 if self._parser is None else self._parser.num_reasoning_tokens
+        response = self._read.ended(result, self._items.output, num_reasoning)
+        events.append(self._event({"type": f"response.{response['status']}", "response": response}))
+        return b"".join(events)
+
+    def _parts(self, prompt: int, sample: CompletionOutput) -> Sequence[Part]:
+        if self._read.reading.is_plain:
+            return [Content(sample.text)] if sample.text else []
+        if self._parser is None:
+            self._parser = OutputParser(self._read.reading, self._generation.prompt_token_ids(prompt))
+        return self._parser.feed(sample)
 
     def failed(self, error: ApiError) -> bytes:
         """The events of a response that fails after its beginning."""
         reason = openai_body(error)["error"]
         response = self._read.object("failed", [], error={"code": "server_error", "message": error.message})
+        code = reason["code"] or reason["type"]
         return self._event(
-            "error", code=reason["code"] or reason["type"], message=error.message, param=error.param
-        ) + self._event("response.failed", response=response)
+            {"type": "error", "code": code, "message": error.message, "param": error.param}
+        ) + self._event({"type": "response.failed", "response": response})
 
-    def _event(self, kind: str, **more: Any) -> bytes:
+    def _event(self, event: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1
-        return named_event({"type": kind, "sequence_number": number, **more})
+        return named_event({"type": event["type"], "sequence_number": number, **event})

@@ -20,13 +20,21 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | No
     return usage
 
 
-def final_usage(results: Sequence[RequestOutput], *, num_hidden: int = 0) -> dict[str, Any]:
-    """The usage of finished prompts; num_hidden: output tokens that no answer shows."""
-    return usage_of(
+def final_usage(
+    results: Sequence[RequestOutput], *, num_hidden: int = 0, num_reasoning: int | None = None
+) -> dict[str, Any]:
+    """The usage of finished prompts; num_hidden: output tokens that no answer shows.
+
+    num_reasoning: tokens of thoughts; None: they are not split off.
+    """
+    usage = usage_of(
         sum(prompt_tokens(each) for each in results),
         sum(completion_tokens(each) for each in results) - num_hidden,
         sum(each.num_cached_tokens or 0 for each in results),
     )
+    if num_reasoning is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return usage
 
 
 def prompt_tokens(result: RequestOutput) -> int:
@@ -42,6 +50,5 @@ def completion_tokens(result: RequestOutput) -> int:
 
 
 def finish_of(sample: CompletionOutput) -> dict[str, Any]:
-    """finish_reason, and vLLM's stop_reason; of an error, what it is."""
-    reason = sample.finish_detail if sample.finish_reason == "error" else sample.stop_reason
-    return {"finish_reason": sample.finish_reason, "stop_reason": reason}
+    """finish_reason, and vLLM's stop_reason."""
+    return {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}

@@ -30,6 +30,8 @@ class Job:
     params: SamplingParams
     adapter: str = ""
     options: CallOptions = field(default_factory=CallOptions)
+    with_text_ends: bool = False
+    """Whether outputs say where the text of each token ends."""
 
 
 class Generation:
@@ -42,7 +44,7 @@ class Generation:
         self._session = caller.session
         self._inbox = Inbox(len(job.prompts))
         self._live = [
-            LiveRequest(request, _collector(request.request_id, prompt), self._inbox, index, is_streamed)
+            LiveRequest(request, _collector(request.request_id, prompt), self._inbox, index, caller.tenant, is_streamed)
             for index, prompt in enumerate(job.prompts)
             for request in [
                 convert.request_to_proto(
@@ -53,6 +55,7 @@ class Generation:
                     options=job.options,
                     adapter=job.adapter,
                     resume_grace_s=grace_s(caller.timeout_s),
+                    with_text_ends=job.with_text_ends,
                 )
             ]
         ]

@@ -1,0 +1,78 @@
+"""Calls of Hermes and Qwen: <tool_call>{"name": …, "arguments": {…}}</tool_call>, several one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from cadenza.gateway.parsing.calls import Answer, ObjectReader, shown_of
+from cadenza.gateway.parsing.parts import Mark, Part, Piece, Role
+
+
+class _At(Enum):
+    CONTENT = "content"
+    OPENED = "behind the marker, before the object"
+    OBJECT = "in the object"
+    BEHIND = "behind the object"
+
+
+class HermesParser:
+    """Reads one answer."""
+
+    def __init__(self) -> None:
+        self._answer = Answer()
+        self._objects = ObjectReader(self._answer, needs_arguments=False)
+        self._at = _At.CONTENT
+
+    def feed(self, piece: Piece) -> Iterator[Part]:
+        """As CallParser."""
+        if isinstance(piece, Mark) and piece.role in (Role.CALL, Role.CALL_END):
+            yield from self._mark(piece)
+        else:
+            yield from self._text(shown_of(piece))
+
+    def finish(self, *, is_cut: bool) -> Iterator[Part]:
+        """As CallParser."""
+        if is_cut:
+            self._objects.drop()
+        yield from self._objects.give_back()
+        yield from self._answer.finish()
+
+    def _mark(self, mark: Mark) -> Iterator[Part]:
+        if mark.role is Role.CALL_END and self._at is not _At.CONTENT:
+            is_call = self._at is _At.BEHIND or self._objects.is_known
+            yield from self._objects.give_back()
+            self._at = _At.CONTENT
+            if not is_call:
+                yield from self._answer.text(mark.shown)
+        elif mark.role is Role.CALL_END:
+            yield from self._answer.text(mark.shown)
+        else:
+            yield from self._objects.give_back()
+            self._at, self._objects.before = _At.OPENED, mark.shown
+
+    def _text(self, text: str) -> Iterator[Part]:
+        index = 0
+        while index < len(text):
+            match self._at:
+                case _At.CONTENT:
+                    yield from self._answer.text(text[index:])
+                    return
+                case _At.OPENED if text[index].isspace():
+                    self._objects.before += text[index]
+                    index += 1
+                case _At.OPENED if text[index] == "{":
+                    self._objects.open()
+                    self._at = _At.OBJECT
+                case _At.OPENED:
+                    yield from self._objects.give_back()
+                    self._at = _At.CONTENT
+                case _At.OBJECT:
+                    index, parts, is_call = self._objects.feed(text, index)
+                    yield from parts
+                    if not self._objects.is_open:
+                        self._at = _At.BEHIND if is_call else _At.CONTENT
+                case _At.BEHIND if text[index].isspace():
+                    index += 1
+                case _At.BEHIND:
+                    self._at = _At.CONTENT

@@ -1,0 +1,175 @@
+"""Reads an output of the model: its thought, its content and its tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cadenza.gateway.parsing.bare_json import BareJsonParser
+from cadenza.gateway.parsing.calls import CallParser, shown_of
+from cadenza.gateway.parsing.formats import Formats
+from cadenza.gateway.parsing.hermes import HermesParser
+from cadenza.gateway.parsing.mistral import MistralParser
+from cadenza.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Piece, Role, Thought
+from cadenza.gateway.parsing.pieces import PieceReader
+from cadenza.gateway.parsing.pythonic import PythonicParser
+from cadenza.gateway.parsing.reasoning import Opening, ReasoningSplitter, opening_of_ids
+from cadenza.outputs import CompletionOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the outputs of one request are read."""
+
+    formats: Formats = field(default_factory=Formats)
+    tools: tuple[str, ...] = ()
+    """Names of the tools that may be called; empty: calls are text."""
+    skips_special: bool = True
+    """Whether texts are without special tokens."""
+    opening: Opening | None = None
+    """How the prompt ends; None: its token ids say."""
+    is_parallel: bool = True
+    """Whether calls behind the first one count; otherwise they are left out."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether outputs are content as they are."""
+        return self.formats.reasoning is None and not self.has_calls
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there may be calls."""
+        return bool(self.tools) and self.formats.tools is not None
+
+    def is_open(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the output begins within a thought."""
+        opening = self.opening
+        if opening is None:
+            start, end = (self.formats.marker(role).token_id for role in (Role.THOUGHT, Role.THOUGHT_END))
+            known = start is not None and end is not None
+            opening = opening_of_ids(prompt_ids, start or 0, end or 0) if known else Opening.MAYBE
+        return opening is Opening.OPEN or (opening is Opening.MAYBE and self.formats.always_thinks)
+
+
+def _call_parser(reading: Reading) -> CallParser | None:
+    if not reading.has_calls:
+        return None
+    names: Collection[str] = frozenset(reading.tools)
+    match reading.formats.tools:
+        case "hermes":
+            return HermesParser()
+        case "llama3_json":
+            return BareJsonParser(names)
+        case "pythonic":
+            return PythonicParser(names)
+        case _:
+            return MistralParser()
+
+
+class OutputParser:
+    """Reads one output, in deltas of any size: joined, its parts are the same for every cut."""
+
+    def __init__(self, reading: Reading, prompt_ids: Sequence[int]) -> None:
+        """prompt_ids: the prompt's token ids, of which the last ones say whether a thought is open."""
+        formats = reading.formats
+        markers = [*formats.reasoning_markers, *(formats.tool_markers if reading.has_calls else ())]
+        self._reader = PieceReader(markers, skips_special=reading.skips_special)
+        self._thought = None if formats.reasoning is None else ReasoningSplitter(is_open=reading.is_open(prompt_ids))
+        self._calls = _call_parser(reading)
+        self._is_parallel = reading.is_parallel
+        self.has_calls = False
+        """Whether there has been a call."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the thought so far, with its markers."""
+        if self._thought is None:
+            return 0
+        known = self._thought.num_tokens
+        return self._reader.num_tokens if known is None else known
+
+    def feed(self, delta: CompletionOutput) -> list[Part]:
+        """Take the next delta, which may be the last one; returns the parts that are certain now."""
+        pieces = self._reader.feed(delta.text, delta.token_ids, delta.text_ends)
+        if delta.finished():
+            pieces += self._reader.finish()
+        parts: list[Part] = []
+        for piece in pieces:
+            for each in (piece,) if self._thought is None else self._thought.feed(piece):
+                if isinstance(each, Thought):
+                    _add(parts, each)
+                else:
+                    self._answer(each, parts)
+        if delta.finished():
+            for rest in () if self._thought is None else self._thought.finish():
+                self._answer(rest, parts)
+            if self._calls is not None:
+                self._add_all(self._calls.finish(is_cut=delta.finish_reason != "stop"), parts)
+        return parts
+
+    def _answer(self, piece: Piece, parts: list[Part]) -> None:
+        if self._calls is not None:
+            self._add_all(self._calls.feed(piece), parts)
+        elif text := shown_of(piece):
+            _add(parts, Content(text))
+
+    def _add_all(self, found: Iterator[Part], parts: list[Part]) -> None:
+        for part in found:
+            if isinstance(part, CallBegin | CallArguments) and part.index and not self._is_parallel:
+                continue
+            self.has_calls = self.has_calls or isinstance(part, CallBegin)
+            _add(parts, part)
+
+
+def _add(parts: list[Part], part: Part) -> None:
+    """Add a part, joined with the one before if that goes on."""
+    match (parts[-1] if parts else None), part:
+        case Thought(before), Thought(text):
+            parts[-1] = Thought(before + text)
+        case Content(before), Content(text):
+            parts[-1] = Content(before + text)
+        case CallArguments(index, before), CallArguments(same, text) if index == same:
+            parts[-1] = CallArguments(index, before + text)
+        case _:
+            parts.append(part)
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a tool."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Message:
+    """What the parts of an output come to."""
+
+    thought: str | None = None
+    content: str | None = None
+    calls: list[Call] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
+
+    def add(self, parts: Sequence[Part]) -> None:
+        """Add the next parts."""
+        for part in parts:
+            match part:
+                case Thought(text):
+                    self.thought = (self.thought or "") + text
+                case Content(text):
+                    self.content = (self.content or "") + text
+                case CallBegin(_, name):
+                    self.calls.append(Call(name))
+                case CallArguments(index, text):
+                    self.calls[index].arguments += text
+
+
+def read_output(reading: Reading, output: CompletionOutput, prompt_ids: Sequence[int]) -> Message:
+    """Read a whole output."""
+    if reading.is_plain:
+        return Message(content=output.text)
+    parser, message = OutputParser(reading, prompt_ids), Message()
+    message.add(parser.feed(output))
+    message.num_reasoning_tokens = parser.num_reasoning_tokens
+    return message

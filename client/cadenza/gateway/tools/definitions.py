@@ -1,0 +1,210 @@
+"""The tools of a request, and which of them may or must be called, in the words of each API."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cadenza.gateway.fields.field import shown
+from cadenza.gateway.http.errors import ApiError, bad_request
+
+MAX_TOOLS = 512
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+Mode = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    """JSON schema of its arguments, an object; None: not given."""
+    is_strict: bool = False
+    """Whether its arguments must fit the schema."""
+
+    def rendered(self) -> dict[str, Any]:
+        """The tool as chat templates expect it."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request and how they are used."""
+
+    tools: tuple[Tool, ...] = ()
+    mode: Mode = "none"
+    allowed: frozenset[str] | None = None
+    """Names of those that may be called; None: all."""
+    is_parallel: bool = True
+    """Whether there may be several calls in one answer."""
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """Those that may be called."""
+        if self.mode == "none":
+            return ()
+        return tuple(tool for tool in self.tools if self.allowed is None or tool.name in self.allowed)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether calls must keep to a grammar."""
+        return bool(self.callable) and (
+            self.mode == "required" or self.allowed is not None or any(tool.is_strict for tool in self.callable)
+        )
+
+    def rendered(self) -> list[dict[str, Any]] | None:
+        """The tools that the prompt shows: none if none may be called."""
+        return None if self.mode == "none" or not self.tools else [tool.rendered() for tool in self.tools]
+
+    def choice_object(self) -> Any:
+        """tool_choice of an answer of /v1/responses."""
+        if self.allowed is None:
+            return self.mode if self.tools else "auto"
+        tools = [{"type": "function", "name": tool.name} for tool in self.callable]
+        if self.mode == "required" and len(tools) == 1:
+            return tools[0]
+        return {"type": "allowed_tools", "mode": self.mode, "tools": tools}
+
+    def objects(self) -> list[dict[str, Any]]:
+        """The tools in an answer of /v1/responses."""
+        return [
+            {
+                "type": "function",
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters,
+                "strict": tool.is_strict,
+            }
+            for tool in self.tools
+        ]
+
+    def index_of(self, tool: Tool) -> int:
+        """Its index in the request."""
+        return self.tools.index(tool)
+
+
+def chat_tools(values: Mapping[str, Any]) -> ToolUse:
+    """Those of a chat; raises ApiError."""
+    tools = _tools(values.get("tools"), lambda tool, where: _function(tool, where).get("function"))
+    return _use(tools, values, lambda choice: _function(choice, "tool_choice").get("function"))
+
+
+def response_tools(values: Mapping[str, Any]) -> ToolUse:
+    """Those of /v1/responses, whose functions are flat; raises ApiError."""
+    return _use(_tools(values.get("tools"), _function), values, lambda choice: _function(choice, "tool_choice"))
+
+
+def message_tools(values: Mapping[str, Any]) -> ToolUse:
+    """Those of Anthropic's API; raises ApiError."""
+    tools = _tools(values.get("tools"), _custom, schema="input_schema")
+    choice = values.get("tool_choice") or {"type": "auto"}
+    kind = choice.get("type")
+    is_parallel = not choice.get("disable_parallel_tool_use", False)
+    if kind not in ("auto", "any", "tool", "none"):
+        raise bad_request(f"tool_choice.type must be auto, any, tool or none, not {shown(kind)}", "tool_choice")
+    if kind == "none" or not tools:
+        _require_tools(tools, kind in ("any", "tool"))
+        return ToolUse(tools)
+    if kind == "tool":
+        return ToolUse(tools, "required", _allowed(tools, [choice.get("name")]), is_parallel)
+    return ToolUse(tools, "required" if kind == "any" else "auto", None, is_parallel)
+
+
+def _use(tools: tuple[Tool, ...], values: Mapping[str, Any], function_of: Callable[[Any], Any]) -> ToolUse:
+    choice = values.get("tool_choice")
+    is_parallel = values.get("parallel_tool_calls", True)
+    mode: Any = choice if isinstance(choice, str) else "auto"
+    allowed: frozenset[str] | None = None
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        inner = choice.get("allowed_tools", choice)
+        names = inner.get("tools") if isinstance(inner, Mapping) else None
+        if not isinstance(names, list) or not names:
+            raise bad_request("tool_choice.tools must be a list of tools", "tool_choice")
+        mode, allowed = inner.get("mode", "auto"), _allowed(tools, [_name(function_of(each)) for each in names])
+    elif isinstance(choice, Mapping):
+        mode, allowed = "required", _allowed(tools, [_name(function_of(choice))])
+    if mode not in ("none", "auto", "required"):
+        raise bad_request(f"tool_choice must be none, auto, required or a tool, not {shown(mode)}", "tool_choice")
+    _require_tools(tools, mode == "required")
+    return ToolUse(tools, mode if tools else "none", allowed, is_parallel)
+
+
+def _require_tools(tools: Sequence[Tool], is_required: bool) -> None:
+    if is_required and not tools:
+        raise bad_request("tool_choice needs tools", "tool_choice")
+
+
+def _name(function: Any) -> Any:
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def _allowed(tools: Sequence[Tool], names: Sequence[Any]) -> frozenset[str]:
+    known = {tool.name for tool in tools}
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise bad_request(f"tool_choice names {shown(name)}, which is not in tools", "tool_choice")
+    return frozenset(names)
+
+
+def _tools(value: Any, function_of: Callable[[Any, str], Any], schema: str = "parameters") -> tuple[Tool, ...]:
+    if not value:
+        return ()
+    if len(value) > MAX_TOOLS:
+        raise bad_request(f"tools has {len(value)} entries; at most {MAX_TOOLS} are allowed", "tools")
+    tools = [_tool(function_of(each, f"tools[{index}]"), f"tools[{index}]", schema) for index, each in enumerate(value)]
+    names = set[str]()
+    for index, tool in enumerate(tools):
+        if tool.name in names:
+            raise _wrong(f"tools[{index}]", f"has the name {tool.name} of another one")
+        names.add(tool.name)
+    return tuple(tools)
+
+
+def _tool(function: Any, where: str, schema: str) -> Tool:
+    if not isinstance(function, Mapping):
+        raise _wrong(where, f"must have a function, not {shown(function)}")
+    name, description, parameters = (function.get(each) for each in ("name", "description", schema))
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise _wrong(where, f"must have a name of 1 to 128 letters, digits and _.:/-, not {shown(name)}")
+    if description is not None and not isinstance(description, str):
+        raise _wrong(where, f"must have a string as description, not {shown(description)}")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise _wrong(where, f"must have a JSON schema as {schema}, not {shown(parameters)}")
+    if parameters and parameters.get("type", "object") != "object":
+        raise _wrong(where, f"must have a schema of type object as {schema}, not of {shown(parameters['type'])}")
+    try:
+        json.dumps([description, parameters], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise _wrong(where, f"cannot be written as JSON: {error}") from None
+    is_strict = function.get("strict")
+    if is_strict is not None and not isinstance(is_strict, bool):
+        raise _wrong(where, f"must have a boolean as strict, not {shown(is_strict)}")
+    return Tool(name, description, parameters, bool(is_strict))
+
+
+def _function(value: Any, where: str) -> Mapping[str, Any]:
+    kind = value.get("type", "function") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or kind != "function":
+        raise _wrong(where, f"must be of type function, not {shown(value if kind is None else kind)}")
+    return value
+
+
+def _custom(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or value.get("type") not in (None, "custom"):
+        kind = value.get("type") if isinstance(value, Mapping) else value
+        raise _wrong(where, f"must be a tool of the caller's own, not {shown(kind)}")
+    return value
+
+
+def _wrong(where: str, why: str) -> ApiError:
+    return bad_request(f"{where} {why}", where.partition("[")[0])

@@ -1,0 +1,134 @@
+"""What the tools, the format and the thought of a request come to: how its output is read, and what constrains it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cadenza.errors import InvalidRequestError
+from cadenza.gateway.http.errors import ApiError, bad_request
+from cadenza.gateway.parsing.formats import Formats
+from cadenza.gateway.parsing.output import Reading
+from cadenza.gateway.parsing.parts import Role
+from cadenza.gateway.parsing.reasoning import Opening, opening_of_ids, opening_of_text
+from cadenza.gateway.scheduler.caller import Caller
+from cadenza.gateway.tools.definitions import ToolUse
+from cadenza.gateway.tools.grammars import grammar_of, thought_then, tool_of_line
+from cadenza.prompts import Prompt
+from cadenza.sampling_params import SamplingParams
+from cadenza.structured_outputs import StructuredOutputsParams
+
+_TAIL_TOKENS = 32
+"""Of a prompt: they hold the marker that ends it."""
+_LINE = re.compile(r"at (\d+)\(\d+\): (.*?)(?: \d+ \| .*)?")
+"""A message of llguidance: the line of the grammar, what is wrong, and the lines around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that can be sent."""
+
+    reading: Reading
+    params: SamplingParams
+    use: ToolUse
+    grammar: str = ""
+    """That of the tools; empty: the constraint is the caller's own, or there is none."""
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Errors of the grammar that was made here are those of a tool; raises ApiError for them."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            field = error.field_violations[0].field if error.field_violations else ""
+            if not self.grammar or not field.startswith("sampling_params.grammar"):
+                raise
+            raise self._of_tool(error.message) from None
+
+    def _of_tool(self, message: str) -> ApiError:
+        message = message.rpartition("sampling_params.grammar.grammar: ")[2]
+        found = _LINE.fullmatch(message)
+        index = None if found is None else tool_of_line(self.grammar, int(found[1]))
+        if found is None or index is None:
+            return bad_request(f"tools: {message}"[:500], "tools")
+        return bad_request(f"tools[{index}]: {found[2]}"[:500], "tools")
+
+
+async def prepare(
+    caller: Caller, prompt: Prompt, use: ToolUse, formats: Formats, params: SamplingParams, values: Mapping[str, Any]
+) -> Prepared:
+    """Prepare a request whose fields are read; raises ApiError and CadenzaError."""
+    if use.callable and formats.tools is None:
+        message = (
+            "the model's chat template shows no format of tool calls that is known here; the gateway's option "
+            "--tool-call-parser can name one"
+        )
+        raise bad_request(f"tools cannot be called: {message}", "tools")
+    given = params.structured_outputs
+    is_constrained = given is not None or use.is_constrained
+    opening = await _opening(caller, prompt, formats, is_needed=is_constrained)
+    reading = Reading(
+        formats,
+        tuple(tool.name for tool in use.callable),
+        skips_special=values.get("skip_special_tokens", True),
+        opening=opening,
+        is_parallel=use.is_parallel,
+    )
+    if not is_constrained:
+        return Prepared(reading, params, use)
+    if use.callable:
+        schema = None if given is None else _schema_of(given)
+        if given is not None and schema is None and use.mode != "required":
+            raise bad_request("tools and a structured output that is no JSON exclude each other", "tools")
+        grammar = grammar_of(use, formats, opening, schema)
+        constraint = StructuredOutputsParams(grammar=grammar)
+        return Prepared(reading, replace(params, structured_outputs=constraint), use, grammar)
+    if given is not None and opening is not None:
+        params = replace(params, structured_outputs=_behind_thought(given, formats, opening))
+    return Prepared(reading, params, use)
+
+
+async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_needed: bool) -> Opening | None:
+    """How the prompt ends, if that must be known before the request runs; else None: its first output says."""
+    if formats.reasoning is None:
+        return None
+    start, end = formats.marker(Role.THOUGHT), formats.marker(Role.THOUGHT_END)
+    has_ids = start.token_id is not None and end.token_id is not None
+    if has_ids and not is_needed:
+        return None
+    ids = await caller.tokenize(prompt)
+    if start.token_id is not None and end.token_id is not None:
+        return opening_of_ids(ids, start.token_id, end.token_id)
+    tail = await caller.detokenize(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    return opening_of_text(tail, start.text, end.text)
+
+
+def _schema_of(given: StructuredOutputsParams) -> dict[str, Any] | None:
+    """The JSON schema that an output must fit; None for other constraints."""
+    if given.disable_any_whitespace or given.disable_additional_properties or given.whitespace_pattern:
+        return None
+    if given.json_object:
+        return {"type": "object"}
+    if given.json is None:
+        return None
+    schema = json.loads(str(given.json))
+    if schema is True:
+        return {}
+    return schema if isinstance(schema, dict) else None
+
+
+def _behind_thought(given: StructuredOutputsParams, formats: Formats, opening: Opening) -> StructuredOutputsParams:
+    """A constraint on the answer alone."""
+    if opening is Opening.CLOSED or given.start_after_token_ids:
+        return given
+    schema = _schema_of(given)
+    if schema is not None:
+        return StructuredOutputsParams(grammar=thought_then(formats, opening, schema))
+    end = formats.marker(Role.THOUGHT_END).token_id
+    if end is not None and (opening is Opening.OPEN or formats.always_thinks):
+        return replace(given, start_after_token_ids=[end])
+    return given

@@ -57,7 +57,7 @@ def test_aiperf(server, tmp_path, kind):
         *("--request-count", str(NUM), "--concurrency", "2", "--synthetic-input-tokens-mean", "12"),
         *("--output-tokens-mean", str(MAX_TOKENS), "--artifact-dir", tmp_path / "out"),
         cwd=tmp_path,
-        HF_HUB_OFFLINE="0",  # with it, folders are taken for names of the hub
+        HF_HUB_OFFLINE="",  # with it, folders are taken for names of the hub
     )
     (report,) = (tmp_path / "out").rglob("profile_export_aiperf.json")
     found = json.loads(report.read_text())

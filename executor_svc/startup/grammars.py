@@ -9,8 +9,8 @@ from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.description import ModelFacts
 from executor_svc.plan.plan import Limits
 from executor_svc.speculation.drafts import DraftSource
+from executor_svc.structured.compiler import Compiler
 from executor_svc.structured.drafts import GrammarDrafts
-from executor_svc.structured.matcher import Compiler
 from executor_svc.structured.slot_grammars import SlotGrammars
 
 
@@ -26,8 +26,13 @@ class Grammars:
         return replace(limits, has_grammars=True)
 
     def of_slots(self, limits: Limits) -> SlotGrammars:
-        """Return the grammars of the slots of an executor with these limits."""
-        return SlotGrammars(Compiler(self.source), limits.num_slots, limits.max_drafts)
+        """Return the grammars of the slots of an executor with these limits; makes the table of tokens.
+
+        At the start, as that holds the interpreter: a second for 131,072 tokens. Raises ValueError, OSError.
+        """
+        compiler = Compiler(self.source)
+        compiler.prepare()
+        return SlotGrammars(compiler, limits.num_slots, limits.max_drafts)
 
 
 def find_grammars(loaded: ModelFacts) -> Grammars | None:

@@ -134,16 +134,16 @@ class RequestBuilder:
         """
         if fields.sampling.grammar is not None:
             await run_in_slices(self._check(fields))
-            await self._check_grammar(fields.sampling.grammar)
+            await self._check_grammar(fields.sampling.grammar, fields.tenant)
         work = functools.partial(self._build, fields, now=now, time_left_s=time_left_s)
         if self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields)):
             return await run_in_slices(work())
         return await self.tokenizer.run(lambda: run_at_once(work()), self._num_chars(fields))
 
-    async def _check_grammar(self, grammar: GrammarFields) -> None:
+    async def _check_grammar(self, grammar: GrammarFields, tenant: str) -> None:
         if self._grammars is None:
             raise PreconditionError(GRAMMAR_PATH, NO_COMPILER)
-        await self._grammars.check(grammar.spec, grammar.wire, self._model.grammar_engine)
+        await self._grammars.check(grammar.spec, grammar.wire, self._model.grammar_engine, tenant)
 
     def build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
         """Build the engine's request, without compiling its grammar.

@@ -1,86 +1,113 @@
-"""A child process that compiles constraints, `cadenza.grammar.child`, as a thread of this process talks to it."""
+"""A child process that compiles constraints, `cadenza.grammar.child`, as this process's event loop talks to it."""
 
 from __future__ import annotations
 
-import os
-import select
+import asyncio
+import json
 import subprocess
 import sys
-import time
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
+from cadenza.grammar.spec import GrammarSpec
 from cadenza.grammar.table import TableSource
 
 START_S = 60.0
 """Longest time in which a child makes its table."""
 
 
-class ChildDiedError(Exception):
-    """The child has ended, for want of memory as a rule."""
+class ChildStartError(Exception):
+    """The child cannot start; the message says why."""
 
 
 class CompilingChild:
-    """One child; its methods block, for `timeout_s` at most, and raise TimeoutError then."""
+    """One child; its methods do not wait."""
 
-    def __init__(self, source: TableSource, max_bytes: int) -> None:
-        """Start it; `table_error` waits until it is ready."""
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.WriteTransport
+    ) -> None:
+        """Of `start`."""
+        self._process, self._reader, self._writer = process, reader, writer
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, source: TableSource, max_bytes: int) -> CompilingChild:
+        """Start a child, and wait for its table; raises ChildStartError."""
+        loop = asyncio.get_running_loop()
         arguments = [str(max_bytes), str(source.path), str(source.vocab_size), *map(str, source.eos_token_ids)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "cadenza.grammar.child", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
+        process = await loop.run_in_executor(None, _process, arguments)
+        reader = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), process.stdout)
+        writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+        child = cls(process, reader, writer)
+        try:
+            async with asyncio.timeout(START_S):
+                error = (await child._read())["error"]
+        except (TimeoutError, asyncio.IncompleteReadError) as exc:
+            error = f"its table of tokens is not made ({type(exc).__name__})"
+        except BaseException:
+            child.end()
+            raise
+        if error:
+            child.end()
+            raise ChildStartError(error)
+        return child
 
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
 
-    def table_error(self, timeout_s: float = START_S) -> str:
-        """Wait for its table; return why it has none, empty if it has. Raises ChildDiedError."""
-        return self._answer(time.monotonic() + timeout_s)
+    def listen(self, answered: Callable[[int, str | None], None], ended: Callable[[CompilingChild], None]) -> None:
+        """Report its answers from now on, as (id, what is wrong; None: its process has died), and its end."""
 
-    def ask(self, content: bytes, timeout_s: float) -> str:
-        """Send a message, and return the answer. Raises ChildDiedError."""
-        deadline = time.monotonic() + timeout_s
-        self._send(len(content).to_bytes(4, "little") + content, deadline)
-        return self._answer(deadline)
+        async def listen() -> None:
+            try:
+                while True:
+                    answer = await self._read()
+                    answered(answer["id"], answer.get("error"))
+            except asyncio.IncompleteReadError:
+                ended(self)
+
+        self._task = asyncio.create_task(listen(), name="grammar-child")
+
+    def compile(self, number: int, spec: GrammarSpec) -> None:
+        """Let it compile a constraint, which has this id from now on."""
+        self._send({"id": number, "compile": asdict(spec)})
+
+    def slow_down(self, number: int) -> None:
+        """Let everything else on the machine go before a constraint."""
+        self._send({"id": number, "yield": True})
+
+    def drop(self, number: int) -> None:
+        """Let it stop compiling a constraint; it answers that the process has died."""
+        self._send({"id": number, "drop": True})
 
     def end(self) -> None:
-        """Kill it, and wait for its end."""
+        """Kill it; what it compiles ends with it, and no end is reported."""
+        if self._task is not None:
+            self._task.cancel()
         self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._writer.abort()
+        threading.Thread(target=self._process.wait, name="grammar child's end", daemon=True).start()
 
-    def _send(self, content: bytes, deadline: float) -> None:
-        left = memoryview(content)
-        while left:
-            _, writable, _ = select.select([], [self._in], [], max(0.0, deadline - time.monotonic()))
-            if not writable:
-                raise TimeoutError
-            try:
-                left = left[os.write(self._in, left) :]
-            except BrokenPipeError as error:
-                raise ChildDiedError from error
+    def _send(self, command: dict[str, Any]) -> None:
+        content = json.dumps(command).encode()
+        self._writer.write(len(content).to_bytes(4, "little") + content)
 
-    def _answer(self, deadline: float) -> str:
-        length = int.from_bytes(self._read(4, deadline), "little")
-        return self._read(length, deadline).decode()
+    async def _read(self) -> dict[str, Any]:
+        """Return its next answer; raises IncompleteReadError at its end."""
+        length = int.from_bytes(await self._reader.readexactly(4), "little")
+        answer: dict[str, Any] = json.loads(await self._reader.readexactly(length))
+        return answer
 
-    def _read(self, count: int, deadline: float) -> bytes:
-        content = b""
-        while len(content) < count:
-            readable, _, _ = select.select([self._out], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
-                raise TimeoutError
-            part = os.read(self._out, count - len(content))
-            if not part:
-                raise ChildDiedError
-            content += part
-        return content
+
+def _process(arguments: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cadenza.grammar.child", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )

@@ -19,6 +19,7 @@ from cadenza import AsyncClient, SamplingParams
 from cadenza.errors import InvalidRequestError
 from cadenza.v1 import generation_pb2, types_pb2
 from tests.checkpoints import make_llama
+from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.services import cadenza_services
 
 pytestmark = pytest.mark.slow
@@ -161,21 +162,36 @@ async def test_tokens_of_any_batch(
             assert load.num_accepted_drafts > 20
 
 
-async def test_forced_tokens_are_drafts(model: Path) -> None:
-    """A text that the grammar leaves no choice about takes few steps, and has the same tokens."""
+async def test_ranks_keep_to_grammars(model: Path) -> None:
+    """The rank that samples has the masks: in any batch the tokens are those that the ranks give it alone."""
+    options = {**OPTIONS, "tensor_parallel_size": 2, "num_gpu_blocks": 40}
+    async with cadenza_services(model, **options) as running, AsyncClient(running.target) as client:
+        found = await alone(client)
+        assert await together(client) == found
+    for _, text, _, detail in (each[0] for each in (found[1], found[-3])):
+        assert detail == "max_tokens" or text.startswith("{") or re.fullmatch(r"[a-c]{3,40}!", text)
+
+
+async def test_forced_tokens_are_drafts(model: Path, tmp_path: Path) -> None:
+    """A text that the grammar leaves no choice about takes few steps, and has the same tokens, whatever else drafts."""
     constraint = {"regex": "the same words in each answer: [0-9]{2}, thank you"}
+    draft = str(make_llama(tmp_path / "draft", tokenizer=True, vocab_size=300, seed=7))
+    head = str(make_head(tmp_path / "head", HeadShape("old", {"vocab_size": 300})))
     found = []
-    for options in ({}, {"speculative": "ngram", "num_speculative_tokens": 8}):
+    for kind, drafter in [("", ""), ("ngram", ""), ("suffix", ""), ("draft", draft), ("eagle3", head), ("auto", draft)]:
+        options: dict[str, Any] = {"speculative": kind, "num_speculative_tokens": 8} if kind else {}
+        options |= {"speculative_model": drafter} if drafter else {}
         async with (
             cadenza_services(model, **OPTIONS, **options) as running,
             AsyncClient(running.target) as client,
         ):
             (result,) = await client.generate([[5, 6]], params(1, structured_outputs=constraint))
             found.append((summary(result), (await running.load()).num_steps))
-    (plain, many), (drafted, few) = found
-    assert drafted == plain
+    (plain, many), *others = found
     assert plain[0][3] == "eos"
-    assert few < 0.4 * many
+    for drafted, few in others:
+        assert drafted == plain
+        assert few < 0.4 * many
 
 
 async def test_with_the_other_constraints(model: Path) -> None:

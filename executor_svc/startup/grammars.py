@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cadenza.grammar.table import GrammarEngine, TableSource, table_source
-from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.description import ModelFacts
 from executor_svc.plan.plan import Limits
 from executor_svc.speculation.drafts import DraftSource
@@ -41,11 +40,11 @@ def find_grammars(loaded: ModelFacts) -> Grammars | None:
     return None if source is None else Grammars(source, source.engine())
 
 
-def with_grammars(source: DraftSource | None, grammars: SlotGrammars | None) -> DraftSource | None:
-    """Return a source of drafts that keeps to the grammars, if there are both."""
-    return source if source is None or grammars is None else GrammarDrafts(source, grammars)
+def with_grammars(source: DraftSource | None, grammars: SlotGrammars | None, *, on_device: bool = False) -> DraftSource | None:
+    """Return a source of drafts that keeps to the grammars, if there are both.
 
-
-def find_grammars_of(loaded: LoadedModel, device_name: str) -> Grammars | None:
-    """As `find_grammars`; None on a GPU whose steps sample there, which has no grammars so far."""
-    return find_grammars(loaded) if device_name == "cpu" or not loaded.recordable else None
+    on_device: whether the device samples, whose slots with grammars have no drafts.
+    """
+    if source is None or grammars is None or on_device:
+        return source
+    return GrammarDrafts(source, grammars)

@@ -29,6 +29,8 @@ from executor_svc.structured.matcher import GrammarState
 _SHORT_OUTPUT = 64
 """Tokens that a state takes at once without holding up the masks of others."""
 
+_POLL_S = 0.0002
+
 IsLate = Callable[[int], bool]
 """Says of a slot whether its row is late in this step: for a replay of what was recorded."""
 
@@ -131,6 +133,13 @@ class SlotGrammars:
             held.work.result()  # It was done when the drafts were made.
             drafts = slots.token_ids[slot, known : known + count].tolist()
             self._run(held, lambda state=held.state, drafts=drafts: state.look_ahead(drafts))  # type: ignore[misc]
+
+    def wait_while(self, scheduled: Scheduled, is_running: Callable[[], bool]) -> None:
+        """Wait for the step's masks while a device runs the model: that costs nobody anything."""
+        if self.recorded is None and self._slots:
+            slots = [slot for slot in scheduled.rows.slots.tolist() if self._has[slot]]
+            while (late := self._pending(slots)) and is_running():
+                wait([self._slots[slot].work for slot in late], timeout=_POLL_S, return_when=FIRST_COMPLETED)
 
     def masks(self, scheduled: Scheduled, elapsed_ns: int) -> RowMasks | None:
         """Return the masks of scheduled.rows [Q]; None if none has a grammar. elapsed_ns: of the step so far."""

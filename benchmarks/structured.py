@@ -114,7 +114,6 @@ def _shares(source: Source, table: Any, target: str, judge: Judge, options: argp
     return make_row(NAME, seed=options.seed, params=params, repeats=[found], other_cores=[other.cores])
 
 
-
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import Computed, RowCandidates, SampledTokens, make_result
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.device_slots import CommittedTokens, DeviceSlots, PendingTokens
+from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.drafts.drafting import GpuDrafting, Layout, ngrams_of
 from executor_svc.gpu.drafts.model import GpuDraftModel
 from executor_svc.gpu.drafts.passes import DraftPasses
@@ -40,7 +40,7 @@ from executor_svc.gpu.step_ranks import GpuStepRanks
 from executor_svc.gpu.timing import StepClock
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sample_step import choose

@@ -40,7 +40,9 @@ def find_grammars(loaded: ModelFacts) -> Grammars | None:
     return None if source is None else Grammars(source, source.engine())
 
 
-def with_grammars(source: DraftSource | None, grammars: SlotGrammars | None, *, on_device: bool = False) -> DraftSource | None:
+def with_grammars(
+    source: DraftSource | None, grammars: SlotGrammars | None, *, on_device: bool = False
+) -> DraftSource | None:
     """Return a source of drafts that keeps to the grammars, if there are both.
 
     on_device: whether the device samples, whose slots with grammars have no drafts.

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cadenza.grammar.compiling import STACK_BYTES
-
 from executor_svc.structured.matcher import GrammarState
 
 SLOW_S = 0.002
@@ -29,9 +28,18 @@ class MaskThreads:
     def run(self, state: GrammarState, work: Callable[[], None], *, is_slow: bool = False) -> Future[None]:
         """Run a part of a state's work, and `walk_alone` if that is due; the result is never an exception."""
         done: Future[None] = Future()
-        pool = self._own if is_slow or state.last_s > SLOW_S else self._quick
-        _with_large_stack(lambda: pool.submit(self._run, state, work, done))
+        if is_slow or state.last_s > SLOW_S:
+            _with_large_stack(lambda: self._own.submit(self._run, state, work, done))
+        else:
+            _with_large_stack(lambda: self._quick.submit(self._run_quickly, state, work, done))
         return done
+
+    def _run_quickly(self, state: GrammarState, work: Callable[[], None], done: Future[None]) -> None:
+        if state.lexer_is_busy:
+            # A slow sequence with the same grammar has it: those with other grammars do not wait for that.
+            _with_large_stack(lambda: self._own.submit(self._run, state, work, done))
+        else:
+            self._run(state, work, done)
 
     def _run(self, state: GrammarState, work: Callable[[], None], done: Future[None]) -> None:
         work()

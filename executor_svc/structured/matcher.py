@@ -17,7 +17,6 @@ import numpy as np
 
 from cadenza.grammar.compiling import GrammarError, short
 from cadenza.grammar.spec import GrammarSpec
-from cadenza.grammar.table import TableSource
 from executor_svc.sampling.masks import Words, num_mask_words
 from executor_svc.structured.compiler import Compiled, Compiler
 
@@ -54,6 +53,11 @@ class GrammarState:
         """Whether its lexer is its own."""
         self.must_walk = False
         """Whether a lexer that it shares has failed, so that `walk_alone` is to find out about its tokens."""
+
+    @property
+    def lexer_is_busy(self) -> bool:
+        """Whether another thread has the lexer, which this sequence shares."""
+        return self._compiled is not None and self._compiled.lock.locked()
 
     def begin(self, token_ids: Sequence[int]) -> None:
         """Compile the grammar, take the tokens of an output so far, and make the next token's mask."""
@@ -140,6 +144,8 @@ class GrammarState:
         self._matcher = self._compiled.matcher()
         self.is_constrained = not self.spec.start_after_token_ids
         for index in range(len(self.tokens)):
+            if self.is_abandoned:
+                return
             if self.is_constrained:
                 self._make_mask(0, self._matcher)
             self._consume(index, index + 1)

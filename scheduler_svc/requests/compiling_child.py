@@ -26,10 +26,13 @@ class CompilingChild:
     """One child; its methods do not wait."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.WriteTransport
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        pipes: tuple[asyncio.ReadTransport, asyncio.WriteTransport],
     ) -> None:
         """Of `start`."""
-        self._process, self._reader, self._writer = process, reader, writer
+        self._process, self._reader, (self._answers, self._commands) = process, reader, pipes
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -39,9 +42,9 @@ class CompilingChild:
         arguments = [str(max_bytes), str(source.path), str(source.vocab_size), *map(str, source.eos_token_ids)]
         process = await loop.run_in_executor(None, _process, arguments)
         reader = asyncio.StreamReader()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), process.stdout)
-        writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-        child = cls(process, reader, writer)
+        answers, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), process.stdout)
+        commands, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+        child = cls(process, reader, (answers, commands))
         try:
             async with asyncio.timeout(START_S):
                 error = (await child._read())["error"]
@@ -90,12 +93,13 @@ class CompilingChild:
         if self._task is not None:
             self._task.cancel()
         self._process.kill()
-        self._writer.abort()
+        self._answers.close()
+        self._commands.abort()
         threading.Thread(target=self._process.wait, name="grammar child's end", daemon=True).start()
 
     def _send(self, command: dict[str, Any]) -> None:
         content = json.dumps(command).encode()
-        self._writer.write(len(content).to_bytes(4, "little") + content)
+        self._commands.write(len(content).to_bytes(4, "little") + content)
 
     async def _read(self) -> dict[str, Any]:
         """Return its next answer; raises IncompleteReadError at its end."""

@@ -31,9 +31,11 @@ OTHERS = [
         {"structured_outputs": {"choice": ["yes", "no"]}, "logprobs": 1},
         {"structured_outputs": {"grammar": 'start: "a" start "b" | "c"{90}'}, "best_of": 3},
         {"structured_outputs": {"regex": "[a-d]{60,80}"}, "beam_width": 3, "n": 2},
-        {"structured_outputs": {
-            "structural_tag": {"structures": [{"begin": "<", "schema": _ITEMS, "end": ">"}], "triggers": ["<"]}
-        }},
+        {
+            "structured_outputs": {
+                "structural_tag": {"structures": [{"begin": "<", "schema": _ITEMS, "end": ">"}], "triggers": ["<"]}
+            }
+        },
     )
 ]
 """The other forms, as samples and as beams."""

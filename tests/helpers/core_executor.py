@@ -22,6 +22,7 @@ from scheduler_svc.core.types import ExecutorSpec, StepPlan, StepResult
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result
 
+
 class LateSteps(SimulatedStepExecutor):
     """Of sequences with grammars about a third of the rows are late: which ones, the step and the slot say."""
 
@@ -86,9 +87,7 @@ class CoreExecutor:
         )
         self.adapters = SimulatedAdapters(spec.max_cpu_loras)
         drafts = AcceptanceSource(vocab_size, acceptance, self.adapters.hash_of) if spec.max_drafts else None
-        self.inner = LateSteps(
-            limits, costs, wait=lambda moment_ns: None, drafts=drafts, adapters=self.adapters
-        )
+        self.inner = LateSteps(limits, costs, wait=lambda moment_ns: None, drafts=drafts, adapters=self.adapters)
 
     def load(self, index: int, content_hash: bytes) -> None:
         """Load an adapter with this content; an executor that is full refuses it."""

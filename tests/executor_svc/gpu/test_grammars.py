@@ -153,7 +153,12 @@ def test_beams_are_late_too(cpu: Model, gpu: Model) -> None:
 def test_forks_have_masks_of_their_own(cpu: Model, gpu: Model) -> None:
     source = sequence(0, [5, 9], Stepper.blocks(0), grammar=LETTERS, sampling=SequenceSampling(temperature=1.0, seed=1))
     fork = sequence(
-        1, [5, 9], Stepper.blocks(0)[:1], computed=1, grammar=LETTERS, sampling=SequenceSampling(temperature=1.0, seed=2)
+        1,
+        [5, 9],
+        Stepper.blocks(0)[:1],
+        computed=1,
+        grammar=LETTERS,
+        sampling=SequenceSampling(temperature=1.0, seed=2),
     )
     steps: Plans = [
         {"admitted": (source, fork), "scheduled": scheduled((0, 2, True)), "forks": columns((1, 0))},

@@ -170,7 +170,7 @@ async def test_tenants_take_turns_in_a_queue_with_an_end(source: TableSource) ->
     calls = [asyncio.create_task(call(name[0], name)) for name in ("a1", "a2", "a3", "b1")]
     await until(lambda: door.num_waiting == 3)
     for tenant in "ab":
-        with pytest.raises(QueueFullError, match="3 constraints .* wait") as caught:
+        with pytest.raises(QueueFullError, match="3 constraints") as caught:
             await call(tenant, tenant + "9")
         assert caught.value.retry_after_s >= 1
     os.kill(door.child.pid, signal.SIGCONT)

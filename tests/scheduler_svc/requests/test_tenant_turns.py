@@ -27,5 +27,5 @@ def test_what_is_removed_loses_its_turn() -> None:
     turns.remove("a", 1)
     turns.add("a", 0, first=True)
     assert [turns.pop() for _ in range(3)] == [0, 4, 2]
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="not in"):
         turns.remove("a", 2)

@@ -103,7 +103,7 @@ class Judge:
 
     def _problem(self, schema: Schema, text: bytes) -> str:
         """Why a text does not fit the schema; empty: it does."""
-        import jsonschema
+        import jsonschema  # type: ignore[import-untyped]
 
         content = json.loads(schema.text)
         try:
@@ -130,6 +130,7 @@ def outputs_of(target: str, schemas: Sequence[Schema], *, max_tokens: int, seed:
 async def _outputs_of(target: str, schemas: Sequence[Schema], max_tokens: int, seed: int) -> list[Any]:
     from cadenza import AsyncClient, SamplingParams
     from cadenza.errors import CadenzaError
+    from cadenza.structured_outputs import StructuredOutputsParams
 
     at_once = asyncio.Semaphore(64)
 
@@ -139,7 +140,7 @@ async def _outputs_of(target: str, schemas: Sequence[Schema], max_tokens: int, s
             seed=seed + index,
             max_tokens=max_tokens,
             detokenize=False,
-            structured_outputs={"json": json.loads(schema.text)},
+            structured_outputs=StructuredOutputsParams(json=json.loads(schema.text)),
         )
         async with at_once:
             try:

@@ -94,7 +94,8 @@ class CompilingChild:
             self._task.cancel()
         self._process.kill()
         self._answers.close()
-        self._commands.abort()
+        if not self._commands.is_closing():
+            self._commands.abort()
         threading.Thread(target=self._process.wait, name="grammar child's end", daemon=True).start()
 
     def _send(self, command: dict[str, Any]) -> None:

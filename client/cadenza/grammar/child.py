@@ -8,8 +8,8 @@ commands from stdin, each as JSON behind its length in 4 bytes:
 - `{"id": N, "drop": true}`: nobody wants to know any more.
 
 It writes answers to stdout in the same form: first `{"error": "..."}`, empty if the table is made, then for each
-constraint `{"id": N, "error": "..."}`, empty if all is well, or `{"id": N, "died": true}` if its process has ended without
-a word: for want of memory, or because it was dropped. Each process has the table from this one, as a fork, which takes
+constraint `{"id": N, "error": "..."}`, empty if all is well, or `{"id": N, "died": true}` if its process has ended
+without a word: for want of memory, or because it was dropped. Each process has the table from this one, as a fork, which takes
 some milliseconds. All end with stdin.
 """
 

@@ -226,16 +226,6 @@ async def test_a_child_that_dies_is_replaced(source: TableSource, times: int) ->
     door.close()
 
 
-async def test_a_constraint_that_takes_all_memory_dies_alone(source: TableSource) -> None:
-    door = GrammarDoor(source, max_bytes=3 * 2**28, slice_s=30.0, compile_s=30.0)
-    assert await check(door, source, GOOD[0]) == ""
-    child = door.child
-    found = await check(door, source, exploding_rules())
-    assert "cannot be compiled in 768 MiB" in found or "takes over" in found
-    assert door.child is child
-    door.close()
-
-
 async def test_too_little_memory_for_the_table(source: TableSource) -> None:
     door = GrammarDoor(source, max_bytes=2**24)
     with pytest.raises(PreconditionError, match="cannot start"):

@@ -1,9 +1,9 @@
 """What does structured output cost? Schemas honoured, masks alone, and batches with and without grammars in turns.
 
 `schemas`: those that packages ship (check-jsonschema, kubernetes-validate, json-schema-test-suite of npm, where they
-are installed, in other environments too: `--packages FOLDER`; and `--schemas FOLDER`). Each is compiled: the share that
-is honoured, and why the others are refused. Then a tiny random model makes an output under each (or `--outputs N` of them): what ends by
-itself must be valid, and what is cut the beginning of something valid. `masks`: one grammar, its masks along random
+are installed, in other environments too: `--packages FOLDER`; and `--schemas FOLDER`). Each is compiled: the share
+that is honoured, and why the others are refused. Then a tiny random model makes an output under each (or `--outputs N`
+of them): what ends by itself must be valid, and what is cut the beginning of something valid. `masks`: one grammar, its masks along random
 outputs. `batch`: 16 requests through both services, all without a grammar, all with one, and half of them; the grammar
 never ends before max_tokens, so that all outputs have the same length. Rows without a grammar must have the tokens
 that they have alone. `vocabulary` is the same with 131,072 tokens.
@@ -268,7 +268,8 @@ def _describe_schemas(found: Mapping[str, float], params: Mapping[str, Any]) -> 
     return (
         f"{params['source']} {params['version']}: {found['files']:.0f} files, {found['honoured']:.0f} of "
         f"{found['schemas']:.0f} schemas honoured ({found['honoured_percent']:.1f}%); "
-        f"of {found['outputs']:.0f} outputs {found['ended_valid']:.0f} ended and valid, {found['ended_invalid']:.0f} ended and invalid, "
+        f"of {found['outputs']:.0f} outputs {found['ended_valid']:.0f} ended and valid, "
+        f"{found['ended_invalid']:.0f} ended and invalid, "
         f"{found['cut_valid']:.0f} cut and the beginning of a valid text, {found['cut_invalid']:.0f} not, "
         f"{found['not_completed']:.0f} not completed{refused}{failed}{invalid}"
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from cadenza.grammar.spec import GrammarSpec
@@ -34,6 +36,8 @@ class CompilingChild:
         """Of `start`."""
         self._process, self._reader, (self._answers, self._commands) = process, reader, pipes
         self._task: asyncio.Task[None] | None = None
+        self._pids: dict[int, int] = {}
+        """Of the process that compiles each constraint."""
 
     @classmethod
     async def start(cls, source: TableSource, max_bytes: int) -> CompilingChild:
@@ -70,7 +74,11 @@ class CompilingChild:
             try:
                 while True:
                     answer = await self._read()
-                    answered(answer["id"], answer.get("error"))
+                    if "pid" in answer:
+                        self._pids[answer["id"]] = answer["pid"]
+                    else:
+                        self._pids.pop(answer["id"], None)
+                        answered(answer["id"], answer.get("error"))
             except asyncio.IncompleteReadError:
                 ended(self)
 
@@ -79,6 +87,14 @@ class CompilingChild:
     def compile(self, number: int, spec: GrammarSpec) -> None:
         """Let it compile a constraint, which has this id from now on."""
         self._send({"id": number, "compile": asdict(spec)})
+
+    def cpu_s(self, number: int) -> float:
+        """Return the seconds of a processor that a constraint has had: waits are none of its own."""
+        try:
+            fields = Path(f"/proc/{self._pids[number]}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        except (KeyError, OSError):
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def slow_down(self, number: int) -> None:
         """Let everything else on the machine go before a constraint."""

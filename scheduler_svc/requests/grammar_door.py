@@ -29,7 +29,7 @@ NO_COMPILER = (
 COMPILE_S = 10.0
 """Longest time for one constraint. llguidance's own limits end what is too large long before."""
 SLICE_S = 0.1
-"""Time after which a constraint is slow: most take some milliseconds."""
+"""Time of a processor after which a constraint is slow: most take some milliseconds."""
 MAX_CHILD_BYTES = 2**31
 """Of the memory of each process that compiles; there are two at most, and the one that forks them."""
 MAX_WAITING = 512
@@ -198,16 +198,26 @@ class GrammarDoor:
             self._stop(job)
             # At another moment there may be time for it.
             self._finish(job, f"takes over {self._compile_s:g} s to compile", is_certain=False)
+        elif (left := self._slice_left(job)) > 0:
+            job.timer = asyncio.get_running_loop().call_later(left, self._overdue, job)
+            return
         elif any(other.is_slow for other in self._running.values()):
             self._stop(job)
             self._wait_again(job)
         else:
-            left = max(0.0, self._compile_s - self._slice_s)
+            left = max(0.0, job.began + self._compile_s - asyncio.get_running_loop().time())
             job.timer = asyncio.get_running_loop().call_later(left, self._overdue, job)
             if self.child is not None:
                 self.child.slow_down(job.number)
         job.is_slow = True
         self._go_on()
+
+    def _slice_left(self, job: _Job) -> float:
+        """Return the seconds of a processor that a constraint may still have before it is slow; 0 if time is up."""
+        had = self._slice_s if self.child is None else self.child.cpu_s(job.number)
+        if asyncio.get_running_loop().time() - job.began >= self._compile_s:
+            return 0.0
+        return max(0.0, self._slice_s - had)
 
     def _wait_again(self, job: _Job) -> None:
         job.is_slow = True

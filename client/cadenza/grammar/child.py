@@ -8,9 +8,9 @@ commands from stdin, each as JSON behind its length in 4 bytes:
 - `{"id": N, "drop": true}`: nobody wants to know any more.
 
 It writes answers to stdout in the same form: first `{"error": "..."}`, empty if the table is made, then for each
-constraint `{"id": N, "error": "..."}`, empty if all is well, or `{"id": N, "died": true}` if its process has ended
-without a word: for want of memory, or because it was dropped. Each process has the table from this one, as a fork, which takes
-some milliseconds. All end with stdin.
+constraint `{"id": N, "pid": P}`, the process that compiles it, and `{"id": N, "error": "..."}`, empty if all is well,
+or `{"id": N, "died": true}` if its process has ended without a word: for want of memory, or because it was dropped.
+Each process has the table from this one, as a fork, which takes some milliseconds. All end with stdin.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class _Compilations:
             self._compile(content, writable, parent, unused=(readable, *self._ids))
         os.close(writable)
         self._ids[readable], self._pids[number] = number, pid
+        _write(self._answers, {"id": number, "pid": pid})
 
     def _compile(self, content: dict[str, Any], writable: int, parent: int, unused: tuple[int, ...]) -> None:
         """Write what is wrong with a constraint, in the process that is there for it, and end that."""

@@ -124,7 +124,8 @@ def test_late_rows_sample_in_the_next_step(cpu: Model, gpu: Model) -> None:
     tokens = outputs(found)
     assert tokens[2] == punctual[2]
     for slot, num_late in ((0, 2), (1, 2), (3, 2)):
-        assert tokens[slot] == punctual[slot][: len(punctual[slot]) - num_late]
+        assert tokens[slot] == punctual[slot][: len(tokens[slot])]
+        assert len(tokens[slot]) >= len(punctual[slot]) - num_late
 
 
 def test_beams_are_late_too(cpu: Model, gpu: Model) -> None:

@@ -211,7 +211,7 @@ async def test_a_child_that_hangs_is_replaced_while_the_loop_goes_on(
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_child_that_dies_is_replaced(source: TableSource, times: int) -> None:
     """What it compiled is compiled by the next one, once."""
-    door = GrammarDoor(source, slice_s=30.0)
+    door = GrammarDoor(source, slice_s=1.0)
     assert await check(door, source, GOOD[0]) == ""
     call = asyncio.create_task(check(door, source, exploding_rules()))
     for _ in range(times):

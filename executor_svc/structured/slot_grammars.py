@@ -56,6 +56,8 @@ class SlotGrammars:
         self._threads = MaskThreads(num_slots)
         self.recorded: IsLate | None = None
         """Which rows were late in the step that is replayed; None: those whose masks are not there."""
+        self._last_s = 0.0
+        """What the model took in the last step with grammars, in seconds."""
         self.num_late = 0
         """Rows that gave no token so far because their masks were late."""
 
@@ -121,6 +123,14 @@ class SlotGrammars:
         """Return [n]: whether each slot has a grammar."""
         return self._has[slots]
 
+    def wait_for(self, slots: IntArray) -> None:
+        """Wait until the forced tokens of slots that may have drafts are known, as long as the last step took.
+
+        Not if one of them has no grammar. To miss them costs a step.
+        """
+        if self.recorded is None and self._has[slots].all():
+            wait([self._slots[slot].work for slot in slots.tolist()], timeout=self._last_s)
+
     def look_ahead(self, slots: Slots, scheduled: Scheduled) -> None:
         """Let threads make the masks behind a step's drafts, which are in the slots."""
         if scheduled.num_drafts is None or not self._slots:
@@ -146,6 +156,7 @@ class SlotGrammars:
         rows = scheduled.rows
         if not self._slots or not (has := self._has[rows.slots]).any():
             return None
+        self._last_s = elapsed_ns * 1e-9
         (with_grammar,) = has.nonzero()
         late_slots = self._late(np.unique(rows.slots[with_grammar]).tolist(), elapsed_ns, all_have=bool(has.all()))
         late, failed = np.isin(rows.slots, list(late_slots)), np.zeros(len(rows.slots), np.bool_)

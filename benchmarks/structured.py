@@ -4,7 +4,9 @@
 are installed, in other environments too: `--packages FOLDER`; and `--schemas FOLDER`). Each is compiled: the share
 that is honoured, and why the others are refused. Then a tiny random model makes an output under each (or `--outputs N`
 of them): what ends by itself must be valid, and what is cut the beginning of something valid. `masks`: one grammar,
-its masks along random outputs. `batch`: 16 requests through both services, all without a grammar, all with one, and half of them; the grammar
+its masks along random outputs.
+
+`batch`: 16 requests through both services, all without a grammar, all with one, and half of them; the grammar
 never ends before max_tokens, so that all outputs have the same length. Rows without a grammar must have the tokens
 that they have alone. `vocabulary` is the same with 131,072 tokens.
 """

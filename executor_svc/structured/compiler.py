@@ -40,9 +40,9 @@ class Compiled:
 
 
 def compiled_bytes(spec: GrammarSpec) -> int:
-    """Estimate the memory of a compiled grammar: the library does not say.
+    """Estimate the memory of a compiled grammar from the length of its text: the library does not say.
 
-    The factors are of `python -m benchmarks structured --measure schemas`, rounded up.
+    The factors are guesses so far; only the order among grammars and the bound on their number follow from them.
     """
     return _BYTES_OF_LEXER + _BYTES_PER_CHAR * (len(spec.text) + sum(map(len, spec.choices)))
 

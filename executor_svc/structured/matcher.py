@@ -21,7 +21,7 @@ from executor_svc.sampling.masks import Words, num_mask_words
 from executor_svc.structured.compiler import Compiled, Compiler
 
 _SLICE = 64
-"""Tokens taken in one call of the library, which holds the interpreter's lock: some 500 us."""
+"""Tokens taken in one call of the library, which holds the interpreter's lock."""
 
 
 class GrammarState:

@@ -1,8 +1,12 @@
 """What does structured output cost? Schemas honoured, masks alone, and batches with and without grammars in turns.
 
-`schemas`: those that packages ship (check-jsonschema, kubernetes-validate, ... where installed, and --schemas FOLDER),
-each compiled: the share that is honoured, and why the others are refused. `masks`: one grammar, its masks along random
-outputs. `batch`: 16 requests through both services, all without a grammar, all with one, and half of them; the grammar
+`schemas`: those that packages ship (check-jsonschema, kubernetes-validate, json-schema-test-suite of npm, where they
+are installed, in other environments too: `--packages FOLDER`; and `--schemas FOLDER`). Each is compiled: the share
+that is honoured, and why the others are refused. Then a tiny random model makes an output under each (or `--outputs N`
+of them): what ends by itself must be valid, and what is cut the beginning of something valid. `masks`: one grammar,
+its masks along random outputs.
+
+`batch`: 16 requests through both services, all without a grammar, all with one, and half of them; the grammar
 never ends before max_tokens, so that all outputs have the same length. Rows without a grammar must have the tokens
 that they have alone. `vocabulary` is the same with 131,072 tokens.
 """
@@ -11,25 +15,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.metadata
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.burst_client import running_services
+from benchmarks.common.checkpoints import vocab_size
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from benchmarks.common.stats import percentile
-from benchmarks.grammars.schemas import found_schemas, shares_of
+from benchmarks.grammars.outputs import Judge, outputs_of
+from benchmarks.grammars.schemas import Source, evenly, found_sources, shares_of
 from benchmarks.grammars.tokenizer import checkpoint_with_tokenizer
 from benchmarks.serving.opening import names_type
 
 NAME = "structured"
 MEASURES = ("schemas", "masks", "batch", "vocabulary")
-_SHAPES = {"schemas": "135m", "masks": "135m-131k", "batch": "135m", "vocabulary": "135m-131k"}
+_SHAPES = {"schemas": "10m", "masks": "135m-131k", "batch": "135m", "vocabulary": "135m-131k"}
 _RECORDS: dict[str, Any] = {
     "type": "array",
     "minItems": 100_000,
@@ -48,6 +55,8 @@ _RECORDS: dict[str, Any] = {
     },
 }
 _BATCH, _PROMPT = 16, 16
+_EOS = 1
+_JUDGED = ("ended_valid", "ended_invalid", "cut_valid", "cut_invalid", "not_completed")
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
@@ -64,36 +73,47 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
                 yield _run_batch(measure, model, temperature, options)
 
 
-def _table(model: Path) -> Any:
-    from cadenza.grammar.table import table_source
-
-    content = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    source = table_source(str(model), content["vocab_size"], [1])
-    if source is None:
-        raise BenchmarkError("llguidance is not installed")
-    return source.table()
-
-
 # --- schemas ---------------------------------------------------------------------------------------------------------
 
 
 def _run_schemas(model: Path, options: argparse.Namespace) -> Iterator[Row]:
-    table = _table(model)
-    for name, files in found_schemas(options.schemas):
-        files = files[:: max(1, len(files) // 20)] if options.quick else files
-        if not files:
-            continue
-        with OtherLoad() as other:
-            shares = shares_of(files, table)
-        found = {
-            "schemas": float(shares.num_schemas),
-            "honoured": float(shares.num_honoured),
-            "honoured_percent": 100 * shares.num_honoured / shares.num_schemas,
-        }
-        if shares.compile_ms:
-            found |= {"compile_p50_ms": percentile(shares.compile_ms, 50), "compile_max_ms": max(shares.compile_ms)}
-        params = {"measure": "schemas", "source": name, "refused": shares.reasons}
-        yield make_row(NAME, seed=options.seed, params=params, repeats=[found], other_cores=[other.cores])
+    from cadenza.grammar.table import table_source
+    from executor_svc.structured.compiler import Compiler
+
+    source = table_source(str(model), vocab_size(model), [_EOS])
+    assert source is not None
+    judge = Judge(Compiler(source), [_EOS], options.seed)
+    sizes = {"max_num_seqs": 64, "max_model_len": 1024, "num_gpu_blocks": 4096}
+    with running_services(model, skip_tokenizer_init=False, **sizes) as target:
+        for schemas in found_sources(options.packages, options.schemas):
+            if schemas.schemas:
+                yield _shares(schemas, source.table(), target, judge, options)
+
+
+def _shares(source: Source, table: Any, target: str, judge: Judge, options: argparse.Namespace) -> Row:
+    schemas = evenly(source.schemas, 20) if options.quick else source.schemas
+    with OtherLoad() as other:
+        shares = shares_of(schemas, table)
+        tried = evenly(shares.honoured, min(options.outputs, 10 if options.quick else options.outputs))
+        outputs = outputs_of(target, tried, max_tokens=options.output, seed=options.seed)
+        judged = judge.judge(tried, outputs)
+    found = {
+        "files": float(source.num_files),
+        "schemas": float(len(schemas)),
+        "honoured": float(len(shares.honoured)),
+        "honoured_percent": 100 * len(shares.honoured) / len(schemas),
+        "outputs": float(len(tried)),
+        **{name: float(getattr(judged, name)) for name in _JUDGED},
+        "failed": float(judged.failed.total()),
+    }
+    if shares.compile_ms:
+        found |= {"compile_p50_ms": percentile(shares.compile_ms, 50), "compile_max_ms": max(shares.compile_ms)}
+    params = {
+        "measure": "schemas", "source": source.name, "version": source.version, "model": "10m",
+        "output_tokens": options.output, "refused": shares.reasons, "failed": dict(judged.failed),
+        "invalid": judged.invalid[:20], "llguidance": importlib.metadata.version("llguidance"),
+    }  # fmt: skip
+    return make_row(NAME, seed=options.seed, params=params, repeats=[found], other_cores=[other.cores])
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
@@ -102,7 +122,7 @@ def _run_schemas(model: Path, options: argparse.Namespace) -> Iterator[Row]:
 def _run_masks(model: Path, options: argparse.Namespace) -> Row:
     from cadenza.grammar.spec import GrammarSpec
     from cadenza.grammar.table import table_source
-    from executor_svc.structured.matcher import Compiler
+    from executor_svc.structured.compiler import Compiler
 
     content = json.loads((model / "config.json").read_text(encoding="utf-8"))
     source = table_source(str(model), content["vocab_size"], [1])
@@ -113,7 +133,7 @@ def _run_masks(model: Path, options: argparse.Namespace) -> Row:
         with OtherLoad() as other:
             began = time.perf_counter()
             compiler = Compiler(source)
-            compiler.matcher(GrammarSpec("regex", "a"))
+            compiler.compiled(GrammarSpec("regex", "a"))
             found = {"table_ms": (time.perf_counter() - began) * 1e3}
             repeats.append(found | _walk(compiler, options.output, options.seed + repeat))
         others.append(other.cores)
@@ -131,9 +151,9 @@ def _walk(compiler: Any, num_tokens: int, seed: int) -> dict[str, float]:
 
     rng, output, taken = Random(seed), list[int](), list[float]()
     spec, source = GrammarSpec("json_schema", json.dumps(_RECORDS)), compiler.source
-    state = GrammarState(spec, source, 0)
+    state = GrammarState(spec, compiler, 0)
     began = time.perf_counter()
-    state.begin(compiler, ())
+    state.begin(())
     first_ms = (time.perf_counter() - began) * 1e3
     for _ in range(num_tokens):
         bits = np.unpackbits(state.bits[0].view(np.uint8), bitorder="little", count=source.vocab_size)
@@ -144,9 +164,9 @@ def _walk(compiler: Any, num_tokens: int, seed: int) -> dict[str, float]:
         taken.append((time.perf_counter() - began) * 1e6)
         if state.error:
             raise BenchmarkError(state.error)
-    again = GrammarState(spec, source, 0)
+    again = GrammarState(spec, compiler, 0)
     began = time.perf_counter()
-    again.begin(compiler, output)
+    again.begin(output)
     rebuilt_ms = (time.perf_counter() - began) * 1e3
     if not (again.bits == state.bits).all():
         raise BenchmarkError("a state rebuilt from its tokens has another mask")
@@ -243,14 +263,24 @@ class _Batches:
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
+def _describe_schemas(found: Mapping[str, float], params: Mapping[str, Any]) -> str:
+    refused = "".join(f"\n    {count} refused: {reason}" for reason, count in params["refused"].items())
+    failed = "".join(f"\n    {count} failed: {reason}" for reason, count in params["failed"].items())
+    invalid = "".join(f"\n    invalid: {each}" for each in params["invalid"])
+    return (
+        f"{params['source']} {params['version']}: {found['files']:.0f} files, {found['honoured']:.0f} of "
+        f"{found['schemas']:.0f} schemas honoured ({found['honoured_percent']:.1f}%); "
+        f"of {found['outputs']:.0f} outputs {found['ended_valid']:.0f} ended and valid, "
+        f"{found['ended_invalid']:.0f} ended and invalid, "
+        f"{found['cut_valid']:.0f} cut and the beginning of a valid text, {found['cut_invalid']:.0f} not, "
+        f"{found['not_completed']:.0f} not completed{refused}{failed}{invalid}"
+    )
+
+
 def _describe(row: Row) -> str:
     found, params = row.medians, row.params
     if params["measure"] == "schemas":
-        refused = "".join(f"\n    {count} refused: {reason}" for reason, count in params["refused"].items())
-        return (
-            f"{params['source']}: {found['honoured']:.0f} of {found['schemas']:.0f} schemas honoured "
-            f"({found['honoured_percent']:.1f}%){refused}"
-        )
+        return _describe_schemas(found, params)
     if params["measure"] == "masks":
         return (
             f"{params['model']}, {params['vocab_size']} tokens: table {found['table_ms']:.0f} ms, first mask "
@@ -272,6 +302,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help=f"of {','.join(MEASURES)} (default: all)",
     )  # fmt: skip
     parser.add_argument("--schemas", action="append", default=[], metavar="FOLDER", help="more schemas; repeatable")
+    parser.add_argument(
+        "--packages", action="append", default=[], metavar="FOLDER",
+        help="site-packages or node_modules of another environment with schemas; repeatable",
+    )  # fmt: skip
+    parser.add_argument("--outputs", type=positive, default=400, help="outputs of each source of schemas (default 400)")
     parser.add_argument("--output", type=positive, default=256, help="tokens of each output (default 256)")
     parser.add_argument("--quick", action="store_true", help="a small model and short runs: whether it works at all")
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
+from executor_svc.batch.step_result import LATE
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import AdmittedSequence, Limits
 
@@ -19,7 +20,7 @@ class ReportedTokens:
     token_ids: IntArray
     """[Q]; without meaning for rows without a token."""
     errors: IntArray
-    """[Q] SlotError; 0: no error; NOT_ACCEPTED."""
+    """[Q] SlotError; 0: no error; NOT_ACCEPTED; LATE."""
     idle: BoolArray
     """[Q]: whether the slot had stopped before the step, unknown to the host at that time."""
     positions: IntArray
@@ -65,9 +66,11 @@ class MirrorSlots(Slots):
         slots, ahead = rows.slots, np.zeros_like(rows.slots) if rows.ahead is None else rows.ahead
         same_sequence = same_sequence[(ahead == 0).cumsum() - 1]
         samples = scheduled.takes_token(np.ones(len(slots), np.bool_))
-        failed, idle = (reported.errors != 0) & (ahead == 0), reported.idle
-        self.num_tokens[slots[same_sequence & samples & (failed | idle)]] -= 1
-        self.num_computed_tokens[slots[same_sequence & idle]] -= 1
+        first, idle = ahead == 0, reported.idle
+        late = (reported.errors == LATE) & first
+        failed = (reported.errors != 0) & first & ~late
+        self.num_tokens[slots[same_sequence & samples & (failed | late | idle)]] -= 1
+        self.num_computed_tokens[slots[same_sequence & (late | idle)]] -= 1
         self.stopped[slots[same_sequence & failed]] = True
         received = same_sequence & samples & (reported.errors == 0) & ~idle
         for index in range(int(ahead.max(initial=0)) + 1):

@@ -95,6 +95,17 @@ class Scheduled:
         """As `SampledRows.takes_token`."""
         return self.rows.takes_token(valid)
 
+    def with_idle(self, idle: BoolArray) -> Scheduled:
+        """Return the work with some sampling slots made idle; idle: [R]. It has neither forks nor candidates."""
+        samples = self.samples.copy()
+        samples[samples] = ~idle
+        return replace(
+            self,
+            samples=samples,
+            sampling_slots=self.sampling_slots[~idle],
+            idle_slots=np.sort(np.concatenate((self.idle_slots, self.sampling_slots[idle]))),
+        )
+
     def with_drafts(self, num_drafts: IntArray) -> Scheduled:
         """Return the step with drafts after the slots' tokens; num_drafts: [S], 0 for slots that do not sample."""
         num_rows = 1 + num_drafts[self.samples]

@@ -76,6 +76,14 @@ class CommittedTokens:
         """Return the tokens of some rows; kept: [Q], the same for all rows of a slot."""
         return CommittedTokens(self.token_ids[kept], self.errors[kept], self.positions[kept], self.ahead[kept])
 
+    def with_drafts(self, scheduled: Scheduled) -> Scheduled:
+        """Return the scheduled work with the drafts that the step has checked."""
+        if not self.ahead.any():
+            return scheduled
+        num_drafts = np.zeros(len(scheduled.slots), np.int64)
+        num_drafts[scheduled.samples] = self.num_drafts
+        return scheduled.with_drafts(num_drafts)
+
 
 class PendingTokens:
     """Sampled tokens that are being copied to the host."""

@@ -90,11 +90,14 @@ class SlotSamplingState:
         self._ranges = ListRanges(LIST_CAPACITY)
         self._applied = None
 
-    def apply(self, plan: StepPlan, applied: Applied) -> None:
-        """Write the sampling parameters of a plan's admissions with its other slot changes, which are `applied`."""
+    def apply(self, plan: StepPlan, applied: Applied, has_mask: BoolArray) -> None:
+        """Write the sampling parameters of a plan's admissions with its other slot changes, which are `applied`.
+
+        has_mask: [n], slots whose allowed tokens are written before each step, as they have grammars.
+        """
         self._ranges.free(plan.released_slots)
         for sequence in plan.admitted:
-            self._admit(sequence.slot, sequence.sampling)
+            self._admit(sequence.slot, sequence.sampling, has_mask=bool(has_mask[sequence.slot]))
         counted = any(Need.COUNTS in sequence.sampling.needs() for sequence in plan.admitted)
         self._applied = applied if counted else None
 
@@ -117,17 +120,19 @@ class SlotSamplingState:
         s = self.state
         restart_counts(s.counts, slots, s.records, s.token_ids, s.num_tokens, s.num_prompt_tokens, max_tokens)
 
-    def _admit(self, slot: int, sampling: SequenceSampling) -> None:
+    def _admit(self, slot: int, sampling: SequenceSampling, *, has_mask: bool) -> None:
         lists = _lists(sampling)
         start = self._ranges.take(slot, max(map(len, lists)))
         self.lists_on_host[slot] = start is None
         if start is None:
             # The host chooses this slot's tokens; the device computes only their logprobs.
             sampling, start, lists = SequenceSampling(num_logprobs=sampling.num_logprobs), 0, ()
-        self._slots.write(self.state.records[slot], pack_record(sampling, start, start, start).view(np.int32))
+        record = pack_record(sampling, start, start, start)
+        record["has_allowed"] |= has_mask
+        self._slots.write(self.state.records[slot], record.view(np.int32))
         for column, values in zip(self._columns, lists, strict=False):
             self._slots.write(column[start:], values)
-        if len(sampling.allowed_token_ids):
+        if len(sampling.allowed_token_ids) and not has_mask:
             self._slots.write(self.state.allowed_bits[slot], pack_bits(sampling.allowed_token_ids, self._vocab))
 
 

@@ -24,7 +24,7 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import Computed, RowCandidates, SampledTokens, make_result
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.device_slots import CommittedTokens, DeviceSlots, PendingTokens
+from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.drafts.drafting import GpuDrafting, Layout, ngrams_of
 from executor_svc.gpu.drafts.model import GpuDraftModel
 from executor_svc.gpu.drafts.passes import DraftPasses
@@ -40,11 +40,13 @@ from executor_svc.gpu.step_ranks import GpuStepRanks
 from executor_svc.gpu.timing import StepClock
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sample_step import choose
 from executor_svc.speculation.drafts import DraftSource
+from executor_svc.structured.device_masks import DeviceMasks, StepMasks
+from executor_svc.structured.slot_grammars import SlotGrammars
 from executor_svc.worker.block_moves import move_blocks
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.profiling import Spans
@@ -58,6 +60,7 @@ class _Enqueued:
     logprobs: PendingLogprobs | None
     prompts: PendingPrompts | None
     candidates: RowCandidates | None
+    masks: StepMasks | None
 
 
 class GpuStep:
@@ -111,17 +114,20 @@ class GpuStep:
     def _settle(self, slots: MirrorSlots, enqueued: _Enqueued) -> tuple[Scheduled, Computed]:
         """Return the work with the drafts that were made, without slots that had stopped before, and its results."""
         committed = enqueued.tokens.wait()
-        idle, scheduled = committed.idle, _with_made_drafts(self._scheduled, committed)
+        if enqueued.masks is not None:
+            committed = replace(committed, errors=enqueued.masks.errors(committed.errors, committed.owners))
+        idle, scheduled = committed.idle, committed.with_drafts(self._scheduled)
         errors = np.where(idle, 0, committed.errors)
         taken = ReportedTokens(committed.token_ids, errors, idle, committed.positions)
         slots.settle(scheduled, self._generations, taken)
         logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(committed)
         prompts = () if enqueued.prompts is None else enqueued.prompts.wait()
         if idle.any():
-            working = _without_idle(self._scheduled, idle[committed.ahead == 0])
+            working = self._scheduled.with_idle(idle[committed.ahead == 0])
             committed = committed.of_rows(~idle)
-            scheduled = _with_made_drafts(working, committed)
+            scheduled = committed.with_drafts(working)
         sampled = SampledTokens(committed.token_ids, committed.errors, logprobs, enqueued.candidates)
+        self._owner.masks.committed(slots, scheduled, sampled)
         device_ns, sample_ns = self._clock.between()
         return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns)
 
@@ -140,11 +146,12 @@ class GpuStepExecutor:
         drafts: DraftSource | None = None,
         draft_model: Decoder | None = None,
         adapters: ModelAdapterLoader | None = None,
+        grammars: SlotGrammars | None = None,
     ) -> None:
         """Allocate the slots, record the model, and capture its graphs, unless enforce_eager is set.
 
         drafts: makes drafts, as in `GpuDrafting`. draft_model: makes them instead; its layers are in `pools`. adapters:
-        those that plans may name, in the places of the model.
+        those that plans may name, in the places of the model. grammars: makes their masks; those slots have no drafts.
         """
         torch_device = device.torch_device
         self.ranks = GpuStepRanks(loaded.ranks)
@@ -168,6 +175,11 @@ class GpuStepExecutor:
         )
         self._sampling = SlotSamplingState(limits, self._device_slots)
         self._sampler = GpuSampler(limits, self._sampling)
+        self.grammars = grammars
+        self.masks = DeviceMasks(
+            grammars, limits.num_slots, self._sampling.state.allowed_bits, self._device_slots.state.num_computed_tokens,
+            partial(sent, device=torch_device),
+        )  # fmt: skip
         self._prompts = GpuPromptLogprobs(
             self._runner.logits, self._sampler.workspace, self._device_slots.state.prompt_failed, self.ranks
         )
@@ -203,6 +215,7 @@ class GpuStepExecutor:
         self._pending.clear()
         self.slots.clear()
         self._sampling.clear()
+        self.masks.clear()
         self._drafting.clear()
         self.ranks.clear()
 
@@ -245,6 +258,7 @@ class GpuStepExecutor:
             applied = self.slots.apply(plan)
             if self._needs_settled_mirror(applied):
                 self.settle_until(None)
+            self.masks.follow(plan, self.slots, self.limits.vocab_size)
             return self.slots.schedule(applied)
 
         scheduled = self.ranks.agreed(plan, self.slots, apply)
@@ -252,7 +266,7 @@ class GpuStepExecutor:
 
     def _enqueue(self, plan: StepPlan, scheduled: Scheduled, started: int, received_ns: int) -> GpuStep:
         moves_ns = move_blocks(self._pools, plan)
-        self._sampling.apply(plan, self._device_slots.apply(plan))
+        self._sampling.apply(plan, self._device_slots.apply(plan), self.masks.has)
         self._drafting.follow(plan)
         if plan.admitted:
             self._metadata = None
@@ -283,7 +297,7 @@ class GpuStepExecutor:
         on_host = self.slots.admitted & (self._sampling.lists_on_host | (self.slots.sampling["num_candidates"] > 0))
         if self._drafting.reads_tokens(plan) or bool(on_host.any()):
             return True
-        return bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
+        return bool(self.masks.has.any() or len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
 
     def _metadata_of(self, slots: IntArray) -> SamplingMetadata:
         """Return the sampling metadata of these slots.
@@ -291,9 +305,10 @@ class GpuStepExecutor:
         Reuses the metadata of the last step for the same slots without admissions since.
         """
         if self._metadata is None or not np.array_equal(self._metadata.slots, slots):
-            self._metadata = SamplingMetadata.of_slots(
+            found = SamplingMetadata.of_slots(
                 slots, self.slots.sampling, self._sampling.lists_on_host, self.limits.vocab_size
             )
+            self._metadata = replace(found, edited=found.edited or bool(self.masks.has[slots].any()))
         return self._metadata
 
     def _compute(self, plan: StepPlan, scheduled: Scheduled, clock: StepClock) -> tuple[_Enqueued | None, int]:
@@ -307,7 +322,7 @@ class GpuStepExecutor:
         # Rows of prompts are found by their place in the step, which drafts before them would change.
         prompts = prompt_rows(self.slots, scheduled)
         on_host = self._sampling.lists_on_host | (self.slots.sampling["num_candidates"] > 0)
-        layout = self._drafting.lay_out(plan, scheduled, on_host, none=prompts is not None)
+        layout = self._drafting.lay_out(plan, scheduled, on_host | self.masks.has, none=prompts is not None)
         longest, make_drafts = self._longest(layout.scheduled), None
         if self._passes is not None:
             metadata = self._metadata_of(scheduled.sampling_slots)
@@ -316,8 +331,9 @@ class GpuStepExecutor:
             logits, _ = self._runner.forward(layout.scheduled, layout.sizes, longest, layout.most_drafts, make_drafts)
         self._sampling.count_admitted()
         clock.mark()
+        masks = self.masks.send(scheduled, clock) if self.ranks.samples else None
         with self._span("sample"):
-            enqueued = self._sample(scheduled, layout, prompts, logits)
+            enqueued = self._sample(scheduled, layout, prompts, logits, masks)
         clock.mark()
         return enqueued, layout.sizes.num_drafts
 
@@ -328,7 +344,12 @@ class GpuStepExecutor:
         return min(int(ends.max()) + in_flight, self.limits.max_model_len)
 
     def _sample(
-        self, scheduled: Scheduled, layout: Layout, wanted_prompts: PromptRows | None, logits: Tensor
+        self,
+        scheduled: Scheduled,
+        layout: Layout,
+        wanted_prompts: PromptRows | None,
+        logits: Tensor,
+        masks: StepMasks | None,
     ) -> _Enqueued:
         """Enqueue sampling from a step's logits [L, vocab], and what the host gets."""
         sizes = layout.sizes
@@ -338,20 +359,27 @@ class GpuStepExecutor:
         samples, logprobs, on_host = self.ranks.samples, None, None
         if samples:
             logprobs = self._sampler.new_logprobs(inputs, metadata)
-        if samples and len(metadata.host_rows):
-            on_host = partial(self._choose_on_host, layout.scheduled, metadata.host_rows, inputs, logits)
+        if samples and (len(metadata.host_rows) or masks is not None):
+            on_host = partial(self._choose_on_host, layout.scheduled, metadata.host_rows, inputs, logits, masks)
         candidates = self._rounds.enqueue(sizes, metadata, logprobs, on_host)
+        if masks is not None:
+            self.masks.take_back(masks)
         pending = self._device_slots.fetch(scheduled, sizes)
         fetched = None if logprobs is None else self._sampler.fetch_logprobs(logprobs, metadata)
-        return _Enqueued(pending, fetched, prompts, candidates)
+        return _Enqueued(pending, fetched, prompts, candidates, masks)
 
     def _choose_on_host(
-        self, scheduled: Scheduled, rows: IntArray, inputs: StepInputs, logits: Tensor
+        self, scheduled: Scheduled, rows: IntArray, inputs: StepInputs, logits: Tensor, masks: StepMasks | None
     ) -> RowCandidates | None:
         """Choose tokens of these sampling slots with the CPU's code, and overwrite the device's: they have no drafts.
 
-        The mirror must have all tokens.
+        The mirror must have all tokens. masks: of the step; rows that are late, or have failed, get their errors.
         """
+        tokens, errors = self._sampler.rows(inputs)
+        if masks is not None:
+            self.masks.mark(masks, errors)
+        if not len(rows):
+            return None
         sources = np.arange(len(scheduled.sampling_slots)) if scheduled.sources is None else scheduled.sources
         needed, sources = np.unique(sources[rows], return_inverse=True)
         these = replace(
@@ -363,29 +391,9 @@ class GpuStepExecutor:
             drafted=None,
         )
         here = logits.index_select(0, sent(needed, self._device)).cpu()
-        sampled = choose(here, argmax(here), self.slots, these, self._functions)
-        places, (tokens, errors) = sent(rows, self._device), self._sampler.rows(inputs)
+        of_rows = None if masks is None else masks.of_host_rows(rows)
+        sampled = choose(here, argmax(here), self.slots, these, self._functions, of_rows)
+        places = sent(rows, self._device)
         tokens.index_copy_(0, places, sent(sampled.token_ids, self._device))
         errors.index_copy_(0, places, sent(sampled.errors.astype(np.int32), self._device))
         return sampled.candidates
-
-
-def _without_idle(scheduled: Scheduled, idle: BoolArray) -> Scheduled:
-    """Return the scheduled work with some sampling slots made idle; idle: [R]. It has neither forks nor candidates."""
-    slots, samples = scheduled.sampling_slots, scheduled.samples.copy()
-    samples[samples] = ~idle
-    return replace(
-        scheduled,
-        samples=samples,
-        sampling_slots=slots[~idle],
-        idle_slots=np.sort(np.concatenate((scheduled.idle_slots, slots[idle]))),
-    )
-
-
-def _with_made_drafts(scheduled: Scheduled, committed: CommittedTokens) -> Scheduled:
-    """Return the scheduled work with the drafts that the step has checked."""
-    if not committed.ahead.any():
-        return scheduled
-    num_drafts = np.zeros(len(scheduled.slots), np.int64)
-    num_drafts[scheduled.samples] = committed.num_drafts
-    return scheduled.with_drafts(num_drafts)

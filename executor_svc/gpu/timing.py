@@ -14,15 +14,25 @@ class StepClock:
         self._on_gpu = device.type == "cuda"
         self._marks: list[torch.cuda.Event] = []
         self._stamps: list[int] = []
+        self._began_ns = 0
 
     def mark(self) -> None:
         """Set a mark after all work so far."""
+        self._began_ns = self._began_ns or time.monotonic_ns()
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._marks.append(event)
         else:
             self._stamps.append(time.monotonic_ns())
+
+    def is_running(self) -> bool:
+        """Whether the device has not reached the last mark."""
+        return self._on_gpu and not self._marks[-1].query()
+
+    def elapsed_ns(self) -> int:
+        """Return the nanoseconds since the first mark was enqueued."""
+        return time.monotonic_ns() - self._began_ns
 
     def between(self) -> list[int]:
         """Wait for the last mark; return the nanoseconds from each mark to the next."""

@@ -15,11 +15,12 @@ from executor_svc.speculation.drafts import Drafts
 
 
 def late_slots(result: pb.StepResult | None) -> frozenset[int]:
-    """Return the slots that gave no token in a recorded step and did not fail: with a grammar they were late."""
+    """Return the slots that gave nothing in a recorded step and did not fail: with a grammar they were late."""
     if result is None or not result.num_tokens:
         return frozenset()
     silent = {slot for slot, count in zip(result.slots, result.num_tokens, strict=True) if not count}
-    return frozenset(silent.difference(result.error_slots))
+    beams = {candidates.slot for candidates in result.candidates}
+    return frozenset(silent.difference(result.error_slots, beams))
 
 
 class RecordedDrafts:

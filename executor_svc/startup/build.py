@@ -17,7 +17,7 @@ from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapt
 from executor_svc.startup.device import make_device
 from executor_svc.startup.executors import make_executor, run_trial
 from executor_svc.startup.fingerprint import fingerprint
-from executor_svc.startup.grammars import find_grammars_of, with_grammars
+from executor_svc.startup.grammars import find_grammars, with_grammars
 from executor_svc.startup.speculation import (
     check_speculation,
     load_speculative_model,
@@ -66,7 +66,7 @@ def build_model(
             step_bytes += BYTES_FOR_GRAPHS  # of steps with adapters, beside the others
         _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
     pools = device.new_kv_cache(geometry, config, step_bytes, None if draft is None else draft.layers)
-    found = find_grammars_of(loaded, device.name)
+    found = find_grammars(loaded)
     prints = fingerprint(loaded, device, pools, None if found is None else found.engine)
     limits = with_adapters(limits_of(config, geometry, pools), adapters)
     limits = limits if found is None else found.within(limits)
@@ -86,7 +86,12 @@ def build_model(
         inject=config.inject,
         state_layers=state_layers_of(draft),
         drafts=lambda runner: (
-            drafts or with_grammars(make_draft_source(config, limits, draft, device, pools, runner), grammars)
+            drafts
+            or with_grammars(
+                make_draft_source(config, limits, draft, device, pools, runner),
+                grammars,
+                on_device=device.name != "cpu" and loaded.recordable,
+            )
         ),
         draft_model=model_on_gpu(draft, device),
         adapters=adapters,

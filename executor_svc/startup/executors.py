@@ -43,7 +43,7 @@ def make_executor(
     enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError. drafts:
     returns the source of drafts for the model's runner, which keeps the states of state_layers; on a GPU there is none,
     and no source that needs one. draft_model: on a GPU, makes drafts in place of a source; its layers are in `pools`.
-    adapters: those of the model. grammars: those of the slots; on a GPU there are none.
+    adapters: those of the model. grammars: those of the slots.
     """
     if inject is not None:
         if device.name != "cpu":
@@ -55,7 +55,7 @@ def make_executor(
 
         return GpuStepExecutor(
             loaded, device, pools, limits, enforce_eager=enforce_eager, drafts=drafts(None), draft_model=draft_model,
-            adapters=adapters,
+            adapters=adapters, grammars=grammars,
         )  # fmt: skip
     on_gpu = device.torch_device.type == "cuda"
     runner = make_runner(loaded, device, pools, limits, state_layers)

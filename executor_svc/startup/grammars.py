@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cadenza.grammar.table import GrammarEngine, TableSource, table_source
-from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.description import ModelFacts
 from executor_svc.plan.plan import Limits
 from executor_svc.speculation.drafts import DraftSource
+from executor_svc.structured.compiler import Compiler
 from executor_svc.structured.drafts import GrammarDrafts
-from executor_svc.structured.matcher import Compiler
 from executor_svc.structured.slot_grammars import SlotGrammars
 
 
@@ -26,8 +25,13 @@ class Grammars:
         return replace(limits, has_grammars=True)
 
     def of_slots(self, limits: Limits) -> SlotGrammars:
-        """Return the grammars of the slots of an executor with these limits."""
-        return SlotGrammars(Compiler(self.source), limits.num_slots, limits.max_drafts)
+        """Return the grammars of the slots of an executor with these limits; makes the table of tokens.
+
+        At the start, as that holds the interpreter: a second for 131,072 tokens. Raises ValueError, OSError.
+        """
+        compiler = Compiler(self.source)
+        compiler.prepare()
+        return SlotGrammars(compiler, limits.num_slots, limits.max_drafts)
 
 
 def find_grammars(loaded: ModelFacts) -> Grammars | None:
@@ -36,11 +40,13 @@ def find_grammars(loaded: ModelFacts) -> Grammars | None:
     return None if source is None else Grammars(source, source.engine())
 
 
-def with_grammars(source: DraftSource | None, grammars: SlotGrammars | None) -> DraftSource | None:
-    """Return a source of drafts that keeps to the grammars, if there are both."""
-    return source if source is None or grammars is None else GrammarDrafts(source, grammars)
+def with_grammars(
+    source: DraftSource | None, grammars: SlotGrammars | None, *, on_device: bool = False
+) -> DraftSource | None:
+    """Return a source of drafts that keeps to the grammars, if there are both.
 
-
-def find_grammars_of(loaded: LoadedModel, device_name: str) -> Grammars | None:
-    """As `find_grammars`; None on a GPU whose steps sample there, which has no grammars so far."""
-    return find_grammars(loaded) if device_name == "cpu" or not loaded.recordable else None
+    on_device: whether the device samples, whose slots with grammars have no drafts.
+    """
+    if source is None or grammars is None or on_device:
+        return source
+    return GrammarDrafts(source, grammars)

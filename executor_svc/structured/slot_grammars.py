@@ -1,35 +1,35 @@
 """Grammars of the slots: their masks are made by threads while the model runs, and gathered when a step samples.
 
 A sequence's mask follows from the token that it sampled last, so its thread begins as soon as that is known: while the
-result is sent, the next plan read, and the model run. A row whose mask is not there yet gives no token in that step,
-computes its last token again in the next one, and samples then, from the same logits with the same noise: the token is
-the same, and no other row waits.
+result is sent, the next plan read, and the model run. A row whose mask is not there yet gives no token (a beam: no
+candidates) in that step, computes its last token again in the next one, and samples then, from the same logits with the
+same noise: the token is the same, and no other row waits.
 """
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 import numpy as np
 
-from cadenza.grammar.compiling import STACK_BYTES
+from cadenza.grammar.spec import GrammarSpec
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import AdmittedSequence, StepPlan
 from executor_svc.sampling.masks import RowMasks, Words, num_mask_words
-from executor_svc.structured.matcher import Compiler, GrammarState
+from executor_svc.structured.compiler import Compiler
+from executor_svc.structured.mask_threads import MaskThreads
+from executor_svc.structured.matcher import GrammarState
 
-_MIXED_SHARE = 0.01
-"""What a step waits for late masks, as a share of its time so far, while rows that have theirs could go on."""
-_ALONE_SHARE = 0.5
-"""The same where all rows have grammars: a row that is left out costs it a whole step."""
-_ALONE_S = 0.05
-"""What a step waits at most while no row could sample: plans behind it may have others."""
+_SHORT_OUTPUT = 64
+"""Tokens that a state takes at once without holding up the masks of others."""
+
+_POLL_S = 0.0002
 
 IsLate = Callable[[int], bool]
 """Says of a slot whether its row is late in this step: for a replay of what was recorded."""
@@ -46,36 +46,43 @@ class _Slot:
 class SlotGrammars:
     """The grammars of all slots; for use by the device thread. It costs nothing while no slot has one."""
 
-    def __init__(self, compiler: Compiler, num_slots: int, max_drafts: int, num_threads: int = 1) -> None:
-        """max_drafts: of a sequence in one step. num_threads: that make masks."""
+    def __init__(self, compiler: Compiler, num_slots: int, max_drafts: int) -> None:
+        """max_drafts: of a sequence in one step."""
         self._compiler = compiler
         self._max_drafts = max_drafts
         self._slots: dict[int, _Slot] = {}
         self._has: BoolArray = np.zeros(num_slots, np.bool_)
         self._num_words = num_mask_words(compiler.source.vocab_size)
-        self._pool = _pool(num_threads)
+        self._threads = MaskThreads(num_slots)
         self.recorded: IsLate | None = None
         """Which rows were late in the step that is replayed; None: those whose masks are not there."""
+        self._last_s = 0.0
+        """What the model took in the last step with grammars, in seconds."""
         self.num_late = 0
         """Rows that gave no token so far because their masks were late."""
 
     def clear(self) -> None:
         """Forget all sequences: every slot is free."""
-        self._slots.clear()
-        self._has[:] = False
+        for slot in list(self._slots):
+            self._release(slot)
 
     def follow(self, plan: StepPlan, slots: Slots) -> None:
         """Take over the changes of a plan that the slots have applied."""
-        if self._slots and len(plan.released_slots):
-            self._has[plan.released_slots] = False
+        if self._slots:
             for slot in plan.released_slots.tolist():
-                self._slots.pop(slot, None)
+                self._release(slot)
         for sequence in plan.admitted:
             self._admit(sequence, slots)
         if self._slots and len(plan.given.slots):
             for slot, token_id in zip(plan.given.slots.tolist(), plan.given.values.tolist(), strict=True):
                 if self._has[slot]:
                     self._take(slot, [token_id])
+
+    def _release(self, slot: int) -> None:
+        held = self._slots.pop(slot, None)
+        if held is not None:
+            held.state.is_abandoned = True
+            self._has[slot] = False
 
     def _admit(self, sequence: AdmittedSequence, slots: Slots) -> None:
         slot, spec, num_tokens = sequence.slot, sequence.grammar, len(sequence.token_ids)
@@ -85,10 +92,25 @@ class SlotGrammars:
             num_tokens += sequence.source.num_tokens
         if spec is None:
             return
-        state = GrammarState(spec, self._compiler.source, self._max_drafts)
-        output = slots.token_ids[slot, sequence.num_prompt_tokens : num_tokens].tolist()
-        self._slots[slot] = _Slot(state, self._pool.submit(state.begin, self._compiler, output))
+        state = GrammarState(spec, self._compiler, self._max_drafts)
+        output: list[int] = slots.token_ids[slot, sequence.num_prompt_tokens : num_tokens].tolist()
+        work, num_left = lambda: state.begin(output), len(output)
+        if (parent := self._parent(spec, output)) is not None:
+            work, num_left = state.begin_from(parent, output), num_left - len(parent.tokens)
+        is_slow = num_left > _SHORT_OUTPUT or (parent is None and not self._compiler.has(spec))
+        self._slots[slot] = _Slot(state, self._threads.run(state, work, is_slow=is_slow))
         self._has[slot] = True
+
+    def _parent(self, spec: GrammarSpec, output: list[int]) -> GrammarState | None:
+        """Return the state whose tokens are the most of the first ones of an output, as a beam's are of its child's."""
+        found: GrammarState | None = None
+        for held in self._slots.values() if output else ():
+            state = held.state
+            known = len(state.tokens)
+            is_free = held.work.done() and not state.error and state.spec == spec
+            if is_free and (found is None or known > len(found.tokens)) and output[:known] == state.tokens:
+                found = state
+        return found
 
     def ready_state(self, slot: int) -> GrammarState | None:
         """Return the state of a slot with a grammar; None while a thread works on it."""
@@ -101,6 +123,14 @@ class SlotGrammars:
         """Return [n]: whether each slot has a grammar."""
         return self._has[slots]
 
+    def wait_for(self, slots: IntArray) -> None:
+        """Wait until the forced tokens of slots that may have drafts are known, as long as the last step took.
+
+        Not if one of them has no grammar. To miss them costs a step.
+        """
+        if self.recorded is None and self._has[slots].all():
+            wait([self._slots[slot].work for slot in slots.tolist()], timeout=self._last_s)
+
     def look_ahead(self, slots: Slots, scheduled: Scheduled) -> None:
         """Let threads make the masks behind a step's drafts, which are in the slots."""
         if scheduled.num_drafts is None or not self._slots:
@@ -112,17 +142,23 @@ class SlotGrammars:
             held = self._slots[slot]
             held.work.result()  # It was done when the drafts were made.
             drafts = slots.token_ids[slot, known : known + count].tolist()
-            held.work = self._pool.submit(held.state.look_ahead, drafts)
+            self._run(held, lambda state=held.state, drafts=drafts: state.look_ahead(drafts))  # type: ignore[misc]
+
+    def wait_while(self, scheduled: Scheduled, is_running: Callable[[], bool]) -> None:
+        """Wait for the step's masks while a device runs the model: that costs nobody anything."""
+        if self.recorded is None and self._slots:
+            slots = [slot for slot in scheduled.rows.slots.tolist() if self._has[slot]]
+            while (late := self._pending(slots)) and is_running():
+                wait([self._slots[slot].work for slot in late], timeout=_POLL_S, return_when=FIRST_COMPLETED)
 
     def masks(self, scheduled: Scheduled, elapsed_ns: int) -> RowMasks | None:
         """Return the masks of scheduled.rows [Q]; None if none has a grammar. elapsed_ns: of the step so far."""
         rows = scheduled.rows
         if not self._slots or not (has := self._has[rows.slots]).any():
             return None
+        self._last_s = elapsed_ns * 1e-9
         (with_grammar,) = has.nonzero()
-        slots = np.unique(rows.slots[with_grammar])
-        candidates = set(rows.slots[rows.candidates].tolist())
-        late_slots = self._wait(slots.tolist(), candidates, elapsed_ns, all_have=bool(has.all()))
+        late_slots = self._late(np.unique(rows.slots[with_grammar]).tolist(), elapsed_ns, all_have=bool(has.all()))
         late, failed = np.isin(rows.slots, list(late_slots)), np.zeros(len(rows.slots), np.bool_)
         masked, bits = list[int](), list[Words]()
         for row in with_grammar[~late[with_grammar]].tolist():
@@ -156,36 +192,39 @@ class SlotGrammars:
 
     def _take(self, slot: int, token_ids: list[int]) -> None:
         held = self._slots[slot]
-        held.work.result()  # Its mask was there when it sampled; a beam waits for its own.
-        held.work = self._pool.submit(held.state.take, token_ids)
+        held.work.result()  # Its mask was there when it sampled, or gave candidates.
+        self._run(held, lambda: held.state.take(token_ids))
 
-    def _wait(self, slots: list[int], candidates: set[int], elapsed_ns: int, *, all_have: bool) -> set[int]:
-        """Return the slots whose masks are late, after the time that a step may wait for them."""
+    def _run(self, held: _Slot, work: Callable[[], None]) -> None:
+        held.work = self._threads.run(held.state, work)
+
+    def _late(self, slots: list[int], elapsed_ns: int, *, all_have: bool) -> set[int]:
+        """Return those of some slots whose masks are late, after the time that the step waits for them."""
         if self.recorded is not None:
-            late = {slot for slot in slots if self.recorded(slot)}
             wait([self._slots[slot].work for slot in slots])
-            return late
-        for slot in candidates.intersection(slots):
-            # A beam search goes on with all of its beams, or not at all.
-            self._slots[slot].work.result()
-        pending = [slot for slot in slots if not self._slots[slot].work.done()]
-        if pending:
-            work = [self._slots[slot].work for slot in pending]
-            wait(work, timeout=elapsed_ns * 1e-9 * (_ALONE_SHARE if all_have else _MIXED_SHARE))
-            if all_have and len(pending) == len(slots) and not any(each.done() for each in work):
-                wait(work, timeout=_ALONE_S, return_when=FIRST_COMPLETED)
-        late = {slot for slot in pending if not self._slots[slot].work.done()}
+            return {slot for slot in slots if self.recorded(slot)}
+        late = self._pending(slots)
+        if late and all_have:
+            late = self._wait(slots, elapsed_ns * 1e-9)
         self.num_late += len(late)
         return late
 
+    def _wait(self, slots: list[int], elapsed_s: float) -> set[int]:
+        """Wait for masks while that is cheaper than to compute their rows again; returns the slots that are late.
 
-def _pool(num_threads: int) -> ThreadPoolExecutor:
-    """Return threads whose stacks hold what the scheduler's door has compiled on a smaller one."""
-    pool, all_there = ThreadPoolExecutor(num_threads, thread_name_prefix="grammars"), threading.Barrier(num_threads)
-    former = threading.stack_size(16 * STACK_BYTES)
-    try:
-        for _ in range(num_threads):
-            pool.submit(all_there.wait)
-    finally:
-        threading.stack_size(former)
-    return pool
+        Every row of the step has a grammar (rows without one wait for nobody). To leave p of n rows out costs p times
+        the step's time so far; to wait costs n - p rows the time waited. So the step waits until one equals the other,
+        and never longer than it took: then it has paid at most twice what it would have with foresight (the ski rental
+        rule of Karlin et al., Algorithmica 3, 1988).
+        """
+        began = time.monotonic()
+        while late := self._pending(slots):
+            most = elapsed_s * min(1.0, len(late) / max(1, len(slots) - len(late)))
+            left = began + most - time.monotonic()
+            if left <= 0:
+                break
+            wait([self._slots[slot].work for slot in late], timeout=left, return_when=FIRST_COMPLETED)
+        return late
+
+    def _pending(self, slots: list[int]) -> set[int]:
+        return {slot for slot in slots if not self._slots[slot].work.done()}

@@ -155,7 +155,7 @@ class RequestBuilder:
         if fields.sampling.grammar is not None or long_chats:
             await run_in_slices(self._check(fields))
         if fields.sampling.grammar is not None:
-            await self._check_grammar(fields.sampling.grammar)
+            await self._check_grammar(fields.sampling.grammar, fields.tenant)
         if long_chats:
             fields = replace(fields, prompt=await self._rendered(fields.prompt))
         work = functools.partial(self._build, fields, now=now, time_left_s=time_left_s)
@@ -163,10 +163,10 @@ class RequestBuilder:
             return await run_in_slices(work())
         return await self.tokenizer.run(lambda: run_at_once(work()), self._num_chars(fields))
 
-    async def _check_grammar(self, grammar: GrammarFields) -> None:
+    async def _check_grammar(self, grammar: GrammarFields, tenant: str) -> None:
         if self._grammars is None:
             raise PreconditionError(GRAMMAR_PATH, NO_COMPILER)
-        await self._grammars.check(grammar.spec, grammar.wire, self._model.grammar_engine)
+        await self._grammars.check(grammar.spec, grammar.wire, self._model.grammar_engine, tenant)
 
     def build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
         """Build the engine's request, without compiling its grammar.

@@ -1,25 +1,26 @@
-"""The door for constraints: each is compiled once in a child process, and refused with the compiler's own message.
+"""The door for constraints: each is compiled once in another process, and refused with the compiler's own message.
 
-The child has bounds on memory and time. One that hangs, or dies of a constraint, is ended and replaced for the next;
-nothing of it reaches this process, whose event loop only waits: a thread talks to the child.
+Tenants take turns, and what takes longer than a slice of time goes on beside the others, one at a time: so a constraint
+that takes seconds delays the next ones by the slice. Processes have bounds on memory and time; one that hangs, or dies
+of a constraint, is ended, and nothing of it reaches this process. A constraint that nobody waits for any more is
+dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
+import itertools
 import logging
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import dataclass
 
+from cadenza.grammar.bounded_cache import BoundedCache
 from cadenza.grammar.spec import GrammarSpec
 from cadenza.grammar.table import GrammarEngine, TableSource
-from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.requests.answering_child import ChildDiedError
-from scheduler_svc.requests.compiling_child import CompilingChild
+from scheduler_svc.core.errors import PreconditionError, QueueFullError, RequestRejectedError
+from scheduler_svc.requests.compiling_child import ChildStartError, CompilingChild
 from scheduler_svc.requests.field_rules import PATH
+from scheduler_svc.requests.tenant_turns import TenantTurns
 
 GRAMMAR_PATH = PATH + "grammar"
 NO_COMPILER = (
@@ -27,98 +28,283 @@ NO_COMPILER = (
 )
 COMPILE_S = 10.0
 """Longest time for one constraint. llguidance's own limits end what is too large long before."""
+SLICE_S = 0.1
+"""Time of a processor after which a constraint is slow: most take some milliseconds."""
 MAX_CHILD_BYTES = 2**31
-"""Of a child's memory."""
-_MAX_CACHED = 1024
+"""Of the memory of each process that compiles; there are two at most, and the one that forks them."""
+MAX_WAITING = 512
+"""Constraints that wait to be compiled; of one tenant no more than there are free places, half of them if it is alone.
+"""
+_ANSWER_S = 5.0
+"""Longest time in which the child says that it has dropped a constraint: it does nothing else."""
+_MAX_CACHED, _MAX_CACHED_BYTES = 16_384, 2**22
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A constraint that is not known yet."""
+
+    spec: GrammarSpec
+    key: bytes
+    tenant: str
+    """Whose turn it takes: that of the first request."""
+    verdict: asyncio.Future[str]
+    """What is wrong with it; empty: nothing."""
+    num_waiting: int = 0
+    """Requests that wait for it."""
+    num_tries: int = 0
+    is_slow: bool = False
+    number: int = 0
+    """Its id while it is compiled; else 0."""
+    began: float = 0.0
+    timer: asyncio.TimerHandle | None = None
 
 
 class GrammarDoor:
     """Checks constraints for one table of tokens; for use on one event loop."""
 
-    def __init__(self, source: TableSource, *, compile_s: float = COMPILE_S, max_bytes: int = MAX_CHILD_BYTES) -> None:
+    def __init__(
+        self,
+        source: TableSource,
+        *,
+        compile_s: float = COMPILE_S,
+        slice_s: float = SLICE_S,
+        max_bytes: int = MAX_CHILD_BYTES,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
         """Start nothing yet: the first constraint starts the child."""
         self.child: CompilingChild | None = None
-        self._source = source
+        self._source, self._max_bytes, self._max_waiting = source, max_bytes, max_waiting
+        self._compile_s, self._slice_s = compile_s, slice_s
         self._engine: GrammarEngine | None = None
-        self._compile_s = compile_s
-        self._max_bytes = max_bytes
-        self._found: OrderedDict[bytes, str] = OrderedDict()
+        self._found: BoundedCache[bytes, str] = BoundedCache(_MAX_CACHED, _MAX_CACHED_BYTES)
         """By the digest of a constraint: what is wrong with it; empty: nothing."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar door")
+        self._jobs: dict[bytes, _Job] = {}
+        self._running: dict[int, _Job] = {}
+        self._waiting: dict[bool, TenantTurns[_Job]] = {False: TenantTurns(), True: TenantTurns()}
+        """By whether they are slow."""
+        self._numbers = itertools.count(1)
+        self._dropped: dict[int, asyncio.TimerHandle] = {}
+        self._opening: asyncio.Task[None] | None = None
+        self._mean_s = 0.01
+        """Of a constraint, as the last ones took."""
+        self._is_closed = False
 
-    async def check(self, spec: GrammarSpec, wire: bytes, engine: bytes) -> None:
+    async def check(self, spec: GrammarSpec, wire: bytes, engine: bytes, tenant: str = "") -> None:
         """Raise RequestRejectedError for a constraint that cannot be followed.
 
         wire: identifies the constraint; engine: the executor's, as `GrammarEngine.key`. Raises PreconditionError if
-        that is not this one's, or if no child can be started.
+        that is not this one's, or if no child can be started, and QueueFullError.
         """
+        await self._check_engine(engine)
         key = hashlib.sha256(wire).digest()
-        error = self._found.get(key) if self._engine is not None and self._engine.key == engine else None
+        error = self._found.get(key)
         if error is None:
-            loop = asyncio.get_running_loop()
-            # If the call is cancelled meanwhile, the thread goes on, so that the child's answers stay in order.
-            error = await loop.run_in_executor(self._thread, self._check, spec, key, engine)
+            error = await self._verdict(spec, key, tenant)
         if error:
             raise RequestRejectedError(f"{GRAMMAR_PATH}.{spec.kind}", error)
 
     def close(self) -> None:
-        """End the child once it has answered, without waiting for that."""
-        self._thread.submit(self._end)
-        self._thread.shutdown(wait=False)
+        """End the child once nobody waits for it any more."""
+        self._is_closed = True
+        self._go_on()
 
-    # ------------------------------------------------------------ on the thread
+    @property
+    def num_waiting(self) -> int:
+        """Constraints that wait to be compiled."""
+        return sum(map(len, self._waiting.values()))
 
-    def _check(self, spec: GrammarSpec, key: bytes, engine: bytes) -> str:
-        """Return what is wrong with a constraint; raises PreconditionError."""
+    async def _check_engine(self, engine: bytes) -> None:
         if self._engine is None:
-            self._engine = self._source.engine()
+            self._engine = await asyncio.get_running_loop().run_in_executor(None, self._source.engine)
         if self._engine.key != engine:
             raise PreconditionError(
                 GRAMMAR_PATH,
                 f"the scheduler's {self._engine.library}, or its tokenizer, is not that of the executor: both need the "
                 "same version, and the same tokenizer.json",
             )
-        error = self._found.get(key)
-        if error is None:
-            error, is_certain = self._compile(spec)
-            if is_certain:
-                self._found[key] = error
-                if len(self._found) > _MAX_CACHED:
-                    self._found.popitem(last=False)
-        return error
 
-    def _compile(self, spec: GrammarSpec) -> tuple[str, bool]:
-        """Return what is wrong with a constraint, and whether the next child would say so too.
-
-        A child that dies may have been killed by something else: a fresh one tries again.
-        """
-        for _ in range(2):
-            if self.child is None:
-                self.child = self._start()
-            try:
-                return self.child.ask(json.dumps(asdict(spec)).encode(), self._compile_s), True
-            except TimeoutError:
-                self._end()
-                return f"takes over {self._compile_s:g} s to compile", False
-            except ChildDiedError:
-                self._end()
-        return f"cannot be compiled in {self._max_bytes // 2**20} MiB of memory", False
-
-    def _start(self) -> CompilingChild:
-        """Start a child, and wait for its table; raises PreconditionError."""
-        child = CompilingChild(self._source, self._max_bytes)
+    async def _verdict(self, spec: GrammarSpec, key: bytes, tenant: str) -> str:
+        """Return what is wrong with a constraint, once it is compiled; raises as `check`."""
+        job = self._jobs.get(key)
+        if job is None:
+            self._check_room(tenant)
+            job = self._jobs[key] = _Job(spec, key, tenant, asyncio.get_running_loop().create_future())
+            self._waiting[False].add(tenant, job)
+            self._go_on()
+        job.num_waiting += 1
         try:
-            error = child.table_error()
-        except (TimeoutError, ChildDiedError) as exc:
-            error = f"its table of tokens is not made ({type(exc).__name__})"
-        if error:
-            child.end()
+            return await asyncio.shield(job.verdict)
+        finally:
+            job.num_waiting -= 1
+            if not job.num_waiting and not job.verdict.done():
+                self._give_up(job)
+
+    def _check_room(self, tenant: str) -> None:
+        """Raise QueueFullError if there is no place for a constraint of this tenant: as in `tenants.quotas`."""
+        waiting = self.num_waiting
+        if sum(turns.num_of(tenant) for turns in self._waiting.values()) >= self._max_waiting - waiting:
+            raise QueueFullError(
+                f"{waiting} constraints on outputs wait to be compiled already, too many of them this tenant's",
+                max(1.0, waiting * self._mean_s),
+            )
+
+    # ------------------------------------------------------------ the work
+
+    def _go_on(self) -> None:
+        """Start whatever may start."""
+        if self.child is None:
+            if self._jobs and self._opening is None:
+                self._opening = asyncio.create_task(self._open(), name="grammar-door")
+            return
+        if self._is_closed and not self._jobs:
+            self._end()
+            return
+        for is_slow, turns in self._waiting.items():
+            while turns and all(job.is_slow != is_slow for job in self._running.values()):
+                self._start(self.child, turns.pop())
+
+    async def _open(self) -> None:
+        """Start a child; if that fails, so does every constraint."""
+        try:
+            child = await CompilingChild.start(self._source, self._max_bytes)
+        except (ChildStartError, OSError) as error:
             _LOG.error("the process that compiles grammars cannot start: %s", error)
-            raise PreconditionError(GRAMMAR_PATH, f"the process that compiles grammars cannot start: {error}")
-        return child
+            for job in [*self._jobs.values()]:
+                self._leave(job)
+                job.verdict.set_exception(
+                    PreconditionError(GRAMMAR_PATH, f"the process that compiles grammars cannot start: {error}")
+                )
+            return
+        finally:
+            self._opening = None
+        child.listen(self._answered, self._child_ended)
+        self.child = child
+        self._go_on()
+
+    def _start(self, child: CompilingChild, job: _Job) -> None:
+        loop = asyncio.get_running_loop()
+        job.number, job.began = next(self._numbers), loop.time()
+        self._running[job.number] = job
+        child.compile(job.number, job.spec)
+        if job.is_slow:
+            child.slow_down(job.number)
+        job.timer = loop.call_later(self._compile_s if job.is_slow else self._slice_s, self._overdue, job)
+
+    def _overdue(self, job: _Job) -> None:
+        """A constraint has had its slice of time, or all of it."""
+        if job.is_slow:
+            self._stop(job)
+            # At another moment there may be time for it.
+            self._finish(job, f"takes over {self._compile_s:g} s to compile", is_certain=False)
+        elif (left := self._slice_left(job)) > 0:
+            job.timer = asyncio.get_running_loop().call_later(left, self._overdue, job)
+            return
+        elif any(other.is_slow for other in self._running.values()):
+            self._stop(job)
+            self._wait_again(job)
+        else:
+            left = max(0.0, job.began + self._compile_s - asyncio.get_running_loop().time())
+            job.timer = asyncio.get_running_loop().call_later(left, self._overdue, job)
+            if self.child is not None:
+                self.child.slow_down(job.number)
+        job.is_slow = True
+        self._go_on()
+
+    def _slice_left(self, job: _Job) -> float:
+        """Return the seconds of a processor that a constraint may still have before it is slow; 0 if time is up."""
+        had = self._slice_s if self.child is None else self.child.cpu_s(job.number)
+        if asyncio.get_running_loop().time() - job.began >= self._compile_s:
+            return 0.0
+        return max(0.0, self._slice_s - had)
+
+    def _wait_again(self, job: _Job) -> None:
+        job.is_slow = True
+        self._waiting[True].add(job.tenant, job)
+
+    def _answered(self, number: int, error: str | None) -> None:
+        """The child says what is wrong with a constraint; None: its process has died."""
+        if (watch := self._dropped.pop(number, None)) is not None:
+            watch.cancel()
+        job = self._running.pop(number, None)
+        if job is None:
+            return
+        _halt(job)
+        if error is None:
+            self._try_again(job)
+        else:
+            self._mean_s += (asyncio.get_running_loop().time() - job.began - self._mean_s) / 8
+            self._finish(job, error, is_certain=True)
+        self._go_on()
+
+    def _child_ended(self, child: CompilingChild) -> None:
+        child.end()
+        self._forget_child()
+        self._go_on()
+
+    def _forget_child(self) -> None:
+        """Let what a lost child compiled be compiled by the next."""
+        self.child = None
+        for watch in self._dropped.values():
+            watch.cancel()
+        self._dropped.clear()
+        jobs, self._running = [*self._running.values()], {}
+        for job in jobs:
+            _halt(job)
+            self._try_again(job)
+
+    def _try_again(self, job: _Job) -> None:
+        """Compile a constraint whose process has died once more: something else may have killed it."""
+        job.num_tries += 1
+        if job.num_tries < 2:
+            self._waiting[job.is_slow].add(job.tenant, job, first=True)
+        else:
+            self._finish(job, f"cannot be compiled in {self._max_bytes // 2**20} MiB of memory", is_certain=False)
+
+    def _finish(self, job: _Job, error: str, *, is_certain: bool) -> None:
+        """Answer all who wait. is_certain: whether it would be found again."""
+        del self._jobs[job.key]
+        if is_certain:
+            self._found.put(job.key, error, len(job.key) + 4 * len(error))
+        if not job.verdict.done():
+            job.verdict.set_result(error)
+
+    def _give_up(self, job: _Job) -> None:
+        """Drop a constraint that nobody waits for."""
+        self._leave(job)
+        self._go_on()
+
+    def _leave(self, job: _Job) -> None:
+        if job.number:
+            self._stop(job)
+        else:
+            self._waiting[job.is_slow].remove(job.tenant, job)
+        del self._jobs[job.key]
+
+    def _stop(self, job: _Job) -> None:
+        """End the process that compiles a constraint."""
+        number = job.number
+        del self._running[number]
+        _halt(job)
+        if self.child is not None:
+            self.child.drop(number)
+            self._dropped[number] = asyncio.get_running_loop().call_later(_ANSWER_S, self._hangs, self.child)
+
+    def _hangs(self, child: CompilingChild) -> None:
+        if child is self.child:
+            _LOG.error("the process that compiles grammars does not answer, and is replaced")
+            self._end()
+            self._go_on()
 
     def _end(self) -> None:
-        child, self.child = self.child, None
-        if child is not None:
-            child.end()
+        if self.child is not None:
+            self.child.end()
+            self._forget_child()
+
+
+def _halt(job: _Job) -> None:
+    job.number = 0
+    if job.timer is not None:
+        job.timer.cancel()
+        job.timer = None

@@ -10,7 +10,7 @@ from scheduler_svc.requests.field_rules import CheckContext, token_ids
 
 NO_GRAMMARS = (
     "the executor follows no grammars: it needs llguidance, a model with tokenizer.json and an EOS token, and so far "
-    "the CPU"
+    "no ranks on GPUs"
 )
 _WITH_WHITESPACE = ("json_schema", "json_object")
 

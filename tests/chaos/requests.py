@@ -35,6 +35,28 @@ _KINDS: dict[str, dict[str, Any]] = {
     "bias": {"temperature": 0.6, "logit_bias": {7: 3.0, 30: -50.0}, "bad_words": ["th"]},
     "allowed ids": {"temperature": 1.0, "allowed_token_ids": [*range(60, 120)]},
 }
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc", 1.5]}, "minItems": 4, "maxItems": 30},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+_TAGS = {"structures": [{"begin": "<f>", "schema": {"enum": [1, 22]}, "end": "</f>"}], "triggers": ["<f"]}
+_GRAMMARS: dict[str, dict[str, Any]] = {
+    "schema": {"temperature": 1.0, "structured_outputs": {"json": _SCHEMA, "disable_any_whitespace": True}},
+    "schema, three samples": {"temperature": 0.9, "n": 3, "structured_outputs": {"json": _SCHEMA}},
+    "any object": {"temperature": 1.1, "logprobs": 1, "structured_outputs": {"json_object": True}},
+    "expression": {"temperature": 0.0, "structured_outputs": {"regex": r"(\[[a-e]{1,9}\] ){9,25}done"}},
+    "expression, drawn seed": {"seed": None, "structured_outputs": {"regex": "[a-f]{30,60}!"}},
+    "choice": {"temperature": 1.0, "ignore_eos": False, "structured_outputs": {"choice": ["yes", "no", "not now"]}},
+    "rules, beams": {"beam_width": 3, "n": 2, "structured_outputs": {"grammar": 'start: "a" start "b" | "c"+'}},
+    "rules, best of": {"best_of": 3, "structured_outputs": {"grammar": 'root ::= ("x" | "yz")+ "."'}},
+    "tags": {"temperature": 1.0, "structured_outputs": {"structural_tag": _TAGS}},
+}
+"""Kinds with constraints, for executors with a model."""
 KINDS = tuple(_KINDS)
 PROMPTS_OF_A_KIND = 6
 
@@ -57,13 +79,13 @@ class Body:
         return replace(self, params=replace(self.params, seed=seed))
 
 
-def catalogue(seed: int, num_prompts: int = PROMPTS_OF_A_KIND) -> list[Body]:
-    """Each kind with so many prompts, many of which begin alike."""
+def catalogue(seed: int, num_prompts: int = PROMPTS_OF_A_KIND, *, grammars: bool = False) -> list[Body]:
+    """Each kind with so many prompts, many of which begin alike. grammars: those with constraints, too."""
     rng = Random(f"requests {seed}")
     stems = [rng.choices(_TEXT_IDS, k=length) for length in (16, 40, 64)]
     bodies = []
     for number in range(num_prompts):
-        for index, (kind, fields) in enumerate(_KINDS.items()):
+        for index, (kind, fields) in enumerate((_KINDS | (_GRAMMARS if grammars else {})).items()):
             params = {"ignore_eos": True, "seed": 1000 * number + index, "max_tokens": rng.randint(16, 150), **fields}
             bodies.append(Body(kind, _prompt(rng, stems), SamplingParams(**params)))
     return bodies

@@ -81,7 +81,7 @@ async def run_chaos(folder: Path, schedule: list[Fault], options: RunOptions) ->
 async def _run(
     services: Services, schedule: list[Fault], options: RunOptions, report: Report, violated: Callable[[str], None]
 ) -> None:
-    bodies = catalogue(options.seed, options.num_prompts)
+    bodies = catalogue(options.seed, options.num_prompts, grammars=options.executor == "cpu")
     known = [place for place, body in enumerate(bodies) if not body.draws_seed]
     found = await undisturbed(services.target, [bodies[place] for place in known], options.num_clients)
     services.history.write("undisturbed", count=len(found))

@@ -33,13 +33,15 @@ def test_a_rank_is_killed_and_one_is_frozen_and_no_token_is_lost(
     folder = make_llama(tmp_path, tokenizer=True, vocab_size=300, max_position_embeddings=4096)
     sizes = {"num_gpu_blocks": 400, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=700, ignore_eos=True)
+    constraint = {"regex": r"(\[[a-e]{1,9}\] ){300}done"}
+    structured = SamplingParams(temperature=0.8, seed=2, max_tokens=700, structured_outputs=constraint)
     with (
         LLM(str(folder), dtype="float32", tensor_parallel_size=2, step_timeout_s=3, **sizes) as llm,
         ThreadPoolExecutor(1) as pool,
     ):
 
         def generate() -> list[list[int]]:
-            return tokens(llm.generate(PROMPTS, params, use_tqdm=False))
+            return tokens(llm.generate(PROMPTS, [params, structured, params], use_tqdm=False))
 
         expected = generate()
         for number in (signal.SIGKILL, signal.SIGSTOP):

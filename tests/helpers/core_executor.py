@@ -4,9 +4,14 @@ own conversions, so that what a plan says is said as in service."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from cadenza.v1 import execution_pb2
+from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.step_result import LATE, SampledTokens
 from executor_svc.plan.plan import Limits
+from executor_svc.plan.plan import StepPlan as ExecutorPlan
+from executor_svc.plan.plan import StepResult as ExecutorResult
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.simulated.adapters import SimulatedAdapters
 from executor_svc.simulated.costs import StepCosts
@@ -16,6 +21,36 @@ from executor_svc.worker.adapters import LoadedAdapter
 from scheduler_svc.core.types import ExecutorSpec, StepPlan, StepResult
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result
+
+
+class LateSteps(SimulatedStepExecutor):
+    """Of sequences with grammars about a third of the rows are late: which ones, the step and the slot say."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._with_grammar: set[int] = set()
+        self._step_id = 0
+
+    def execute(self, plan: ExecutorPlan, received_ns: int | None = None) -> ExecutorResult:
+        self._step_id = plan.step_id
+        self._with_grammar.difference_update(plan.released_slots.tolist())
+        for sequence in plan.admitted:
+            source = None if sequence.source is None else sequence.source.slot
+            if sequence.grammar is not None or source in self._with_grammar:
+                self._with_grammar.add(sequence.slot)
+        return super().execute(plan, received_ns)
+
+    def clear(self) -> None:
+        super().clear()
+        self._with_grammar.clear()
+
+    def _choose(self, scheduled: Scheduled, hashes: Any) -> SampledTokens:
+        sampled = super()._choose(scheduled, hashes)
+        for row, slot in enumerate(scheduled.rows.slots.tolist()):
+            if slot in self._with_grammar and (self._step_id * 31 + slot * 17) % 97 < 32:
+                sampled.errors[row] = LATE
+        return sampled
+
 
 COSTS = StepCosts(step_us=100, token_us=10, context_token_us=0.01, sample_us=2, moved_block_us=20)
 ACCEPTANCE = 0.7
@@ -48,12 +83,11 @@ class CoreExecutor:
             max_drafts=spec.max_drafts,
             max_loras=spec.max_loras,
             max_cpu_loras=spec.max_cpu_loras,
+            has_grammars=bool(spec.grammar_engine),
         )
         self.adapters = SimulatedAdapters(spec.max_cpu_loras)
         drafts = AcceptanceSource(vocab_size, acceptance, self.adapters.hash_of) if spec.max_drafts else None
-        self.inner = SimulatedStepExecutor(
-            limits, costs, wait=lambda moment_ns: None, drafts=drafts, adapters=self.adapters
-        )
+        self.inner = LateSteps(limits, costs, wait=lambda moment_ns: None, drafts=drafts, adapters=self.adapters)
 
     def load(self, index: int, content_hash: bytes) -> None:
         """Load an adapter with this content; an executor that is full refuses it."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 
+from cadenza.v1 import types_pb2
+from scheduler_svc.core.grammar import Grammar
 from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching, StaticBatching
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, PriorityOrder, ShortestFirstOrder
@@ -19,6 +21,9 @@ MAX_MODEL_LEN = 60
 _rng = random.Random(0)
 _BEGINNINGS = [tuple(_rng.randrange(VOCAB_SIZE) for _ in range(30)) for _ in range(2)]
 """What prompts have in common."""
+_ENGINE = b"engine"
+_GRAMMAR = Grammar(types_pb2.GrammarSpec(regex="a+").SerializeToString(), _ENGINE)
+"""The executor does not follow it: it makes rows late."""
 _TOKEN = st.integers(0, VOCAB_SIZE - 1)
 _BATCHINGS: st.SearchStrategy[BatchingPolicy] = st.one_of(
     st.builds(ContinuousBatching),
@@ -45,6 +50,7 @@ def executors(draw: st.DrawFn) -> ExecutorSpec:
         max_drafts=draw(st.sampled_from([0, 3, 1, 0, 6])),
         max_loras=(max_loras := draw(st.sampled_from([2, 1, 3]))),
         max_cpu_loras=max_loras + draw(st.sampled_from([1, 0, 4])),
+        grammar_engine=_ENGINE,
     )
 
 
@@ -81,6 +87,7 @@ def requests(draw: st.DrawFn, request_id: str, prompt: tuple[int, ...]) -> Reque
         num_prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
         allowed_token_ids=tuple(draw(st.sampled_from([[], [], [], list(range(0, VOCAB_SIZE, 7))]))),
         bad_words=tuple(draw(st.sampled_from([[], [], [(3,)], [(5, 6), (21,), (28,)]]))),
+        grammar=draw(st.sampled_from([None, None, _GRAMMAR])),
     )
     return RequestSpec(
         request_id=request_id,

@@ -13,6 +13,7 @@ from executor_svc.plan.plan import Limits, StepResult, StepStatus
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import with_adapters
 from executor_svc.startup.executors import make_executor
+from executor_svc.startup.grammars import Grammars
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from tests.executor_svc.driver import Model, spoil
 from tests.helpers.plans import plan
@@ -32,10 +33,11 @@ class Stepper:
         drafts: Callable[[Limits], DraftSource] | None = None,
         draft: LoadedDraft[Decoder] | None = None,
         adapters: ModelAdapterLoader | None = None,
+        grammars: Grammars | None = None,
         **limits_of_test: int,
     ) -> None:
-        """drafts: makes the source of drafts. draft: makes them on a GPU. adapters: of the model. limits_of_test:
-        fields of Limits in place of the usual ones.
+        """drafts: makes the source of drafts. draft: makes them on a GPU. adapters and grammars: of the model.
+        limits_of_test: fields of Limits in place of the usual ones.
         """
         options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
         config = ExecutorConfig(**options)
@@ -58,10 +60,12 @@ class Stepper:
             max_drafts=max_drafts,
         )
         limits = with_adapters(replace(limits, **limits_of_test), adapters)
+        limits = limits if grammars is None else grammars.within(limits)
         self.executor = make_executor(
             model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager,
             drafts=lambda _: None if drafts is None else drafts(limits),
             draft_model=None if draft is None else draft.model, adapters=adapters,
+            grammars=None if grammars is None else grammars.of_slots(limits),
         )  # fmt: skip
         self._step_id = 0
 

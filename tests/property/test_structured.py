@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from cadenza.grammar.compiling import GrammarError, new_matcher
 from cadenza.grammar.spec import GrammarSpec
 from cadenza.grammar.table import table_source
-from executor_svc.structured.matcher import Compiler, GrammarState
+from executor_svc.structured.compiler import Compiler
+from executor_svc.structured.matcher import GrammarState
 from tests.helpers.paths import ROOT
 
 VOCAB, EOS = 2048, 1
@@ -88,8 +89,8 @@ def in_string(text: str) -> bool:
 
 def walk(compiler: Compiler, spec: GrammarSpec, rng: random.Random, most: int) -> tuple[str, bool]:
     """An output of so many tokens, completed as fast as can be if it was cut; and whether it ended by itself."""
-    state, table, output = GrammarState(spec, compiler.source, 0), compiler.source.table(), list[int]()
-    state.begin(compiler, ())
+    state, table, output = GrammarState(spec, compiler, 0), compiler.source.table(), list[int]()
+    state.begin(())
     quote_or_digit = [table.tokenize_str(text)[0] for text in '"0']
     is_json = spec.kind == "json_schema"
     closing = [table.tokenize_str(text)[0] for text in (CLOSING if is_json else "abcdexy0é")]

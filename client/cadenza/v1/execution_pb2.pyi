@@ -1475,7 +1475,9 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotCandidates]:
-        """Best candidates, for slots with num_candidates that have not failed."""
+        """Best candidates, for slots with num_candidates that have not failed, and whose grammar's mask was not late: a late one
+        lacks the KV of its last token again, and is not given another.
+        """
 
     @_builtins.property
     def num_accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -129,6 +129,9 @@ class RunningQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self.sequences)
 
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._members
+
     @property
     def sequences(self) -> list[Sequence]:
         """All, in order."""

@@ -17,6 +17,7 @@ from scheduler_svc.core.outputs import BeamOutput, count_by_tenant
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
+from scheduler_svc.core.steps.late_results import compute_again, may_be_late
 from scheduler_svc.core.types import Candidates, Finish, FinishDetail, SequenceState, SlotError, StepResult
 
 
@@ -50,6 +51,8 @@ def take_candidates(requests: RequestTable, lane: Lane, step: PlannedStep, resul
             beam.group.candidates[beam] = result.candidates[slot]
         elif errors.get(slot) is SlotError.NO_ALLOWED_TOKEN:
             beam.group.candidates[beam] = Candidates((), ())
+        elif slot not in errors and may_be_late(beam):
+            compute_again(lane, beam)
     for group in dict.fromkeys(beam.group for beam in beams):
         if not group.finished:
             _advance_search(requests, lane, group)

@@ -42,7 +42,9 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
 def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget, groups: Iterable[SequenceGroup]) -> None:
     """Schedule the new token of each due beam of these groups, and its next candidates."""
     for group in groups:
-        for beam in group.due_beams:
+        # A late beam, which has been given its token, computes it again as a chunk.
+        due = [beam for beam in group.due_beams if beam not in lane.prefilling]
+        for beam in due:
             if beam.described:
                 step.plan.given_slots.append(held_slot(beam))
                 step.plan.given_token_ids.append(beam.output_ids[-1])
@@ -50,7 +52,7 @@ def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget, groups: Iterab
                 break
             budget.spend(1)
             _schedule(lane, step, beam, 1)
-        if not group.due_beams:
+        else:
             del lane.due_beam_groups[group]
 
 

@@ -9,13 +9,16 @@ import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from cadenza.grammar.spec import GrammarSpec
 from cadenza.grammar.table import TableSource, table_source
-from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
+from scheduler_svc.core.errors import PreconditionError, QueueFullError, RequestRejectedError
+from scheduler_svc.requests import grammar_door
 from scheduler_svc.requests.grammar_door import GrammarDoor
 from tests.helpers.paths import ROOT
+from tests.helpers.scripted_server import until
 
 BAD = [
     (GrammarSpec("json_schema", "{"), "the schema is no JSON"),
@@ -91,15 +94,16 @@ async def test_a_constraint_is_compiled_once(door: GrammarDoor, source: TableSou
     child = door.child
     assert child is not None
     os.kill(child.pid, signal.SIGKILL)
+    await until(lambda: door.child is None)
     assert await check(door, source, BAD[0][0])
-    assert door.child is child
+    assert door.child is None
     assert await check(door, source, GOOD[0]) == ""
-    assert door.child is not child
+    assert door.child is not None
 
 
-def exploding_rules() -> GrammarSpec:
+def exploding_rules(different: int = 0) -> GrammarSpec:
     """llguidance takes minutes for it, and panics."""
-    names = [f"a{index}" for index in range(3000)]
+    names = [f"a{index}" for index in range(3000 + different)]
     rules = [f"{name}: " + " | ".join(f'"{each}x{name}"' for each in range(60)) for name in names]
     return GrammarSpec("grammar", "start: " + " ".join(names) + "\n" + "\n".join(rules))
 
@@ -115,46 +119,111 @@ async def test_what_explodes_is_refused_by_counted_limits(door: GrammarDoor, sou
     assert await check(door, source, GOOD[0]) == ""
 
 
-async def test_what_takes_too_long_ends_with_its_child(source: TableSource) -> None:
+async def test_what_takes_too_long_is_ended(source: TableSource) -> None:
     door = GrammarDoor(source, compile_s=1.5)
-    try:
-        assert "takes over 1.5 s to compile" in await check(door, source, exploding_rules())
-        assert not door._found, "at another moment there may be time for it"
-        assert door.child is None
-        assert await check(door, source, GOOD[0]) == ""
-    finally:
-        door.close()
+    assert await check(door, source, GOOD[0]) == ""
+    child = door.child
+    assert "takes over 1.5 s to compile" in await check(door, source, exploding_rules())
+    assert not door._jobs
+    assert await check(door, source, GOOD[1]) == ""
+    assert door.child is child
+    assert "takes over" in await check(door, source, exploding_rules()), "at another moment there may be time for it"
+    door.close()
 
 
-async def test_a_child_that_hangs_is_replaced_while_the_loop_goes_on(source: TableSource) -> None:
-    door = GrammarDoor(source, compile_s=1.5)
-    try:
-        assert await check(door, source, GOOD[0]) == ""
-        assert door.child is not None
-        os.kill(door.child.pid, signal.SIGSTOP)
-        ticks = 0
-
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0.005)
-
-        ticking = asyncio.create_task(tick())
-        assert "takes over 1.5 s" in await check(door, source, GOOD[1])
-        ticking.cancel()
-        assert ticks > 20
-        assert await check(door, source, GOOD[4]) == ""
-    finally:
-        door.close()
-
-
-async def test_a_child_that_dies_is_replaced(door: GrammarDoor, source: TableSource) -> None:
+async def test_what_is_slow_delays_itself_alone(source: TableSource) -> None:
+    """Two slow constraints, one of which has to wait for the other; each ends with its last request."""
+    door = GrammarDoor(source, compile_s=60.0)
     assert await check(door, source, GOOD[0]) == ""
     assert door.child is not None
-    os.kill(door.child.pid, signal.SIGKILL)
+    child = psutil.Process(door.child.pid)
+    slow = [asyncio.create_task(check(door, source, exploding_rules(n % 2))) for n in range(3)]
+    for spec in GOOD[1:]:
+        assert await check(door, source, spec) == ""
+    assert not any(each.done() for each in slow)
+    await until(lambda: door.num_waiting == 1)
+    assert len(door._jobs) == 2, "one of them is asked for twice"
+    slow[0].cancel()
+    await asyncio.wait(slow[:1])
+    assert len(door._jobs) == 2, "somebody else waits for it"
+    for each in slow[1:]:
+        each.cancel()
+    await asyncio.wait(slow)
+    assert not door._jobs
+    assert not door.num_waiting
+    await until(lambda: not child.children())
+    assert await check(door, source, BAD[2][0])
+    door.close()
+
+
+async def test_tenants_take_turns_in_a_queue_with_an_end(source: TableSource) -> None:
+    door = GrammarDoor(source, slice_s=30.0, max_waiting=4)
+    engine, order = source.engine().key, list[str]()
+    assert await check(door, source, GOOD[0]) == ""
+    assert door.child is not None
+    os.kill(door.child.pid, signal.SIGSTOP)
+
+    async def call(tenant: str, name: str) -> None:
+        await door.check(GrammarSpec("regex", name), name.encode(), engine, tenant)
+        order.append(name)
+
+    calls = [asyncio.create_task(call(name[0], name)) for name in ("a1", "a2", "a3", "b1")]
+    await until(lambda: door.num_waiting == 3)
+    for tenant in "ab":
+        with pytest.raises(QueueFullError, match="3 constraints") as caught:
+            await call(tenant, tenant + "9")
+        assert caught.value.retry_after_s >= 1
+    os.kill(door.child.pid, signal.SIGCONT)
+    await asyncio.gather(*calls)
+    assert order == ["a1", "a2", "b1", "a3"]
+    await call("b", "b9")
+    door.close()
+
+
+async def test_a_child_that_hangs_is_replaced_while_the_loop_goes_on(
+    source: TableSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_door, "_ANSWER_S", 0.3)
+    door = GrammarDoor(source, compile_s=1.0)
+    assert await check(door, source, GOOD[0]) == ""
+    child = door.child
+    assert child is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.005)
+
+    ticking = asyncio.create_task(tick())
+    calls = [asyncio.create_task(check(door, source, spec)) for spec in GOOD[1:3]]
+    assert "takes over 1 s" in await calls[0]
+    assert await calls[1] == "", "the next child has compiled it"
+    ticking.cancel()
+    assert ticks > 20
+    assert door.child is not child
+    assert await check(door, source, GOOD[4]) == ""
+    door.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_child_that_dies_is_replaced(source: TableSource, times: int) -> None:
+    """What it compiled is compiled by the next one, once."""
+    door = GrammarDoor(source, slice_s=1.0)
+    assert await check(door, source, GOOD[0]) == ""
+    call = asyncio.create_task(check(door, source, exploding_rules()))
+    for _ in range(times):
+        await until(lambda: bool(door._running))
+        assert door.child is not None
+        os.kill(door.child.pid, signal.SIGKILL)
+        await until(lambda: not door._running)
+    if times == 2:
+        assert "cannot be compiled in 2048 MiB" in await call
     assert await check(door, source, GOOD[1]) == "", "it was not the constraint that ended the child"
-    assert await check(door, source, GOOD[2]) == ""
+    call.cancel()
+    door.close()
 
 
 async def test_too_little_memory_for_the_table(source: TableSource) -> None:
@@ -175,6 +244,16 @@ async def test_a_cancelled_call_leaves_nothing_behind(door: GrammarDoor, source:
         await call
     assert await check(door, source, GOOD[1]) == ""
     assert await check(door, source, BAD[2][0])
+    assert not door._jobs
+
+
+async def test_a_door_that_is_closed_answers_those_who_wait(source: TableSource) -> None:
+    door = GrammarDoor(source)
+    calls = [asyncio.create_task(check(door, source, spec)) for spec in (GOOD[0], BAD[2][0])]
+    await until(lambda: bool(door._jobs))
+    door.close()
+    assert [bool(found) for found in await asyncio.gather(*calls)] == [False, True]
+    assert door.child is None
 
 
 async def test_another_engine_than_the_executors(door: GrammarDoor, source: TableSource) -> None:

@@ -42,7 +42,11 @@ IDLE = -1
 The same as `step_result.NOT_ACCEPTED`.
 """
 
+LATE = -2
+"""Error of a row that gives no token although its slot goes on: the same as `step_result.LATE`."""
+
 _IDLE = tl.constexpr(IDLE)
+_LATE = tl.constexpr(LATE)
 _PROMPT_ERROR = tl.constexpr(int(SlotError.NON_FINITE_LOGITS))
 _LISTED = 128
 _WARPS = 4
@@ -116,7 +120,7 @@ def _commit(
     ends = enough & _is_stop_id(stop_bits, stop_stride, slot, token, takes)
     ends = ends | (takes & (known + 1 >= tl.load(numbers + MAX_LEN * number_stride + slot, takes, other=0)))
     # A fork of a stopped slot stops too.
-    stops = ends | (first & ((live & (error != 0)) | (~live & (row_slot >= 0))))
+    stops = ends | (first & ((live & (error != 0) & (error != _LATE)) | (~live & (row_slot >= 0))))
     tl.store(numbers + STOPPED * number_stride + row_slot, tl.full((LISTED,), 1, tl.int32), stops)
     into = results + 3 * round * num_rows + at
     tl.store(into, token.to(tl.int32), within)
@@ -139,8 +143,8 @@ def commit_step(
     Args:
         tokens: [R] int64 or int32, below the size of the vocabulary; not read for rows that are padding, wait for a
         given token or have an error.
-        errors: [R] int32: 0, or the SlotError; not read for padding. A row with an error fails its slot in round 0, and
-        takes no token in later rounds.
+        errors: [R] int32: 0, the SlotError, or LATE; not read for padding. A row with an error fails its slot in round
+        0, and takes no token in later rounds; a late one takes no token, and its slot goes on.
         state: by slot.
         buffers: of the step; with drafts, rows and sources are set for the next round.
         sizes: of the step.

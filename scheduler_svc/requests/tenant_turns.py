@@ -1,0 +1,52 @@
+"""A queue in which tenants take turns: each one's entries in order, one of each tenant after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+class TenantTurns(Generic[_T]):
+    """Entries that wait; every call takes constant time, but `remove`."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[_T]] = {}
+        """Of each tenant that has entries, the next tenant first."""
+        self._num = 0
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return self._num
+
+    def num_of(self, tenant: str) -> int:
+        """Return the number of a tenant's entries."""
+        return len(self._queues.get(tenant, ()))
+
+    def add(self, tenant: str, entry: _T, *, first: bool = False) -> None:
+        """Add an entry behind its tenant's others; first: before them."""
+        queue = self._queues.setdefault(tenant, deque())
+        if first:
+            queue.appendleft(entry)
+        else:
+            queue.append(entry)
+        self._num += 1
+
+    def pop(self) -> _T:
+        """Remove and return the next entry; its tenant's turn comes again after all others. Raises StopIteration."""
+        tenant = next(iter(self._queues))
+        queue = self._queues.pop(tenant)
+        entry = queue.popleft()
+        if queue:
+            self._queues[tenant] = queue
+        self._num -= 1
+        return entry
+
+    def remove(self, tenant: str, entry: _T) -> None:
+        """Remove an entry; raises ValueError if it is not there."""
+        queue = self._queues.get(tenant, deque())
+        queue.remove(entry)
+        if not queue:
+            del self._queues[tenant]
+        self._num -= 1

@@ -1,0 +1,136 @@
+"""Who waits for a grammar that is being compiled, what is kept of it, and which thread works on what."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+
+from cadenza.grammar import compiling
+from cadenza.grammar.compiling import GrammarError
+from cadenza.grammar.spec import GrammarSpec
+from cadenza.grammar.table import TableSource, table_source
+from executor_svc.structured.compiler import Compiled, Compiler, compiled_bytes
+from executor_svc.structured.mask_threads import MaskThreads
+from executor_svc.structured.matcher import GrammarState
+from tests.helpers.paths import ROOT
+
+A, B, BAD = GrammarSpec("regex", "a+"), GrammarSpec("regex", "b+"), GrammarSpec("regex", "(")
+
+
+@pytest.fixture(scope="module")
+def source() -> TableSource:
+    found = table_source(str(ROOT / "models" / "cadenza-demo"), 2048, [1])
+    assert found is not None
+    return found
+
+
+class Slow(Compiler):
+    """Compiles A once it may."""
+
+    def __init__(self, source: TableSource) -> None:
+        super().__init__(source)
+        self.may_go_on = threading.Event()
+        self.num_compiled = 0
+
+    def fresh(self, spec: GrammarSpec) -> Compiled:
+        if spec == A:
+            assert self.may_go_on.wait(30)
+        self.num_compiled += 1
+        return super().fresh(spec)
+
+
+def test_only_those_with_the_same_grammar_wait(source: TableSource) -> None:
+    compiler = Slow(source)
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(compiler.compiled, A) for _ in range(3)]
+        assert compiler.compiled(B).matcher().consume_tokens([])
+        assert not any(each.done() for each in waiting)
+        compiler.may_go_on.set()
+        assert len({id(each.result()) for each in waiting}) == 1
+    assert compiler.num_compiled == 2
+    assert compiler.has(A)
+
+
+def test_a_grammar_that_cannot_be_compiled_is_an_error_each_time(source: TableSource) -> None:
+    compiler = Compiler(source)
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="regex"):
+            compiler.compiled(BAD)
+    assert not compiler.has(BAD)
+
+
+def test_what_is_kept_is_bounded_in_bytes(source: TableSource) -> None:
+    specs = [GrammarSpec("choices", choices=(f"{number}" * 3000,)) for number in range(4)]
+    compiler = Compiler(source, max_bytes=3 * compiled_bytes(specs[0]))
+    kept = [compiler.compiled(spec) for spec in specs[:3]]
+    assert compiler.compiled(specs[0]) is kept[0]
+    compiler.compiled(specs[3])
+    assert [compiler.has(spec) for spec in specs] == [True, False, True, True]
+    compiler.forget(specs[0], kept[1])
+    assert compiler.has(specs[0]), "it was another one that failed"
+    compiler.forget(specs[0], kept[0])
+    assert not compiler.has(specs[0])
+
+
+def test_slow_work_has_a_thread_of_its_own(source: TableSource) -> None:
+    threads, compiler, may_go_on = MaskThreads(2), Compiler(source), threading.Event()
+    slow, quick = GrammarState(A, compiler, 0), GrammarState(B, compiler, 0)
+    begun = [threads.run(state, lambda state=state: state.begin(()), is_slow=True) for state in (slow, quick)]
+    wait(begun)
+    slow.last_s, quick.last_s = 0.5, 0.0
+    held = threads.run(slow, lambda: may_go_on.wait(30) and None)
+    for _ in range(3):
+        threads.run(quick, lambda: quick.take([])).result(30)
+    assert not held.done()
+    may_go_on.set()
+    held.result(30)
+    assert quick.num_masks == 1
+
+
+def test_a_limit_that_others_have_reached_is_no_error(source: TableSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All count in the lexer that they share; a sequence goes on alone as if there were no others."""
+    words = tuple(f"{first}{second}word{first}{second}" for first in "abcdefgh" for second in "mnopqrst")
+    spec = GrammarSpec("regex", f"(({'|'.join(words)}) )+")
+    table = source.table()
+
+    def walked(compiler: Compiler, text: str) -> GrammarState:
+        state = GrammarState(spec, compiler, 0)
+        state.begin(())
+        state.walk_alone()
+        for token in table.tokenize_str(text):
+            state.take([token])
+            state.walk_alone()
+        return state
+
+    needed = lexer_states(source, spec, [f"{word} " for word in words[:1]])
+    monkeypatch.setitem(compiling._LIMITS, "max_lexer_states", needed + 4)
+    compiler = Compiler(source)
+    states = [walked(compiler, f"{word} ") for word in words]
+    assert not [state.error for state in states if state.error]
+    assert any(state._is_alone for state in states), "the limit was not reached"
+    alone = walked(Compiler(source), " ".join(words) + " ")
+    assert "states" in alone.error, "together they are too many for one, too"
+    assert walked(compiler, " ".join(words) + " ").error == alone.error
+
+
+def lexer_states(source: TableSource, spec: GrammarSpec, texts: list[str]) -> int:
+    """The least limit under which each text can be walked from the beginning."""
+    table = source.table()
+    with pytest.MonkeyPatch.context() as patch:
+        low, high = 1, 4096
+        while low < high:
+            middle = (low + high) // 2
+            patch.setitem(compiling._LIMITS, "max_lexer_states", middle)
+            failed = False
+            for text in texts:
+                state = GrammarState(spec, Compiler(source), 0)
+                state.begin(())
+                state.walk_alone()
+                for token in table.tokenize_str(text):
+                    state.take([token])
+                    state.walk_alone()
+                failed |= bool(state.error)
+            low, high = (middle + 1, high) if failed else (low, middle)
+    return low

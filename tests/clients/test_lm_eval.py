@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ def evaluate(server, folder: Path, *, name: str, task: str, kind: str, path: str
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data) + task)
-    model = f"model={server.name},base_url={server.url}{path},num_concurrent=2,max_retries=1,tokenized_requests=False"
+    model = f"model={server.name},base_url={server.url}{path},num_concurrent=2,max_retries=1"
+    model += f",tokenized_requests={'chat' not in kind}"
     run(
         *(python.with_name("lm_eval"), "run", "--model", kind, "--model_args"),
         f"{model},tokenizer_backend=huggingface,tokenizer={MODEL}",
@@ -55,6 +57,13 @@ def evaluate(server, folder: Path, *, name: str, task: str, kind: str, path: str
     return sorted(map(json.loads, samples.read_text().splitlines()), key=lambda each: each["doc_id"])
 
 
+def ids_of(server, text: str) -> list[int]:
+    """Token ids as lm-eval sends them: without special ones."""
+    body = json.dumps({"prompt": text, "add_special_tokens": False}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/tokenize", body), timeout=30) as response:
+        return json.load(response)["tokens"]
+
+
 def test_likelihoods_are_those_of_grpc(server, tmp_path):
     found = evaluate(
         server, tmp_path, name="likelihoods", task=LIKELIHOODS, kind="local-completions", path="/v1/completions"
@@ -62,9 +71,9 @@ def test_likelihoods_are_those_of_grpc(server, tmp_path):
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     with Client(server.target) as client:
         for row, sample in zip(ROWS, found, strict=True):
-            outputs = client.generate([row["question"] + choice for choice in row["choices"]], params)
-            (context,) = client.generate([row["question"]], params)
-            skipped = len(context.prompt_token_ids)
+            prompts = [{"prompt_token_ids": ids_of(server, row["question"] + choice)} for choice in row["choices"]]
+            outputs = client.generate(prompts, params)
+            skipped = len(ids_of(server, row["question"]))
             for output, (likelihood, _) in zip(outputs, sample["filtered_resps"], strict=True):
                 rows = zip(output.prompt_token_ids[skipped:], output.prompt_logprobs[skipped:], strict=True)
                 wanted = sum(each[token].logprob for token, each in rows)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 
 from cadenza.gateway.http.reading import ANSWER_HEADERS
-from cadenza.gateway.http.sending import taken
+from cadenza.gateway.http.sending import has_taken_all, taken
 
 DONE = b"data: [DONE]\n\n"
+_SHORT_BYTES = 16 * 1024
+"""Less than what a transport takes before it lets writers wait."""
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -18,9 +21,8 @@ _HEADERS = {
 }
 
 
-def dumps(value: Any) -> str:
-    """JSON in its shortest form."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""JSON in its shortest form."""
 
 
 def data_event(value: Any) -> bytes:
@@ -57,7 +59,10 @@ class EventStream:
             response.headers.update(self._request.get(ANSWER_HEADERS, {}))
             await response.prepare(self._request)
             self._response = response
-        await taken(self._request, response.write(events), self._timeout_s)
+        if len(events) <= _SHORT_BYTES and has_taken_all(self._request):
+            await response.write(events)  # it does not wait
+        else:
+            await taken(self._request, response.write(events), self._timeout_s)
 
     async def end(self) -> web.StreamResponse:
         """End the response, and return it; raises as `write`."""

@@ -15,6 +15,12 @@ class SlowReaderError(ConnectionError):
     """The client takes nothing of its answer."""
 
 
+def has_taken_all(request: web.Request) -> bool:
+    """Whether nothing of what was written waits for the client."""
+    transport = request.transport
+    return transport is not None and transport.get_write_buffer_size() == 0
+
+
 async def taken(request: web.Request, writing: Awaitable[None], timeout_s: float) -> None:
     """Wait until the client has taken what is written; raises SlowReaderError, after which it is disconnected."""
     try:

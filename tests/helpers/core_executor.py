@@ -47,9 +47,13 @@ class LateSteps(SimulatedStepExecutor):
     def _choose(self, scheduled: Scheduled, hashes: Any) -> SampledTokens:
         sampled = super()._choose(scheduled, hashes)
         for row, slot in enumerate(scheduled.rows.slots.tolist()):
-            if slot in self._with_grammar and (self._step_id * 31 + slot * 17) % 97 < 32:
+            if slot in self._with_grammar and self.is_late(slot):
                 sampled.errors[row] = LATE
         return sampled
+
+    def is_late(self, slot: int) -> bool:
+        """Whether a row of this slot, which has a grammar, is late in this step."""
+        return (self._step_id * 31 + slot * 17) % 97 < 32
 
 
 COSTS = StepCosts(step_us=100, token_us=10, context_token_us=0.01, sample_us=2, moved_block_us=20)

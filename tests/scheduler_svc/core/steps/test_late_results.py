@@ -3,61 +3,38 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from cadenza.v1 import types_pb2
-from executor_svc.batch.scheduled import Scheduled
-from executor_svc.batch.step_result import LATE, SampledTokens
-from executor_svc.simulated.executor import SimulatedStepExecutor
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.grammar import Grammar
 from scheduler_svc.core.placement.candidates import may_continue
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import StepPlan, StepResult
 from tests.helpers.core_bench import Bench
+from tests.helpers.core_executor import LateSteps
 
 ENGINE = b"engine"
 ANY = Grammar(types_pb2.GrammarSpec(json_object=True).SerializeToString(), ENGINE)
 
 
-class LateStepExecutor(SimulatedStepExecutor):
-    """Takes rows of slots with grammars for late, at random."""
+class RandomlyLate(LateSteps):
+    """Takes rows of slots with grammars for late at random."""
 
     chance = random.Random(0)
     share = 0.0
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.limits = self.slots.limits = replace(self.limits, has_grammars=True)
-        self.with_grammar: set[int] = set()
-
-    def execute(self, plan: Any, received_ns: int | None = None) -> Any:
-        self.with_grammar.difference_update(plan.released_slots.tolist())
-        for sequence in plan.admitted:
-            has = sequence.grammar is not None
-            if sequence.source is not None:
-                assert not has, "the source says it"
-                has = sequence.source.slot in self.with_grammar
-            if has:
-                self.with_grammar.add(sequence.slot)
-        return super().execute(plan, received_ns)
-
-    def _choose(self, scheduled: Scheduled, hashes: Any) -> SampledTokens:
-        sampled = super()._choose(scheduled, hashes)
-        late = [slot for slot in sorted(self.with_grammar) if self.chance.random() < self.share]
-        errors = np.where(np.isin(scheduled.rows.slots, late), LATE, sampled.errors)
-        return replace(sampled, errors=errors)
+    def is_late(self, slot: int) -> bool:
+        return self.chance.random() < self.share
 
 
 @pytest.fixture(autouse=True)
 def late_executors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.helpers.core_executor.SimulatedStepExecutor", LateStepExecutor)
+    monkeypatch.setattr("tests.helpers.core_executor.LateSteps", RandomlyLate)
 
 
 def run(bench: Bench, depth: int) -> int:
@@ -110,7 +87,7 @@ def test_late_rows_change_no_token_and_no_end(
     """In pools that requests outgrow, with samples that share blocks, with drafts, and at their last tokens too."""
     seen = []
     for late in (0.0, share):
-        LateStepExecutor.share, LateStepExecutor.chance = late, random.Random(seed)
+        RandomlyLate.share, RandomlyLate.chance = late, random.Random(seed)
         bench = Bench(
             Policies(preemption=preemption), block_size=block_size, num_blocks=max(3, num_tokens // block_size),
             num_host_blocks=20, max_model_len=50, num_slots=16, max_num_seqs=16, max_num_batched_tokens=32,
@@ -125,7 +102,7 @@ def test_late_rows_change_no_token_and_no_end(
 
 def test_others_go_on_meanwhile() -> None:
     """A row that is always late costs its neighbour nothing; it ends once its masks come."""
-    LateStepExecutor.share, LateStepExecutor.chance = 1.0, random.Random(0)
+    RandomlyLate.share, RandomlyLate.chance = 1.0, random.Random(0)
     bench = Bench(grammar_engine=ENGINE)  # type: ignore[arg-type]
     bench.add("late", 5, 6, grammar=ANY)
     bench.add("other", 5, 6)
@@ -134,13 +111,13 @@ def test_others_go_on_meanwhile() -> None:
         bench.apply()
     assert bench.tokens["other"] == bench.known("other")
     assert bench.tokens["late"] == []
-    LateStepExecutor.share = 0.0
+    RandomlyLate.share = 0.0
     run(bench, 2)
     assert bench.tokens["late"] == bench.known("late")
 
 
 def test_a_lost_executor_between() -> None:
-    LateStepExecutor.share, LateStepExecutor.chance = 0.5, random.Random(3)
+    RandomlyLate.share, RandomlyLate.chance = 0.5, random.Random(3)
     bench = Bench(grammar_engine=ENGINE)  # type: ignore[arg-type]
     bench.add("a", 5, 20, grammar=ANY, n=2)
     for index in range(12):

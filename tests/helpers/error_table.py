@@ -115,7 +115,7 @@ class Row:
         if isinstance(changes, bytes):
             return changes
         if "generate" in changes:
-            changes = {"generate": _merge({**_GENERATE, "request_id": "row"}, changes["generate"])}
+            changes = {**changes, "generate": _merge({**_GENERATE, "request_id": "row"}, changes["generate"])}
         message = self.whole_call.make(changes)
         if request_id and not message.request_id:
             message.request_id = request_id

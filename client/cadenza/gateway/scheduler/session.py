@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -162,10 +162,12 @@ class GatewaySession:
                 response = whole_message(
                     await call.read(), generation_pb2.SessionResponse, f"{self._target} ended the session"
                 )
-                for number, event in enumerate(response.events, start=1):
-                    self._take(event)
-                    if number % _EVENTS_AT_ONCE == 0:
-                        await asyncio.sleep(0)
+                first, later = self._by_turn(response.events)
+                for events in (first, later):
+                    for number, event in enumerate(events, start=1):
+                        self._take(event)
+                        if number % _EVENTS_AT_ONCE == 0 or (events is first and number == len(first)):
+                            await asyncio.sleep(0)  # answers are written
         finally:
             # An abandoned aio call is never collected and its handler runs on (grpc#43462).
             call.cancel()
@@ -192,6 +194,20 @@ class GatewaySession:
                 self._wake.clear()
                 if not self._to_abort:
                     await self._wake.wait()
+
+    def _by_turn(
+        self, events: Sequence[generation_pb2.SessionEvent]
+    ) -> tuple[list[generation_pb2.SessionEvent], list[generation_pb2.SessionEvent]]:
+        """The events of requests that have had none, and those of all others.
+
+        Who waits for a first token is served before the streams that go on: of 64, each takes some 70 us.
+        """
+        first: list[generation_pb2.SessionEvent] = []
+        later: list[generation_pb2.SessionEvent] = []
+        for event in events:
+            live = self._live.get(event.request_id)
+            (later if live is None or live.collector.has_responses else first).append(event)
+        return first, later
 
     # --- events ------------------------------------------------------------------------------------------------------
 

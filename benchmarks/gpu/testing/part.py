@@ -24,9 +24,12 @@ from benchmarks.gpu.testing.report import Test, after_rerun, counted, counts, re
 GOLDEN = "benchmarks/gpu/testing/golden.py"
 ROWS = "gpu_tests"
 _FOLDER = "tests/executor_svc/gpu"
-_WORKERS = {GOLDEN: 6, "test_attention": 3, "test_compile": 4, "test_families": 4, "test_variants": 4}
+_WORKERS = {
+    GOLDEN: 6, "test_attention": 3, "test_compile.py": 4, "test_families": 4, "test_few_bits_linear": 3, "test_lora": 3,
+    "test_split": 2, "test_variants": 4,
+}  # fmt: skip
 """Number of pytest workers for slow files."""
-_AT_ONCE = 6
+_AT_ONCE = 8
 _TEST_TIMEOUT_S = 240
 _RERUN_S = 90.0
 _MAX_RERUNS = 24

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from executor_svc.device.stored_linear import QuantFormat
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsLayout, FewBitsWeight, plane_arguments
-from executor_svc.gpu.kernels.few_bits.numbers import floats_of, values_of
+from executor_svc.gpu.kernels.few_bits.numbers import floats_of
+from executor_svc.gpu.kernels.few_bits.unpacking import values_of
 from executor_svc.gpu.kernels.rows import DTYPES, check
 from executor_svc.gpu.kernels.variant import Variant
 

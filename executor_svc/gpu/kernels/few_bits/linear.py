@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from executor_svc.device.interface import is_interpreted
 from executor_svc.device.stored_linear import QuantFormat
 from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsLayout, FewBitsWeight, plane_arguments
 from executor_svc.gpu.kernels.few_bits.numbers import weight_of_step
@@ -34,23 +35,23 @@ class Tile:
     num_warps: int
     num_stages: int
     may_split: bool
+    unroll: int = 1
 
 
 _TILES = (
     Tile(rows=16, num_warps=4, num_stages=4, may_split=True),
     Tile(rows=32, num_warps=4, num_stages=4, may_split=True),
-    Tile(rows=64, num_warps=8, num_stages=3, may_split=False),
-    Tile(rows=128, num_warps=8, num_stages=3, may_split=False),
+    Tile(rows=64, num_warps=4, num_stages=3, may_split=True),
+    Tile(rows=128, num_warps=4, num_stages=3, may_split=True),
 )
 TILE_ROWS = tuple(tile.rows for tile in _TILES)
 """Maximum rows of each kernel, ascending; the last kernel also serves more rows."""
 
-SEGMENT = 1024
-"""Columns of one chain of sums."""
 _GROUP = 8
 """Tiles of rows that run concurrently, so that they read a tile of the weight from memory only once."""
-_PROGRAMS_PER_SM = 2
-"""With fewer tiles, segments are programs of their own."""
+_PROGRAMS_PER_SM = 4
+_LEAST_COLUMNS = 512
+"""Of a program."""
 
 
 def tile_of(rows: int) -> Tile:
@@ -58,23 +59,22 @@ def tile_of(rows: int) -> Tile:
     return next((tile for tile in _TILES if rows <= tile.rows), _TILES[-1])
 
 
-def num_splits(tile: Tile, rows: int, out_features: int, in_features: int, num_sms: int) -> int:
-    """Return the programs of a tile: its segments, or 1. The result has the same bits either way."""
-    segments = -(-in_features // SEGMENT)
-    tiles = -(-rows // tile.rows) * -(-out_features // TILE)
-    return segments if tile.may_split and tiles < _PROGRAMS_PER_SM * num_sms else 1
+def num_splits(tile: Tile, out_features: int, in_features: int, num_sms: int) -> int:
+    """Return the parts of a tile's product, each a program: enough to fill the GPU, none of them short."""
+    wanted = _PROGRAMS_PER_SM * num_sms // -(-out_features // TILE)
+    return max(1, min(wanted, in_features // _LEAST_COLUMNS)) if tile.may_split else 1
 
 
 def workspace_size(out_features: int, in_features: int, num_sms: int) -> int:
     """Return the float32 numbers that `linear_few_bits` needs as workspace for any number of rows."""
-    splits = [(tile.rows, num_splits(tile, tile.rows, out_features, in_features, num_sms)) for tile in _TILES]
+    splits = [(tile.rows, num_splits(tile, out_features, in_features, num_sms)) for tile in _TILES]
     return max((count * rows * out_features for rows, count in splits if count > 1), default=0)
 
 
 @triton.jit
-def _add_half(total, weight, x, rows_at, row_inside, column, in_features):
-    """Add the product of half a step, [F, HALF] @ [HALF, ROWS]."""
-    inside = row_inside[:, None] & (column < in_features)[None, :]
+def _add_half(total, weight, x, rows_at, row_inside, column, end):
+    """Add the product of half a step, [F, HALF] @ [HALF, ROWS]; columns from `end` on are zeros."""
+    inside = row_inside[:, None] & (column < end)[None, :]
     some = tl.load(x + rows_at[:, None] + column[None, :], mask=inside, other=0.0)
     return tl.dot(weight.to(x.dtype.element_ty), tl.trans(some), total)
 
@@ -82,12 +82,12 @@ def _add_half(total, weight, x, rows_at, row_inside, column, in_features):
 @triton.jit(do_not_specialize=["rows"])
 def _linear_few_bits(
     x, codes, high, numbers, zeros, above, bias, out,
-    rows, out_features, in_features, out_stride, steps, span, super_span,
+    rows, out_features, in_features, out_stride, steps, span, super_span, split_steps,
     BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
     SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
-    ROWS: tl.constexpr, SEGMENT_STEPS: tl.constexpr, GROUP: tl.constexpr,
+    PACKED: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the product; with PARTIAL, one segment's part, and out is [segments, M, N]."""
+    """Compute a tile of the product over `split_steps` steps; with PARTIAL a part, and out is [splits, M, N]."""
     row_tiles = tl.cdiv(rows, ROWS)
     # A group of row tiles covers all feature tiles before the next group.
     program = tl.program_id(0)
@@ -100,21 +100,20 @@ def _linear_few_bits(
     row_inside = row < rows
     rows_at = row.to(tl.int64) * in_features
 
-    segments = tl.cdiv(steps, SEGMENT_STEPS)
-    first_segment = tl.program_id(1) if PARTIAL else 0
-    last_segment = tl.program_id(1) + 1 if PARTIAL else segments
+    first_step = tl.program_id(1) * split_steps
+    last_step = tl.minimum(first_step + split_steps, steps)
+    end = tl.minimum(in_features, last_step * (2 * HALF))
     total = tl.zeros((TILE, ROWS), tl.float32)
-    for segment in range(first_segment, last_segment):
-        part = tl.zeros((TILE, ROWS), tl.float32)
-        for step in range(segment * SEGMENT_STEPS, tl.minimum((segment + 1) * SEGMENT_STEPS, steps)):
+    for unrolled in range(first_step, last_step, UNROLL):
+        for inner in tl.static_range(UNROLL):
+            # Past the end x is zeros, and the weight's last step is read once more.
             first, second = weight_of_step(
-                codes, high, numbers, zeros, above, tile, lane, step, steps, span, super_span,
-                BITS, VALUES, ZERO, OFFSETS, PAIRED, SUPERS, GROUPS, HALF, TILE,
+                codes, high, numbers, zeros, above, tile, lane, tl.minimum(unrolled + inner, steps - 1), steps, span,
+                super_span, BITS, VALUES, ZERO, OFFSETS, PAIRED, SUPERS, GROUPS, HALF, TILE, PACKED,
             )  # fmt: skip
-            column = step * (2 * HALF) + tl.arange(0, HALF)
-            part = _add_half(part, first, x, rows_at, row_inside, column, in_features)
-            part = _add_half(part, second, x, rows_at, row_inside, column + HALF, in_features)
-        total += part
+            column = (unrolled + inner) * (2 * HALF) + tl.arange(0, HALF)
+            total = _add_half(total, first, x, rows_at, row_inside, column, end)
+            total = _add_half(total, second, x, rows_at, row_inside, column + HALF, end)
 
     feature = tile * TILE + lane
     inside = (feature < out_features)[:, None] & row_inside[None, :]
@@ -143,14 +142,22 @@ def linear_few_bits(
     Raises ValueError naming the argument.
     """
     _check(x, weight, bias, out)
-    rows, layout = x.shape[0], weight.layout
+    rows = x.shape[0]
     if not rows:
         return
     tile = tile_of(rows)
-    splits = num_splits(tile, rows, weight.rows, weight.columns, num_sms)
+    splits = num_splits(tile, weight.rows, weight.columns, num_sms)
     needed = splits * rows * weight.rows
     if splits > 1 and (workspace is None or workspace.dtype != torch.float32 or workspace.numel() < needed):
         raise ValueError(f"workspace: must be {needed} float32")
+    launch(x, weight, bias, out, workspace, tile, splits)
+
+
+def launch(
+    x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, workspace: Tensor | None, tile: Tile, splits: int
+) -> None:
+    """Write the product with a given tile and number of parts; arguments as of `linear_few_bits`, not checked."""
+    rows, layout = x.shape[0], weight.layout
     programs = -(-rows // tile.rows) * -(-weight.rows // TILE)
     _linear_few_bits[(programs, splits)](
         x,
@@ -164,6 +171,7 @@ def linear_few_bits(
         layout.steps,
         layout.span,
         layout.super_span,
+        -(-layout.steps // splits),
         **_constants(layout, tile, partial=splits > 1),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -175,8 +183,8 @@ def linear_few_bits(
 
 
 def _constants(layout: FewBitsLayout, tile: Tile, *, partial: bool) -> dict[str, Any]:
-    sizes = {"ROWS": tile.rows, "SEGMENT_STEPS": SEGMENT // (2 * layout.half), "GROUP": _GROUP}
-    return layout.constants() | sizes | {"PARTIAL": partial}
+    sizes = {"ROWS": tile.rows, "GROUP": _GROUP, "UNROLL": tile.unroll}
+    return layout.constants() | sizes | {"PARTIAL": partial, "PACKED": not is_interpreted()}
 
 
 def _check(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor) -> None:
@@ -231,7 +239,7 @@ def _variant(
     planes, known = plane_arguments(layout)
     constants = _constants(layout, tile, partial=partial) | known
     pointers = {"x": f"*{rows}", **planes, "bias": "*fp32", "out": f"*{out}"}
-    sizes = ("rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span")
+    sizes = ("rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span", "split_steps")
     what = "parts" if partial else f"to {out}"
     return Variant(
         name=f"linear_few_bits {rows} {kind.name} rows{tile.rows} {what}{'' if layout.half == 64 else ' narrow'}",

@@ -5,22 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def values_of(code, zero, VALUES: tl.constexpr):
-    """Return the values of codes int32 as float32, exact; zero: of integers, float32."""
-    if VALUES == "integer":
-        # The bits of 2 ** 23 + code.
-        found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
-    elif VALUES == "e4m3":
-        # As the bits of a float16 the number is 2 ** 8 times too small: the biases are 7 and 15. Codes of NaN
-        # have scales of NaN.
-        narrow = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-        found = narrow.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    else:  # e2m1: the biases are 1 and 15
-        narrow = ((code & 0x8) << 12) | ((code & 0x7) << 9)
-        found = narrow.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-    return found
+from executor_svc.gpu.kernels.few_bits.unpacking import unpacked
 
 
 @triton.jit
@@ -124,49 +109,50 @@ def _scales_and_offsets(
 
 
 @triton.jit
-def _codes(codes, high, tile, lane, step, steps, BITS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr):
-    """Return the codes [F, HALF] int32 of both halves of a step."""
-    column = tl.arange(0, HALF)[None, :]
-    row = (tile * steps + step) * TILE + lane
-    if BITS == 8:
-        at = codes + ((tile * steps + step) * (2 * TILE) + lane)[:, None] * HALF + column
-        first, second = tl.load(at).to(tl.int32), tl.load(at + TILE * HALF).to(tl.int32)
+def _numbers(raised, scale, offset, VALUES: tl.constexpr, OFFSETS: tl.constexpr, MAGIC: tl.constexpr):
+    """Return the numbers [F, HALF] of codes that were raised by MAGIC; `offset` as of `_moved`."""
+    if VALUES != "integer":
+        found = raised * scale
+    elif OFFSETS == "minimum":
+        found = tl.fma(raised - MAGIC, scale, offset)
+    elif MAGIC == 128:
+        # Scales have 17 bits at most, codes and zero points 7, so nothing is rounded but the sum.
+        found = tl.fma(raised, scale, offset)
     else:
-        both = tl.load(codes + row[:, None] * HALF + column).to(tl.int32)
-        first, second = both & 0xF, both >> 4
-    if BITS == 5 or BITS == 6:
-        count: tl.constexpr = 2 * HALF * (BITS - 4) // 8
-        bits = tl.load(high + row[:, None] * count + column % count).to(tl.int32)
-        bits = bits >> (column // count * (BITS - 4))
-        mask: tl.constexpr = (1 << (BITS - 4)) - 1
-        first, second = first | (bits & mask) << 4, second | (bits >> 4 & mask) << 4
-    return first, second
+        found = (raised - offset) * scale
+    return found
+
+
+@triton.jit
+def _moved(scale, offset, ZERO: tl.constexpr, OFFSETS: tl.constexpr, MAGIC: tl.constexpr):
+    """Return the offsets of groups as `_numbers` needs them."""
+    if OFFSETS == "minimum":
+        found = offset
+    else:
+        zero = offset if OFFSETS == "zero_point" else scale * 0.0 + ZERO
+        found = -(MAGIC + zero) * scale if MAGIC == 128 else MAGIC + zero
+    return found
 
 
 @triton.jit
 def weight_of_step(
     codes, high, numbers, zeros, above, tile, lane, step, steps, span, super_span,
     BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
-    SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+    SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Return the numbers [F, HALF] float32 of both halves of a step.
 
-    Planes as in `layout`; tile, lane: [F], the places of the weight's rows in them.
+    Planes as in `layout`; tile, lane: [F], the places of the weight's rows in them. PACKED: four codes at a time, by
+    instructions of a GPU.
     """
-    first, second = _codes(codes, high, tile, lane, step, steps, BITS, HALF, TILE)
+    MAGIC: tl.constexpr = 32768 if BITS == 8 else 128
+    first, second = unpacked(codes, high, tile, lane, step, steps, BITS, VALUES, HALF, TILE, PACKED)
     row = (tile * tl.cdiv(steps, span) + step // span) * TILE + lane
     super_row = (tile * tl.cdiv(steps, super_span) + step // super_span) * TILE + lane
     scale, offset = _scales_and_offsets(numbers, zeros, above, row, super_row, OFFSETS, PAIRED, SUPERS, GROUPS)
+    offset = _moved(scale, offset, ZERO, OFFSETS, MAGIC)
     first_scale, second_scale = _spread_halves(scale, GROUPS, HALF)
-    if OFFSETS == "none":
-        first = values_of(first, ZERO * 1.0, VALUES) * first_scale
-        second = values_of(second, ZERO * 1.0, VALUES) * second_scale
-    else:
-        first_offset, second_offset = _spread_halves(offset, GROUPS, HALF)
-        if OFFSETS == "zero_point":
-            first = values_of(first, first_offset, VALUES) * first_scale
-            second = values_of(second, second_offset, VALUES) * second_scale
-        else:
-            first = values_of(first, 0.0, VALUES) * first_scale + first_offset
-            second = values_of(second, 0.0, VALUES) * second_scale + second_offset
+    first_offset, second_offset = _spread_halves(offset, GROUPS, HALF)
+    first = _numbers(first, first_scale, first_offset, VALUES, OFFSETS, MAGIC)
+    second = _numbers(second, second_scale, second_offset, VALUES, OFFSETS, MAGIC)
     return first, second

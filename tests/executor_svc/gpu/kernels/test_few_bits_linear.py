@@ -22,6 +22,7 @@ from executor_svc.gpu.kernels.few_bits.linear import (
     tile_of,
     workspace_size,
 )
+from executor_svc.gpu.kernels.few_bits.widening import widen
 from tests.executor_svc.cpu.kernels.quantized.formats import (
     FORMATS,
     INT8_ROWS,
@@ -85,6 +86,9 @@ def test_every_number_is_that_of_dequantize(name: str, dtype: torch.dtype, devic
     embed_few_bits(weight, ids, 0.3, rows)
     assert torch.equal(rows, (torch.where(ids[:, None] >= 0, expected[ids], 0).float() * 0.3).to(dtype))
 
+    some = torch.empty(6, columns, dtype=dtype, device=device)
+    widen(weight, 64, some)
+    assert torch.equal(some, expected[64:])
     eye = torch.eye(columns, dtype=dtype, device=device)
     assert torch.equal(product(eye, weight).t(), expected.float())
 

@@ -21,10 +21,16 @@ from torch import Tensor
 
 from executor_svc.device.interface import is_interpreted
 from executor_svc.device.stored_linear import QuantFormat
+from executor_svc.gpu.kernels.few_bits.assembly import assembly_of, center_of
+from executor_svc.gpu.kernels.few_bits.few_rows import linear_few_rows
 from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsLayout, FewBitsWeight, plane_arguments
 from executor_svc.gpu.kernels.few_bits.numbers import weight_of_step
 from executor_svc.gpu.kernels.splits import sum_splits
 from executor_svc.gpu.kernels.variant import Variant
+
+
+_FEW_ROWS = 16
+"""Up to so many rows, codes are multiplied as they are, and sums take the scales: `few_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +41,11 @@ class Tile:
     num_warps: int
     num_stages: int
     may_split: bool
-    unroll: int = 1
 
 
 _TILES = (
-    Tile(rows=16, num_warps=4, num_stages=4, may_split=True),
+    Tile(rows=8, num_warps=2, num_stages=4, may_split=True),
+    Tile(rows=16, num_warps=2, num_stages=4, may_split=True),
     Tile(rows=32, num_warps=4, num_stages=4, may_split=True),
     Tile(rows=64, num_warps=4, num_stages=3, may_split=True),
     Tile(rows=128, num_warps=4, num_stages=3, may_split=True),
@@ -85,7 +91,7 @@ def _linear_few_bits(
     rows, out_features, in_features, out_stride, steps, span, super_span, split_steps,
     BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
     SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
-    PACKED: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, UNROLL: tl.constexpr,
+    PACKED: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the product over `split_steps` steps; with PARTIAL a part, and out is [splits, M, N]."""
     row_tiles = tl.cdiv(rows, ROWS)
@@ -104,16 +110,14 @@ def _linear_few_bits(
     last_step = tl.minimum(first_step + split_steps, steps)
     end = tl.minimum(in_features, last_step * (2 * HALF))
     total = tl.zeros((TILE, ROWS), tl.float32)
-    for unrolled in range(first_step, last_step, UNROLL):
-        for inner in tl.static_range(UNROLL):
-            # Past the end x is zeros, and the weight's last step is read once more.
-            first, second = weight_of_step(
-                codes, high, numbers, zeros, above, tile, lane, tl.minimum(unrolled + inner, steps - 1), steps, span,
-                super_span, BITS, VALUES, ZERO, OFFSETS, PAIRED, SUPERS, GROUPS, HALF, TILE, PACKED,
-            )  # fmt: skip
-            column = (unrolled + inner) * (2 * HALF) + tl.arange(0, HALF)
-            total = _add_half(total, first, x, rows_at, row_inside, column, end)
-            total = _add_half(total, second, x, rows_at, row_inside, column + HALF, end)
+    for step in range(first_step, last_step):
+        first, second = weight_of_step(
+            codes, high, numbers, zeros, above, tile, lane, step, steps, span, super_span,
+            BITS, VALUES, ZERO, OFFSETS, PAIRED, SUPERS, GROUPS, HALF, TILE, PACKED,
+        )  # fmt: skip
+        column = step * (2 * HALF) + tl.arange(0, HALF)
+        total = _add_half(total, first, x, rows_at, row_inside, column, end)
+        total = _add_half(total, second, x, rows_at, row_inside, column + HALF, end)
 
     feature = tile * TILE + lane
     inside = (feature < out_features)[:, None] & row_inside[None, :]
@@ -159,7 +163,8 @@ def launch(
     """Write the product with a given tile and number of parts; arguments as of `linear_few_bits`, not checked."""
     rows, layout = x.shape[0], weight.layout
     programs = -(-rows // tile.rows) * -(-weight.rows // TILE)
-    _linear_few_bits[(programs, splits)](
+    kernel = linear_few_rows if tile.rows <= _FEW_ROWS else _linear_few_bits
+    kernel[(programs, splits)](
         x,
         *weight.planes,
         bias,
@@ -172,7 +177,7 @@ def launch(
         layout.span,
         layout.super_span,
         -(-layout.steps // splits),
-        **_constants(layout, tile, partial=splits > 1),
+        **_constants(layout, tile, x.dtype == torch.bfloat16, partial=splits > 1),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=False,
@@ -182,9 +187,14 @@ def launch(
         sum_splits(workspace, splits, None, bias, out)
 
 
-def _constants(layout: FewBitsLayout, tile: Tile, *, partial: bool) -> dict[str, Any]:
-    sizes = {"ROWS": tile.rows, "GROUP": _GROUP, "UNROLL": tile.unroll}
-    return layout.constants() | sizes | {"PARTIAL": partial, "PACKED": not is_interpreted()}
+def _constants(layout: FewBitsLayout, tile: Tile, is_bfloat16: bool, *, partial: bool) -> dict[str, Any]:
+    own: dict[str, Any]
+    if tile.rows <= _FEW_ROWS:
+        assembly = "" if is_interpreted() else assembly_of(layout.kind, is_bfloat16)
+        own = {"CENTER": center_of(layout.kind), "ASSEMBLY": assembly}
+    else:
+        own = {"GROUP": _GROUP, "PACKED": not is_interpreted()}
+    return layout.constants() | own | {"ROWS": tile.rows, "PARTIAL": partial}
 
 
 def _check(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor) -> None:
@@ -237,13 +247,13 @@ def _variant(
 ) -> Variant:
     layout = FewBitsLayout(kind, columns)
     planes, known = plane_arguments(layout)
-    constants = _constants(layout, tile, partial=partial) | known
+    constants = _constants(layout, tile, rows == "bf16", partial=partial) | known
     pointers = {"x": f"*{rows}", **planes, "bias": "*fp32", "out": f"*{out}"}
     sizes = ("rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span", "split_steps")
     what = "parts" if partial else f"to {out}"
     return Variant(
         name=f"linear_few_bits {rows} {kind.name} rows{tile.rows} {what}{'' if layout.half == 64 else ' narrow'}",
-        kernel=_linear_few_bits,
+        kernel=linear_few_rows if tile.rows <= _FEW_ROWS else _linear_few_bits,
         signature={
             **pointers,
             **{name: "i32" for name in sizes if name not in constants},
@@ -254,6 +264,6 @@ def _variant(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         fp_fusion=False,
-        wgmma=True,
+        wgmma=tile.rows > _FEW_ROWS,
         quick=kind.name == "Q4_K" and (rows, out) == ("bf16", "bf16") and tile.rows == 16,
     )

@@ -30,7 +30,7 @@ def _load(at, row, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _pair(numbers, COUNT: tl.constexpr):
+def pair(numbers, COUNT: tl.constexpr):
     """Return the even and the odd columns of numbers [F, COUNT]: [F, COUNT / 2], or [F] each."""
     if COUNT == 2:
         even, odd = tl.split(numbers)
@@ -51,12 +51,12 @@ def _spread(numbers, COUNT: tl.constexpr, HALF: tl.constexpr):
     if COUNT == 1:
         wide = numbers[:, None]
     elif COUNT == 2:
-        first, second = _pair(numbers, 2)
+        first, second = pair(numbers, 2)
         wide = _choose(first, second, HALF // 2, HALF)
     else:
-        even, odd = _pair(numbers, 4)
-        first, third = _pair(even, 2)
-        second, fourth = _pair(odd, 2)
+        even, odd = pair(numbers, 4)
+        first, third = pair(even, 2)
+        second, fourth = pair(odd, 2)
         lower = _choose(first, second, HALF // 4, HALF)
         upper = _choose(third, fourth, 3 * HALF // 4, HALF)
         wide = tl.where(tl.arange(0, HALF)[None, :] < HALF // 2, lower, upper)
@@ -70,7 +70,7 @@ def _spread_halves(numbers, GROUPS: tl.constexpr, HALF: tl.constexpr):
         first = numbers[:, None]
         second = first
     else:
-        even, odd = _pair(numbers, GROUPS)
+        even, odd = pair(numbers, GROUPS)
         first, second = _spread(even, GROUPS // 2, HALF), _spread(odd, GROUPS // 2, HALF)
     return first, second
 
@@ -86,13 +86,13 @@ def _scaled(numbers, above, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _scales_and_offsets(
+def scales_and_offsets(
     numbers, zeros, above, row, super_row,
     OFFSETS: tl.constexpr, PAIRED: tl.constexpr, SUPERS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Return scales and offsets of a step, [F, GROUPS] float32; without offsets, the scales twice."""
     if PAIRED:
-        stored, beside = _pair(_load(numbers, row, 2 * GROUPS), 2 * GROUPS)
+        stored, beside = pair(_load(numbers, row, 2 * GROUPS), 2 * GROUPS)
         scale, offset = floats_of(stored), floats_of(beside)
     else:
         scale = floats_of(_load(numbers, row, GROUPS))
@@ -100,7 +100,7 @@ def _scales_and_offsets(
         if OFFSETS == "zero_point":
             offset = _load(zeros, row, GROUPS).to(tl.float32)
     if SUPERS and PAIRED:
-        super_scale, super_offset = _pair(_load(above, super_row, 2), 2)
+        super_scale, super_offset = pair(_load(above, super_row, 2), 2)
         scale = _scaled(scale, floats_of(super_scale), GROUPS)
         offset = _scaled(offset, floats_of(super_offset), GROUPS)
     elif SUPERS:
@@ -149,7 +149,7 @@ def weight_of_step(
     first, second = unpacked(codes, high, tile, lane, step, steps, BITS, VALUES, HALF, TILE, PACKED)
     row = (tile * tl.cdiv(steps, span) + step // span) * TILE + lane
     super_row = (tile * tl.cdiv(steps, super_span) + step // super_span) * TILE + lane
-    scale, offset = _scales_and_offsets(numbers, zeros, above, row, super_row, OFFSETS, PAIRED, SUPERS, GROUPS)
+    scale, offset = scales_and_offsets(numbers, zeros, above, row, super_row, OFFSETS, PAIRED, SUPERS, GROUPS)
     offset = _moved(scale, offset, ZERO, OFFSETS, MAGIC)
     first_scale, second_scale = _spread_halves(scale, GROUPS, HALF)
     first_offset, second_offset = _spread_halves(offset, GROUPS, HALF)

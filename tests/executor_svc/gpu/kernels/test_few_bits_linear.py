@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +12,8 @@ from executor_svc.device.stored_linear import QuantBlock, QuantFormat
 from executor_svc.gpu.kernels.few_bits.embedding import embed_few_bits
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight, is_supported
 from executor_svc.gpu.kernels.few_bits.linear import (
-    SEGMENT,
     TILE_ROWS,
+    launch,
     linear_few_bits,
     num_splits,
     tile_of,
@@ -124,43 +121,19 @@ def test_products(name: str, rows: int, dtype: torch.dtype, device: torch.device
     assert torch.equal(rounded, found.to(dtype))
 
 
-@pytest.fixture
-def chained_sums(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
-    """Under the interpreter, products are chains of sums as on a GPU: numpy's order depends on the shape."""
-    if device.type == "cuda":
-        yield
-        return
-    from triton.runtime import interpreter
-
-    create_dot = interpreter.InterpreterBuilder.create_dot
-
-    def matmul(a: Any, b: Any, **_: Any) -> Any:
-        total = np.zeros((a.shape[0], b.shape[1]), np.float32)
-        for index in range(a.shape[1]):
-            total = total + a[:, index : index + 1].astype(np.float32) * b[index : index + 1].astype(np.float32)
-        return total
-
-    def dot(self: Any, *operands: Any) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(interpreter.np, "matmul", matmul)
-            return create_dot(self, *operands)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    yield
-
-
-@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
-def test_the_bits_of_a_row_do_not_depend_on_the_batch(name: str, device: torch.device, chained_sums: None) -> None:
-    """Alone, among others, in every tile, and with segments of its own programs or of one."""
-    columns = SEGMENT + 256
-    _, _, weight = made(name, 67, columns, device)
-    x = torch.randn(130, columns, generator=torch.Generator().manual_seed(5)).to(BFLOAT16).to(device)
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "gptq 4"])
+def test_few_rows_do_not_depend_on_those_beside_them(name: str, device: torch.device) -> None:
+    """In one tile of rows, and with another number of parts but for rounding."""
+    _, _, weight = made(name, 67, 1280, device)
+    # Sums of codes are exact, in any order.
+    x = torch.randint(-3, 4, (8, 1280), generator=torch.Generator().manual_seed(5)).to(BFLOAT16).to(device)
     expected = product(x, weight)
-    for rows in (1, 2, 16, 17, 33, 64, 70):
-        for first in {0, 130 - rows}:
-            assert torch.equal(product(x[first : first + rows], weight), expected[first : first + rows]), rows
-    assert num_splits(tile_of(9), 9, 67, columns, SMS) > num_splits(tile_of(9), 9, 67, columns, 1) == 1
-    assert torch.equal(product(x[:9], weight, sms=1), expected[:9])
+    for rows in (1, 2, 7):
+        assert torch.equal(product(x[8 - rows :], weight), expected[8 - rows :]), rows
+    assert num_splits(tile_of(8), 67, 1280, SMS) == 2
+    whole = torch.empty_like(expected)
+    launch(x, weight, torch.zeros(67, device=device), whole, None, tile_of(8), 1)
+    assert torch.allclose(whole, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -177,7 +150,7 @@ def test_what_no_kernel_has() -> None:
     assert not is_supported(QuantFormat("groups of 8", 4, 8), 4096)
     assert not is_supported(Q6_K, 4096 + 128)
     assert not is_supported(QuantFormat("sevens", 4, 32, values="e4m3"), 4096)
-    assert TILE_ROWS == (16, 32, 64, 128)
+    assert TILE_ROWS == (8, 16, 32, 64, 128)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +173,7 @@ def test_wrong_arguments_are_named(change: dict[str, Tensor], message: str) -> N
 def test_a_workspace_is_needed_where_segments_are_split(device: torch.device) -> None:
     kind, block, weight = made("Q4_K", 64, 2048, device)
     x, out = torch.zeros(1, 2048, dtype=BFLOAT16, device=device), torch.zeros(1, 64, device=device)
-    with pytest.raises(ValueError, match="workspace: must be 128 float32"):
+    with pytest.raises(ValueError, match="workspace: must be 256 float32"):
         linear_few_bits(x, weight, torch.zeros(64, device=device), out, None, SMS)
     assert kind == Q4_K
     assert len(block) == 64

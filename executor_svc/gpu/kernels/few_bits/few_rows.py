@@ -1,0 +1,204 @@
+"""Linear layers with weights in few bits and few rows: products with codes as they are, scaled group by group.
+
+Codes are exact in 16 bits, so a group's sum is that of the codes and x, and takes its scale and offset in float32. The
+weight is read once and never rounded. Instructions for each of its numbers bound the time, not memory, so there are few:
+`assembly`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from executor_svc.gpu.kernels.few_bits.numbers import pair, scales_and_offsets
+from executor_svc.gpu.kernels.few_bits.unpacking import values_of
+
+_BFLOAT16_TWO = tl.constexpr((tl.bfloat16, tl.bfloat16))
+_BFLOAT16_THREE = tl.constexpr((tl.bfloat16, tl.bfloat16, tl.bfloat16))
+_FLOAT16_TWO = tl.constexpr((tl.float16, tl.float16))
+_FLOAT16_THREE = tl.constexpr((tl.float16, tl.float16, tl.float16))
+_LEAST_COLUMNS = tl.constexpr(32)
+"""Of a product: four bytes in each of four threads, twice."""
+
+
+@triton.jit
+def _column(numbers, COUNT: tl.constexpr, INDEX: tl.constexpr):
+    """Return column INDEX of numbers [F, COUNT], or of [F] where COUNT is 1."""
+    found = numbers
+    if COUNT == 2:
+        even, odd = pair(numbers, 2)
+        found = odd if INDEX % 2 else even
+    elif COUNT == 4:
+        even, odd = pair(numbers, 4)
+        even, odd = pair(odd if INDEX % 2 else even, 2)
+        found = odd if INDEX // 2 % 2 else even
+    elif COUNT == 8:
+        even, odd = pair(numbers, 8)
+        even, odd = pair(odd if INDEX % 2 else even, 4)
+        even, odd = pair(odd if INDEX // 2 % 2 else even, 2)
+        found = odd if INDEX // 4 else even
+    return found
+
+
+@triton.jit
+def _of_bytes(
+    codes, row, column, DTYPE: tl.constexpr, VALUES: tl.constexpr, HALF: tl.constexpr, CENTER: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of some columns of half a step, and ones: [F, SUB]."""
+    types: tl.constexpr = _BFLOAT16_TWO if DTYPE == tl.bfloat16 else _FLOAT16_TWO
+    stored = tl.load(codes + row[:, None] * HALF + column[None, :])
+    if ASSEMBLY == "":
+        found = values_of(stored.to(tl.int32), CENTER * 1.0, VALUES).to(DTYPE)
+        ones = (stored.to(tl.float32) * 0.0 + 1.0).to(DTYPE)
+    else:
+        found, ones = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,=r,=r,r", [stored], types, True, 4)
+    return found, ones
+
+
+@triton.jit
+def _of_nibbles(
+    codes, high, row, column, DTYPE: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, HALF: tl.constexpr,
+    CENTER: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of some columns of both halves of a step, and ones: [F, SUB]."""
+    types: tl.constexpr = _BFLOAT16_THREE if DTYPE == tl.bfloat16 else _FLOAT16_THREE
+    both = tl.load(codes + row[:, None] * HALF + column[None, :])
+    more, shift = both, column[None, :]
+    if BITS != 4:
+        count: tl.constexpr = 2 * HALF * (BITS - 4) // 8
+        more = tl.load(high + row[:, None] * count + column[None, :] % count)
+        shift = column[None, :] // count * (BITS - 4)
+    if ASSEMBLY == "":
+        low, up = both.to(tl.int32) & 0xF, both.to(tl.int32) >> 4
+        if BITS != 4:
+            mask: tl.constexpr = (1 << (BITS - 4)) - 1
+            bits = more.to(tl.int32) >> shift
+            low, up = low | (bits & mask) << 4, up | (bits >> 4 & mask) << 4
+        first, second = values_of(low, CENTER * 1.0, VALUES).to(DTYPE), values_of(up, CENTER * 1.0, VALUES).to(DTYPE)
+        ones = (low.to(tl.float32) * 0.0 + 1.0).to(DTYPE)
+    elif BITS == 4:
+        first, second, ones = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,=r,=r,=r,=r,r", [both], types, True, 4)
+    else:
+        first, second, ones = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,=r,=r,r,r,r,r,r,r", [both, more, shift], types, True, 4
+        )
+    return first, second, ones
+
+
+@triton.jit
+def _numbers(
+    codes, high, tile, lane, step, steps, column, DTYPE: tl.constexpr,
+    BITS: tl.constexpr, VALUES: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, CENTER: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Return the codes less CENTER, or the values, of some columns of both halves of a step, exact, and ones."""
+    row = (tile * steps + step) * TILE + lane
+    if BITS == 8:
+        row = (tile * steps + step) * (2 * TILE) + lane
+        first, ones = _of_bytes(codes, row, column, DTYPE, VALUES, HALF, CENTER, ASSEMBLY)
+        second, ones = _of_bytes(codes, row + TILE, column, DTYPE, VALUES, HALF, CENTER, ASSEMBLY)
+    else:
+        first, second, ones = _of_nibbles(codes, high, row, column, DTYPE, BITS, VALUES, HALF, CENTER, ASSEMBLY)
+    return first, second, ones
+
+
+@triton.jit
+def _some_rows(x, rows_at, row_inside, column, inside):
+    """Return some columns of x as [SUB, ROWS], zeros where not inside."""
+    return tl.trans(tl.load(x + rows_at[:, None] + column[None, :], mask=row_inside[:, None] & inside[None, :], other=0.0))
+
+
+@triton.jit
+def _add_scaled(total, part, sums, scale, offset, HAS_OFFSET: tl.constexpr):
+    """Add a group's product of codes [F, ROWS] and the sums of x in each row; scale, offset: [F]."""
+    total = tl.fma(part, tl.broadcast_to(scale[:, None], part.shape), total)
+    if HAS_OFFSET:
+        total = tl.fma(sums, tl.broadcast_to(offset[:, None], part.shape), total)
+    return total
+
+
+@triton.jit
+def _product(weight, ones, some, part, sums, HAS_OFFSET: tl.constexpr):
+    """Add the products of weight [F, SUB] and of ones with x [SUB, ROWS]."""
+    part = tl.dot(weight, some, part)
+    if HAS_OFFSET:
+        sums = tl.dot(ones, some, sums)
+    return part, sums
+
+
+@triton.jit
+def _add_step(
+    total, x, codes, high, numbers, zeros, above, tile, lane, step, steps, span, super_span, rows_at, row_inside, end,
+    BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
+    SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, CENTER: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Add the product of a step, group by group."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    HAS_OFFSET: tl.constexpr = OFFSETS != "none" or (VALUES == "integer" and CENTER != ZERO)
+    SIZE: tl.constexpr = HALF if GROUPS == 1 else 2 * HALF // GROUPS
+    SUB: tl.constexpr = max(SIZE, _LEAST_COLUMNS)
+    row = (tile * tl.cdiv(steps, span) + step // span) * TILE + lane
+    super_row = (tile * tl.cdiv(steps, super_span) + step // super_span) * TILE + lane
+    scale, offset = scales_and_offsets(numbers, zeros, above, row, super_row, OFFSETS, PAIRED, SUPERS, GROUPS)
+    if OFFSETS == "minimum":
+        offset += scale * CENTER
+    elif HAS_OFFSET:
+        zero = offset if OFFSETS == "zero_point" else scale * 0.0 + ZERO
+        offset = (CENTER - zero) * scale
+    for sub in tl.static_range(HALF // SUB):
+        place = sub * SUB + tl.arange(0, SUB)
+        first, second, ones = _numbers(
+            codes, high, tile, lane, step, steps, place, DTYPE, BITS, VALUES, HALF, TILE, CENTER, ASSEMBLY
+        )
+        column = step * (2 * HALF) + place
+        for group in tl.static_range(sub * (SUB // SIZE), (sub + 1) * (SUB // SIZE)):
+            inside = (place >= group * SIZE) & (place < (group + 1) * SIZE)
+            some = _some_rows(x, rows_at, row_inside, column, inside & (column < end))
+            more = _some_rows(x, rows_at, row_inside, column + HALF, inside & (column + HALF < end))
+            nothing = tl.zeros(total.shape, tl.float32)
+            part, sums = _product(first, ones, some, nothing, nothing, HAS_OFFSET)
+            if GROUPS == 1:
+                part, sums = _product(second, ones, more, part, sums, HAS_OFFSET)
+            else:
+                upper, others = _product(second, ones, more, nothing, nothing, HAS_OFFSET)
+                scale_at, offset_at = _column(scale, GROUPS, 2 * group + 1), _column(offset, GROUPS, 2 * group + 1)
+                total = _add_scaled(total, upper, others, scale_at, offset_at, HAS_OFFSET)
+            scale_at, offset_at = _column(scale, GROUPS, 2 * group), _column(offset, GROUPS, 2 * group)
+            total = _add_scaled(total, part, sums, scale_at, offset_at, HAS_OFFSET)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_few_rows(
+    x, codes, high, numbers, zeros, above, bias, out,
+    rows, out_features, in_features, out_stride, steps, span, super_span, split_steps,
+    BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
+    SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
+    ROWS: tl.constexpr, CENTER: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Compute 64 features of up to ROWS rows over `split_steps` steps; with PARTIAL, out is [splits, M, N]."""
+    row = tl.arange(0, ROWS)
+    tile, lane = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    row_inside = row < rows
+    rows_at = row.to(tl.int64) * in_features
+
+    first_step = tl.program_id(1) * split_steps
+    last_step = tl.minimum(first_step + split_steps, steps)
+    end = tl.minimum(in_features, last_step * (2 * HALF))
+    total = tl.zeros((TILE, ROWS), tl.float32)
+    for step in range(first_step, last_step):
+        total = _add_step(
+            total, x, codes, high, numbers, zeros, above, tile, lane, step, steps, span, super_span, rows_at,
+            row_inside, end, BITS, VALUES, ZERO, OFFSETS, PAIRED, SUPERS, GROUPS, HALF, TILE, CENTER, ASSEMBLY,
+        )  # fmt: skip
+
+    feature = tile * TILE + lane
+    inside = (feature < out_features)[:, None] & row_inside[None, :]
+    if PARTIAL:
+        out_at = out + (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * out_features + feature[:, None]
+    else:
+        out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
+        total += tl.load(bias + feature, mask=feature < out_features, other=0.0)[:, None]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)

@@ -51,13 +51,14 @@ def merged(
     acc = tl.zeros([rows.shape[0], PADDED], tl.float32)
     for first in range(0, count, CHUNK):
         some = first + tl.arange(0, CHUNK)
-        at = (some * num_rows)[:, None] + rows[None, :]
-        loaded = (some < count)[:, None] & there[None, :]
+        # Rows come first: each warp has rows of its own then, where there are several, and adds without the others.
+        at = (some * num_rows)[None, :] + rows[:, None]
+        loaded = (some < count)[None, :] & there[:, None]
         most = tl.load(stats + at * 2, mask=loaded, other=float("-inf"), cache_modifier=".cg")
         wanted = loaded[:, :, None] & (columns < HEAD_SIZE)[None, None, :]
         addresses = values + ((at * HEAD_SIZE)[:, :, None] + columns[None, None, :])
         numbers = tl.load(addresses, mask=wanted, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(numbers * tl.exp2(most - highest[None, :])[:, :, None], 0)
+        acc += tl.sum(numbers * tl.exp2(most - highest[:, None])[:, :, None], 1)
     return acc / tl.where(there, total, 1.0)[:, None]
 
 

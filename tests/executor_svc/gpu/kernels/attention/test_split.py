@@ -80,20 +80,21 @@ def test_long_decode(device: torch.device) -> None:
     compare([(8191, 1)], Sizes(1, 4, 64, 32), device)
 
 
-@pytest.mark.parametrize("merging", [Merging.SECOND, Merging.LAST])
+@pytest.mark.parametrize(("merging", "programs_per_sm"), [(Merging.SECOND, 7), (Merging.LAST, 1), (Merging.LAST, 7)])
 @pytest.mark.parametrize(
     ("sizes", "chunks"),
     [
-        (Sizes(2, 4), [(899, 1), (450, 1), (63, 1), (-1, 1), (0, 1), (700, 1)]),
-        (Sizes(2, 3, 128, COPIED_BLOCK), [(610, 1), (127, 1), (128, 1)]),
-        (Sizes(1, 17, 80, kv_dtype=F8), [(400, 1), (20, 1)]),
-        (Sizes(2, 4, window=100), [(599, 3), (253, 5), (511, 2), (255, 0), (100, 3)]),
+        (Sizes(2, 4), [(419, 1), (250, 1), (63, 1), (-1, 1), (0, 1)]),
+        (Sizes(2, 3, 128, COPIED_BLOCK), [(310, 1), (127, 1), (128, 1)]),
+        (Sizes(1, 17, 80, kv_dtype=F8), [(300, 1), (20, 1)]),
+        (Sizes(1, 4, window=100), [(299, 3), (126, 5), (255, 0), (100, 3)]),
     ],
 )
-def test_other_segments(merging: Merging, sizes: Sizes, chunks: Chunks, device: torch.device) -> None:
+def test_other_segments(
+    sizes: Sizes, chunks: Chunks, merging: Merging, programs_per_sm: int, device: torch.device
+) -> None:
     """Runs of segments, uneven among programs, whoever merges them."""
-    for programs_per_sm in (1, 7):
-        compare(chunks, sizes, device, segments=Segments(64, programs_per_sm, 16, merging))
+    compare(chunks, sizes, device, segments=Segments(64, programs_per_sm, 16, merging))
 
 
 def test_padding_and_sequences_without_tokens(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from executor_svc.gpu.kernels.attention.split import LEAST_KEYS
+from executor_svc.gpu.kernels.attention.segments import SEGMENTS
 from executor_svc.gpu.kernels.few_bits import linear as few_bits
 from executor_svc.gpu.kernels.linear_w8 import TILE_ROWS
 from executor_svc.gpu.step import GpuStepExecutor
@@ -114,7 +114,7 @@ def _each_kind(limits: Limits) -> Iterator[StepPlan]:
     yield _prompts(np.array([_LENGTH]), _EVERYTHING, limits.block_size)
     yield StepPlan(2, 1, decode_ready=True)
     # One token of a short sequence, and of one with split keys, in steps without logits: by no graph.
-    for length in (_LENGTH, min(LEAST_KEYS + 2, limits.max_model_len)):
+    for length in (_LENGTH, min(SEGMENTS.least_keys + 2, limits.max_model_len)):
         yield _one_token(length, limits.block_size)
         if limits.max_drafts:
             yield _one_draft(length, limits.block_size)

@@ -23,7 +23,7 @@ from benchmarks.gpu.common.shapes import LLAMA_8B, QWEN3_06B, SHAPES, write_conf
 from benchmarks.gpu.common.timing import HostClock
 from benchmarks.gpu.kernels import attention, group_process, part
 from benchmarks.gpu.kernels.ceilings import ceilings_of
-from benchmarks.gpu.kernels.groups import GROUPS, ORDER
+from benchmarks.gpu.kernels.groups import GROUPS
 from benchmarks.gpu.kernels.steps import driver_options
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.registry import ARCHITECTURES
@@ -66,7 +66,7 @@ def test_the_executor_reads_the_configs(shape: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tiny", [False, True])
 def test_cases_have_names_and_parameters_of_their_own(tiny: bool) -> None:
-    for group in (*ORDER, GROUPS["warm"]):
+    for group in GROUPS.values():
         cases = group.cases(tiny)
         assert len({case.name for case in cases}) == len(cases) > 0, group.name
         json.dumps([dict(case.params) for case in cases])
@@ -316,6 +316,7 @@ def child(*arguments: str, packages: tuple[Path, ...] = ()) -> list[dict[str, An
     [
         ("prefill", "tflop_per_s"),
         pytest.param("tune-decode", "us", marks=pytest.mark.long),
+        pytest.param("tune-split", "us", marks=pytest.mark.long),
         pytest.param("linears", "speedup", marks=pytest.mark.long),
         ("few-bits", "speedup"),
         pytest.param("lora", "overhead_percent", marks=pytest.mark.long),

@@ -21,6 +21,7 @@ from benchmarks.gpu.kernels.attention import (
 )
 from benchmarks.gpu.kernels.attention_launch import Inputs, arch_and_sms, check, launch, make_inputs
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, DECODE_ROWS, AttentionConfig
+from executor_svc.gpu.kernels.attention.segments import SEGMENTS, Scratch, Segments
 
 if TYPE_CHECKING:
     from executor_svc.gpu.kernels.attention.call import AttentionCall
@@ -97,20 +98,19 @@ def _time_tiles(bench: Bench, sizes: Sizes, config: AttentionConfig) -> Metrics:
 
 
 def tuned_launch(
-    bench: Bench, sizes: Sizes, inputs: Inputs, config: AttentionConfig
+    bench: Bench, sizes: Sizes, inputs: Inputs, config: AttentionConfig, segments: Segments = SEGMENTS
 ) -> tuple[Callable[[], None], torch.Tensor]:
     """A function that enqueues attention with these tiles, split or not as the plan decides, and its output."""
     from executor_svc.gpu.kernels.attention.attention import attention
-    from executor_svc.gpu.kernels.attention.split import scratch_floats, split_attention, wants_split
+    from executor_svc.gpu.kernels.attention.split import split_attention
 
     arch, num_sms = arch_and_sms(bench.device)
     shape = sizes.shape
     call = _tuned_call(sizes, inputs, config)
-    if not wants_split(sizes.batch, sizes.num_kv_heads, sizes.num_tokens, sizes.context, num_sms):
+    if not segments.wants_split(sizes.batch, sizes.num_kv_heads, sizes.num_tokens, sizes.context, num_sms):
         return lambda: attention(call, arch), call.out
-    size = scratch_floats(shape.num_heads, shape.num_kv_heads, sizes.head_size, num_sms)
-    scratch = torch.empty(size, dtype=torch.float32, device=bench.device)
-    return lambda: split_attention(call, arch, scratch, num_sms), call.out
+    scratch = Scratch.of(shape.num_heads, shape.num_kv_heads, sizes.head_size, num_sms, bench.device, segments)
+    return lambda: split_attention(call, arch, scratch, num_sms, segments), call.out
 
 
 def _tuned_call(sizes: Sizes, inputs: Inputs, config: AttentionConfig) -> AttentionCall:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.gpu.common.cases import Group
 from benchmarks.gpu.kernels import (
     attention,
+    attention_segments,
     attention_tiles,
     beside_flashinfer,
     ceilings,
@@ -15,7 +16,11 @@ from benchmarks.gpu.kernels import (
     steps,
 )
 
-WARM = attention_tiles.WARM
+WARM: dict[str, Group] = {
+    **dict.fromkeys(("decode", "prefill", "blocks", "tune-decode", "tune-prefill"), attention_tiles.WARM),
+    attention_segments.GROUP.name: attention_segments.WARM,
+}
+"""Groups whose kernels several processes compile in advance, each with the group that does it."""
 ORDER: tuple[Group, ...] = (
     ceilings.GROUP,
     attention.DECODE,
@@ -28,6 +33,7 @@ ORDER: tuple[Group, ...] = (
     attention.BLOCKS,
     attention_tiles.TUNE_PREFILL,
     attention_tiles.TUNE_DECODE,
+    attention_segments.GROUP,
     beside_flashinfer.GROUP,
 )
-GROUPS: dict[str, Group] = {group.name: group for group in (*ORDER, WARM)}
+GROUPS: dict[str, Group] = {group.name: group for group in (*ORDER, *WARM.values())}

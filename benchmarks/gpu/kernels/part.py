@@ -19,14 +19,12 @@ from benchmarks.gpu.kernels import steps
 from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
 from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.group_process import GroupProcess, outcomes
-from benchmarks.gpu.kernels.groups import ORDER, WARM
+from benchmarks.gpu.kernels.groups import GROUPS, ORDER, WARM
 
 ROWS = "gpu_kernels"
 _MAX_COMPILERS = 8
 _GRACE_S = 15.0
 _LOAD_WINDOW_S = 0.5
-_COMPILED = ("decode", "prefill", "blocks", "tune-decode", "tune-prefill")
-"""Groups whose kernels several processes compile in advance."""
 _TUNED_BY = ("kv", "batch", "context", "num_tokens")
 
 
@@ -64,11 +62,12 @@ def measure(groups: Sequence[Group], tiny: bool, end_at: float) -> Iterator[tupl
     """
     loading: dict[str, GroupProcess] = {}
     ceilings, found = Ceilings(), dict[str, Metrics]()
-    compiles = any(group.name in _COMPILED for group in groups)
+    warm = list(dict.fromkeys(WARM[group.name].name for group in groups if group.name in WARM))
     try:
-        if compiles:
+        if warm:
             loading = _preload(groups, tiny)
-            _compile(tiny, end_at)
+        for name in warm:
+            _compile(GROUPS[name], tiny, end_at)
         for group in groups:
             group_end = min(end_at, time.monotonic() + group.limit_s)
             for case, outcome in outcomes(group, tiny, ceilings, group_end, loading.pop(group.name, None)):
@@ -78,7 +77,7 @@ def measure(groups: Sequence[Group], tiny: bool, end_at: float) -> Iterator[tupl
             if group is CEILINGS:
                 ceilings = ceilings_of(found)
                 progress(f"ceilings: {ceilings}")
-                if not compiles:
+                if not warm:
                     loading = _preload(groups, tiny)
     finally:
         for process in loading.values():
@@ -89,13 +88,13 @@ def _preload(groups: Sequence[Group], tiny: bool) -> dict[str, GroupProcess]:
     return {group.name: GroupProcess(group, tiny) for group in groups if group.preload is not None}
 
 
-def _compile(tiny: bool, end_at: float) -> None:
+def _compile(warm: Group, tiny: bool, end_at: float) -> None:
     """Fill Triton's cache with several processes at once: otherwise compiling would be most of a case's time."""
     began = time.monotonic()
     count = 1 if tiny else max(1, min(_MAX_COMPILERS, (os.cpu_count() or 1) // 2))
-    processes = [GroupProcess(WARM, tiny, start, count) for start in range(count)]
-    names = [case.name for case in WARM.cases(tiny)]
-    group_end = min(end_at, began + WARM.limit_s)
+    processes = [GroupProcess(warm, tiny, start, count) for start in range(count)]
+    names = [case.name for case in warm.cases(tiny)]
+    group_end = min(end_at, began + warm.limit_s)
     num_done = 0
     for process in processes:
         try:
@@ -123,7 +122,7 @@ def tables(done: Sequence[tuple[Group, Case, Outcome]]) -> str:
         title = next(found.title for found, _, _ in done if found.name == group)
         parts.append(results.table(f"{group}: {title}", rows))
         if group.startswith("tune-"):
-            metric = "tb_per_s" if group == "tune-decode" else "tflop_per_s"
+            metric = "tflop_per_s" if group == "tune-prefill" else "tb_per_s"
             parts += results.best_of([outcome for outcome, _ in rows], _TUNED_BY, metric)
     parts.append(results.summary([(outcome, case.goal) for _, case, outcome in done]))
     return "\n".join(parts)

@@ -135,6 +135,8 @@ _HOPPER_WIDE = _HOPPER | {
     ("fp8", 64): AttentionConfig(128, 64, 8, 3),
     ("fp8", 128): AttentionConfig(64, 64, 8, 3),
     ("fp8", 256): AttentionConfig(32, 32, 8, 3),
+    ("32", 64): AttentionConfig(64, 16, 8, 2),
+    ("32", 128): AttentionConfig(32, 16, 8, 2),
     ("32", 256): AttentionConfig(32, 16, 32, 2),
 }
 """For decodes with more query heads per KV head than rows of a decode tile: the split kernel needs more registers."""

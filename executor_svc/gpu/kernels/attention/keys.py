@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK
+from executor_svc.gpu.kernels.attention.records import first_segment, recorded_at_edge
 from executor_svc.gpu.kernels.attention.tile import nothing_yet, weigh
 
 
@@ -72,6 +73,7 @@ def attend(
     HAS_SOFTCAP: tl.constexpr,
     COPIES: tl.constexpr,
     STAGES: tl.constexpr,
+    segments=None,
 ):
     """Return weighted values [ROWS, PADDED], not yet divided, and each row's maximum exponent of 2 and sum of weights.
 
@@ -85,16 +87,19 @@ def attend(
         begin, end: the loop covers tiles begin to end - 1 of the sequence's keys.
         low, high: some row attends to each of the keys low to high - 1; other keys have no effect.
         clear_from, clear_to: every row attends to all keys of the tiles clear_from to clear_to - 1.
+        segments: None, or index of the first segment and tiles of a segment, the sequence's first tile, and what
+        `record` writes to: what is returned is of the last segment then, the others are recorded.
     """
     rows = (q, positions, inner, outer, window, clear_from, clear_to)
     sums = nothing_yet(q)
     if COPIES:
         sums = attend_copied(
-            rows, sums, cache, head, table, begin, end, high, num_kv_heads, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
+            rows, sums, cache, head, table, begin, end, high, num_kv_heads, segments,
+            HEAD_SIZE, PADDED, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
         )  # fmt: skip
     else:
         sums = attend_loaded(
-            rows, sums, cache, head, table, begin, end, low, high, num_kv_heads, block_size, block_bits,
+            rows, sums, cache, head, table, begin, end, low, high, num_kv_heads, block_size, block_bits, segments,
             HEAD_SIZE, PADDED, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
         )  # fmt: skip
     acc, greatest, total = sums
@@ -115,6 +120,7 @@ def attend_loaded(
     num_kv_heads,
     block_size,
     block_bits,
+    segments,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -127,6 +133,7 @@ def attend_loaded(
     kv_head, value_offset = cache + head * head_stride, num_kv_heads * head_stride
     # Loaded one tile ahead: loads of keys and values would otherwise wait for the ids.
     ids = tl.load(table + (keys_to_read(begin, low, high, TILE) >> block_bits))
+    segment = first_segment(segments)
     for tile in tl.range(begin, end, num_stages=STAGES):
         keys = keys_to_read(tile, low, high, TILE)
         places = places_of(keys, ids, kv_head, value_offset, block_size, HEAD_SIZE, PADDED)
@@ -134,6 +141,8 @@ def attend_loaded(
         k = loaded(places, HEAD_SIZE, PADDED)
         v = loaded(places + value_offset, HEAD_SIZE, PADDED)
         sums = weigh(rows, sums, k, v, tile, False, TILE, HAS_WINDOW, HAS_SOFTCAP)
+        if segments is not None:
+            sums, segment = recorded_at_edge(rows, sums, tile, end, segment, segments, HEAD_SIZE, PADDED)
     return sums
 
 
@@ -148,6 +157,9 @@ def attend_copied(
     end,
     high,
     num_kv_heads,
+    segments,
+    HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -159,12 +171,15 @@ def attend_copied(
     value_offset = num_kv_heads * BLOCK_SIZE
     whole = tl.minimum(high // TILE, end)
     block = tl.load(table + begin * TILE // BLOCK_SIZE)  # one tile ahead, as ids are in `attend_loaded`
+    segment = first_segment(segments)
     for tile in tl.range(begin, whole, num_stages=STAGES):
         row = row_of(tile, block, head, num_kv_heads, BLOCK_SIZE, TILE)
         block = tl.load(table + tl.minimum(tile + 1, end - 1) * TILE // BLOCK_SIZE)
         k = cache.load([row, 0])
         v = cache.load([row + value_offset, 0])
         sums = weigh(rows, sums, k, v, tile, False, TILE, HAS_WINDOW, HAS_SOFTCAP)
+        if segments is not None:
+            sums, segment = recorded_at_edge(rows, sums, tile, end, segment, segments, HEAD_SIZE, PADDED)
     if whole < end:
         row = row_of(whole, block, head, num_kv_heads, BLOCK_SIZE, TILE)
         k = cache.load([row, 0])

@@ -10,7 +10,8 @@ from torch import Tensor
 from executor_svc.device.kernels import AttentionShape, KVScales
 from executor_svc.gpu.kernels.attention.attention import attention
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.split import scratch_floats, split_attention, split_tokens, wants_split
+from executor_svc.gpu.kernels.attention.segments import SEGMENTS, Scratch
+from executor_svc.gpu.kernels.attention.split import split_attention, split_tokens
 from executor_svc.gpu.kernels.slots.slots import StepBuffers
 
 _SMALLEST_BLOCK = 8
@@ -42,8 +43,7 @@ class GpuAttentionPlan:
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_seqs, width, dtype=torch.int32, device=device)
-        size = scratch_floats(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms)
-        self._scratch = torch.empty(size, dtype=torch.float32, device=device)
+        self._scratch = Scratch.of(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms, device)
         ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
         self._unscaled = KVScales(ones, ones)
         self._num_seqs = self._max_query_len = self._max_seq_len = 0
@@ -97,7 +97,7 @@ class GpuAttentionPlan:
             None if scales is None else scales.v,
         )
         lengths = self._max_query_len, self._max_seq_len
-        if wants_split(seqs, shape.num_kv_heads, *lengths, self._num_sms, split_tokens(call.kind)):
+        if SEGMENTS.wants_split(seqs, shape.num_kv_heads, *lengths, self._num_sms, split_tokens(call.kind)):
             split_attention(call, self._arch, self._scratch, self._num_sms)
         else:
             attention(call, self._arch)

@@ -12,32 +12,31 @@ from hypothesis import strategies as st
 from executor_svc.gpu.kernels.attention.attention import attention
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, HEAD_SIZES, AttentionKind
-from executor_svc.gpu.kernels.attention.split import (
-    MAX_SEGMENTS,
-    max_segments,
-    scratch_floats,
-    split_attention,
-    split_tokens,
-    variants,
-    wants_split,
-)
+from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, SEGMENTS, Merging, Scratch, Segments
+from executor_svc.gpu.kernels.attention.split import split_attention, split_tokens, variants
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH, F8, Chunks, Sizes, check, make_call
 
 SMS = 4
 """Of a GPU so small that short sequences are enough for several segments to a program."""
 
 
-def scratch_for(call: AttentionCall, num_sms: int = SMS) -> torch.Tensor:
+def scratch_for(call: AttentionCall, num_sms: int = SMS, segments: Segments = SEGMENTS) -> Scratch:
     """NaN wherever nothing was written."""
-    records = call.num_seqs * call.max_query_len * call.num_heads * max_segments(call.num_kv_heads, num_sms)
-    return torch.full((records * (call.head_size + 2),), float("nan"), device=call.q.device)
+    most = segments.max_segments(call.num_kv_heads, num_sms)
+    records = call.num_seqs * call.max_query_len * call.num_heads * most
+    floats = torch.full((records * (call.head_size + 2),), float("nan"), device=call.q.device)
+    return Scratch(floats, torch.zeros(call.num_seqs * call.num_kv_heads, dtype=torch.int32, device=call.q.device))
 
 
-def compare(chunks: Chunks, sizes: Sizes, device: torch.device, num_sms: int = SMS, seed: int = 0) -> AttentionCall:
+def compare(
+    chunks: Chunks, sizes: Sizes, device: torch.device, num_sms: int = SMS, segments: Segments = SEGMENTS
+) -> AttentionCall:
     """Run it and compare all rows."""
-    call = make_call(chunks, sizes, device, seed)
-    split_attention(call, ARCH, scratch_for(call, num_sms), num_sms)
+    call = make_call(chunks, sizes, device)
+    scratch = scratch_for(call, num_sms, segments)
+    split_attention(call, ARCH, scratch, num_sms, segments)
     check(call)
+    assert not scratch.counters.any()
     return call
 
 
@@ -79,6 +78,23 @@ def test_fp8_cache(head_size: int, block_size: int, device: torch.device) -> Non
 def test_long_decode(device: torch.device) -> None:
     """More keys than the segments have at least: 8,192 in 16."""
     compare([(8191, 1)], Sizes(1, 4, 64, 32), device)
+
+
+@pytest.mark.parametrize(("merging", "programs_per_sm"), [(Merging.SECOND, 7), (Merging.LAST, 1), (Merging.LAST, 7)])
+@pytest.mark.parametrize(
+    ("sizes", "chunks"),
+    [
+        (Sizes(2, 4), [(419, 1), (250, 1), (63, 1), (-1, 1), (0, 1)]),
+        (Sizes(2, 3, 128, COPIED_BLOCK), [(310, 1), (127, 1), (128, 1)]),
+        (Sizes(1, 17, 80, kv_dtype=F8), [(300, 1), (20, 1)]),
+        (Sizes(1, 4, window=100), [(299, 3), (126, 5), (255, 0), (100, 3)]),
+    ],
+)
+def test_other_segments(
+    sizes: Sizes, chunks: Chunks, merging: Merging, programs_per_sm: int, device: torch.device
+) -> None:
+    """Runs of segments, uneven among programs, whoever merges them."""
+    compare(chunks, sizes, device, segments=Segments(64, programs_per_sm, 16, merging))
 
 
 def test_padding_and_sequences_without_tokens(device: torch.device) -> None:
@@ -130,9 +146,11 @@ def test_it_agrees_with_the_unsplit_kernel(device: torch.device) -> None:
     torch.testing.assert_close(call.out[:2], whole.out[:2], rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+@pytest.mark.parametrize("merging", [Merging.SECOND, Merging.LAST])
+def test_a_row_does_not_depend_on_its_batch(merging: Merging, device: torch.device) -> None:
     """Bit for bit, though other numbers of programs share the segments."""
-    together = compare([(899, 1), (450, 1), (700, 1)], Sizes(), device)
+    segments = Segments(merging=merging)
+    together = compare([(899, 1), (450, 1), (700, 1)], Sizes(), device, segments=segments)
     alone = replace(
         together,
         q=together.q[2:3],
@@ -141,36 +159,37 @@ def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
         block_tables=together.block_tables[2:],
         out=torch.empty_like(together.out[2:3]),
     )
-    split_attention(alone, ARCH, scratch_for(alone), SMS)
+    split_attention(alone, ARCH, scratch_for(alone, segments=segments), SMS, segments)
     assert torch.equal(alone.out, together.out[2:3])
 
 
 def test_when_to_split() -> None:
-    assert wants_split(1, 8, 1, 1024, 132)
-    assert wants_split(33, 8, 1, 1024, 132)
-    assert not wants_split(34, 8, 1, 1024, 132)  # a second program for each would be more than wanted
-    assert not wants_split(1, 8, 2, 1024, 132)
-    assert wants_split(1, 8, 6, 1024, 132, 6)
-    assert wants_split(5, 8, 6, 1024, 132, 6)
-    assert not wants_split(6, 8, 6, 1024, 132, 6)  # over the scratch memory of 33 tokens
-    assert not wants_split(1, 8, 1, 256, 132)
-    assert not wants_split(0, 8, 1, 1024, 132)
+    assert SEGMENTS.wants_split(1, 8, 1, 1024, 132)
+    assert SEGMENTS.wants_split(33, 8, 1, 1024, 132)
+    assert not SEGMENTS.wants_split(34, 8, 1, 1024, 132)  # a second program for each would be more than wanted
+    assert not SEGMENTS.wants_split(1, 8, 2, 1024, 132)
+    assert SEGMENTS.wants_split(1, 8, 6, 1024, 132, 6)
+    assert SEGMENTS.wants_split(5, 8, 6, 1024, 132, 6)
+    assert not SEGMENTS.wants_split(6, 8, 6, 1024, 132, 6)  # over the scratch memory of 33 tokens
+    assert not SEGMENTS.wants_split(1, 8, 1, 256, 132)
+    assert not SEGMENTS.wants_split(0, 8, 1, 1024, 132)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8, 32, 300])
 def test_scratch_is_enough_for_each_batch_that_is_split(num_kv_heads: int, device: torch.device) -> None:
-    enough = scratch_floats(num_kv_heads * 4, num_kv_heads, 128, 132)
-    split = [seqs for seqs in range(1, 600) if wants_split(seqs, num_kv_heads, 1, 10_000, 132)]
+    enough = Scratch.of(num_kv_heads * 4, num_kv_heads, 128, 132, device)
+    split = [seqs for seqs in range(1, 600) if SEGMENTS.wants_split(seqs, num_kv_heads, 1, 10_000, 132)]
     most = max(split, default=0)
     assert split == list(range(1, most + 1))
-    assert most * num_kv_heads * 4 * max_segments(num_kv_heads, 132) * 130 <= enough
-    assert 1 <= max_segments(num_kv_heads, 132) <= MAX_SEGMENTS
+    segments = SEGMENTS.max_segments(num_kv_heads, 132)
+    enough.check(most * num_kv_heads * 4 * segments * 130, most * num_kv_heads)
+    assert 1 <= segments <= MAX_SEGMENTS
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     call = make_call([(300, 1)], Sizes(), device)
-    with pytest.raises(ValueError, match=r"^scratch must"):
-        split_attention(call, ARCH, scratch_for(call)[:-1], SMS)
+    with pytest.raises(ValueError, match=r"^scratch\.floats must"):
+        split_attention(call, ARCH, Scratch(scratch_for(call).floats[:-1], scratch_for(call).counters), SMS)
     with pytest.raises(ValueError, match=r"^max_query_len must be at most 8"):
         split_attention(replace(call, max_query_len=9), ARCH, scratch_for(call), SMS)
 

@@ -80,8 +80,9 @@ class GpuRunner:
         self.drafted: list[StepSizes] = []
         """Sizes of decodes with drafts that have a graph."""
         if captures:
-            decodes, adapted = decode_sizes(limits.max_num_seqs), adapted_decode_sizes(limits.max_num_seqs)
-            self.drafted = draft_sizes(min(limits.max_num_seqs, self._most.num_tokens), limits.max_drafts)
+            most = min(limits.max_num_seqs, self._most.num_tokens)
+            decodes, adapted = decode_sizes(most), adapted_decode_sizes(most)
+            self.drafted = draft_sizes(most, limits.max_drafts)
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
         self._hidden = frozenset(self._mixed)
         """Replayed sizes of the computation of hidden states from existing inputs."""

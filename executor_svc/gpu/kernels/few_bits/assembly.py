@@ -1,7 +1,8 @@
 """PTX that makes 16-bit numbers of four codes at a time, for `few_rows`.
 
-A code of up to 7 bits below the byte 0x43 is the bfloat16 128 + code, one of up to 8 below 0x64 the float16 1024 + code:
-a permutation of bytes makes two of them, and one instruction takes 128 or 1024 and the center away. Nothing is rounded.
+Below the byte 0x43 a code of up to 7 bits is the bfloat16 128 + code, below 0x64 one of up to 8 bits the float16
+1024 + code. A permutation of bytes makes two of them, and one instruction takes 128 or 1024, and the center, away.
+Nothing is rounded.
 """
 
 from __future__ import annotations
@@ -96,11 +97,9 @@ def center_of(kind: QuantFormat) -> int:
 
 def assembly_of(kind: QuantFormat, is_bfloat16: bool) -> str:
     """Return the instructions for four codes of a format, numbers in bfloat16 or float16; "" if there are none."""
-    name = "bf16" if is_bfloat16 else "f16"
+    name, one = ("bf16", "0x3F803F80") if is_bfloat16 else ("f16", "0x3C003C00")
     if kind.values == "e4m3":
-        shift, mask, factor, one = (
-            (4, "0x07F007F0", "0x7B807B80", "0x3F803F80") if is_bfloat16 else (1, "0x3F803F80", "0x5C005C00", "0x3C003C00")
-        )
+        shift, mask, factor = (4, "0x07F007F0", "0x7B807B80") if is_bfloat16 else (1, "0x3F803F80", "0x5C005C00")
         return _E4M3.format(type=name, shift=shift, mask=mask, factor=factor, one=one)
     if kind.values != "integer":
         return ""
@@ -108,9 +107,9 @@ def assembly_of(kind: QuantFormat, is_bfloat16: bool) -> str:
         return _BYTES_BFLOAT16 if is_bfloat16 else _BYTES_FLOAT16
     masks = {4: "", 5: "0x10101010", 6: "0x30303030"}
     more = _MORE.format(mask=masks[kind.bits]) if masks[kind.bits] else ""
-    magic, one, raised = (0x43, 0x3F80, 128) if is_bfloat16 else (0x64, 0x3C00, 1024)
+    magic, raised = (0x43, 128) if is_bfloat16 else (0x64, 1024)
     back = _bits(-float(raised + center_of(kind)), is_bfloat16)
-    return _NIBBLES.format(type=name, magic=hex(magic), one=hex(one << 16 | one), back=hex(back << 16 | back), more=more)
+    return _NIBBLES.format(type=name, magic=hex(magic), one=one, back=hex(back << 16 | back), more=more)
 
 
 def _bits(number: float, is_bfloat16: bool) -> int:

@@ -1,8 +1,8 @@
 """Linear layers with weights in few bits and few rows: products with codes as they are, scaled group by group.
 
 Codes are exact in 16 bits, so a group's sum is that of the codes and x, and takes its scale and offset in float32. The
-weight is read once and never rounded. Instructions for each of its numbers bound the time, not memory, so there are few:
-`assembly`.
+weight is read once and never rounded. Not memory but the instructions for each number of the weight bound the time:
+`assembly` has few.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ _BFLOAT16_TWO = tl.constexpr((tl.bfloat16, tl.bfloat16))
 _BFLOAT16_THREE = tl.constexpr((tl.bfloat16, tl.bfloat16, tl.bfloat16))
 _FLOAT16_TWO = tl.constexpr((tl.float16, tl.float16))
 _FLOAT16_THREE = tl.constexpr((tl.float16, tl.float16, tl.float16))
-_LEAST_COLUMNS = tl.constexpr(32)
-"""Of a product: four bytes in each of four threads, twice."""
 
 
 @triton.jit
 def _column(numbers, COUNT: tl.constexpr, INDEX: tl.constexpr):
-    """Return column INDEX of numbers [F, COUNT], or of [F] where COUNT is 1."""
+    """Return column INDEX of numbers [F, COUNT], COUNT up to 4, or of [F] where COUNT is 1."""
     found = numbers
     if COUNT == 2:
         even, odd = pair(numbers, 2)
@@ -32,11 +30,6 @@ def _column(numbers, COUNT: tl.constexpr, INDEX: tl.constexpr):
         even, odd = pair(numbers, 4)
         even, odd = pair(odd if INDEX % 2 else even, 2)
         found = odd if INDEX // 2 % 2 else even
-    elif COUNT == 8:
-        even, odd = pair(numbers, 8)
-        even, odd = pair(odd if INDEX % 2 else even, 4)
-        even, odd = pair(odd if INDEX // 2 % 2 else even, 2)
-        found = odd if INDEX // 4 else even
     return found
 
 
@@ -46,7 +39,7 @@ def _of_bytes(
     ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Return the numbers of some columns of half a step, and ones: [F, SUB]."""
-    types: tl.constexpr = _BFLOAT16_TWO if DTYPE == tl.bfloat16 else _FLOAT16_TWO
+    types: tl.constexpr = _BFLOAT16_TWO if tl.bfloat16 == DTYPE else _FLOAT16_TWO
     stored = tl.load(codes + row[:, None] * HALF + column[None, :])
     if ASSEMBLY == "":
         found = values_of(stored.to(tl.int32), CENTER * 1.0, VALUES).to(DTYPE)
@@ -62,7 +55,7 @@ def _of_nibbles(
     CENTER: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Return the numbers of some columns of both halves of a step, and ones: [F, SUB]."""
-    types: tl.constexpr = _BFLOAT16_THREE if DTYPE == tl.bfloat16 else _FLOAT16_THREE
+    types: tl.constexpr = _BFLOAT16_THREE if tl.bfloat16 == DTYPE else _FLOAT16_THREE
     both = tl.load(codes + row[:, None] * HALF + column[None, :])
     more, shift = both, column[None, :]
     if BITS != 4:
@@ -104,9 +97,10 @@ def _numbers(
 
 
 @triton.jit
-def _some_rows(x, rows_at, row_inside, column, inside):
-    """Return some columns of x as [SUB, ROWS], zeros where not inside."""
-    return tl.trans(tl.load(x + rows_at[:, None] + column[None, :], mask=row_inside[:, None] & inside[None, :], other=0.0))
+def _some_rows(x, rows_at, row_inside, column, end):
+    """Return some columns of x as [SUB, ROWS]; those from `end` on are zeros."""
+    inside = row_inside[:, None] & (column < end)[None, :]
+    return tl.trans(tl.load(x + rows_at[:, None] + column[None, :], mask=inside, other=0.0))
 
 
 @triton.jit
@@ -137,8 +131,7 @@ def _add_step(
     """Add the product of a step, group by group."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     HAS_OFFSET: tl.constexpr = OFFSETS != "none" or (VALUES == "integer" and CENTER != ZERO)
-    SIZE: tl.constexpr = HALF if GROUPS == 1 else 2 * HALF // GROUPS
-    SUB: tl.constexpr = max(SIZE, _LEAST_COLUMNS)
+    SUB: tl.constexpr = HALF if GROUPS == 1 else 2 * HALF // GROUPS
     row = (tile * tl.cdiv(steps, span) + step // span) * TILE + lane
     super_row = (tile * tl.cdiv(steps, super_span) + step // super_span) * TILE + lane
     scale, offset = scales_and_offsets(numbers, zeros, above, row, super_row, OFFSETS, PAIRED, SUPERS, GROUPS)
@@ -147,45 +140,43 @@ def _add_step(
     elif HAS_OFFSET:
         zero = offset if OFFSETS == "zero_point" else scale * 0.0 + ZERO
         offset = (CENTER - zero) * scale
+    nothing = tl.zeros(total.shape, tl.float32)
     for sub in tl.static_range(HALF // SUB):
         place = sub * SUB + tl.arange(0, SUB)
         first, second, ones = _numbers(
             codes, high, tile, lane, step, steps, place, DTYPE, BITS, VALUES, HALF, TILE, CENTER, ASSEMBLY
         )
         column = step * (2 * HALF) + place
-        for group in tl.static_range(sub * (SUB // SIZE), (sub + 1) * (SUB // SIZE)):
-            inside = (place >= group * SIZE) & (place < (group + 1) * SIZE)
-            some = _some_rows(x, rows_at, row_inside, column, inside & (column < end))
-            more = _some_rows(x, rows_at, row_inside, column + HALF, inside & (column + HALF < end))
-            nothing = tl.zeros(total.shape, tl.float32)
-            part, sums = _product(first, ones, some, nothing, nothing, HAS_OFFSET)
-            if GROUPS == 1:
-                part, sums = _product(second, ones, more, part, sums, HAS_OFFSET)
-            else:
-                upper, others = _product(second, ones, more, nothing, nothing, HAS_OFFSET)
-                scale_at, offset_at = _column(scale, GROUPS, 2 * group + 1), _column(offset, GROUPS, 2 * group + 1)
-                total = _add_scaled(total, upper, others, scale_at, offset_at, HAS_OFFSET)
-            scale_at, offset_at = _column(scale, GROUPS, 2 * group), _column(offset, GROUPS, 2 * group)
-            total = _add_scaled(total, part, sums, scale_at, offset_at, HAS_OFFSET)
+        some = _some_rows(x, rows_at, row_inside, column, end)
+        more = _some_rows(x, rows_at, row_inside, column + HALF, end)
+        part, sums = _product(first, ones, some, nothing, nothing, HAS_OFFSET)
+        if GROUPS == 1:
+            part, sums = _product(second, ones, more, part, sums, HAS_OFFSET)
+        else:
+            upper, others = _product(second, ones, more, nothing, nothing, HAS_OFFSET)
+            scale_at, offset_at = _column(scale, GROUPS, 2 * sub + 1), _column(offset, GROUPS, 2 * sub + 1)
+            total = _add_scaled(total, upper, others, scale_at, offset_at, HAS_OFFSET)
+        scale_at, offset_at = _column(scale, GROUPS, 2 * sub), _column(offset, GROUPS, 2 * sub)
+        total = _add_scaled(total, part, sums, scale_at, offset_at, HAS_OFFSET)
     return total
 
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_few_rows(
     x, codes, high, numbers, zeros, above, bias, out,
-    rows, out_features, in_features, out_stride, steps, span, super_span, split_steps,
+    rows, out_features, in_features, out_stride, steps, span, super_span, part_steps,
     BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
     SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
     ROWS: tl.constexpr, CENTER: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute 64 features of up to ROWS rows over `split_steps` steps; with PARTIAL, out is [splits, M, N]."""
+    """Compute 64 features of up to ROWS rows over `part_steps` steps; with PARTIAL, out is [parts, M, N]."""
     row = tl.arange(0, ROWS)
     tile, lane = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     row_inside = row < rows
     rows_at = row.to(tl.int64) * in_features
 
-    first_step = tl.program_id(1) * split_steps
-    last_step = tl.minimum(first_step + split_steps, steps)
+    first_step = tl.program_id(1) * part_steps
+    last_step = tl.minimum(first_step + part_steps, steps)
     end = tl.minimum(in_features, last_step * (2 * HALF))
     total = tl.zeros((TILE, ROWS), tl.float32)
     for step in range(first_step, last_step):

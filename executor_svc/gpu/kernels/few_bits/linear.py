@@ -1,12 +1,12 @@
-"""Linear layers with weights in few bits and 16-bit rows: weights are unpacked in registers, tile by tile.
+"""Linear layers with weights in few bits and up to 128 16-bit rows: weights are unpacked in registers.
 
-The weight's numbers are those of `device.dequantize`, rounded to the dtype of x, and sums are float32: the product is
-that of the same weight kept dense in this dtype.
+Up to 16 rows, codes are multiplied as they are and sums take the scales, in float32: `few_rows`. With more rows, or
+groups of 16 columns, the weight's numbers are those of `device.dequantize`, rounded to the dtype of x, and sums are
+float32: the product is that of the same weight kept dense in this dtype. Still more rows are faster by cuBLAS:
+`widening`.
 
-A row's bits come from that row alone. Sums run over segments of 1024 columns: within a segment in one chain from its
-first column on, then the segments' sums are added in order. Where tiles are too few to fill the GPU, a program computes
-one segment, and a second launch adds them in the same order. Tiles of more rows widen the N of the same instruction
-(wgmma m64nNk16 on sm_90, mma m16n8k16 on sm_80), in which the weight is the left operand.
+A program computes 64 features, or a part of their columns where they are too few to fill the GPU; a second launch adds
+the parts in their order.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ from executor_svc.gpu.kernels.splits import sum_splits
 from executor_svc.gpu.kernels.variant import Variant
 
 
-_FEW_ROWS = 16
-"""Up to so many rows, codes are multiplied as they are, and sums take the scales: `few_rows`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Tiles of rows of x, each with a tile of 64 rows of the weight, by the number of rows."""
@@ -40,41 +36,47 @@ class Tile:
     rows: int
     num_warps: int
     num_stages: int
-    may_split: bool
+    programs_per_sm: int
+    """Wanted, before a product is divided no further."""
+    scaled_sums: bool = False
+    """Whether codes are multiplied as they are."""
 
 
 _TILES = (
-    Tile(rows=8, num_warps=2, num_stages=4, may_split=True),
-    Tile(rows=16, num_warps=2, num_stages=4, may_split=True),
-    Tile(rows=32, num_warps=4, num_stages=4, may_split=True),
-    Tile(rows=64, num_warps=4, num_stages=3, may_split=True),
-    Tile(rows=128, num_warps=4, num_stages=3, may_split=True),
+    Tile(rows=8, num_warps=2, num_stages=3, programs_per_sm=6, scaled_sums=True),
+    Tile(rows=16, num_warps=2, num_stages=3, programs_per_sm=6, scaled_sums=True),
+    Tile(rows=32, num_warps=4, num_stages=3, programs_per_sm=4),
+    Tile(rows=64, num_warps=4, num_stages=3, programs_per_sm=4),
+    Tile(rows=128, num_warps=4, num_stages=3, programs_per_sm=2),
 )
+"""Measured on an H200."""
+_GROUPS_OF_16 = Tile(rows=16, num_warps=4, num_stages=4, programs_per_sm=4)
+"""A product of 16 columns is too small for its instruction."""
 TILE_ROWS = tuple(tile.rows for tile in _TILES)
-"""Maximum rows of each kernel, ascending; the last kernel also serves more rows."""
+"""Maximum rows of each kernel, ascending."""
+MOST_ROWS = TILE_ROWS[-1]
 
-_GROUP = 8
-"""Tiles of rows that run concurrently, so that they read a tile of the weight from memory only once."""
-_PROGRAMS_PER_SM = 4
+_MOST_PARTS = 8
 _LEAST_COLUMNS = 512
-"""Of a program."""
+"""Of a part."""
 
 
-def tile_of(rows: int) -> Tile:
-    """Return the tile for so many rows."""
-    return next((tile for tile in _TILES if rows <= tile.rows), _TILES[-1])
+def tile_of(rows: int, kind: QuantFormat) -> Tile:
+    """Return the tile for so many rows, up to MOST_ROWS."""
+    found = next(tile for tile in _TILES if rows <= tile.rows)
+    return _GROUPS_OF_16 if found.scaled_sums and kind.group == 16 else found
 
 
-def num_splits(tile: Tile, out_features: int, in_features: int, num_sms: int) -> int:
-    """Return the parts of a tile's product, each a program: enough to fill the GPU, none of them short."""
-    wanted = _PROGRAMS_PER_SM * num_sms // -(-out_features // TILE)
-    return max(1, min(wanted, in_features // _LEAST_COLUMNS)) if tile.may_split else 1
+def num_parts(tile: Tile, out_features: int, in_features: int, num_sms: int) -> int:
+    """Return the parts of a tile's product, each a program."""
+    wanted = -(-tile.programs_per_sm * num_sms // -(-out_features // TILE))
+    return max(1, min(wanted, _MOST_PARTS, in_features // _LEAST_COLUMNS))
 
 
 def workspace_size(out_features: int, in_features: int, num_sms: int) -> int:
     """Return the float32 numbers that `linear_few_bits` needs as workspace for any number of rows."""
-    splits = [(tile.rows, num_splits(tile, out_features, in_features, num_sms)) for tile in _TILES]
-    return max((count * rows * out_features for rows, count in splits if count > 1), default=0)
+    parts = [(tile.rows, num_parts(tile, out_features, in_features, num_sms)) for tile in (*_TILES, _GROUPS_OF_16)]
+    return max((count * rows * out_features for rows, count in parts if count > 1), default=0)
 
 
 @triton.jit
@@ -88,26 +90,19 @@ def _add_half(total, weight, x, rows_at, row_inside, column, end):
 @triton.jit(do_not_specialize=["rows"])
 def _linear_few_bits(
     x, codes, high, numbers, zeros, above, bias, out,
-    rows, out_features, in_features, out_stride, steps, span, super_span, split_steps,
+    rows, out_features, in_features, out_stride, steps, span, super_span, part_steps,
     BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
     SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
-    PACKED: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the product over `split_steps` steps; with PARTIAL a part, and out is [splits, M, N]."""
-    row_tiles = tl.cdiv(rows, ROWS)
-    # A group of row tiles covers all feature tiles before the next group.
-    program = tl.program_id(0)
-    in_group = GROUP * tl.cdiv(out_features, TILE)
-    first_row_tile = program // in_group * GROUP
-    group = tl.minimum(row_tiles - first_row_tile, GROUP)
-    row = (first_row_tile + program % in_group % group) * ROWS + tl.arange(0, ROWS)
-    tile = (program % in_group // group).to(tl.int64)
-    lane = tl.arange(0, TILE)
+    """Compute 64 features of up to ROWS rows over `part_steps` steps; with PARTIAL, out is [parts, M, N]."""
+    row = tl.arange(0, ROWS)
+    tile, lane = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     row_inside = row < rows
     rows_at = row.to(tl.int64) * in_features
 
-    first_step = tl.program_id(1) * split_steps
-    last_step = tl.minimum(first_step + split_steps, steps)
+    first_step = tl.program_id(1) * part_steps
+    last_step = tl.minimum(first_step + part_steps, steps)
     end = tl.minimum(in_features, last_step * (2 * HALF))
     total = tl.zeros((TILE, ROWS), tl.float32)
     for step in range(first_step, last_step):
@@ -135,7 +130,7 @@ def linear_few_bits(
     """Write x @ weight.T + bias into out, summed in float32 and rounded once.
 
     Args:
-        x: [M, in_features] bfloat16 or float16, contiguous.
+        x: [M, in_features] bfloat16 or float16, contiguous; M up to MOST_ROWS.
         weight: on the device of x.
         bias: [out_features] float32; zeros without a bias.
         out: [M, out_features] in the dtype of x or float32, columns adjacent, rows of any stride.
@@ -149,26 +144,26 @@ def linear_few_bits(
     rows = x.shape[0]
     if not rows:
         return
-    tile = tile_of(rows)
-    splits = num_splits(tile, weight.rows, weight.columns, num_sms)
-    needed = splits * rows * weight.rows
-    if splits > 1 and (workspace is None or workspace.dtype != torch.float32 or workspace.numel() < needed):
+    tile = tile_of(rows, weight.layout.kind)
+    parts = num_parts(tile, weight.rows, weight.columns, num_sms)
+    needed = parts * rows * weight.rows
+    if parts > 1 and (workspace is None or workspace.dtype != torch.float32 or workspace.numel() < needed):
         raise ValueError(f"workspace: must be {needed} float32")
-    launch(x, weight, bias, out, workspace, tile, splits)
+    launch(x, weight, bias, out, workspace, tile, parts)
 
 
 def launch(
-    x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, workspace: Tensor | None, tile: Tile, splits: int
+    x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, workspace: Tensor | None, tile: Tile, parts: int
 ) -> None:
     """Write the product with a given tile and number of parts; arguments as of `linear_few_bits`, not checked."""
     rows, layout = x.shape[0], weight.layout
-    programs = -(-rows // tile.rows) * -(-weight.rows // TILE)
-    kernel = linear_few_rows if tile.rows <= _FEW_ROWS else _linear_few_bits
-    kernel[(programs, splits)](
+    programs = -(-weight.rows // TILE)
+    kernel = linear_few_rows if tile.scaled_sums else _linear_few_bits
+    kernel[(programs, parts)](
         x,
         *weight.planes,
         bias,
-        workspace if splits > 1 else out,
+        workspace if parts > 1 else out,
         rows,
         weight.rows,
         weight.columns,
@@ -176,30 +171,32 @@ def launch(
         layout.steps,
         layout.span,
         layout.super_span,
-        -(-layout.steps // splits),
-        **_constants(layout, tile, x.dtype == torch.bfloat16, partial=splits > 1),
+        -(-layout.steps // parts),
+        **_constants(layout, tile, x.dtype == torch.bfloat16, partial=parts > 1),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=False,
     )
-    if splits > 1:
+    if parts > 1:
         assert workspace is not None
-        sum_splits(workspace, splits, None, bias, out)
+        sum_splits(workspace, parts, None, bias, out)
 
 
 def _constants(layout: FewBitsLayout, tile: Tile, is_bfloat16: bool, *, partial: bool) -> dict[str, Any]:
     own: dict[str, Any]
-    if tile.rows <= _FEW_ROWS:
+    if tile.scaled_sums:
         assembly = "" if is_interpreted() else assembly_of(layout.kind, is_bfloat16)
         own = {"CENTER": center_of(layout.kind), "ASSEMBLY": assembly}
     else:
-        own = {"GROUP": _GROUP, "PACKED": not is_interpreted()}
+        own = {"PACKED": not is_interpreted()}
     return layout.constants() | own | {"ROWS": tile.rows, "PARTIAL": partial}
 
 
 def _check(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor) -> None:
     if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] != weight.columns:
         raise ValueError(f"x: must be [M, {weight.columns}] bfloat16 or float16, is {list(x.shape)} {x.dtype}")
+    if len(x) > MOST_ROWS:
+        raise ValueError(f"x: has {len(x)} rows, more than {MOST_ROWS}")
     if not x.is_contiguous():
         raise ValueError("x: must be contiguous")
     if bias.dtype != torch.float32 or bias.shape != (weight.rows,) or not bias.is_contiguous():
@@ -231,15 +228,19 @@ _RARE = (
 
 def variants() -> list[Variant]:
     """Return common formats with every tile, rare ones with the least and the largest."""
-    found = [_variant(kind, tile, "bf16", "bf16") for kind in _COMMON for tile in _TILES]
-    found += [_variant(kind, tile, "bf16", "bf16") for kind in _RARE for tile in (_TILES[0], _TILES[-1])]
+    found = [_variant(kind, tile, "bf16", "bf16") for kind in _COMMON for tile in _tiles(kind)]
+    found += [_variant(kind, tile, "bf16", "bf16") for kind in _RARE for tile in (_tiles(kind)[0], _tiles(kind)[-1])]
     for kind in _COMMON:
-        found.append(_variant(kind, _TILES[0], "bf16", "fp32", partial=True))
-        found.append(_variant(kind, _TILES[0], "fp16", "fp16"))
+        found.append(_variant(kind, _tiles(kind)[0], "bf16", "fp32", partial=True))
+        found.append(_variant(kind, _tiles(kind)[0], "fp16", "fp16"))
     # To logits; and with halves of 32 columns.
-    found += [_variant(_COMMON[1], tile, "bf16", "fp32") for tile in _TILES]
+    found += [_variant(_COMMON[1], tile, "bf16", "fp32") for tile in _tiles(_COMMON[1])]
     found += [_variant(kind, _TILES[0], "bf16", "bf16", columns=576) for kind in _COMMON[2:4]]
     return found
+
+
+def _tiles(kind: QuantFormat) -> list[Tile]:
+    return list(dict.fromkeys(tile_of(rows, kind) for rows in TILE_ROWS))
 
 
 def _variant(
@@ -249,11 +250,11 @@ def _variant(
     planes, known = plane_arguments(layout)
     constants = _constants(layout, tile, rows == "bf16", partial=partial) | known
     pointers = {"x": f"*{rows}", **planes, "bias": "*fp32", "out": f"*{out}"}
-    sizes = ("rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span", "split_steps")
+    sizes = ("rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span", "part_steps")
     what = "parts" if partial else f"to {out}"
     return Variant(
         name=f"linear_few_bits {rows} {kind.name} rows{tile.rows} {what}{'' if layout.half == 64 else ' narrow'}",
-        kernel=linear_few_rows if tile.rows <= _FEW_ROWS else _linear_few_bits,
+        kernel=linear_few_rows if tile.scaled_sums else _linear_few_bits,
         signature={
             **pointers,
             **{name: "i32" for name in sizes if name not in constants},
@@ -264,6 +265,6 @@ def _variant(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         fp_fusion=False,
-        wgmma=tile.rows > _FEW_ROWS,
+        wgmma=not tile.scaled_sums,
         quick=kind.name == "Q4_K" and (rows, out) == ("bf16", "bf16") and tile.rows == 16,
     )

@@ -147,7 +147,7 @@ def unpacked(
     codes, high, tile, lane, step, steps,
     BITS: tl.constexpr, VALUES: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Return [F, HALF] float32 for both halves of a step: values of floats, or codes raised by 128, of 8 bits by 32768."""
+    """Return [F, HALF] float32 for both halves of a step: values, or codes raised by 128, those of 8 bits by 32768."""
     row = (tile * steps + step) * TILE + lane
     if BITS == 8:
         row = (tile * steps + step) * (2 * TILE) + lane

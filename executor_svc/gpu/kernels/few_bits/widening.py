@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -66,3 +65,42 @@ def widen(weight: FewBitsWeight, first: int, out: Tensor) -> None:
 
 def _constants(layout: FewBitsLayout) -> dict[str, Any]:
     return layout.constants() | {"PACKED": not is_interpreted()}
+
+
+_COLUMNS = 4096
+_KINDS = (
+    QuantFormat("Q4_K", 4, 32, super_group=256, offsets="minimum"),
+    QuantFormat("Q6_K", 6, 16, zero=32, super_group=256),
+    QuantFormat("Q8_0", 8, 32, zero=128),
+    QuantFormat("gptq", 4, 128, offsets="zero_point"),
+    QuantFormat("fp8", 8, 128, values="e4m3", scale="float32"),
+)
+
+
+def variants() -> list[Variant]:
+    """Return common formats."""
+    return [_variant(kind, dtype) for kind in _KINDS for dtype in ("bf16", "fp16")]
+
+
+def _variant(kind: QuantFormat, dtype: str) -> Variant:
+    layout = FewBitsLayout(kind, _COLUMNS)
+    planes, known = plane_arguments(layout)
+    constants = _constants(layout) | known
+    numbers = ("first_tile", "end", "columns", "steps", "span", "super_span")
+    return Variant(
+        name=f"widen_few_bits {dtype} {kind.name}",
+        kernel=_widen,
+        signature={
+            **planes,
+            "out": f"*{dtype}",
+            **{name: "i32" for name in numbers if name not in constants},
+            **dict.fromkeys(constants, "constexpr"),
+        },
+        constants=constants,
+        divisible=(*planes, "out", "columns"),
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+        fp_fusion=False,
+        no_spills=True,
+        quick=(kind.name, dtype) == ("Q4_K", "bf16"),
+    )

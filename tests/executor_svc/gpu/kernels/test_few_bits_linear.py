@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,10 +11,11 @@ from executor_svc.device.stored_linear import QuantBlock, QuantFormat
 from executor_svc.gpu.kernels.few_bits.embedding import embed_few_bits
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight, is_supported
 from executor_svc.gpu.kernels.few_bits.linear import (
+    MOST_ROWS,
     TILE_ROWS,
     launch,
     linear_few_bits,
-    num_splits,
+    num_parts,
     tile_of,
     workspace_size,
 )
@@ -87,7 +87,13 @@ def test_every_number_is_that_of_dequantize(name: str, dtype: torch.dtype, devic
     widen(weight, 64, some)
     assert torch.equal(some, expected[64:])
     eye = torch.eye(columns, dtype=dtype, device=device)
-    assert torch.equal(product(eye, weight).t(), expected.float())
+    found = torch.cat([product(some, weight) for some in eye.split(MOST_ROWS)])
+    assert torch.equal(found.t(), expected.float())
+    # Few rows have them as they are, not rounded.
+    exact = dequantize(block, kind).to(device) if kind.group != 16 else expected.float()
+    few = torch.arange(0, columns, columns // 13, device=device)
+    for rows in few.split(8):
+        assert torch.equal(product(eye[rows], weight).t(), exact[:, rows])
 
 
 def test_nan_of_e4m3_marks_its_group(device: torch.device) -> None:
@@ -124,15 +130,15 @@ def test_products(name: str, rows: int, dtype: torch.dtype, device: torch.device
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "gptq 4"])
 def test_few_rows_do_not_depend_on_those_beside_them(name: str, device: torch.device) -> None:
     """In one tile of rows, and with another number of parts but for rounding."""
-    _, _, weight = made(name, 67, 1280, device)
+    kind, _, weight = made(name, 67, 1280, device)
     # Sums of codes are exact, in any order.
     x = torch.randint(-3, 4, (8, 1280), generator=torch.Generator().manual_seed(5)).to(BFLOAT16).to(device)
     expected = product(x, weight)
     for rows in (1, 2, 7):
         assert torch.equal(product(x[8 - rows :], weight), expected[8 - rows :]), rows
-    assert num_splits(tile_of(8), 67, 1280, SMS) == 2
+    assert num_parts(tile_of(8, kind), 67, 1280, SMS) == 2
     whole = torch.empty_like(expected)
-    launch(x, weight, torch.zeros(67, device=device), whole, None, tile_of(8), 1)
+    launch(x, weight, torch.zeros(67, device=device), whole, None, tile_of(8, kind), 1)
     assert torch.allclose(whole, expected, rtol=1e-4, atol=1e-2)
 
 

@@ -52,7 +52,7 @@ class PackedRows:
         cls, weight: FewBitsWeight, bias: Tensor | None, order: Tensor | None, workspace: Workspace, num_sms: int
     ) -> Self:
         """Reserve the workspace that any number of rows needs."""
-        workspace.reserve(workspace_size(weight.rows, weight.columns, num_sms))
+        workspace.reserve(workspace_size(weight, num_sms))
         workspace.reserve(-(-_rows_at_once(weight) * weight.columns // 2))
         added = torch.zeros(weight.rows, device=workspace.device) if bias is None else bias.float().contiguous()
         return cls(weight, bias, added, order)

@@ -57,7 +57,7 @@ TILE_ROWS = tuple(tile.rows for tile in _TILES)
 MOST_ROWS = TILE_ROWS[-1]
 
 _MOST_PARTS = 8
-_LEAST_COLUMNS = 512
+_LEAST_STEPS = 4
 """Of a part."""
 
 
@@ -67,16 +67,18 @@ def tile_of(rows: int, kind: QuantFormat) -> Tile:
     return _GROUPS_OF_16 if found.scaled_sums and kind.group == 16 else found
 
 
-def num_parts(tile: Tile, out_features: int, in_features: int, num_sms: int) -> int:
-    """Return the parts of a tile's product, each a program."""
+def num_parts(tile: Tile, out_features: int, steps: int, num_sms: int) -> int:
+    """Return the parts of a tile's product, each a program with equally many steps, but for the last."""
     wanted = -(-tile.programs_per_sm * num_sms // -(-out_features // TILE))
-    return max(1, min(wanted, _MOST_PARTS, in_features // _LEAST_COLUMNS))
+    part_steps = -(-steps // max(1, min(wanted, _MOST_PARTS, steps // _LEAST_STEPS)))
+    return -(-steps // part_steps)
 
 
-def workspace_size(out_features: int, in_features: int, num_sms: int) -> int:
+def workspace_size(weight: FewBitsWeight, num_sms: int) -> int:
     """Return the float32 numbers that `linear_few_bits` needs as workspace for any number of rows."""
-    parts = [(tile.rows, num_parts(tile, out_features, in_features, num_sms)) for tile in (*_TILES, _GROUPS_OF_16)]
-    return max((count * rows * out_features for rows, count in parts if count > 1), default=0)
+    tiles = _tiles(weight.layout.kind)
+    parts = [(tile.rows, num_parts(tile, weight.rows, weight.layout.steps, num_sms)) for tile in tiles]
+    return max((count * rows * weight.rows for rows, count in parts if count > 1), default=0)
 
 
 @triton.jit
@@ -105,6 +107,8 @@ def _linear_few_bits(
     last_step = tl.minimum(first_step + part_steps, steps)
     end = tl.minimum(in_features, last_step * (2 * HALF))
     total = tl.zeros((TILE, ROWS), tl.float32)
+    # Else ptxas serializes wgmma.
+    tl.assume(first_step < last_step)
     for step in range(first_step, last_step):
         first, second = weight_of_step(
             codes, high, numbers, zeros, above, tile, lane, step, steps, span, super_span,
@@ -145,7 +149,7 @@ def linear_few_bits(
     if not rows:
         return
     tile = tile_of(rows, weight.layout.kind)
-    parts = num_parts(tile, weight.rows, weight.columns, num_sms)
+    parts = num_parts(tile, weight.rows, weight.layout.steps, num_sms)
     needed = parts * rows * weight.rows
     if parts > 1 and (workspace is None or workspace.dtype != torch.float32 or workspace.numel() < needed):
         raise ValueError(f"workspace: must be {needed} float32")

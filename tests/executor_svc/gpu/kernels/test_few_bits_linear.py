@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product as product_of
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ def product(
     x: Tensor, weight: FewBitsWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32, sms: int = SMS
 ) -> Tensor:
     """Return x @ weight.T + bias, written to columns in the middle of a wider tensor."""
-    size = workspace_size(weight.rows, weight.columns, sms)
+    size = workspace_size(weight, sms)
     workspace = torch.full((size,), float("nan"), device=x.device) if size else None
     whole = torch.full((len(x) + 1, weight.rows + 9), 7.0, dtype=out_dtype, device=x.device)
     out = whole[:-1, 8:-1]
@@ -136,7 +138,7 @@ def test_few_rows_do_not_depend_on_those_beside_them(name: str, device: torch.de
     expected = product(x, weight)
     for rows in (1, 2, 7):
         assert torch.equal(product(x[8 - rows :], weight), expected[8 - rows :]), rows
-    assert num_parts(tile_of(8, kind), 67, 1280, SMS) == 2
+    assert num_parts(tile_of(8, kind), 67, weight.layout.steps, SMS) == 2
     whole = torch.empty_like(expected)
     launch(x, weight, torch.zeros(67, device=device), whole, None, tile_of(8, kind), 1)
     assert torch.allclose(whole, expected, rtol=1e-4, atol=1e-2)
@@ -176,7 +178,13 @@ def test_wrong_arguments_are_named(change: dict[str, Tensor], message: str) -> N
         linear_few_bits(arguments["x"], weight, arguments["bias"], arguments["out"], None, SMS)
 
 
-def test_a_workspace_is_needed_where_segments_are_split(device: torch.device) -> None:
+def test_no_part_is_empty() -> None:
+    for tile, steps, sms in product_of([tile_of(rows, Q4_K) for rows in TILE_ROWS], range(1, 120), (1, 20, SMS)):
+        parts = num_parts(tile, 1000, steps, sms)
+        assert (parts - 1) * -(-steps // parts) < steps
+
+
+def test_a_workspace_is_needed_where_products_are_divided(device: torch.device) -> None:
     kind, block, weight = made("Q4_K", 64, 2048, device)
     x, out = torch.zeros(1, 2048, dtype=BFLOAT16, device=device), torch.zeros(1, 64, device=device)
     with pytest.raises(ValueError, match="workspace: must be 256 float32"):

@@ -33,15 +33,18 @@ class TenantTurns(Generic[_T]):
             queue.append(entry)
         self._num += 1
 
-    def pop(self) -> _T:
-        """Remove and return the next entry; its tenant's turn comes again after all others. Raises StopIteration."""
+    def pop(self) -> tuple[str, _T]:
+        """Remove and return the next entry and its tenant, whose turn comes again after all others.
+
+        Raises StopIteration.
+        """
         tenant = next(iter(self._queues))
         queue = self._queues.pop(tenant)
         entry = queue.popleft()
         if queue:
             self._queues[tenant] = queue
         self._num -= 1
-        return entry
+        return tenant, entry
 
     def remove(self, tenant: str, entry: _T) -> None:
         """Remove an entry; raises ValueError if it is not there."""

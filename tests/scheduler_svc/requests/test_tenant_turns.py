@@ -15,7 +15,9 @@ def test_one_of_each_tenant_after_the_other() -> None:
     turns.add("two", 20)
     turns.add("two", 21)
     assert (len(turns), turns.num_of("many"), turns.num_of("nobody")) == (7, 4, 0)
-    assert [turns.pop() for _ in range(7)] == [0, 10, 20, 1, 21, 2, 3]
+    order = [turns.pop() for _ in range(7)]
+    assert [entry for _, entry in order] == [0, 10, 20, 1, 21, 2, 3]
+    assert [tenant for tenant, _ in order][:4] == ["many", "few", "two", "many"]
     assert not turns
 
 
@@ -26,6 +28,6 @@ def test_what_is_removed_loses_its_turn() -> None:
     turns.remove("b", 3)
     turns.remove("a", 1)
     turns.add("a", 0, first=True)
-    assert [turns.pop() for _ in range(3)] == [0, 4, 2]
+    assert [turns.pop() for _ in range(3)] == [("a", 0), ("c", 4), ("a", 2)]
     with pytest.raises(ValueError, match="not in"):
         turns.remove("a", 2)

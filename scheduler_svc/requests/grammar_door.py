@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from cadenza.grammar.bounded_cache import BoundedCache
 from cadenza.grammar.spec import GrammarSpec
 from cadenza.grammar.table import GrammarEngine, TableSource
+from cadenza.grammar.tenant_turns import TenantTurns
 from scheduler_svc.core.errors import PreconditionError, QueueFullError, RequestRejectedError, SchedulerError
 from scheduler_svc.requests.compiling_child import ChildStartError, CompilingChild
 from scheduler_svc.requests.field_rules import PATH
-from scheduler_svc.requests.tenant_turns import TenantTurns
 
 GRAMMAR_PATH = PATH + "grammar"
 NO_COMPILER = (
@@ -89,7 +89,7 @@ class GrammarDoor:
         """By the digest of a constraint: what is wrong with it; empty: nothing."""
         self._jobs: dict[bytes, _Job] = {}
         self._running: dict[int, _Job] = {}
-        self._waiting: dict[bool, TenantTurns[_Job]] = {False: TenantTurns(), True: TenantTurns()}
+        self._waiting: dict[bool, TenantTurns[str, _Job]] = {False: TenantTurns(), True: TenantTurns()}
         """By whether they are slow."""
         self._numbers = itertools.count(1)
         self._dropped: dict[int, asyncio.TimerHandle] = {}
@@ -182,7 +182,7 @@ class GrammarDoor:
             while turns and all(job.is_slow != is_slow for job in self._running.values()):
                 self._start(self.child, self._next(turns))
 
-    def _next(self, turns: TenantTurns[_Job]) -> _Job:
+    def _next(self, turns: TenantTurns[str, _Job]) -> _Job:
         """Remove and return the constraint whose turn it is."""
         tenant, job = turns.pop()
         for other in job.num_waiting:

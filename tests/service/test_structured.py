@@ -181,8 +181,10 @@ def test_ranks_keep_to_grammars(model: Path) -> None:
 def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
     """No state is late: the device thread does the work of the mask threads itself."""
 
-    def run(_: MaskThreads, state: GrammarState, work: Callable[[], None], *, is_slow: bool = False) -> Future[None]:
-        work()
+    def run(
+        _: MaskThreads, state: GrammarState, work: Callable[[], None], *, is_slow: bool = False, after: Any = None
+    ) -> Future[None]:
+        work()  # It waits for what it comes after.
         state.walk_alone()
         done: Future[None] = Future()
         done.set_result(None)

@@ -74,10 +74,12 @@ async def check(door: GrammarDoor, source: TableSource, spec: GrammarSpec) -> st
     """What is wrong with a constraint; empty: nothing. Raises QueueFullError."""
     try:
         await door.check(spec, repr(spec).encode(), source.engine().key)
-    except RequestRejectedError as found:
-        assert found.field == f"sampling_params.grammar.{spec.kind}"
-        return str(found)
-    return ""
+    except RequestRejectedError as exc:
+        found = exc
+    else:
+        return ""
+    assert found.field == f"sampling_params.grammar.{spec.kind}"
+    return str(found)
 
 
 async def exceeds(door: GrammarDoor, source: TableSource, spec: GrammarSpec) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.requests.tenant_turns import TenantTurns
+from cadenza.grammar.tenant_turns import TenantTurns
 
 
 def test_one_of_each_tenant_after_the_other() -> None:
-    turns = TenantTurns[int]()
+    turns = TenantTurns[str, int]()
     for entry in range(4):
         turns.add("many", entry)
     turns.add("few", 10)
@@ -21,8 +21,19 @@ def test_one_of_each_tenant_after_the_other() -> None:
     assert not turns
 
 
+def test_a_tenant_may_be_passed_over() -> None:
+    turns = TenantTurns[str, int]()
+    for tenant, entry in (("a", 1), ("a", 2), ("b", 3), ("c", 4)):
+        turns.add(tenant, entry)
+    assert [*turns.tenants()] == ["a", "b", "c"]
+    assert turns.pop_of("b") == 3
+    assert [*turns.tenants()] == ["a", "c"]
+    assert turns.pop() == ("a", 1)
+    assert [*turns.tenants()] == ["c", "a"]
+
+
 def test_what_is_removed_loses_its_turn() -> None:
-    turns = TenantTurns[int]()
+    turns = TenantTurns[str, int]()
     for tenant, entry in (("a", 1), ("a", 2), ("b", 3), ("c", 4)):
         turns.add(tenant, entry)
     turns.remove("b", 3)

@@ -68,7 +68,7 @@ class CompileTurns:
                 self._running[owner] += 1
             with_large_stack(lambda turn=turn, owner=owner: self._pool.submit(self._work, turn, owner))  # type: ignore[misc]
 
-    def _work(self, turn: Turn, owner: str) -> None:
+    def _work(self, turn: Turn, owner: int) -> None:
         try:
             turn.work()
         finally:

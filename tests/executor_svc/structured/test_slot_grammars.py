@@ -68,7 +68,7 @@ def begun(model: Model, *grammars: GrammarSpec | None) -> tuple[Stepper, StepExe
     """Sequences with these grammars, of which each has its first token."""
     found = find_grammars(model.loaded)
     assert found is not None
-    stepper = Stepper(model, max_drafts=4, grammars=found, max_inflight_plans=1)
+    stepper = Stepper(model, num_slots=16, max_drafts=4, grammars=found)
     executor = stepper.executor
     source = with_grammars(NgramSource(executor.limits), executor.grammars)
     executor._drafting._source = source

@@ -193,6 +193,8 @@ class GrammarDoor:
     async def _open(self) -> None:
         """Start a child; if that fails, so does every constraint."""
         try:
+            # Of the file that the child is about to read: it may have been replaced.
+            self._engine = await asyncio.get_running_loop().run_in_executor(None, self._source.engine)
             child = await CompilingChild.start(self._source, self._max_bytes)
         except (ChildStartError, OSError) as error:
             _LOG.error("the process that compiles grammars cannot start: %s", error)

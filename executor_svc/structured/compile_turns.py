@@ -23,6 +23,8 @@ NUM_THREADS = 4
 """Compilations at once, each of which has passed the scheduler's door: 2 GiB and 10 s at most there."""
 _MORE_NICE = 10
 """Niceness of these threads beyond the process's: what runs the model and makes masks goes first."""
+_STACK_SIZE = threading.Lock()
+"""Held while the size of new threads' stacks, which is the process's, is another."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,11 +84,12 @@ def with_large_stack(start: Callable[[], object]) -> None:
 
     A pool starts its threads as they are needed. Other threads that start meanwhile get as much address space.
     """
-    former = threading.stack_size(16 * STACK_BYTES)
-    try:
-        start()
-    finally:
-        threading.stack_size(former)
+    with _STACK_SIZE:
+        former = threading.stack_size(16 * STACK_BYTES)
+        try:
+            start()
+        finally:
+            threading.stack_size(former)
 
 
 def _yield_to_others() -> None:

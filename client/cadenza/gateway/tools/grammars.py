@@ -14,6 +14,7 @@ from typing import Any
 from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.parsing.formats import Formats
 from cadenza.gateway.parsing.parts import Marker, Role
+from cadenza.gateway.parsing.python_call import KEY
 from cadenza.gateway.parsing.reasoning import Opening
 from cadenza.gateway.tools.definitions import Tool, ToolUse
 
@@ -37,7 +38,6 @@ _KWARGS_KEYS = frozenset(
 )
 """What a schema of arguments may have that are written as Python's."""
 _COMMA = '", "'
-_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 def grammar_of(use: ToolUse, formats: Formats, opening: Opening | None, answer: Mapping[str, Any] | None) -> str:
@@ -195,7 +195,7 @@ class _Writer:
         if unknown:
             raise bad_request(f"{where}: a call in Python's form cannot keep to {unknown[0][:64]}", "tools")
         for name in [*properties, *required]:
-            if not isinstance(name, str) or _IDENTIFIER.fullmatch(name) is None or name not in properties:
+            if not isinstance(name, str) or KEY.fullmatch(name) is None or name not in properties:
                 raise bad_request(f"{where}: a call in Python's form cannot have the argument {name!a:.64}", "tools")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         for place, (name, value) in enumerate(properties.items()):

@@ -72,7 +72,7 @@ def tool_of_line(grammar: str, line: int) -> int | None:
 
 
 def _thought(formats: Formats, opening: Opening | None) -> str:
-    if opening is None or opening is Opening.CLOSED:
+    if opening is None or opening.is_past:
         return ""
     if opening is Opening.OPEN or formats.always_thinks:
         return "thought SPACE"
@@ -80,7 +80,7 @@ def _thought(formats: Formats, opening: Opening | None) -> str:
 
 
 def _terminals(formats: Formats, opening: Opening | None) -> list[str]:
-    if opening is None or opening is Opening.CLOSED:
+    if opening is None or opening.is_past:
         return []
     end = formats.marker(Role.THOUGHT_END)
     if end.token_id is None:

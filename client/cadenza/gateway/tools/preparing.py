@@ -14,7 +14,7 @@ from cadenza.gateway.http.errors import ApiError, bad_request
 from cadenza.gateway.parsing.formats import Formats
 from cadenza.gateway.parsing.output import Reading
 from cadenza.gateway.parsing.parts import Role
-from cadenza.gateway.parsing.reasoning import Opening, opening_of_ids, opening_of_text
+from cadenza.gateway.parsing.reasoning import Opening, opening_of_ids, opening_of_text, opening_of_turn
 from cadenza.gateway.scheduler.caller import Caller
 from cadenza.gateway.tools.definitions import ToolUse
 from cadenza.gateway.tools.grammars import grammar_of, thought_then, tool_of_line
@@ -98,6 +98,8 @@ async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_neede
         return None
     start, end = formats.marker(Role.THOUGHT), formats.marker(Role.THOUGHT_END)
     has_ids = start.token_id is not None and end.token_id is not None
+    if (known := _continued(prompt, start.text, end.text)) is not None:
+        return known
     if has_ids and not is_needed:
         return None
     ids = await caller.tokenize(prompt)
@@ -105,6 +107,13 @@ async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_neede
         return opening_of_ids(ids, start.token_id, end.token_id)
     tail = await caller.detokenize(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     return opening_of_text(tail, start.text, end.text)
+
+
+def _continued(prompt: Prompt, start: str, end: str) -> Opening | None:
+    """The same by the message that is continued; None: there is none, or it has no text."""
+    if prompt.chat is None or not prompt.chat.continue_final_message or not prompt.messages:
+        return None
+    return opening_of_turn(prompt.messages[-1].content or "", start, end)
 
 
 def _schema_of(given: StructuredOutputsParams) -> dict[str, Any] | None:

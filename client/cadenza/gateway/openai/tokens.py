@@ -53,7 +53,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """Text of token ids."""
     state = request.app[STATE]
     caller = await state.caller(request)
-    values = read_fields(DETOKENIZE, await read_object(request))
+    values = await off_loop(request, read_fields, DETOKENIZE, await read_object(request))
     ids = require(values, "tokens")
     if any(not 0 <= each <= _MAX_TOKEN_ID for each in ids):
         raise bad_request("tokens must hold token ids", "tokens")

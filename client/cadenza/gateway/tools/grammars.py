@@ -58,10 +58,12 @@ def grammar_of(use: ToolUse, formats: Formats, opening: Opening | None, answer: 
     return "\n".join(["%llguidance {}", *rules, *_terminals(formats, opening)])
 
 
-def thought_then(formats: Formats, opening: Opening, answer: Mapping[str, Any]) -> str:
-    """The grammar of an answer that is JSON of a schema, behind a thought."""
-    rules = [f"start: {_thought(formats, opening)} answer", f"answer: %json {json.dumps(answer, ensure_ascii=False)}"]
-    return "\n".join(["%llguidance {}", *rules, *_terminals(formats, opening)])
+def thought_then(formats: Formats, opening: Opening, answer: Sequence[str]) -> str:
+    """The grammar of an answer behind a thought; answer: rules of which one is called so, perhaps behind a header."""
+    has_header = answer[0].startswith("%llguidance")
+    header, rules = (answer[0], answer[1:]) if has_header else ("%llguidance {}", answer)
+    start = f"start: {_thought(formats, opening)} answer"
+    return "\n".join([header, start, *rules, *_terminals(formats, opening)])
 
 
 def tool_of_line(grammar: str, line: int) -> int | None:

@@ -82,9 +82,7 @@ class OutputParser:
         self._thought = (
             None
             if formats.reasoning is None
-            else ReasoningSplitter(
-                is_open=reading.is_open(prompt_ids), is_past=reading.opening is Opening.ANSWERING
-            )
+            else ReasoningSplitter(is_open=reading.is_open(prompt_ids), is_past=reading.opening is Opening.ANSWERING)
         )
         self._calls = _call_parser(reading)
         self._is_parallel = reading.is_parallel

@@ -1,4 +1,4 @@
-"""Arguments in Python's form: those of Python and those that a grammar forces, which are JSON, become the same object."""
+"""Arguments in Python's form: those of Python, and those of JSON that a grammar forces, become the same object."""
 
 from __future__ import annotations
 

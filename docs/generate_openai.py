@@ -113,6 +113,7 @@ Where it sees no format, requests with tools are refused.
 | `llama3_json` | the whole answer is `{"name": "f", "parameters": {}}`, several with `;`, or behind Llama's tag |
 | `pythonic` (Llama 3.2, 4) | the whole answer is `[f(a=1), g(b="x")]` |
 | `mistral` | `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, and the newer `[TOOL_CALLS]f[ARGS]{}` |
+| `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`; schemas say what is no string |
 
 | `--reasoning-parser` | the thought |
 |---|---|

@@ -14,6 +14,7 @@ from cadenza.gateway.parsing.mistral import MistralParser
 from cadenza.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Piece, Role, Thought
 from cadenza.gateway.parsing.pieces import PieceReader
 from cadenza.gateway.parsing.pythonic import PythonicParser
+from cadenza.gateway.parsing.qwen_coder import ArgumentKinds, QwenCoderParser
 from cadenza.gateway.parsing.reasoning import Opening, ReasoningSplitter, opening_of_ids
 from cadenza.gateway.parsing.token_owners import TokenOwners
 from cadenza.outputs import CompletionOutput
@@ -32,6 +33,8 @@ class Reading:
     """How the prompt ends; None: its token ids say."""
     is_parallel: bool = True
     """Whether calls behind the first one count; otherwise they are left out."""
+    kinds: ArgumentKinds = field(default_factory=dict)
+    """What arguments are, for formats whose text does not say."""
 
     @property
     def is_plain(self) -> bool:
@@ -64,6 +67,8 @@ def _call_parser(reading: Reading) -> CallParser | None:
             return BareJsonParser(names)
         case "pythonic":
             return PythonicParser(names)
+        case "qwen3_coder":
+            return QwenCoderParser(reading.kinds)
         case _:
             return MistralParser()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cadenza.gateway.parsing.parts import Mark, Marker, Piece
@@ -93,19 +93,20 @@ class PieceReader:
                 num_tokens = min(bisect_left(self.text_ends, place) + 1, len(self.text_ends))
                 pieces.append(Mark(self._by_text[found.group()], found.group(), num_tokens))
             if not is_last:
-                end -= self._num_begun(self._text[: end - self._start])
+                end -= num_begun(self._text[: end - self._start], self._by_text)
         if end > self._start:
             pieces.append(self._text[: end - self._start])
             self._take(end - self._start)
 
-    def _num_begun(self, text: str) -> int:
-        """Length of the longest end of a text that is the beginning of a marker."""
-        longest = max(map(len, self._by_text)) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(marker.startswith(text[-length:]) for marker in self._by_text if len(marker) > length):
-                return length
-        return 0
-
     def _take(self, num_chars: int) -> None:
         self._text = self._text[num_chars:]
         self._start += num_chars
+
+
+def num_begun(text: str, markers: Collection[str]) -> int:
+    """Length of the longest end of a text that is the beginning of a marker, and not all of it."""
+    longest = max(map(len, markers)) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers if len(marker) > length):
+            return length
+    return 0

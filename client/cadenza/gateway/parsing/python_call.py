@@ -16,7 +16,8 @@ KEY = re.compile(r"[A-Za-z_][\w.-]*")
 """The name of an argument. Python's may not have dots and hyphens, but schemas do."""
 MAX_CHARS = 1 << 20
 """Of one call: more is no call, as nothing of it is given on before its end."""
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+"""Words of Python and of JSON, as JSON has them."""
 _WORD = re.compile(r"[\w.+-]+")
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _OCTAL = re.compile(r"[+-]?0\d+")
@@ -78,6 +79,11 @@ class PythonArguments:
         """These are no arguments."""
 
     @property
+    def is_in_string(self) -> bool:
+        """Whether the next character belongs to a string."""
+        return bool(self._quote)
+
+    @property
     def json(self) -> str:
         """All arguments as the text of a JSON object, once they are done."""
         return "".join(self._json)
@@ -122,17 +128,17 @@ class PythonArguments:
         if quote == '"' and _JSON_STRING.fullmatch(text):
             self._put(f'"{text}"', is_string=True)  # as it is: JSON may have what UTF-8 has not
         else:
-            self._put(_json_string(_ESCAPE.sub(_unescaped, text)), is_string=True)
+            self._put(json_string(_ESCAPE.sub(_unescaped, text)), is_string=True)
 
     def _end_word(self) -> None:
         word, self._word = self._word, ""
         if self._at is _At.KEY:
             self.is_bad = KEY.fullmatch(word) is None or word in self._keys
             self._keys.add(word)
-            self._json.append(f"{_json_string(word)}: ")
+            self._json.append(f"{json_string(word)}: ")
             self._at = _At.EQUALS
             return
-        value = _WORDS.get(word) or _number(word)
+        value = WORDS.get(word) or _number(word)
         if value is None:
             self.is_bad = True
         else:
@@ -219,6 +225,6 @@ def _unescaped(found: re.Match[str]) -> str:
     return chr(int(code, 16)) if code else _SIMPLE.get(char, f"\\{char}")
 
 
-def _json_string(text: str) -> str:
+def json_string(text: str) -> str:
     """A string as JSON; halves of pairs of UTF-16, which UTF-8 cannot have, as escapes."""
     return _SURROGATE.sub(lambda half: f"\\u{ord(half.group()):04x}", json.dumps(text, ensure_ascii=False))

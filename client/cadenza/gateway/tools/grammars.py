@@ -15,8 +15,10 @@ from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.parsing.formats import Formats
 from cadenza.gateway.parsing.parts import Marker, Role
 from cadenza.gateway.parsing.python_call import KEY
+from cadenza.gateway.parsing.qwen_coder import FUNCTION, FUNCTION_END
 from cadenza.gateway.parsing.reasoning import Opening
 from cadenza.gateway.tools.definitions import Tool, ToolUse
+from cadenza.gateway.tools.xml_arguments import XML_KEY, any_arguments, argument_rules
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as templates write it."""
@@ -36,7 +38,7 @@ _KWARGS_KEYS = frozenset(
         "definitions",
     )
 )
-"""What a schema of arguments may have that are written as Python's."""
+"""What a schema of arguments may have that are written one by one."""
 _COMMA = '", "'
 
 
@@ -69,7 +71,7 @@ def thought_then(formats: Formats, opening: Opening, answer: Sequence[str]) -> s
 def tool_of_line(grammar: str, line: int) -> int | None:
     """The index of the tool whose arguments a line of a grammar describes, counted from 1."""
     lines = grammar.split("\n")
-    found = re.match(r"args_(\d+)", lines[line - 1]) if 0 < line <= len(lines) else None
+    found = re.match(r"(?:args|VALUE)_(\d+)", lines[line - 1]) if 0 < line <= len(lines) else None
     return None if found is None else int(found[1])
 
 
@@ -130,7 +132,7 @@ class _Writer:
                 return mark + self._several("call", '"; "')
             case "pythonic":
                 return f'"[" {self._several("call", _COMMA)} "]"'
-            case "hermes":
+            case "hermes" | "qwen3_coder":
                 self._write_body()
                 return self._several("open body", '"\\n"')
         self._write_body()
@@ -159,7 +161,7 @@ class _Writer:
         if "body" in {rule.partition(":")[0] for rule in self.rules}:
             return
         self.rules.append(f"open: {_mark(self._formats.marker(Role.CALL))}")
-        if self._formats.tools == "hermes":
+        if self._formats.tools in ("hermes", "qwen3_coder"):
             self.rules.append(f'body: "\\n" call "\\n" {_mark(self._formats.marker(Role.CALL_END))}')
         elif self._has_arguments_marker:
             self.rules.append("body: call")
@@ -175,6 +177,8 @@ class _Writer:
         schema = self._schema(tool)
         if self._formats.tools == "pythonic":
             return self._python_call(tool, index, schema)
+        if self._formats.tools == "qwen3_coder":
+            return self._xml_call(tool, index, schema)
         self.rules.append(f"args_{index}: %json {_json(schema)}")
         if self._has_arguments_marker:
             return f"call_{index}: {_literal(tool.name)} {_mark(self._formats.marker(Role.ARGUMENTS))} args_{index}"
@@ -191,19 +195,42 @@ class _Writer:
 
     def _python_call(self, tool: Tool, index: int, schema: Mapping[str, Any]) -> str:
         """name(key=value, …): the properties in their order, those that are not required may be left out."""
-        where = f"tools[{self._use.index_of(tool)}]"
-        unknown = sorted(set(schema) - _KWARGS_KEYS)
-        properties, required = schema.get("properties") or {}, schema.get("required") or []
-        if unknown:
-            raise bad_request(f"{where}: a call in Python's form cannot keep to {unknown[0][:64]}", "tools")
-        for name in [*properties, *required]:
-            if not isinstance(name, str) or KEY.fullmatch(name) is None or name not in properties:
-                raise bad_request(f"{where}: a call in Python's form cannot have the argument {name!a:.64}", "tools")
+        properties, required = _arguments_of(schema, f"tools[{index}]", KEY)
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         for place, (name, value) in enumerate(properties.items()):
             value = value if isinstance(value, dict) else {} if value is True else {"not": {}}
             self.rules.append(f"args_{index}_{place}: {_literal(name + '=')} %json {_json({**value, **shared})}")
         return f'call_{index}: {_literal(tool.name + "(")} {_arguments(index, list(properties), set(required))} ")"'
+
+    def _xml_call(self, tool: Tool, index: int, schema: Mapping[str, Any]) -> str:
+        """A tag for each argument, in the order of the properties; any ones where the schema names none."""
+        head, tail = f"{FUNCTION}{tool.name}>\n", FUNCTION_END
+        if "properties" not in schema:
+            self.rules += any_arguments(index)
+            return f"call_{index}: {_literal(head)} args_{index}* {_literal(tail)}"
+        where = f"tools[{index}]"
+        properties, required = _arguments_of(schema, where, XML_KEY)
+        for place, (name, value) in enumerate(properties.items()):
+            try:
+                self.rules += argument_rules(f"{index}_{place}", name, value, schema)
+            except ValueError as error:
+                raise bad_request(f"{where}: the argument {name!a:.64} {error}", "tools") from None
+        rest = [f"args_{index}_{place}" + ("" if name in required else "?") for place, name in enumerate(properties)]
+        return f"call_{index}: {_literal(head)} {' '.join(rest)} {_literal(tail)}"
+
+
+def _arguments_of(
+    schema: Mapping[str, Any], where: str, key: re.Pattern[str]
+) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """The properties of a schema and which of them are required, for formats that write each by itself."""
+    unknown = sorted(set(schema) - _KWARGS_KEYS)
+    if unknown:
+        raise bad_request(f"{where}: a call in the model's form cannot keep to {unknown[0][:64]}", "tools")
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    for name in [*properties, *required]:
+        if not isinstance(name, str) or key.fullmatch(name) is None or name not in properties:
+            raise bad_request(f"{where}: a call in the model's form cannot have the argument {name!a:.64}", "tools")
+    return properties, required
 
 
 def _arguments(index: int, names: Sequence[str], required: set[str]) -> str:

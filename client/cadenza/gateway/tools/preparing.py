@@ -19,6 +19,7 @@ from cadenza.gateway.scheduler.caller import Caller
 from cadenza.gateway.tools.answers import answer_rules, schema_of
 from cadenza.gateway.tools.definitions import ToolUse
 from cadenza.gateway.tools.grammars import grammar_of, thought_then, tool_of_line
+from cadenza.gateway.tools.xml_arguments import argument_kinds
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
 from cadenza.structured_outputs import StructuredOutputsParams
@@ -78,6 +79,7 @@ async def prepare(
         skips_special=values.get("skip_special_tokens", True),
         opening=opening,
         is_parallel=use.is_parallel,
+        kinds=argument_kinds(use.callable) if formats.tools == "qwen3_coder" else {},
     )
     if not is_constrained:
         return Prepared(reading, params, use)

@@ -125,7 +125,7 @@ def test_what_a_model_writes_is_what_is_read(tools, data):
     assert parts == parse(reading, [whole(tokens)])
 
 
-@pytest.mark.parametrize("tools", FORMATS)
+@pytest.mark.parametrize("tools", [*FORMATS, "qwen3_coder"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_output_is_read_the_same_however_it_is_cut(tools, data):
@@ -142,6 +142,7 @@ def test_any_output_is_read_the_same_however_it_is_cut(tools, data):
         ", f(b='x')",
         "; ",
         "f",
+        *(["<function=f>", "<parameter=a>", "</parameter>", "</function>", "\n"] if tools == "qwen3_coder" else []),
     ]
     texts = draw(st.lists(st.one_of(st.sampled_from([*MARKERS, *scraps]), TEXT), max_size=9))
     finish = draw(st.sampled_from(["stop", "length"]))

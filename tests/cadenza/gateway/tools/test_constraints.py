@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 
+import jsonschema
 import llguidance.hf
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from cadenza.gateway.parsing.output import Reading, read_output
 from cadenza.gateway.tools.definitions import Tool, ToolUse
 from cadenza.gateway.tools.grammars import grammar_of
 from cadenza.gateway.tools.preparing import prepare
+from cadenza.gateway.tools.xml_arguments import argument_kinds
 from cadenza.info import AddedToken, ModelInfo
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
@@ -183,3 +185,94 @@ def test_what_a_forced_call_in_pythons_form_may_be_is_what_is_read(data):
         expected[key], end = json.JSONDecoder().raw_decode(rest)
         rest = rest[end:].removeprefix(", ")
     assert values == expected
+
+
+CODER_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 5},
+        "kind": {"enum": ["a\n", "b<"]},
+        "count": {"$ref": "#/$defs/small", "description": "x"},
+        "flag": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "names": {"type": "array", "items": {"enum": ["</parameter>", "x"]}, "maxItems": 2},
+        "maybe": {"type": ["string", "null"], "title": "Maybe"},
+    },
+    "required": ["text", "count"],
+    "$defs": {"small": {"type": "integer", "minimum": 0, "maximum": 30}},
+}
+
+
+def coder(style: str = "added") -> Formats:
+    found = formats(style, "none")
+    return Formats("qwen3_coder", None, found.tool_markers, ())
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_what_a_forced_call_of_qwen_coder_may_be_is_read_and_fits_its_schema(data):
+    """Calls that a random model writes under the grammar."""
+    tool = Tool("f", None, CODER_SCHEMA)
+    use = ToolUse((tool,), "required", is_parallel=False)
+    grammar = llguidance.LLMatcher.grammar_from_lark(grammar_of(use, coder(), None, None))
+    matcher = llguidance.LLMatcher(table(), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids: list[int] = []
+    while not matcher.is_stopped() and len(ids) < 700:
+        mask = matcher.compute_bitmask()
+        allowed = [each for each in range(table().vocab_size) if mask[each // 8] >> each % 8 & 1]
+        ending = [each for each in allowed if hermes_tokenizer().decode([each]) in ("\n", "<", "/", "]", '"')]
+        likely = ending if ending and data.draw(st.booleans()) else allowed
+        ids.append(data.draw(st.sampled_from(likely)))
+        assert matcher.try_consume_tokens(ids[-1:]) == 1
+    if not matcher.is_accepting():
+        return
+    tokens = [Token(hermes_tokenizer().decode([each], skip_special_tokens=False), each) for each in ids]
+    if any("\ufffd" in token.text for token in tokens) or hermes_tokenizer().eos_token_id in ids[:-1]:
+        return
+    tokens = [token for token in tokens if token.token_id != hermes_tokenizer().eos_token_id]
+    reading = Reading(coder(), ("f",), kinds=argument_kinds([tool]))
+    (call,) = read_output(reading, whole(tokens), []).calls
+    jsonschema.validate(json.loads(call.arguments), CODER_SCHEMA)
+
+
+def test_forced_calls_of_qwen_coder():
+    use = ToolUse((Tool("f", None, CODER_SCHEMA), Tool("g", None, None)), "required")
+    grammar = grammar_of(use, coder(), None, None)
+    good = "<tool_call>\n<function=f>\n<parameter=text>\na\nb\n</parameter>\n<parameter=count>\n7\n</parameter>\n"
+    end = "</function>\n</tool_call>"
+    free = "<tool_call>\n<function=g>\n<parameter=x y>\n1\n</parameter>\n"
+    assert accepts(grammar, good + end, "added")
+    assert accepts(grammar, f"{good}{end}\n{good}<parameter=maybe>\nnull\n</parameter>\n{end}", "added")
+    assert accepts(grammar, free.replace("x y", "x") + end, "added")
+    for wrong in (
+        good.replace("a\nb", "123456") + end,
+        good.replace("7", "31") + end,
+        good.replace("7", "7</parameter>") + end,
+        good.replace("count", "size") + end,
+        free + end,
+        f"so {good}{end}",
+    ):
+        assert not accepts(grammar, wrong, "added"), wrong
+    auto = ToolUse((Tool("f", None, CODER_SCHEMA, is_strict=True),), "auto")
+    for style in ("added", "plain"):
+        grammar = grammar_of(auto, coder(style), None, None)
+        assert accepts(grammar, f"so {good}{end} and", style)
+        assert not accepts(grammar, f"so {good.replace('7', '31')}{end}", style)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "string", "pattern": "^a"}, "bare text"),
+        ({"type": "string", "enum": ["</parameter>"]}, "values"),
+        ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]}, "bare text"),
+        (False, "nothing"),
+        ({"$ref": "#/$defs/none"}, "nothing"),
+    ],
+)
+def test_arguments_that_bare_text_cannot_keep_to_are_refused_by_name(schema, said):
+    tool = Tool("f", None, {"type": "object", "properties": {"a": {"type": "integer"}, "b": schema}})
+    with pytest.raises(ApiError, match=said) as refused:
+        grammar_of(ToolUse((tool,), "required"), coder(), None, None)
+    assert refused.value.param == "tools"
+    assert "'b'" in refused.value.message

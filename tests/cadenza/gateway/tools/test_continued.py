@@ -1,4 +1,4 @@
-"""Answers that go on where a message of the assistant ends, and logprobs of the items of a response."""
+"""Answers that go on where a message ends, logprobs of items, large bodies, and Qwen3-Coder, before a scheduler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import pytest
 
 from cadenza.gateway.anthropic import messages
 from cadenza.gateway.openai import responses, tokens
+from tests.cadenza.gateway.tools.conftest import scripts
 from tests.helpers.chat_templates import TIME
+from tests.helpers.gateway import gateway
+from tests.helpers.scheduler_world import world
+from tests.helpers.scripted_executor import ScriptedExecutor
 from tests.helpers.tool_models import call_text, hermes_tokenizer
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -91,3 +95,23 @@ async def test_large_bodies_are_read_off_the_loop(hermes, monkeypatch):
         await hermes.post(f"{MESSAGES}/count_tokens", {"model": "toy", "messages": chat})
         await hermes.post("/tokenize", {"messages": chat})
         assert [each is threading.main_thread() for each in threads] == [is_loop] * 4
+
+
+async def test_qwen_coders_arguments_are_what_their_schema_says(hermes_folder):
+    number = {"type": "object", "properties": {"days": {"type": "integer"}, "city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": number}}]
+    written = "<function=f>\n<parameter=days>\n5\n</parameter>\n<parameter=city>\n5\n</parameter>\n</function>"
+    async with (
+        world(ScriptedExecutor(max_model_len=2048), tokenizer=hermes_folder) as w,
+        gateway(w.target, tool_call_parser="qwen3_coder") as g,
+    ):
+        scripts(w, hermes_tokenizer())(f"I look.\n<tool_call>\n{written}\n</tool_call>")
+        (choice,) = (await g.post(CHAT, {"messages": [USER], "tools": tools, "seed": 1}))["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("I look.", "tool_calls")
+        assert call["function"] == {"name": "f", "arguments": '{"days": 5, "city": "5"}'}
+        events = await g.events(CHAT, {"messages": [USER], "tools": tools, "seed": 1})
+        deltas = [choice["delta"] for event in events[:-1] for choice in event["choices"]]
+        pieces = [each["function"]["arguments"] for delta in deltas for each in delta.get("tool_calls", ())]
+        assert "".join(pieces) == call["function"]["arguments"]
+        assert len(pieces) > 5

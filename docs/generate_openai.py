@@ -113,7 +113,7 @@ Where it sees no format, requests with tools are refused.
 | `llama3_json` | the whole answer is `{"name": "f", "parameters": {}}`, several with `;`, or behind Llama's tag |
 | `pythonic` (Llama 3.2, 4) | the whole answer is `[f(a=1), g(b="x")]` |
 | `mistral` | `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, and the newer `[TOOL_CALLS]f[ARGS]{}` |
-| `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`; schemas say what is no string |
+| `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`; schemas say what it is |
 
 | `--reasoning-parser` | the thought |
 |---|---|
@@ -137,8 +137,9 @@ Where it sees no format, requests with tools are refused.
   `eager_input_streaming` are accepted without effect: prefixes are cached, and arguments streamed, by themselves.
   `defer_loading`, `allowed_callers` and `input_examples` are refused unless they ask for nothing, and so are tools of
   other types: custom ones with a grammar, and those that a server would call.
-- **`response_format` beside tools** constrains the content; with `auto` the answer is then calls or that JSON, and where
-  a call is demanded there is no content. Other constraints, and `structured_outputs` beside such a demand, are refused.
+- **`response_format` beside tools** constrains the content; with `auto` the answer is then calls or that JSON, and
+  where a call is demanded there is no content. Other constraints, and `structured_outputs` beside such a demand, are
+  refused.
 - **A constraint begins behind the thought.** A model that may think has the choice; but a GBNF grammar and a structural
   tag begin at once, unless the prompt has opened the thought or the model always thinks.
 - **An answer that is continued** (`continue_final_message`, or a last message of the assistant on `/v1/messages`) is

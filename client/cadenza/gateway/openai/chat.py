@@ -125,7 +125,9 @@ def _echo(values: Mapping[str, Any], prompt: Prompt, reading: Reading) -> Messag
     """The message that is continued, where the answer is to begin with it."""
     text = last_assistant_text(prompt) if values.get("echo") else ""
     if reading.opening is Opening.OPEN:
-        return Message(thought=text.partition(reading.formats.marker(Role.THOUGHT).text)[2], content="")
+        before, mark, thought = text.partition(reading.formats.marker(Role.THOUGHT).text)
+        if mark and not before.strip():
+            return Message(thought=thought, content="")
     return Message(content=text)
 
 

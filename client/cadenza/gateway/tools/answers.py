@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from cadenza.gateway.tools.lark import literal
 from cadenza.structured_outputs import StructuredOutputsParams
 
 _IS_LARK = re.compile(r"^\s*(?:%llguidance\b|start\s*[:\[])", re.MULTILINE)
@@ -20,7 +21,7 @@ _IN_REGEX = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 def answer_rules(given: StructuredOutputsParams) -> list[str] | None:
     """Rules of Lark, of which `answer` is the constraint; None for one that cannot be written so."""
     if given.choice is not None:
-        return ["answer: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in given.choice)]
+        return ["answer: " + " | ".join(map(literal, given.choice))]
     if given.regex is not None:
         regex = _REGEX_PART.sub(lambda found: _IN_REGEX.get(found.group(), found.group()), given.regex)
         return [f"answer: /{regex}/"]

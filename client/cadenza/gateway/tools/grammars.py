@@ -1,7 +1,7 @@
 """Grammars of answers whose calls keep to the tools' schemas, in the format of the model.
 
-Written in llguidance's Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). Each tool's arguments
-are a rule of their own, in a line of its own: the line of an error names the tool.
+Written in llguidance's Lark. Each tool's arguments are rules of their own, each in a line of its own: the line of an
+error names the tool.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from cadenza.gateway.parsing.python_call import KEY
 from cadenza.gateway.parsing.qwen_coder import FUNCTION, FUNCTION_END
 from cadenza.gateway.parsing.reasoning import Opening
 from cadenza.gateway.tools.definitions import Tool, ToolUse
+from cadenza.gateway.tools.lark import ANY_TEXT, compact_json, literal
 from cadenza.gateway.tools.xml_arguments import XML_KEY, any_arguments, argument_rules
 
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as templates write it."""
-_ANY_TEXT = "(?s:.*)"
 _SPACE = r"SPACE: /\n{0,2}/"
 """Behind a thought, where models break the line."""
 _KWARGS_KEYS = frozenset(
@@ -56,7 +54,7 @@ def grammar_of(use: ToolUse, formats: Formats, opening: Opening | None, answer: 
     rules = [f"start: {_thought(formats, opening)} ({start})", *writer.rules]
     if answer is not None:
         # Compact too: with other whitespace than calls it could not be an alternative to them.
-        rules.append(f"answer: %json {_json(answer)}")
+        rules.append(f"answer: {compact_json(answer)}")
     return "\n".join(["%llguidance {}", *rules, *_terminals(formats, opening)])
 
 
@@ -89,27 +87,18 @@ def _terminals(formats: Formats, opening: Opening | None) -> list[str]:
     end = formats.marker(Role.THOUGHT_END)
     if end.token_id is None:
         # Greedy text would take the marker's beginning, and then could not end with it.
-        return [f"thought[lazy]: THOUGHT {_literal(end.text)}", f"THOUGHT: /{_ANY_TEXT}/", _SPACE]
+        return [f"thought[lazy]: THOUGHT {literal(end.text)}", f"THOUGHT: /{ANY_TEXT}/", _SPACE]
     return [f"thought: THOUGHT {_mark(end)}", f"THOUGHT: {_text_without(end)}", _SPACE]
 
 
 def _mark(marker: Marker) -> str:
-    return f"<[{marker.token_id}]>" if marker.token_id is not None else _literal(marker.text)
+    return f"<[{marker.token_id}]>" if marker.token_id is not None else literal(marker.text)
 
 
 def _text_without(marker: Marker) -> str:
     """Any text in which a marker's text does not stand."""
     text = re.escape(marker.text).replace("/", r"\/")
-    return f"/{_ANY_TEXT}/ & ~/{_ANY_TEXT}{text}{_ANY_TEXT}/"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    """The JSON of a schema, compact."""
-    return json.dumps({**schema, "x-guidance": _COMPACT}, ensure_ascii=False)
+    return f"/{ANY_TEXT}/ & ~/{ANY_TEXT}{text}{ANY_TEXT}/"
 
 
 class _Writer:
@@ -143,12 +132,12 @@ class _Writer:
         if self._formats.tools in ("llama3_json", "pythonic"):
             calls = self.calls()
             first = "{" if self._formats.tools == "llama3_json" else r"\["
-            self.rules.append(rf"TEXT: /(\s*[^\s{first}]{_ANY_TEXT})?/")
+            self.rules.append(rf"TEXT: /(\s*[^\s{first}]{ANY_TEXT})?/")
             return f"TEXT | {calls}"
         self._write_body()
         marker = self._formats.marker(Role.CALL)
         if marker.token_id is None:
-            self.rules += [f"before[lazy]: TEXT {_literal(marker.text)}", f"TEXT: /{_ANY_TEXT}/"]
+            self.rules += [f"before[lazy]: TEXT {literal(marker.text)}", f"TEXT: /{ANY_TEXT}/"]
         else:
             self.rules += ["before: TEXT open", f"TEXT: {_text_without(marker)}"]
         return f"(before body){'*' if self._use.is_parallel else '?'} TEXT"
@@ -179,12 +168,12 @@ class _Writer:
             return self._python_call(tool, index, schema)
         if self._formats.tools == "qwen3_coder":
             return self._xml_call(tool, index, schema)
-        self.rules.append(f"args_{index}: %json {_json(schema)}")
+        self.rules.append(f"args_{index}: {compact_json(schema)}")
         if self._has_arguments_marker:
-            return f"call_{index}: {_literal(tool.name)} {_mark(self._formats.marker(Role.ARGUMENTS))} args_{index}"
+            return f"call_{index}: {literal(tool.name)} {_mark(self._formats.marker(Role.ARGUMENTS))} args_{index}"
         key = "parameters" if self._formats.tools == "llama3_json" else "arguments"
         head = f'{{"name": {json.dumps(tool.name)}, "{key}": '
-        return f'call_{index}: {_literal(head)} args_{index} "}}"'
+        return f'call_{index}: {literal(head)} args_{index} "}}"'
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """What its arguments must be; any object where nothing is to be checked."""
@@ -199,15 +188,15 @@ class _Writer:
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         for place, (name, value) in enumerate(properties.items()):
             value = value if isinstance(value, dict) else {} if value is True else {"not": {}}
-            self.rules.append(f"args_{index}_{place}: {_literal(name + '=')} %json {_json({**value, **shared})}")
-        return f'call_{index}: {_literal(tool.name + "(")} {_arguments(index, list(properties), set(required))} ")"'
+            self.rules.append(f"args_{index}_{place}: {literal(name + '=')} {compact_json({**value, **shared})}")
+        return f'call_{index}: {literal(tool.name + "(")} {_arguments(index, list(properties), set(required))} ")"'
 
     def _xml_call(self, tool: Tool, index: int, schema: Mapping[str, Any]) -> str:
         """A tag for each argument, in the order of the properties; any ones where the schema names none."""
         head, tail = f"{FUNCTION}{tool.name}>\n", FUNCTION_END
         if "properties" not in schema:
             self.rules += any_arguments(index)
-            return f"call_{index}: {_literal(head)} args_{index}* {_literal(tail)}"
+            return f"call_{index}: {literal(head)} args_{index}* {literal(tail)}"
         where = f"tools[{index}]"
         properties, required = _arguments_of(schema, where, XML_KEY)
         for place, (name, value) in enumerate(properties.items()):
@@ -216,7 +205,7 @@ class _Writer:
             except ValueError as error:
                 raise bad_request(f"{where}: the argument {name!a:.64} {error}", "tools") from None
         rest = [f"args_{index}_{place}" + ("" if name in required else "?") for place, name in enumerate(properties)]
-        return f"call_{index}: {_literal(head)} {' '.join(rest)} {_literal(tail)}"
+        return f"call_{index}: {literal(head)} {' '.join(rest)} {literal(tail)}"
 
 
 def _arguments_of(

@@ -125,7 +125,9 @@ def _schema_beside(use: ToolUse, given: StructuredOutputsParams, values: Mapping
     name = _field_of_constraint(values)
     schema = schema_of(given)
     if schema is None:
-        raise bad_request(f"{name} beside tools must be JSON: another constraint excludes calls", name)
+        raise bad_request(
+            f"{name} beside tools must be JSON without further options: other constraints exclude calls", name
+        )
     if use.mode == "required" and name == "structured_outputs":
         raise bad_request(f"{name} and a tool_choice that demands a call exclude each other", name)
     return schema
@@ -151,5 +153,7 @@ def _behind_thought(
         return replace(given, start_after_token_ids=[end])
     if must_think:
         name = _field_of_constraint(values)
-        raise bad_request(f"{name}: the model's thought has no tokens to end it, behind which this could begin", name)
+        raise bad_request(
+            f"{name}: the model's thought ends with no token of its own, behind which this could begin", name
+        )
     return given

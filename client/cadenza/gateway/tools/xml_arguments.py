@@ -1,8 +1,7 @@
-"""Arguments that are bare text between tags, as Qwen3-Coder writes them: their types, and rules of grammars for them."""
+"""Arguments that are bare text between tags, as Qwen3-Coder writes them: their types, and rules of grammars."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 from cadenza.gateway.parsing.argument_kinds import TEXT, Kinds, kinds_of, resolved
 from cadenza.gateway.parsing.qwen_coder import PARAMETER, PARAMETER_END
 from cadenza.gateway.tools.definitions import Tool
+from cadenza.gateway.tools.lark import ANY_TEXT, compact_json, literal
 
 XML_KEY = re.compile(r"[^\s<>]{1,128}")
 _NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 """Keys of a schema that allow all."""
 _SIZES = frozenset(("minLength", "maxLength"))
-_ANY_TEXT = "(?s:.*)"
+_LAST = f"\n{PARAMETER_END}\n"
 _END = PARAMETER_END.replace("/", r"\/")
-_ONE_END = rf"& ~/{_ANY_TEXT}{_END}(?s:.+)/"
+_ONE_END = rf"& ~/{ANY_TEXT}{_END}(?s:.+)/"
 """The first closing tag is the last one."""
 
 
@@ -36,15 +36,16 @@ def argument_kinds(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Kinds]]:
 def any_arguments(index: int) -> list[str]:
     """Rules of one argument of a tool whose arguments are free."""
     return [
-        f'args_{index}: {_literal(PARAMETER)} NAME_{index} ">\\n" VALUE_{index} "\\n"',
+        f'args_{index}: {literal(PARAMETER)} NAME_{index} ">\\n" VALUE_{index} "\\n"',
         rf"NAME_{index}: /[^\s<>]+/",
-        f"VALUE_{index}: /{_ANY_TEXT}{_END}/ {_ONE_END}",
+        f"VALUE_{index}: /{ANY_TEXT}{_END}/ {_ONE_END}",
     ]
 
 
 def argument_rules(number: str, name: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
     """Rules of the argument args_NUMBER; raises ValueError for one whose schema bare text cannot keep to."""
-    head = f"args_{number}: {_literal(f'{PARAMETER}{name}>' + chr(10))} "
+    tag = f"{PARAMETER}{name}>\n"
+    head = f"args_{number}: {literal(tag)} "
     schema = resolved(schema, root)
     if schema is True:
         schema = {}
@@ -53,9 +54,7 @@ def argument_rules(number: str, name: str, schema: Any, root: Mapping[str, Any])
     kinds = kinds_of(schema, root)
     if kinds and "string" not in kinds:
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        value = json.dumps({**schema, **shared, "x-guidance": compact}, ensure_ascii=False)
-        return [f"{head}%json {value} {_literal(f'{chr(10)}{PARAMETER_END}{chr(10)}')}"]
+        return [f"{head}{compact_json({**schema, **shared})} {literal(_LAST)}"]
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if kinds == TEXT and values is not None:
         return [head + _one_of(values)]
@@ -69,7 +68,7 @@ def argument_rules(number: str, name: str, schema: Any, root: Mapping[str, Any])
 def _one_of(values: Any) -> str:
     if not isinstance(values, list) or any(not isinstance(each, str) or PARAMETER_END in each for each in values):
         raise ValueError("has values that bare text cannot be")
-    return f"({' | '.join(_literal(f'{each}{chr(10)}{PARAMETER_END}{chr(10)}') for each in values)})"
+    return f"({' | '.join(literal(each + _LAST) for each in values)})"
 
 
 def _size(schema: Mapping[str, Any]) -> str:
@@ -87,7 +86,3 @@ def _is_free(schema: Any, root: Mapping[str, Any]) -> bool:
         return schema is True
     options = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
     return all(_is_free(each, root) for each in options)
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -8,12 +8,11 @@ import pytest
 
 from cadenza.gateway.anthropic import messages
 from cadenza.gateway.openai import responses, tokens
-from tests.cadenza.gateway.tools.conftest import scripts
 from tests.helpers.chat_templates import TIME
 from tests.helpers.gateway import gateway
 from tests.helpers.scheduler_world import world
 from tests.helpers.scripted_executor import ScriptedExecutor
-from tests.helpers.tool_models import call_text, hermes_tokenizer
+from tests.helpers.tool_models import call_text, hermes_tokenizer, scripts
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "Weather?"}
@@ -51,6 +50,17 @@ async def test_a_continued_answer_is_read_on_each_api(hermes, before, written, t
     answer = await hermes.post(MESSAGES, plain | {"thinking": {"type": "enabled", "budget_tokens": 1024}})
     blocks = [(block["type"], block.get("thinking") or block.get("text")) for block in answer["content"]]
     assert blocks == [*([("thinking", thought)] if thought else []), ("text", content)]
+
+
+async def test_an_echoed_message_that_is_not_continued_is_content(hermes_folder):
+    async with (
+        world(ScriptedExecutor(max_model_len=2048), tokenizer=hermes_folder) as w,
+        gateway(w.target, reasoning_parser="deepseek_r1") as g,
+    ):
+        scripts(w, hermes_tokenizer())("Well.</think>Yes")
+        body = {"messages": [USER, turn("Hm")], "seed": 1, "echo": True}
+        message = (await g.post(CHAT, body))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("Well.", "HmYes")
 
 
 async def test_logprobs_belong_to_the_item_that_their_tokens_made(hermes):

@@ -207,7 +207,7 @@ def coder(style: str = "added") -> Formats:
     return Formats("qwen3_coder", None, found.tool_markers, ())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_what_a_forced_call_of_qwen_coder_may_be_is_read_and_fits_its_schema(data):
     """Calls that a random model writes under the grammar."""

@@ -16,6 +16,7 @@ comes, all else is a literal of JSON or of Python, or a string after all, as in 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 
@@ -28,6 +29,8 @@ from cadenza.gateway.parsing.python_call import WORDS, PythonArguments, json_str
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_TAG = re.compile(rf"{FUNCTION_END}|{PARAMETER}|<[a-z/]{{0,10}}\Z")
+"""Between arguments; at the end of what there is, it may be the beginning of one."""
 ArgumentKinds = Mapping[str, Mapping[str, Kinds]]
 """By the name of a tool and that of its argument."""
 
@@ -136,8 +139,8 @@ class QwenCoderParser:
 
     def _body(self) -> Iterator[Part]:
         """Between arguments, where other text than tags is nothing."""
-        start = self._buffer.find("<")
-        text = self._buffer = self._buffer[start:] if start >= 0 else ""
+        found = _TAG.search(self._buffer)
+        text = self._buffer = "" if found is None else self._buffer[found.start() :]
         key, closing, rest = text.removeprefix(PARAMETER).partition(">")
         if text.startswith(FUNCTION_END):
             self._buffer, self._at = text.removeprefix(FUNCTION_END), _At.BEHIND
@@ -145,8 +148,6 @@ class QwenCoderParser:
         elif text.startswith(PARAMETER) and closing:
             self._buffer = rest
             yield from self._begin_value(key)
-        elif not (FUNCTION_END.startswith(text) or PARAMETER.startswith(text) or text.startswith(PARAMETER)):
-            self._buffer = text[1:]
 
     def _begin_value(self, key: str) -> Iterator[Part]:
         comma = ", " if self._num_arguments else ""
@@ -188,23 +189,23 @@ class QwenCoderParser:
 
     def _in_literal(self) -> Iterator[Part]:
         """A value that is no string: a tag within a string in it is text."""
-        if not (self._is_literal and self._literal.is_in_string):
-            end = self._buffer.find("<")
-            if end == 0:
-                if self._buffer.startswith(PARAMETER_END):
-                    self._buffer = self._buffer.removeprefix(PARAMETER_END)
+        text, index = self._buffer, 0
+        while index < len(text):
+            is_string = self._is_literal and self._literal.is_in_string
+            if text[index] == "<" and not is_string:
+                if text.startswith(PARAMETER_END, index):
+                    self._buffer = text[index + len(PARAMETER_END) :]
                     yield from self._end_literal()
                     return
-                if PARAMETER_END.startswith(self._buffer):
-                    return
-                end = 1
-        else:
-            end = 1 + self._buffer[1:].find("<") if "<" in self._buffer[1:] else -1
-        piece = self._buffer if end < 0 else self._buffer[:end]
-        self._buffer = self._buffer[len(piece) :]
-        self._literal.feed(piece, 0)
-        self._is_literal = not (self._literal.is_bad or self._literal.is_done)  # done: by a bracket too many
-        self._value.append(piece)
+                if len(text) - index < len(PARAMETER_END) and PARAMETER_END.startswith(text[index:]):
+                    break
+            end = text.find("<", index + 1)
+            piece = text[index:] if end < 0 else text[index:end]
+            self._literal.feed(piece, 0)
+            self._is_literal = not (self._literal.is_bad or self._literal.is_done)  # done: by a bracket too many
+            self._value.append(piece)
+            index += len(piece)
+        self._buffer = text[index:]
 
     def _end_literal(self) -> Iterator[Part]:
         self._at = _At.BODY

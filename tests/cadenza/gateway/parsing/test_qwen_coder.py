@@ -141,3 +141,9 @@ def test_text_behind_a_call_is_content():
     message = read("<tool_call>", "<function=f>\n</function>\n and", "</tool_call>", "\nmore", "</tool_call>")
     assert [call.arguments for call in message.calls] == ["{}"]
     assert message.content == "and\nmore</tool_call>"
+
+
+def test_text_between_arguments_is_nothing():
+    between = "<<</func<parameter</functio"
+    message = read("<tool_call>", f"<function=f>{between}<parameter=count>5</parameter>{between}</function>")
+    assert [call.arguments for call in message.calls] == ['{"count": 5}']

@@ -113,6 +113,7 @@ Where it sees no format, requests with tools are refused.
 | `llama3_json` | the whole answer is `{"name": "f", "parameters": {}}`, several with `;`, or behind Llama's tag |
 | `pythonic` (Llama 3.2, 4) | the whole answer is `[f(a=1), g(b="x")]` |
 | `mistral` | `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, and the newer `[TOOL_CALLS]f[ARGS]{}` |
+| `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`; schemas say what it is |
 
 | `--reasoning-parser` | the thought |
 |---|---|
@@ -122,15 +123,28 @@ Where it sees no format, requests with tools are refused.
 
 - **Markers** that are tokens of their own are known by their ids: the same text in other tokens is text, and
   `skip_special_tokens`, stop strings and logprobs are as without tools.
-- **What only looks like a call** is given back as content. Without a marker (`llama3_json`, `pythonic`), the name of
-  one of the tools is what makes a call. Whitespace next to a call is no content.
+- **What only looks like a call** is given back as content, whole and with its markers: also a call whose arguments are
+  no object. Without a marker (`llama3_json`, `pythonic`), the name of one of the tools is what makes a call. Whitespace
+  next to a call is no content, nor are brackets too many behind it.
+- **Arguments** are the model's own text, which is no JSON if the model makes a mistake within them: they are written as
+  they come. A `tool_use` block that is no stream has such a text under the key `INVALID_JSON`.
 - **A call cut by `max_tokens`** keeps what was parsed, and `finish_reason` is `length`; else it is `tool_calls`.
 - **`tool_choice`** `required` or a named tool: the answer is calls alone, and their arguments fit the schema
   ([structured output](structured.md), JSON with `", "` and `": "`). With `auto`, calls of tools with `strict: true` fit
   theirs, and other text is free; with `allowed_tools` only those are called. A tool that no grammar can follow is
   refused with 400, and named.
-- **`response_format` beside tools** constrains the content; with `auto` the answer is then calls or that JSON. A
-  constraint begins behind the thought.
+- **Keys of tools and of `tool_choice`** that are not known are refused by name. `cache_control` and
+  `eager_input_streaming` are accepted without effect: prefixes are cached, and arguments streamed, by themselves.
+  `defer_loading`, `allowed_callers` and `input_examples` are refused unless they ask for nothing, and so are tools of
+  other types: custom ones with a grammar, and those that a server would call.
+- **`response_format` beside tools** constrains the content; with `auto` the answer is then calls or that JSON, and
+  where a call is demanded there is no content. Other constraints, and `structured_outputs` beside such a demand, are
+  refused.
+- **A constraint begins behind the thought.** A model that may think has the choice; but a GBNF grammar and a structural
+  tag begin at once, unless the prompt has opened the thought or the model always thinks.
+- **An answer that is continued** (`continue_final_message`, or a last message of the assistant on `/v1/messages`) is
+  read from where that message ends: within its thought if it has `<think>` without `</think>`, else behind it.
+- **`is_error`** of a `tool_result` stands before its text, as `Error: `: templates have no field for it.
 - **The thought** is `reasoning` and `reasoning_content` of a chat's message (`include_reasoning=false` leaves it out),
   a `reasoning` item, or a `thinking` block where `thinking` is enabled. Its tokens are counted in `usage`.
 

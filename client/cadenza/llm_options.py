@@ -355,7 +355,7 @@ class LLMOptions(TypedDict, total=False):
     http_tls_key: str | None
     """PEM file of the key of --http-tls-cert."""
 
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "none"] | None
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "none"] | None
     """How the model writes tool calls; auto: as its chat template shows; none: tools are refused. [default: auto]"""
 
     reasoning_parser: Literal["auto", "deepseek_r1", "qwen3", "mistral", "none"] | None

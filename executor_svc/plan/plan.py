@@ -100,6 +100,8 @@ class AdmittedSequence:
     """Sequences with the same number may get drafts from each other's tokens; 0: from its own only."""
     grammar: GrammarSpec | None = None
     """The constraint on its output; with a source, the source's counts."""
+    grammar_turn: int = 0
+    """Whose turn the grammar takes to be compiled."""
 
 
 @dataclass(frozen=True, slots=True)

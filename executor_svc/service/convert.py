@@ -193,6 +193,7 @@ def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> Work[p.Admit
         max_len=message.max_len,
         draft_scope=message.draft_scope,
         grammar=spec_from_wire(message.grammar) if message.HasField("grammar") else None,
+        grammar_turn=message.grammar_turn,
     )
 
 

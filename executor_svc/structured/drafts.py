@@ -22,7 +22,6 @@ class GrammarDrafts:
         """As in `DraftSource`."""
         if not self._grammars.have(rows).any():
             return self._source.propose(slots, rows, most)
-        self._grammars.wait_for(rows[most > 0])
         forced = self._forced(rows, most)
         asked = most.copy()
         asked[list(forced)] = 0

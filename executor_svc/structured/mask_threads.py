@@ -1,16 +1,17 @@
 """The threads that work on grammars: one for masks, which take microseconds, and one each for whatever takes longer.
 
-So what one grammar takes (its compilation, an output of thousands of tokens to take, a mask of milliseconds) delays the
-rows with that grammar, and no others. llguidance lets the interpreter go meanwhile; the machine's cores are shared.
+So what one grammar takes (an output of thousands of tokens to take, a mask of milliseconds) delays the rows with that
+grammar, and no others. llguidance lets the interpreter go meanwhile; the machine's cores are shared. Compilations have
+threads of their own, see `compile_turns`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from cadenza.grammar.compiling import STACK_BYTES
+from executor_svc.structured.compile_turns import with_large_stack
 from executor_svc.structured.matcher import GrammarState
 
 SLOW_S = 0.002
@@ -24,42 +25,43 @@ class MaskThreads:
         """num_slots: sequences that may have slow work at the same time; those of free slots go on for a while."""
         self._quick = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._own = ThreadPoolExecutor(2 * num_slots, thread_name_prefix="grammars")
+        # A thread has the priority of the one that starts it: not that of one that compiles.
+        with_large_stack(lambda: self._quick.submit(int))
 
-    def run(self, state: GrammarState, work: Callable[[], None], *, is_slow: bool = False) -> Future[None]:
-        """Run a part of a state's work, and `walk_alone` if that is due; the result is never an exception."""
+    def run(
+        self, state: GrammarState, work: Callable[[], None], *, is_slow: bool = False, after: Future[Any] | None = None
+    ) -> Future[None]:
+        """Run a part of a state's work, and `walk_alone` if that is due; the result is never an exception.
+
+        after: what the work begins with, which is not waited for by a thread.
+        """
         done: Future[None] = Future()
-        if is_slow or state.last_s > SLOW_S:
-            _with_large_stack(lambda: self._own.submit(self._run, state, work, done))
+        if after is None or after.done():
+            self._start(state, work, done, is_slow)
         else:
-            _with_large_stack(lambda: self._quick.submit(self._run_quickly, state, work, done))
+            after.add_done_callback(lambda _: self._quick.submit(self._start, state, work, done, is_slow))
         return done
+
+    def _start(self, state: GrammarState, work: Callable[[], None], done: Future[None], is_slow: bool) -> None:
+        if is_slow or state.last_s > SLOW_S:
+            with_large_stack(lambda: self._own.submit(self._run, state, work, done))
+        else:
+            self._quick.submit(self._run_quickly, state, work, done)
 
     def _run_quickly(self, state: GrammarState, work: Callable[[], None], done: Future[None]) -> None:
         if state.lexer_is_busy:
             # A slow sequence with the same grammar has it: those with other grammars do not wait for that.
-            _with_large_stack(lambda: self._own.submit(self._run, state, work, done))
+            with_large_stack(lambda: self._own.submit(self._run, state, work, done))
         else:
             self._run(state, work, done)
 
     def _run(self, state: GrammarState, work: Callable[[], None], done: Future[None]) -> None:
         work()
         if state.must_walk:
-            _with_large_stack(lambda: self._own.submit(self._walk, state, done))
+            with_large_stack(lambda: self._own.submit(self._walk, state, done))
         else:
             done.set_result(None)
 
     def _walk(self, state: GrammarState, done: Future[None]) -> None:
         state.walk_alone()
         done.set_result(None)
-
-
-def _with_large_stack(start: Callable[[], object]) -> None:
-    """Start a thread whose stack holds what the scheduler's door has compiled on a smaller one.
-
-    A pool starts its threads as they are needed. Other threads that start meanwhile get as much address space.
-    """
-    former = threading.stack_size(16 * STACK_BYTES)
-    try:
-        start()
-    finally:
-        threading.stack_size(former)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -59,10 +60,13 @@ class GrammarState:
         """Whether another thread has the lexer, which this sequence shares."""
         return self._compiled is not None and self._compiled.lock.locked()
 
-    def begin(self, token_ids: Sequence[int]) -> None:
-        """Compile the grammar, take the tokens of an output so far, and make the next token's mask."""
+    def begin(self, token_ids: Sequence[int], compiled: Future[Compiled] | None = None) -> None:
+        """Take the tokens of an output so far, and make the next token's mask.
+
+        compiled: the grammar; None: the compiler is asked, and waited for.
+        """
         self.tokens = list(token_ids)
-        self._guarded(self._begin)
+        self._guarded(lambda: self._begin(compiled or self._compiler.request(self.spec)))
 
     def begin_from(self, other: GrammarState, token_ids: Sequence[int]) -> Callable[[], None]:
         """As `begin`, from a state whose tokens are the first of these, and which may go on as soon as this returns.
@@ -121,8 +125,8 @@ class GrammarState:
                 self.must_walk = True
         self.last_s = time.perf_counter() - began
 
-    def _begin(self) -> None:
-        self._compiled = self._compiler.compiled(self.spec)
+    def _begin(self, compiled: Future[Compiled]) -> None:
+        self._compiled = compiled.result()
         self._matcher = self._compiled.matcher()
         self.is_constrained = not self.spec.start_after_token_ids
         self._take(0)
@@ -140,7 +144,7 @@ class GrammarState:
         assert self._compiled is not None
         self._compiler.forget(self.spec, self._compiled)
         self._is_alone = True
-        self._compiled = self._compiler.fresh(self.spec)
+        self._compiled = self._compiler.fresh_in_turn(self.spec)
         self._matcher = self._compiled.matcher()
         self.is_constrained = not self.spec.start_after_token_ids
         for index in range(len(self.tokens)):

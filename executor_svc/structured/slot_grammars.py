@@ -41,6 +41,8 @@ class _Slot:
 
     state: GrammarState
     work: Future[None]
+    was_late: bool = False
+    """Whether a step has waited for this work in vain."""
 
 
 class SlotGrammars:
@@ -94,11 +96,13 @@ class SlotGrammars:
             return
         state = GrammarState(spec, self._compiler, self._max_drafts)
         output: list[int] = slots.token_ids[slot, sequence.num_prompt_tokens : num_tokens].tolist()
-        work, num_left = lambda: state.begin(output), len(output)
         if (parent := self._parent(spec, output)) is not None:
-            work, num_left = state.begin_from(parent, output), num_left - len(parent.tokens)
-        is_slow = num_left > _SHORT_OUTPUT or (parent is None and not self._compiler.has(spec))
-        self._slots[slot] = _Slot(state, self._threads.run(state, work, is_slow=is_slow))
+            compiled, work, num_left = None, state.begin_from(parent, output), len(output) - len(parent.tokens)
+        else:
+            compiled = self._compiler.request(spec, sequence.grammar_turn, lambda: not state.is_abandoned)
+            work, num_left = lambda: state.begin(output, compiled), len(output)
+        is_slow = num_left > _SHORT_OUTPUT
+        self._slots[slot] = _Slot(state, self._threads.run(state, work, is_slow=is_slow, after=compiled))
         self._has[slot] = True
 
     def _parent(self, spec: GrammarSpec, output: list[int]) -> GrammarState | None:
@@ -123,13 +127,14 @@ class SlotGrammars:
         """Return [n]: whether each slot has a grammar."""
         return self._has[slots]
 
-    def wait_for(self, slots: IntArray) -> None:
-        """Wait until the forced tokens of slots that may have drafts are known, as long as the last step took.
+    def wait_for_drafts(self, slots: Slots, scheduled: Scheduled) -> None:
+        """Wait for the forced tokens of slots that may have drafts, before these are made: to miss them costs a step.
 
-        Not if one of them has no grammar. To miss them costs a step.
+        Not if one of the step's slots has no grammar.
         """
-        if self.recorded is None and self._has[slots].all():
-            wait([self._slots[slot].work for slot in slots.tolist()], timeout=self._last_s)
+        if self.recorded is None and self._slots and self._has[scheduled.slots].all():
+            drafting = scheduled.slots[slots.max_drafts[scheduled.slots] > 0]
+            self._wait(drafting.tolist(), len(scheduled.slots), self._last_s)
 
     def look_ahead(self, slots: Slots, scheduled: Scheduled) -> None:
         """Let threads make the masks behind a step's drafts, which are in the slots."""
@@ -196,7 +201,7 @@ class SlotGrammars:
         self._run(held, lambda: held.state.take(token_ids))
 
     def _run(self, held: _Slot, work: Callable[[], None]) -> None:
-        held.work = self._threads.run(held.state, work)
+        held.work, held.was_late = self._threads.run(held.state, work), False
 
     def _late(self, slots: list[int], elapsed_ns: int, *, all_have: bool) -> set[int]:
         """Return those of some slots whose masks are late, after the time that the step waits for them."""
@@ -205,25 +210,29 @@ class SlotGrammars:
             return {slot for slot in slots if self.recorded(slot)}
         late = self._pending(slots)
         if late and all_have:
-            late = self._wait(slots, elapsed_ns * 1e-9)
+            late = self._wait(slots, len(slots), elapsed_ns * 1e-9)
         self.num_late += len(late)
         return late
 
-    def _wait(self, slots: list[int], elapsed_s: float) -> set[int]:
+    def _wait(self, slots: list[int], num_slots: int, elapsed_s: float) -> set[int]:
         """Wait for masks while that is cheaper than to compute their rows again; returns the slots that are late.
 
-        Every row of the step has a grammar (rows without one wait for nobody). To leave p of n rows out costs p times
-        the step's time so far; to wait costs n - p rows the time waited. So the step waits until one equals the other,
+        Every one of the step's num_slots has a grammar (rows without one wait for nobody). To leave p of n out costs p
+        times the step's time so far; to wait costs n - p the time waited. So the step waits until one equals the other,
         and never longer than it took: then it has paid at most twice what it would have with foresight (the ski rental
-        rule of Karlin et al., Algorithmica 3, 1988).
+        rule of Karlin et al., Algorithmica 3, 1988). What a step has waited for in vain, the next ones do not wait for,
+        unless they have nothing else.
         """
         began = time.monotonic()
         while late := self._pending(slots):
-            most = elapsed_s * min(1.0, len(late) / max(1, len(slots) - len(late)))
-            left = began + most - time.monotonic()
+            num_others = num_slots - len(late)
+            hoped = {slot for slot in late if not (num_others and self._slots[slot].was_late)}
+            left = began + elapsed_s * min(1.0, len(hoped) / max(1, num_others)) - time.monotonic()
             if left <= 0:
                 break
-            wait([self._slots[slot].work for slot in late], timeout=left, return_when=FIRST_COMPLETED)
+            wait([self._slots[slot].work for slot in hoped], timeout=left, return_when=FIRST_COMPLETED)
+        for slot in late:
+            self._slots[slot].was_late = True
         return late
 
     def _pending(self, slots: list[int]) -> set[int]:

@@ -127,6 +127,8 @@ class StepExecutor:
         with self._span("draft"):
             # Only now: a draft model writes to blocks.
             self._drafting.follow(plan)
+            if self.grammars is not None and plan.max_drafts:
+                self.grammars.wait_for_drafts(self.slots, scheduled)
             scheduled = self._drafting.add(plan, scheduled)
         if self.grammars is not None:
             self.grammars.look_ahead(self.slots, scheduled)

@@ -231,6 +231,8 @@ class AdmittedSequence:
     """Its LoRA adapter; 0: none."""
     draft_scope: int = 0
     """With drafts: sequences with the same number may get drafts from each other's tokens; 0: from its own only."""
+    grammar_turn: int = 0
+    """With a grammar: its tenant's number, whose turn it takes to be compiled; 0: there are no tenants."""
 
 
 @dataclass(slots=True)

@@ -202,6 +202,9 @@ class Engine:
             self.add(live)
         self.quotas.charge(spec)
         self.journal.on_admitted(live, self.model)
+        if request.deadline is not None and request.deadline <= self.clock.monotonic():
+            # Before any step: what has cost its time may be that its grammar was never compiled.
+            self.abort(*spec.key, detail=FinishDetail.DEADLINE)
         return live
 
     def add(self, live: LiveRequest) -> None:

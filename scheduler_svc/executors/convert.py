@@ -217,6 +217,8 @@ def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, 
     _fill_sampling(message.sampling, sampling, sequence.sample_index)
     if sampling.grammar is not None and source is None:
         message.grammar.ParseFromString(sampling.grammar.spec)
+    if sequence.grammar_turn:
+        message.grammar_turn = sequence.grammar_turn
     if sequence.held:
         message.held = True
     if sequence.adapter_index:

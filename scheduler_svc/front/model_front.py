@@ -39,8 +39,9 @@ class ModelFront:
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = 0
         """Maximum tokens of a new request; 0 before `open`."""
-        self._table_source: TableSource | None = None
         self._grammars: GrammarDoor | None = None
+        self._grammars_of: tuple[TableSource | None, bytes] = (None, b"")
+        """What `_grammars` was made for: the table's source, and the executor's engine when it was read."""
 
     async def preload(self) -> None:
         """Do what needs no executor: load the tokenizer if an option names it, else import its library."""
@@ -122,16 +123,21 @@ class ModelFront:
         )
 
     def _grammar_door(self, model: ModelDescription, tokenizer: Tokenizer | None) -> GrammarDoor | None:
-        """Return what compiles grammars for a model's tokens: the same as before while they are the same."""
+        """Return what compiles grammars for a model's tokens: the same as before while they are the same.
+
+        A file may be replaced under its path: the executor's engine changes with it.
+        """
         source = None
         if tokenizer is not None and model.grammar_engine:
             source = table_source(tokenizer.source, model.vocab_size, model.eos_token_ids)
-        if source == self._table_source:
+        if (source, model.grammar_engine) == self._grammars_of:
             return self._grammars
         if self._grammars is not None:
             self._grammars.close()
-        self._table_source = source
-        self._grammars = None if source is None else GrammarDoor(source)
+        self._grammars_of = source, model.grammar_engine
+        self._grammars = None
+        if source is not None:
+            self._grammars = GrammarDoor(source, max_waiting_requests=self._config.max_queued_requests)
         return self._grammars
 
     async def _load(self, model: ModelDescription) -> Tokenizer | None:

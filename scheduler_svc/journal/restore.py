@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from scheduler_svc.convert.generation import fields_from_body
-from scheduler_svc.core.errors import DataLossError, ModelChangedError, PreconditionError, SchedulerError
+from scheduler_svc.core.errors import (
+    DataLossError,
+    ModelChangedError,
+    PreconditionError,
+    QueueFullError,
+    SchedulerError,
+)
 from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling, TokenLogprobs
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
@@ -123,7 +129,12 @@ class Restorer:
         """Begin a request anew that has shown nothing, under the model that is there now."""
         admission = stored.admission
         fields = _with_seed(fields_from_body(admission.body, self._tenant(stored)), stored)
-        request = await self._builder.build_off_loop(fields, now=self._engine.clock.monotonic(), time_left_s=None)
+        now = self._engine.clock.monotonic()
+        try:
+            request = await self._builder.build_off_loop(fields, now=now, time_left_s=None)
+        except QueueFullError:
+            # The earlier process has compiled its grammar, which this one had no time for.
+            request = self._builder.build(fields, now=now, time_left_s=None)
         request = self._engine.adapters.restored(self._as_admitted(request, stored))
         live = self._live(request, stored)
         self._add(live)

@@ -5,6 +5,7 @@ convert unpacks the wire form and rejects oversized fields. Errors name a field 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import secrets
 import uuid
@@ -147,26 +148,35 @@ class RequestBuilder:
     async def build_off_loop(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
         """Build the engine's request: a long text is tokenized in a thread, and long lists of ids in slices.
 
-        A grammar is compiled in another process.
+        A grammar is compiled in another process; a request whose time is over meanwhile has a deadline that has passed.
 
-        Raises RequestRejectedError, PreconditionError.
+        Raises RequestRejectedError, PreconditionError, QueueFullError.
         """
+        in_time = True
         long_chats = self._has_long_chat(fields.prompt)
         if fields.sampling.grammar is not None or long_chats:
             await run_in_slices(self._check(fields))
         if fields.sampling.grammar is not None:
-            await self._check_grammar(fields.sampling.grammar, fields.tenant)
+            in_time = await self._check_grammar(fields.sampling.grammar, fields.tenant, fields.timeout_s)
         if long_chats:
             fields = replace(fields, prompt=await self._rendered(fields.prompt))
         work = functools.partial(self._build, fields, now=now, time_left_s=time_left_s)
         if self.tokenizer is None or self._is_short_text(fields):
-            return await run_in_slices(work())
-        return await self.tokenizer.run(lambda: run_at_once(work()), self._num_chars(fields))
+            request = await run_in_slices(work())
+        else:
+            request = await self.tokenizer.run(lambda: run_at_once(work()), self._num_chars(fields))
+        return request if in_time else replace(request, deadline=now)
 
-    async def _check_grammar(self, grammar: GrammarFields, tenant: str) -> None:
+    async def _check_grammar(self, grammar: GrammarFields, tenant: str, timeout_s: float | None) -> bool:
+        """Compile a request's grammar; returns whether that was done in its time."""
         if self._grammars is None:
             raise PreconditionError(GRAMMAR_PATH, NO_COMPILER)
-        await self._grammars.check(grammar.spec, grammar.wire, self._model.grammar_engine, tenant)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._grammars.check(grammar.spec, grammar.wire, self._model.grammar_engine, tenant)
+        except TimeoutError:
+            return False
+        return True
 
     def build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
         """Build the engine's request, without compiling its grammar.

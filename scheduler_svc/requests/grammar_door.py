@@ -1,9 +1,12 @@
 """The door for constraints: each is compiled once in another process, and refused with the compiler's own message.
 
 Tenants take turns, and what takes longer than a slice of time goes on beside the others, one at a time: so a constraint
-that takes seconds delays the next ones by the slice. Processes have bounds on memory and time; one that hangs, or dies
-of a constraint, is ended, and nothing of it reaches this process. A constraint that nobody waits for any more is
-dropped.
+that takes seconds delays the next ones by the slice. A constraint that several tenants wait for takes the turn of each.
+Processes have bounds on memory and time; one that hangs, or dies of a constraint, is ended, and nothing of it reaches
+this process. A constraint that nobody waits for any more is dropped.
+
+A refusal follows from the constraint. What the bounds of a process end is none: another moment, or another machine, may
+have more time and memory, so that the answer is that of a full queue.
 """
 
 from __future__ import annotations
@@ -12,15 +15,16 @@ import asyncio
 import hashlib
 import itertools
 import logging
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from cadenza.grammar.bounded_cache import BoundedCache
 from cadenza.grammar.spec import GrammarSpec
 from cadenza.grammar.table import GrammarEngine, TableSource
-from scheduler_svc.core.errors import PreconditionError, QueueFullError, RequestRejectedError
+from cadenza.grammar.tenant_turns import TenantTurns
+from scheduler_svc.core.errors import PreconditionError, QueueFullError, RequestRejectedError, SchedulerError
 from scheduler_svc.requests.compiling_child import ChildStartError, CompilingChild
 from scheduler_svc.requests.field_rules import PATH
-from scheduler_svc.requests.tenant_turns import TenantTurns
 
 GRAMMAR_PATH = PATH + "grammar"
 NO_COMPILER = (
@@ -33,8 +37,9 @@ SLICE_S = 0.1
 MAX_CHILD_BYTES = 2**31
 """Of the memory of each process that compiles; there are two at most, and the one that forks them."""
 MAX_WAITING = 512
-"""Constraints that wait to be compiled; of one tenant no more than there are free places, half of them if it is alone.
-"""
+"""Constraints that wait to be compiled; of one tenant no more than there are free places."""
+MAX_WAITING_REQUESTS = 1024
+"""Requests that wait for constraints, shared in the same way."""
 _ANSWER_S = 5.0
 """Longest time in which the child says that it has dropped a constraint: it does nothing else."""
 _MAX_CACHED, _MAX_CACHED_BYTES = 16_384, 2**22
@@ -47,12 +52,10 @@ class _Job:
 
     spec: GrammarSpec
     key: bytes
-    tenant: str
-    """Whose turn it takes: that of the first request."""
     verdict: asyncio.Future[str]
     """What is wrong with it; empty: nothing."""
-    num_waiting: int = 0
-    """Requests that wait for it."""
+    num_waiting: Counter[str] = field(default_factory=Counter)
+    """Requests that wait for it, by tenant: it takes the turn of each."""
     num_tries: int = 0
     is_slow: bool = False
     number: int = 0
@@ -72,9 +75,13 @@ class GrammarDoor:
         slice_s: float = SLICE_S,
         max_bytes: int = MAX_CHILD_BYTES,
         max_waiting: int = MAX_WAITING,
+        max_waiting_requests: int = MAX_WAITING_REQUESTS,
     ) -> None:
         """Start nothing yet: the first constraint starts the child."""
         self.child: CompilingChild | None = None
+        self._max_requests = max_waiting_requests
+        self._num_requests: Counter[str] = Counter()
+        """That wait for constraints, by tenant."""
         self._source, self._max_bytes, self._max_waiting = source, max_bytes, max_waiting
         self._compile_s, self._slice_s = compile_s, slice_s
         self._engine: GrammarEngine | None = None
@@ -82,7 +89,7 @@ class GrammarDoor:
         """By the digest of a constraint: what is wrong with it; empty: nothing."""
         self._jobs: dict[bytes, _Job] = {}
         self._running: dict[int, _Job] = {}
-        self._waiting: dict[bool, TenantTurns[_Job]] = {False: TenantTurns(), True: TenantTurns()}
+        self._waiting: dict[bool, TenantTurns[str, _Job]] = {False: TenantTurns(), True: TenantTurns()}
         """By whether they are slow."""
         self._numbers = itertools.count(1)
         self._dropped: dict[int, asyncio.TimerHandle] = {}
@@ -95,7 +102,8 @@ class GrammarDoor:
         """Raise RequestRejectedError for a constraint that cannot be followed.
 
         wire: identifies the constraint; engine: the executor's, as `GrammarEngine.key`. Raises PreconditionError if
-        that is not this one's, or if no child can be started, and QueueFullError.
+        that is not this one's, or if no child can be started, and QueueFullError if too much waits already, or if the
+        constraint exceeds a bound of its process.
         """
         await self._check_engine(engine)
         key = hashlib.sha256(wire).digest()
@@ -113,7 +121,7 @@ class GrammarDoor:
     @property
     def num_waiting(self) -> int:
         """Constraints that wait to be compiled."""
-        return sum(map(len, self._waiting.values()))
+        return len(self._jobs) - len(self._running)
 
     async def _check_engine(self, engine: bytes) -> None:
         if self._engine is None:
@@ -128,27 +136,36 @@ class GrammarDoor:
     async def _verdict(self, spec: GrammarSpec, key: bytes, tenant: str) -> str:
         """Return what is wrong with a constraint, once it is compiled; raises as `check`."""
         job = self._jobs.get(key)
+        self._check_room(tenant, is_new=job is None)
         if job is None:
-            self._check_room(tenant)
-            job = self._jobs[key] = _Job(spec, key, tenant, asyncio.get_running_loop().create_future())
-            self._waiting[False].add(tenant, job)
-            self._go_on()
-        job.num_waiting += 1
+            job = self._jobs[key] = _Job(spec, key, asyncio.get_running_loop().create_future())
+        job.num_waiting[tenant] += 1
+        self._num_requests[tenant] += 1
+        if job.num_waiting[tenant] == 1 and not job.number:
+            self._waiting[job.is_slow].add(tenant, job)
+        self._go_on()
         try:
             return await asyncio.shield(job.verdict)
         finally:
-            job.num_waiting -= 1
-            if not job.num_waiting and not job.verdict.done():
-                self._give_up(job)
+            self._num_requests -= Counter([tenant])
+            job.num_waiting -= Counter([tenant])
+            if not job.verdict.done() and tenant not in job.num_waiting:
+                self._give_up(job, tenant)
 
-    def _check_room(self, tenant: str) -> None:
-        """Raise QueueFullError if there is no place for a constraint of this tenant: as in `tenants.quotas`."""
-        waiting = self.num_waiting
-        if sum(turns.num_of(tenant) for turns in self._waiting.values()) >= self._max_waiting - waiting:
-            raise QueueFullError(
-                f"{waiting} constraints on outputs wait to be compiled already, too many of them this tenant's",
-                max(1.0, waiting * self._mean_s),
-            )
+    def _check_room(self, tenant: str, *, is_new: bool) -> None:
+        """Raise QueueFullError if there is no place for a request of this tenant: as in `tenants.quotas`.
+
+        is_new: whether nobody waits for its constraint.
+        """
+        waiting, requests = self.num_waiting, self._num_requests.total()
+        own = sum(turns.num_of(tenant) for turns in self._waiting.values())
+        if is_new and own >= _share(tenant, self._max_waiting, waiting):
+            what = f"{waiting} constraints on outputs wait to be compiled"
+        elif self._num_requests[tenant] >= _share(tenant, self._max_requests, requests):
+            what = f"{requests} requests wait for constraints to be compiled"
+        else:
+            return
+        raise QueueFullError(f"{what} already, too many of them this tenant's", max(1.0, waiting * self._mean_s))
 
     # ------------------------------------------------------------ the work
 
@@ -163,19 +180,28 @@ class GrammarDoor:
             return
         for is_slow, turns in self._waiting.items():
             while turns and all(job.is_slow != is_slow for job in self._running.values()):
-                self._start(self.child, turns.pop())
+                self._start(self.child, self._next(turns))
+
+    def _next(self, turns: TenantTurns[str, _Job]) -> _Job:
+        """Remove and return the constraint whose turn it is."""
+        tenant, job = turns.pop()
+        for other in job.num_waiting:
+            if other != tenant:
+                turns.remove(other, job)
+        return job
 
     async def _open(self) -> None:
         """Start a child; if that fails, so does every constraint."""
         try:
+            # Of the file that the child is about to read: it may have been replaced.
+            self._engine = await asyncio.get_running_loop().run_in_executor(None, self._source.engine)
             child = await CompilingChild.start(self._source, self._max_bytes)
         except (ChildStartError, OSError) as error:
             _LOG.error("the process that compiles grammars cannot start: %s", error)
+            failure = PreconditionError(GRAMMAR_PATH, f"the process that compiles grammars cannot start: {error}")
+            self._waiting = {False: TenantTurns(), True: TenantTurns()}
             for job in [*self._jobs.values()]:
-                self._leave(job)
-                job.verdict.set_exception(
-                    PreconditionError(GRAMMAR_PATH, f"the process that compiles grammars cannot start: {error}")
-                )
+                self._finish(job, failure)
             return
         finally:
             self._opening = None
@@ -196,13 +222,13 @@ class GrammarDoor:
         """A constraint has had its slice of time, or all of it."""
         if job.is_slow:
             self._stop(job)
-            # At another moment there may be time for it.
-            self._finish(job, f"takes over {self._compile_s:g} s to compile", is_certain=False)
+            self._exceeds(job, f"takes over {self._compile_s:g} s to compile")
         elif (left := self._slice_left(job)) > 0:
             job.timer = asyncio.get_running_loop().call_later(left, self._overdue, job)
             return
         elif any(other.is_slow for other in self._running.values()):
             self._stop(job)
+            job.is_slow = True
             self._wait_again(job)
         else:
             left = max(0.0, job.began + self._compile_s - asyncio.get_running_loop().time())
@@ -219,9 +245,9 @@ class GrammarDoor:
             return 0.0
         return max(0.0, self._slice_s - had)
 
-    def _wait_again(self, job: _Job) -> None:
-        job.is_slow = True
-        self._waiting[True].add(job.tenant, job)
+    def _wait_again(self, job: _Job, *, first: bool = False) -> None:
+        for tenant in job.num_waiting:
+            self._waiting[job.is_slow].add(tenant, job, first=first)
 
     def _answered(self, number: int, error: str | None) -> None:
         """The child says what is wrong with a constraint; None: its process has died."""
@@ -235,7 +261,8 @@ class GrammarDoor:
             self._try_again(job)
         else:
             self._mean_s += (asyncio.get_running_loop().time() - job.began - self._mean_s) / 8
-            self._finish(job, error, is_certain=True)
+            self._found.put(job.key, error, len(job.key) + 4 * len(error))
+            self._finish(job, error)
         self._go_on()
 
     def _child_ended(self, child: CompilingChild) -> None:
@@ -258,29 +285,33 @@ class GrammarDoor:
         """Compile a constraint whose process has died once more: something else may have killed it."""
         job.num_tries += 1
         if job.num_tries < 2:
-            self._waiting[job.is_slow].add(job.tenant, job, first=True)
+            self._wait_again(job, first=True)
         else:
-            self._finish(job, f"cannot be compiled in {self._max_bytes // 2**20} MiB of memory", is_certain=False)
+            self._exceeds(job, f"its process has died twice; it may have {self._max_bytes // 2**20} MiB of memory")
 
-    def _finish(self, job: _Job, error: str, *, is_certain: bool) -> None:
-        """Answer all who wait. is_certain: whether it would be found again."""
+    def _exceeds(self, job: _Job, message: str) -> None:
+        """Answer all who wait that a constraint exceeds a bound of its process, in which it may be another time."""
+        error = QueueFullError(f"{GRAMMAR_PATH}.{job.spec.kind}: {message}", self._compile_s)
+        self._finish(job, error)
+
+    def _finish(self, job: _Job, verdict: str | SchedulerError) -> None:
+        """Answer all who wait."""
         del self._jobs[job.key]
-        if is_certain:
-            self._found.put(job.key, error, len(job.key) + 4 * len(error))
-        if not job.verdict.done():
-            job.verdict.set_result(error)
+        if isinstance(verdict, str):
+            job.verdict.set_result(verdict)
+            return
+        job.verdict.set_exception(verdict)
+        job.verdict.exception()  # All who waited may have gone.
 
-    def _give_up(self, job: _Job) -> None:
-        """Drop a constraint that nobody waits for."""
-        self._leave(job)
-        self._go_on()
-
-    def _leave(self, job: _Job) -> None:
-        if job.number:
+    def _give_up(self, job: _Job, tenant: str) -> None:
+        """A tenant does not wait for a constraint any more; drop it if nobody does."""
+        if not job.number:
+            self._waiting[job.is_slow].remove(tenant, job)
+        elif not job.num_waiting:
             self._stop(job)
-        else:
-            self._waiting[job.is_slow].remove(job.tenant, job)
-        del self._jobs[job.key]
+        if not job.num_waiting:
+            del self._jobs[job.key]
+        self._go_on()
 
     def _stop(self, job: _Job) -> None:
         """End the process that compiles a constraint."""
@@ -301,6 +332,11 @@ class GrammarDoor:
         if self.child is not None:
             self.child.end()
             self._forget_child()
+
+
+def _share(tenant: str, places: int, taken: int) -> int:
+    """Return how many places a tenant may have: as many as are free, and all if there are no tenants."""
+    return places - taken if tenant else places
 
 
 def _halt(job: _Job) -> None:

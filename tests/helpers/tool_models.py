@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from tests.helpers.chat_templates import HERMES, MISTRAL
+from tests.helpers.scripted_executor import EOS
 from tests.helpers.toy_tokenizers import hf_byte_level
 
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -45,3 +47,21 @@ def saved(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
 def call_text(name: str, arguments: dict[str, Any]) -> str:
     """A call as Hermes writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class _Always(dict[int, list[int]]):
+    """One script for all seeds: not every API has one."""
+
+    def get(self, key: object, default: object = None) -> Any:
+        return self[0]
+
+
+def scripts(w: Any, tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
+    """Sets what the model writes, from then on."""
+
+    def script(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        w.executor.scripts = _Always({0: [*ids, EOS]})
+        return ids
+
+    return script

@@ -38,8 +38,12 @@ TIME = {"name": "get-time", "parameters": {"type": "object", "properties": {}, "
 SCHEMAS = {tool["name"]: tool["parameters"] for tool in (WEATHER, TIME)}
 TOOLS: list[Any] = [{"type": "function", "function": tool} for tool in (WEATHER, TIME)]
 USER: list[Any] = [{"role": "user", "content": "Weather?"}]
-MARKERS = {"hermes": ("<tool_call>", "</tool_call>", "<think>", "</think>"), "mistral": ("[TOOL_CALLS]", "[ARGS]")}
-STYLES = ("hermes", "hermes-plain", "mistral", "mistral-list", "llama3_json", "pythonic")
+MARKERS = {
+    "hermes": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+}
+STYLES = ("hermes", "qwen3_coder", "hermes-plain", "mistral", "mistral-list", "llama3_json", "pythonic")
 
 
 def add_markers(folder: Path, style: str) -> None:

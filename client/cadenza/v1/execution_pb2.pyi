@@ -1024,6 +1024,7 @@ class AdmittedSequence(_message.Message):
     MAX_DRAFTS_FIELD_NUMBER: _builtins.int
     MAX_LEN_FIELD_NUMBER: _builtins.int
     DRAFT_SCOPE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_TURN_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """A free slot."""
     num_prompt_tokens: _builtins.int
@@ -1042,6 +1043,10 @@ class AdmittedSequence(_message.Message):
     """
     draft_scope: _builtins.int
     """Sequences with the same number may get drafts from each other's tokens; 0: from its own tokens only."""
+    grammar_turn: _builtins.int
+    """With a grammar: the same for all sequences of a tenant, which take turns with those of others to have their grammars
+    compiled. 0: there are no tenants.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All token ids so far, prompt and output, one or more; with a source, those after the source's."""
@@ -1085,10 +1090,11 @@ class AdmittedSequence(_message.Message):
         max_drafts: _builtins.int = ...,
         max_len: _builtins.int = ...,
         draft_scope: _builtins.int = ...,
+        grammar_turn: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "block_tables", b"block_tables", "draft_scope", b"draft_scope", "embeddings", b"embeddings", "grammar", b"grammar", "held", b"held", "max_drafts", b"max_drafts", "max_len", b"max_len", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "block_tables", b"block_tables", "draft_scope", b"draft_scope", "embeddings", b"embeddings", "grammar", b"grammar", "grammar_turn", b"grammar_turn", "held", b"held", "max_drafts", b"max_drafts", "max_len", b"max_len", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from scheduler_svc.core.grammar import turn_of
 from scheduler_svc.core.lanes.draft_limits import draft_scope, max_drafts_of
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
@@ -179,5 +180,6 @@ def _describe(
             max_len=sequence.max_len if max_drafts else 0,
             draft_scope=draft_scope(sequence) if max_drafts else 0,
             adapter_index=sequence.group.spec.adapter_index,
+            grammar_turn=turn_of(sequence.group.spec.tenant) if sequence.group.spec.sampling.grammar else 0,
         )
     )

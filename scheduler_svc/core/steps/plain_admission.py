@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from scheduler_svc.core.grammar import turn_of
 from scheduler_svc.core.lanes.draft_limits import draft_scope
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
@@ -103,6 +104,8 @@ def _start(lane: Lane, step: PlannedStep, sequences: list[Sequence]) -> None:
         if sequence.max_drafts:
             admitted.max_drafts, admitted.max_len = sequence.max_drafts, sequence.max_len
             admitted.draft_scope = draft_scope(sequence)
+        if spec.sampling.grammar is not None:
+            admitted.grammar_turn = turn_of(spec.tenant)
         admitted.adapter_index = spec.adapter_index
         plan.admitted.append(admitted)
         written = block_ids[num_hit // size : -(-num_prompt // size)]

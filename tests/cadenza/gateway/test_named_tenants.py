@@ -89,3 +89,23 @@ async def test_a_gateway_whose_token_is_unknown_serves_its_clients_with_theirs(w
     async with gateway(w.target, http_token_file=str(file.with_name("own"))) as g:
         await g.post(PATH, BODY, key=token("gold"))
         await g.post(PATH, BODY, 401, key="nobody's")
+
+
+@pytest.mark.parametrize("lost", [{"gateway": {}}, {}], ids=["right", "token"])
+async def test_a_right_that_is_lost_while_the_stream_lives_is_noticed(w, g, file, lost):
+    """Requests that run go on; a new one runs in a session of its own key, and so do all that follow."""
+    (old,) = await running(w, g, "gold")
+    assert w.service._front.num_streams == 1
+    write_tenants(file, {"gold": {}, "free": {}, **lost})
+    w.service.reload_tenants()
+    (new,) = await running(w, g, "free")
+    assert [tenant for tenant, _ in w.engine._live] == ["gold", "free"]
+    (later,) = await running(w, g, "free")
+    assert g.state.link._is_shared is False
+    assert g.state.link.num_requests == 3
+    new.cancel()
+    await w.until(lambda: sorted(tenant for tenant, _ in w.engine._live) == ["free", "gold"])
+    w.executor.going.set()
+    await asyncio.gather(old, later)
+    await w.idle()
+    await g.post(PATH, BODY, 401, key="nobody's")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import defaultdict
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 
 import pytest
 
@@ -11,6 +13,7 @@ from cadenza.grammar import compiling
 from cadenza.grammar.compiling import GrammarError
 from cadenza.grammar.spec import GrammarSpec
 from cadenza.grammar.table import TableSource, table_source
+from executor_svc.structured.compile_turns import NUM_THREADS
 from executor_svc.structured.compiler import Compiled, Compiler, compiled_bytes
 from executor_svc.structured.mask_threads import MaskThreads
 from executor_svc.structured.matcher import GrammarState
@@ -51,6 +54,67 @@ def test_only_those_with_the_same_grammar_wait(source: TableSource) -> None:
         assert len({id(each.result()) for each in waiting}) == 1
     assert compiler.num_compiled == 2
     assert compiler.has(A)
+
+
+class Held(Compiler):
+    """Compiles each grammar once it may, and notes their order."""
+
+    def __init__(self, source: TableSource) -> None:
+        super().__init__(source)
+        self.may_go_on = defaultdict[str, threading.Event](threading.Event)
+        self.changed = threading.Condition()
+        self.begun: list[str] = []
+        self.niceness: list[int] = []
+
+    def fresh(self, spec: GrammarSpec) -> Compiled:
+        with self.changed:
+            self.begun.append(spec.text)
+            self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            self.changed.notify_all()
+        assert self.may_go_on[spec.text].wait(20)
+        return super().fresh(spec)
+
+    def ask(self, name: str, asked_by: int) -> Future[Compiled]:
+        return self.request(GrammarSpec("regex", name), asked_by)
+
+    def after(self, *ended: str, num_begun: int) -> list[str]:
+        """The grammars that have begun, once so many have, after these have ended."""
+        for name in ended:
+            self.may_go_on[name].set()
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.begun) >= num_begun, 20), self.begun
+            return self.begun[:]
+
+
+def test_a_flood_of_grammars_delays_its_own(source: TableSource) -> None:
+    """One tenant has half of the threads; the next one has a free one at once, and goes on with it."""
+    compiler = Held(source)
+    flood = [compiler.ask(f"a{index}", 1) for index in range(9)]
+    assert compiler.after(num_begun=NUM_THREADS // 2) == ["a0", "a1"]
+    others = [compiler.ask(name, 2) for name in ("b0", "b1", "a8")]
+    assert compiler.after(num_begun=3)[2:] == ["b0"]
+    assert compiler.after("b0", num_begun=4)[3:] == ["b1"]
+    assert compiler.after("b1", num_begun=5)[4:] == ["a8"], "it takes the turn of either"
+    assert compiler.after("a0", num_begun=6)[5:] == ["a2"]
+    compiler.after(*(f"a{index}" for index in range(9)), num_begun=11)
+    wait([*flood, *others], 20)
+    assert others[2] is flood[8]
+    assert sorted(compiler.begun) == [*(f"a{index}" for index in range(9)), "b0", "b1"], "each is compiled once"
+    assert min(compiler.niceness) > os.getpriority(os.PRIO_PROCESS, 0), "what makes masks goes first"
+
+
+def test_a_grammar_that_nobody_wants_any_more_is_not_compiled(source: TableSource) -> None:
+    compiler, is_wanted = Held(source), True
+    held = [compiler.ask(name, 1) for name in ("a0", "a1")]
+    dropped = compiler.request(A, 1, lambda: is_wanted)
+    last = compiler.ask("a2", 1)
+    is_wanted = False
+    compiler.after("a0", "a1", "a2", A.text, num_begun=3)
+    wait([*held, dropped, last], 20)
+    with pytest.raises(CancelledError):
+        dropped.result()
+    assert sorted(compiler.begun) == ["a0", "a1", "a2"]
+    assert compiler.compiled(A), "it may be asked for again"
 
 
 def test_a_grammar_that_cannot_be_compiled_is_an_error_each_time(source: TableSource) -> None:

@@ -18,7 +18,13 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.generation import request_fields
-from scheduler_svc.core.errors import DataLossError, PreconditionError, RequestExistsError
+from scheduler_svc.core.errors import (
+    DataLossError,
+    PreconditionError,
+    QueueFullError,
+    RequestExistsError,
+    RequestRejectedError,
+)
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
@@ -30,6 +36,7 @@ from scheduler_svc.journal.restore import Restored, Restorer
 from scheduler_svc.journal.writer import JournalWriter
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.requests.grammar_door import GrammarDoor
 from scheduler_svc.tenants.errors import TenantLimitError
 from scheduler_svc.tenants.registry import Registry
 from scheduler_svc.tenants.tenant import Tenant
@@ -70,6 +77,7 @@ async def process(
     at_s: float = 0.0,
     allow_fingerprint_change: bool = False,
     registry: Registry | None = None,
+    grammars: GrammarDoor | None = None,
 ) -> AsyncIterator[Process]:
     """`at_s`: seconds on the wall's clock since the first process began."""
     world = World(SchedulerConfig(), STEP_S, model, Policies(), registry)
@@ -85,7 +93,7 @@ async def process(
     await world.clock.advance(0)
     await starting
     world.executor.lane = world.core.lanes[0]
-    builder = RequestBuilder(model, None, max_model_len=model.max_model_len)
+    builder = RequestBuilder(model, None, max_model_len=model.max_model_len, grammars=grammars)
     restorer = Restorer(
         engine, writer, builder, restart_grace_s=GRACE_S, allow_fingerprint_change=allow_fingerprint_change
     )
@@ -423,3 +431,34 @@ async def test_restored_requests_count_in_their_tenants_limits(tmp_path: Path) -
         await second.steps(20)
         assert quotas.usage("blue").num_requests == 0
         second.submit("c", tenant="blue")
+
+
+class OneAnswer(GrammarDoor):
+    """Answers every constraint with this error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def check(self, *_: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (QueueFullError("takes over 10 s to compile", 10.0), Restored(num_unfinished=1, num_lost=4)),
+        (RequestRejectedError("grammar", "another version refuses it"), Restored(num_lost=5)),
+    ],
+)
+async def test_a_constraint_that_there_is_no_time_for_now_was_compiled_before(
+    tmp_path: Path, error: Exception, expected: Restored
+) -> None:
+    """Under other numerics a request begins anew, and is checked anew: what the moment refuses is not lost."""
+    model = replace(FAST, grammar_engine=b"engine")
+    async with process(tmp_path, model) as first:
+        for index in range(4):
+            first.submit(f"shown {index}", 4000)
+        first.submit("constrained", params={"grammar": types_pb2.GrammarSpec(json_object=True)})
+    other = replace(model, fingerprint=b"other", grammar_engine=b"other engine")
+    async with process(tmp_path, other, at_s=1.0, grammars=OneAnswer(error)) as second:
+        assert second.restored == expected

@@ -71,13 +71,23 @@ async def door(source: TableSource) -> AsyncIterator[GrammarDoor]:
 
 
 async def check(door: GrammarDoor, source: TableSource, spec: GrammarSpec) -> str:
-    """What is wrong with a constraint; empty: nothing."""
-    (found,) = await asyncio.gather(door.check(spec, repr(spec).encode(), source.engine().key), return_exceptions=True)
-    if found is None:
+    """What is wrong with a constraint; empty: nothing. Raises QueueFullError."""
+    try:
+        await door.check(spec, repr(spec).encode(), source.engine().key)
+    except RequestRejectedError as exc:
+        found = exc
+    else:
         return ""
-    assert isinstance(found, RequestRejectedError), found
     assert found.field == f"sampling_params.grammar.{spec.kind}"
     return str(found)
+
+
+async def exceeds(door: GrammarDoor, source: TableSource, spec: GrammarSpec) -> str:
+    """Which bound of its process a constraint exceeds: an error that says when to try again."""
+    with pytest.raises(QueueFullError, match=rf"sampling_params.grammar.{spec.kind}") as caught:
+        await check(door, source, spec)
+    assert caught.value.retry_after_s > 0
+    return str(caught.value)
 
 
 async def test_what_is_refused_and_what_is_not(door: GrammarDoor, source: TableSource) -> None:
@@ -123,11 +133,15 @@ async def test_what_takes_too_long_is_ended(source: TableSource) -> None:
     door = GrammarDoor(source, compile_s=1.5)
     assert await check(door, source, GOOD[0]) == ""
     child = door.child
-    assert "takes over 1.5 s to compile" in await check(door, source, exploding_rules())
+    assert "takes over 1.5 s to compile" in await exceeds(door, source, exploding_rules())
     assert not door._jobs
     assert await check(door, source, GOOD[1]) == ""
     assert door.child is child
-    assert "takes over" in await check(door, source, exploding_rules()), "at another moment there may be time for it"
+    door._compile_s = 60.0
+    again = asyncio.create_task(check(door, source, exploding_rules()))
+    await until(lambda: bool(door._running))
+    assert not again.done(), "it is compiled anew, as at another moment there may be time for it"
+    again.cancel()
     door.close()
 
 
@@ -180,6 +194,50 @@ async def test_tenants_take_turns_in_a_queue_with_an_end(source: TableSource) ->
     door.close()
 
 
+async def test_a_constraint_of_several_tenants_takes_the_turn_of_each(source: TableSource) -> None:
+    """Who joins a constraint does not wait for the turn of those who asked first, and leaves them theirs."""
+    door = GrammarDoor(source, slice_s=30.0)
+    engine, order = source.engine().key, list[str]()
+    assert await check(door, source, GOOD[0]) == ""
+    assert door.child is not None
+    os.kill(door.child.pid, signal.SIGSTOP)
+
+    async def call(tenant: str, name: str) -> None:
+        await door.check(GrammarSpec("regex", name), name.encode(), engine, tenant)
+        order.append(tenant + name)
+
+    asked = ("a1", "a2", "a3", "a4", "a5", "b4", "c5", "a4")
+    calls = [asyncio.create_task(call(name[0], name[1:])) for name in asked]
+    await until(lambda: door.num_waiting == 4)
+    calls[6].cancel()
+    await asyncio.wait(calls[6:7])
+    assert door.num_waiting == 4, "its first tenant waits for it"
+    os.kill(door.child.pid, signal.SIGCONT)
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert order == ["a1", "a2", "a4", "b4", "a4", "a3", "a5"]
+    assert not door._jobs
+    assert not door._num_requests
+    door.close()
+
+
+async def test_requests_that_join_a_constraint_keep_to_a_limit(source: TableSource) -> None:
+    """A tenant has as many as there are free places, and all where there are no tenants."""
+    for tenants, shares in ((("a", "b"), (4, 2)), (("",), (8,))):
+        door = GrammarDoor(source, max_waiting_requests=8)
+        engine, calls = source.engine().key, []
+        assert await check(door, source, GOOD[0]) == ""
+        assert door.child is not None
+        os.kill(door.child.pid, signal.SIGSTOP)
+        for tenant, share in zip(tenants, shares, strict=True):
+            calls += [asyncio.create_task(door.check(GOOD[4], b"same", engine, tenant)) for _ in range(share)]
+            await until(lambda: door._num_requests.total() == len(calls))  # noqa: B023
+            with pytest.raises(QueueFullError, match=f"{len(calls)} requests wait for constraints"):
+                await door.check(GOOD[4], b"same", engine, tenant)
+        os.kill(door.child.pid, signal.SIGCONT)
+        await asyncio.gather(*calls)
+        door.close()
+
+
 async def test_a_child_that_hangs_is_replaced_while_the_loop_goes_on(
     source: TableSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +256,7 @@ async def test_a_child_that_hangs_is_replaced_while_the_loop_goes_on(
             await asyncio.sleep(0.005)
 
     ticking = asyncio.create_task(tick())
-    calls = [asyncio.create_task(check(door, source, spec)) for spec in GOOD[1:3]]
+    calls = [asyncio.create_task(each) for each in (exceeds(door, source, GOOD[1]), check(door, source, GOOD[2]))]
     assert "takes over 1 s" in await calls[0]
     assert await calls[1] == "", "the next child has compiled it"
     ticking.cancel()
@@ -213,14 +271,14 @@ async def test_a_child_that_dies_is_replaced(source: TableSource, times: int) ->
     """What it compiled is compiled by the next one, once."""
     door = GrammarDoor(source, slice_s=1.0)
     assert await check(door, source, GOOD[0]) == ""
-    call = asyncio.create_task(check(door, source, exploding_rules()))
+    call = asyncio.create_task((check if times == 1 else exceeds)(door, source, exploding_rules()))
     for _ in range(times):
         await until(lambda: bool(door._running))
         assert door.child is not None
         os.kill(door.child.pid, signal.SIGKILL)
         await until(lambda: not door._running)
     if times == 2:
-        assert "cannot be compiled in 2048 MiB" in await call
+        assert "died twice; it may have 2048 MiB" in await call
     assert await check(door, source, GOOD[1]) == "", "it was not the constraint that ended the child"
     call.cancel()
     door.close()

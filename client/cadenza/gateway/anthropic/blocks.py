@@ -90,6 +90,9 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     name, arguments = block.get("name"), block.get("input")
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise bad_request(f"{where}: a tool_use block must have a name and an input, an object", "messages")
+    caller = block.get("caller")
+    if caller is not None and caller != {"type": "direct"}:
+        raise bad_request(f"{where}: caller of a tool_use block must be direct: no tools are called here", "messages")
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": block.get("id"), "type": "function", "function": function}
 
@@ -98,14 +101,23 @@ def _user(blocks: Sequence[Mapping[str, Any]], role: str, where: str) -> list[di
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if block["type"] == "tool_result":
-            content = block.get("content", "")
-            text = _text(content, f"{where}.content: the content of a tool_result")
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            messages.append(_result(block, where))
         elif messages and messages[-1]["role"] == role:
             messages[-1]["content"] += block["text"]
         else:
             messages.append({"role": role, "content": block["text"]})
     return messages or [{"role": role, "content": ""}]
+
+
+def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The result of a tool. That it is an error stands in its text: templates have no field for it."""
+    text = _text(block.get("content") or "", f"{where}.content: the content of a tool_result")
+    is_error = block.get("is_error")
+    if is_error is not None and not isinstance(is_error, bool):
+        raise bad_request(f"{where}.content: is_error must be a boolean, not {shown(is_error)}", "messages")
+    if is_error and not text.lower().startswith("error"):
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
 
 
 def _block(block: Any, where: str, kinds: Sequence[str]) -> Mapping[str, Any]:

@@ -78,11 +78,14 @@ class ContentBlocks:
 
 
 def _object(arguments: str) -> Any:
-    """The arguments of a call; nothing of those that are cut or wrong, which no object can show."""
+    """The arguments of a call. Those that are cut or wrong are a text, under the key that Anthropic names for them.
+
+    See https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/fine-grained-tool-streaming.
+    """
     try:
-        return json.loads(arguments, strict=False, parse_constant=_no_json)  # models write raw line breaks
+        return json.loads(arguments or "{}", strict=False, parse_constant=_no_json)  # models write raw line breaks
     except (ValueError, RecursionError):
-        return {}
+        return {"INVALID_JSON": arguments}
 
 
 def _no_json(constant: str) -> None:

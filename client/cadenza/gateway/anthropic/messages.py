@@ -17,7 +17,7 @@ from cadenza.gateway.fields.sampling import require, sampling_params
 from cadenza.gateway.fields.tables import COUNT_TOKENS, MESSAGES
 from cadenza.gateway.http.errors import ApiError, anthropic_body
 from cadenza.gateway.http.events import named_event
-from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.http.reading import off_loop, read_object
 from cadenza.gateway.models import check_model
 from cadenza.gateway.openai.streaming import answer_one
 from cadenza.gateway.openai.usage import completion_tokens, prompt_tokens
@@ -59,11 +59,11 @@ async def messages(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     state = request.app[STATE]
     caller = await state.generating(request)
-    values = read_fields(MESSAGES, await read_object(request))
+    values = await off_loop(request, read_fields, MESSAGES, await read_object(request))
     require(values, "messages")
     max_tokens = require(values, "max_tokens")
-    use = message_tools(values)
-    prompt = messages_prompt(values, use)
+    use = await off_loop(request, message_tools, values)
+    prompt = await off_loop(request, messages_prompt, values, use)
     info = await caller.model()
     chosen = state.names.choose(values.get("model"), info)
     params = sampling_params(values, _RENAMED, max_tokens=max_tokens, stop=values.get("stop_sequences", []))
@@ -100,9 +100,10 @@ async def count_tokens(request: web.Request) -> web.Response:
     """The number of a conversation's tokens, as a prompt."""
     state = request.app[STATE]
     caller = await state.caller(request)
-    values = read_fields(COUNT_TOKENS, await read_object(request))
+    values = await off_loop(request, read_fields, COUNT_TOKENS, await read_object(request))
     require(values, "messages")
-    prompt = messages_prompt(values, message_tools(values))
+    use = await off_loop(request, message_tools, values)
+    prompt = await off_loop(request, messages_prompt, values, use)
     await check_model(state.names, values.get("model"), caller)
     return web.json_response({"input_tokens": len(await caller.tokenize(prompt))})
 

@@ -21,8 +21,9 @@ from cadenza.gateway.openai.logprobs import TokenNames, chat_logprobs, prompt_lo
 from cadenza.gateway.openai.prompts import chat_prompt, last_assistant_text
 from cadenza.gateway.openai.streaming import stream_answer
 from cadenza.gateway.openai.usage import final_usage
-from cadenza.gateway.parsing.output import OutputParser, Reading, read_output
-from cadenza.gateway.parsing.parts import Part, Thought
+from cadenza.gateway.parsing.output import Message, OutputParser, Reading, read_output
+from cadenza.gateway.parsing.parts import Part, Role, Thought
+from cadenza.gateway.parsing.reasoning import Opening
 from cadenza.gateway.scheduler.generation import Generation, Job
 from cadenza.gateway.scheduler.inbox import Taken
 from cadenza.gateway.state import STATE
@@ -42,13 +43,21 @@ class _Chat:
     n: int
     num_top: int | None
     """Top logprobs of each token; None: no logprobs."""
-    echo: str
-    """The text that the answer begins with."""
+    echo: Message
+    """What the answer begins with."""
 
     @property
     def shows_thought(self) -> bool:
         """Whether the thought is in the answer."""
         return bool(self.values.get("include_reasoning", True))
+
+    @property
+    def echoed(self) -> dict[str, Any]:
+        """The first delta of a stream."""
+        delta: dict[str, Any] = {"content": self.echo.content}
+        if self.echo.thought and self.shows_thought:
+            delta |= delta_object(Thought(self.echo.thought), self.reading.formats)
+        return delta
 
     @property
     def names(self) -> TokenNames:
@@ -73,7 +82,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     chosen = state.names.choose(values.get("model"), info)
     num_top = num_top_logprobs(values)
     prepared = await prepare(caller, prompt, use, state.formats(info), _params(values, num_top), values)
-    read = _Chat(values, prepared.reading, number_of_choices(values), num_top, _echo(values, prompt))
+    echo = _echo(values, prompt, prepared.reading)
+    read = _Chat(values, prepared.reading, number_of_choices(values), num_top, echo)
     identity = answer_id(values, "chatcmpl", uuid.uuid4().hex)
     job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.reading.is_plain)
     generation = Generation(caller, job, is_streamed=bool(values.get("stream")))
@@ -111,8 +121,14 @@ def _params(values: Mapping[str, Any], num_top: int | None) -> SamplingParams:
     return sampling_params(values, renamed, n=number_of_choices(values), max_tokens=max_tokens, logprobs=num_top)
 
 
-def _echo(values: Mapping[str, Any], prompt: Prompt) -> str:
-    return last_assistant_text(prompt) if values.get("echo") else ""
+def _echo(values: Mapping[str, Any], prompt: Prompt, reading: Reading) -> Message:
+    """The message that is continued, where the answer is to begin with it."""
+    text = last_assistant_text(prompt) if values.get("echo") else ""
+    if reading.opening is Opening.OPEN:
+        before, mark, thought = text.partition(reading.formats.marker(Role.THOUGHT).text)
+        if mark and not before.strip():
+            return Message(thought=thought, content="")
+    return Message(content=text)
 
 
 def _answer(read: _Chat, head: Head, results: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -188,7 +204,7 @@ class _ChatChunks:
         """The chunk that says who speaks."""
         chunk: dict[str, Any] = {
             "index": choice,
-            "delta": {"role": "assistant", "content": self._read.echo},
+            "delta": {"role": "assistant", **self._read.echoed},
             "logprobs": None,
             "finish_reason": None,
         }

@@ -24,16 +24,18 @@ def call_id(formats: Formats, prefix: str = "call_") -> str:
     return f"{prefix}{uuid.uuid4().hex[:24]}"
 
 
-def message_object(message: Message, formats: Formats, *, before: str, shows_thought: bool) -> dict[str, Any]:
-    """The whole message; before: text that its content begins with."""
-    content = message.content
-    if content is None and not message.calls and (message.thought is None or not shows_thought):
+def message_object(message: Message, formats: Formats, *, before: Message, shows_thought: bool) -> dict[str, Any]:
+    """The whole message; before: what its thought and its content begin with."""
+    content, thought = message.content, message.thought
+    if before.thought:
+        thought = before.thought + (thought or "")
+    if content is None and not message.calls and (thought is None or not shows_thought):
         content = ""
-    if before:
-        content = before + (content or "")
+    if before.content:
+        content = before.content + (content or "")
     found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if message.thought is not None and shows_thought:
-        found |= _thought(message.thought)
+    if thought is not None and shows_thought:
+        found |= _thought(thought)
     if message.calls:
         found["tool_calls"] = [
             {

@@ -21,20 +21,20 @@ class ResponseItems:
         self._formats = formats
         self._shows_thought = shows_thought
         self._logprobs: list[dict[str, Any]] = []
-        """Of tokens whose text has not come as content."""
+        """Of all tokens."""
         self._is_open = False
         self.output: list[dict[str, Any]] = []
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
-        """Add the parts of a delta; logprobs: of its tokens."""
+        """Add the parts of a delta; logprobs: of its tokens, of which content has those that made it."""
         self._logprobs += logprobs
         for part in parts:
             match part:
                 case Thought(text):
                     if self._shows_thought:
                         yield from self._text("reasoning", text)
-                case Content(text):
-                    yield from self._text("message", text)
+                case Content(text, tokens):
+                    yield from self._text("message", text, tokens)
                 case CallBegin(_, name):
                     yield from self._begin_call(name)
                 case CallArguments(_, text):
@@ -45,15 +45,18 @@ class ResponseItems:
         """Begin the message, before its text comes."""
         yield from self._open("message")
 
-    def finish(self, *, is_cut: bool) -> Iterator[Event]:
-        """End the last item; is_cut: it is not whole. Without any there is a message without text."""
+    def finish(self, *, is_cut: bool, tokens_behind: Sequence[int] = ()) -> Iterator[Event]:
+        """End the last item; is_cut: it is not whole. Without any there is a message without text.
+
+        tokens_behind: those behind all text, which are the message's if it is the last item.
+        """
         if not self.output:
             yield from self._open("message")
-        if self._logprobs and self.output[-1]["type"] == "message":
-            yield from self._text("message", "")
+        if self._logprobs and tokens_behind and self.output[-1]["type"] == "message":
+            yield from self._text("message", "", tokens_behind)
         yield from self._close("incomplete" if is_cut else "completed")
 
-    def _text(self, kind: str, text: str) -> Iterator[Event]:
+    def _text(self, kind: str, text: str, tokens: Sequence[int] = ()) -> Iterator[Event]:
         """Text of a message or a thought."""
         if not self._is_open or self.output[-1]["type"] != kind:
             yield from self._open(kind)
@@ -61,7 +64,7 @@ class ResponseItems:
         part["text"] += text
         more: dict[str, Any] = {}
         if kind == "message":
-            more["logprobs"], self._logprobs = self._logprobs, []
+            more["logprobs"] = [self._logprobs[token] for token in tokens] if self._logprobs else []
             part["logprobs"] += more["logprobs"]
         yield self._of_item(f"response.{part['type']}.delta", content_index=0, delta=text, **more)
 

@@ -16,7 +16,7 @@ from cadenza.gateway.fields.sampling import answer_id, check_stream_options, req
 from cadenza.gateway.fields.tables import RESPONSES
 from cadenza.gateway.http.errors import ApiError, bad_request, openai_body
 from cadenza.gateway.http.events import named_event
-from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.http.reading import off_loop, read_object
 from cadenza.gateway.openai.logprobs import TokenNames, chat_logprobs
 from cadenza.gateway.openai.response_input import response_prompt
 from cadenza.gateway.openai.response_items import ResponseItems
@@ -45,6 +45,15 @@ class _Response:
     reading: Reading
     use: ToolUse
     created: float = field(default_factory=time.time)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether outputs are content as they are, and nobody asks which token made it."""
+        return self.reading.is_plain and self.num_top is None
+
+    def parser(self, prompt_ids: Sequence[int]) -> OutputParser:
+        """A reader of its output."""
+        return OutputParser(self.reading, prompt_ids, with_tokens=self.num_top is not None)
 
     @property
     def shows_thought(self) -> bool:
@@ -112,12 +121,12 @@ async def responses(request: web.Request) -> web.StreamResponse:
     """Answer an input."""
     state = request.app[STATE]
     caller = await state.generating(request)
-    values = read_fields(RESPONSES, await read_object(request))
+    values = await off_loop(request, read_fields, RESPONSES, await read_object(request))
     require(values, "input")
     check_stream_options(values)
     _check_reasoning(values.get("reasoning", {}))
-    use = response_tools(values)
-    prompt = response_prompt(values, use)
+    use = await off_loop(request, response_tools, values)
+    prompt = await off_loop(request, response_prompt, values, use)
     info = await caller.model()
     chosen = state.names.choose(values.get("model"), info)
     num_top = _num_top(values)
@@ -129,7 +138,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     )
     prepared = await prepare(caller, prompt, use, state.formats(info), params, values)
     read = _Response(answer_id(values, "resp", uuid.uuid4().hex), chosen.name, values, num_top, prepared.reading, use)
-    job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.reading.is_plain)
+    job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.is_plain)
     is_streamed = bool(values.get("stream"))
     generation = Generation(caller, job, is_streamed=is_streamed)
     with prepared.errors():
@@ -144,9 +153,11 @@ async def responses(request: web.Request) -> web.StreamResponse:
 def _answer(read: _Response, result: RequestOutput) -> dict[str, Any]:
     (sample,) = result.outputs
     items = ResponseItems(read.reading.formats, shows_thought=read.shows_thought)
-    parser = OutputParser(read.reading, result.prompt_token_ids or [])
-    parts = [Content(sample.text)] if read.reading.is_plain else parser.feed(sample)
-    for _ in [*items.add(parts, read.logprobs(sample)), *items.finish(is_cut=sample.finish_reason == "length")]:
+    parser = read.parser(result.prompt_token_ids or [])
+    parts = [Content(sample.text)] if read.is_plain else parser.feed(sample)
+    is_cut = sample.finish_reason == "length"
+    added = items.add(parts, read.logprobs(sample))
+    for _ in [*added, *items.finish(is_cut=is_cut, tokens_behind=parser.tokens_behind())]:
         pass  # the events of a stream
     return read.ended(result, items.output, parser.num_reasoning_tokens)
 
@@ -219,17 +230,18 @@ class _ResponseEvents:
         """The events after the last text."""
         (result,) = self._generation.totals()
         is_cut = result.outputs[0].finish_reason == "length"
-        events = [self._event(event) for event in self._items.finish(is_cut=is_cut)]
+        behind = () if self._parser is None else self._parser.tokens_behind()
+        events = [self._event(event) for event in self._items.finish(is_cut=is_cut, tokens_behind=behind)]
         num_reasoning = 0 if self._parser is None else self._parser.num_reasoning_tokens
         response = self._read.ended(result, self._items.output, num_reasoning)
         events.append(self._event({"type": f"response.{response['status']}", "response": response}))
         return b"".join(events)
 
     def _parts(self, prompt: int, sample: CompletionOutput) -> Sequence[Part]:
-        if self._read.reading.is_plain:
+        if self._read.is_plain:
             return [Content(sample.text)] if sample.text else []
         if self._parser is None:
-            self._parser = OutputParser(self._read.reading, self._generation.prompt_token_ids(prompt))
+            self._parser = self._read.parser(self._generation.prompt_token_ids(prompt))
         return self._parser.feed(sample)
 
     def failed(self, error: ApiError) -> bytes:

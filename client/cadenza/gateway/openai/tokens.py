@@ -10,7 +10,7 @@ from cadenza.gateway.fields.field import read_fields
 from cadenza.gateway.fields.sampling import require, utf8
 from cadenza.gateway.fields.tables import DETOKENIZE, TOKENIZE
 from cadenza.gateway.http.errors import bad_request
-from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.http.reading import off_loop, read_object
 from cadenza.gateway.models import check_model
 from cadenza.gateway.openai.prompts import chat_prompt
 from cadenza.gateway.state import STATE
@@ -27,7 +27,7 @@ async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a text or a chat."""
     state = request.app[STATE]
     caller = await state.caller(request)
-    values = read_fields(TOKENIZE, await read_object(request))
+    values = await off_loop(request, read_fields, TOKENIZE, await read_object(request))
     if ("prompt" in values) == ("messages" in values):
         raise bad_request("give either prompt or messages", "prompt")
     if "prompt" in values:
@@ -36,7 +36,8 @@ async def tokenize(request: web.Request) -> web.Response:
                 raise bad_request(f"{name} needs messages", name)
         prompt = Prompt(text=utf8(values["prompt"], "prompt"))
     else:
-        prompt = chat_prompt(values["messages"], values, chat_tools(values))
+        use = await off_loop(request, chat_tools, values)
+        prompt = await off_loop(request, chat_prompt, values["messages"], values, use)
     info = await check_model(state.names, values.get("model"), caller)
     ids = await caller.tokenize(prompt, add_special_tokens=values.get("add_special_tokens", True))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids, "token_strs": None}
@@ -52,7 +53,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """Text of token ids."""
     state = request.app[STATE]
     caller = await state.caller(request)
-    values = read_fields(DETOKENIZE, await read_object(request))
+    values = await off_loop(request, read_fields, DETOKENIZE, await read_object(request))
     ids = require(values, "tokens")
     if any(not 0 <= each <= _MAX_TOKEN_ID for each in ids):
         raise bad_request("tokens must hold token ids", "tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from enum import Enum
 
-from cadenza.gateway.parsing.calls import Answer, ObjectReader, shown_of
+from cadenza.gateway.parsing.calls import CLOSING, Answer, ObjectReader, shown_of
 from cadenza.gateway.parsing.parts import Mark, Part, Piece, Role
 
 
@@ -58,7 +58,7 @@ class BareJsonParser:
                 case _ if text[index] == "{":
                     self._objects.open()
                     self._at = _At.OBJECT
-                case _ if text[index].isspace() or (self._at is _At.BETWEEN and text[index] == ";"):
+                case _ if text[index].isspace() or (self._at is _At.BETWEEN and text[index] in f";{CLOSING}"):
                     self._objects.before += text[index]
                     index += 1
                 case _:

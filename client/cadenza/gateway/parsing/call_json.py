@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from enum import Enum
+from typing import NoReturn
 
 _SPACE = " \t\r\n"
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _SCALAR_STARTS = "-0123456789tfn"
+_IN_STRING = re.compile(r'["\\]')
+_TO_NEXT = re.compile(r'["{}\[\]]')
 MAX_NAME = 256
 """Most characters of a function's name."""
 
 
 class ValueEnd:
-    """Finds the end of a JSON object, list or string, whose characters come one by one."""
+    """Finds the end of a JSON object, list or string that comes in pieces."""
 
     __slots__ = ("_depth", "_is_escaped", "_is_string")
 
@@ -23,25 +27,29 @@ class ValueEnd:
         self._is_string = False
         self._is_escaped = False
 
-    def is_last(self, char: str) -> bool:
-        """Take the next character; whether the value ends with it."""
-        if self._is_string:
+    def find(self, text: str, start: int) -> tuple[int, bool]:
+        """Read on from `start`; returns the index behind what belongs to the value, and whether it has ended."""
+        index = start
+        while index < len(text):
             if self._is_escaped:
-                self._is_escaped = False
-            elif char == "\\":
-                self._is_escaped = True
-            elif char == '"':
-                self._is_string = False
-                return self._depth == 0
-            return False
-        if char == '"':
-            self._is_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-            return self._depth == 0
-        return False
+                self._is_escaped, index = False, index + 1
+                continue
+            found = (_IN_STRING if self._is_string else _TO_NEXT).search(text, index)
+            if found is None:
+                break
+            index = found.end()
+            match found.group():
+                case "\\":
+                    self._is_escaped = True
+                case '"':
+                    self._is_string = not self._is_string
+                case "{" | "[":
+                    self._depth += 1
+                case _:
+                    self._depth -= 1
+            if not self._depth and not self._is_string:
+                return index, True
+        return len(text), False
 
 
 class _At(Enum):
@@ -59,29 +67,35 @@ class _At(Enum):
 class CallObject:
     """One object, from its opening bracket on.
 
-    It is a call as soon as its name is known, and with `needs_arguments` these have begun; from then on it stays one,
-    whatever follows. Until then `raw` is what was read.
+    It is a call as soon as its name is known and its arguments have begun, which are an object, or at its end; from
+    then on it stays one, whatever follows. Until then `raw` is what was read.
     """
 
     def __init__(self, *, needs_arguments: bool, names: Collection[str] | None) -> None:
-        """names: those of the tools, of which the call's must be one; None: any."""
+        """needs_arguments: whether an object without them is no call; names: of the tools; None: any."""
         self._needs_arguments = needs_arguments
         self._names = names
         self._at = _At.KEY
         self._key = ""
-        self._value = ""
+        self._value: list[str] = []
+        """The pieces of the key or value at hand."""
         self._end = ValueEnd()
         self._streams = False
-        """Whether the value at hand is the arguments of a call that is known."""
+        """Whether the value at hand is the arguments of a call."""
         self._has_arguments = False
-        self._arguments = ""
-        """Those that have not been given on."""
-        self.raw = ""
+        self._arguments: list[str] = []
+        """Pieces of those that have not been given on."""
+        self._raw: list[str] = []
         self.name: str | None = None
         self.is_call = False
         self.is_done = False
         self.is_bad = False
         """It is no call; or it is one, and ends with an error."""
+
+    @property
+    def raw(self) -> str:
+        """What was read before it was a call."""
+        return "".join(self._raw)
 
     def feed(self, text: str, start: int) -> tuple[int, str]:
         """Read from `start` on; returns the index behind what was used, and new text of the arguments.
@@ -89,35 +103,52 @@ class CallObject:
         The first character of all is the opening bracket.
         """
         index = start
-        if not self.raw and not self.is_call:
-            self.raw, index = text[index], index + 1
+        if not self._raw:
+            self._raw.append(text[index])
+            index += 1
         while index < len(text) and not (self.is_done or self.is_bad):
-            char = text[index]
-            if self._take(char):
-                if not self.is_call:
-                    self.raw += char
+            before = index
+            if self._at in (_At.IN_KEY, _At.IN_VALUE):
+                index = self._in_value(text, index)
+            elif self._take(text[index]):
                 index += 1
+            if not self.is_call:
+                self._raw.append(text[before:index])
         if self.is_bad and self.is_call:
             self._complete()
         arguments = ""
         if self.is_call:
-            arguments, self._arguments = self._arguments, ""
+            arguments = "".join(self._arguments)
+            self._arguments.clear()
         return index, arguments
+
+    def _in_value(self, text: str, index: int) -> int:
+        """Read on in an object, list or string, or in a key; returns the index behind what was used."""
+        end, is_last = self._end.find(text, index)
+        (self._arguments if self._streams else self._value).append(text[index:end])
+        if is_last and self._at is _At.IN_KEY:
+            key = _decoded("".join(self._value))
+            self._key, self._at = str(key), _At.COLON
+            self.is_bad = key is None
+        elif is_last:
+            self._value_ends()
+        return end
 
     def _take(self, char: str) -> bool:
         """Take a character; whether it is used: an error is not, nor the one behind a number."""
         match self._at:
-            case _At.IN_VALUE:
-                self._in_value(char)
-            case _At.IN_KEY | _At.KEY:
-                self._in_key(char)
             case _At.IN_SCALAR:
                 if char in _SPACE or char in ",}":
                     self._value_ends()
                     return False
-                self._value += char
+                self._value.append(char)
             case _ if char in _SPACE:
                 pass
+            case _At.KEY if char == '"':
+                self._at = _At.IN_KEY
+                self._open(char)
+            case _At.KEY:
+                self._close_on(char, allowed="}")
             case _At.COLON:
                 self._at = _At.VALUE
                 self.is_bad = char != ":"
@@ -128,21 +159,10 @@ class CallObject:
                 self._close_on(char)
         return not self.is_bad
 
-    def _in_key(self, char: str) -> None:
-        if self._at is _At.KEY:
-            if char in _SPACE:
-                return
-            if char == '"':
-                self._at, self._key, self._end = _At.IN_KEY, char, ValueEnd()
-                self._end.is_last(char)
-            else:
-                self._close_on(char, allowed="}")
-            return
-        self._key += char
-        if self._end.is_last(char):
-            key = _decoded(self._key)
-            self._key, self._at = str(key), _At.COLON
-            self.is_bad = key is None
+    def _open(self, char: str) -> None:
+        """An object, list or string begins."""
+        self._value, self._end = [char], ValueEnd()
+        self._end.find(char, 0)
 
     def _close_on(self, char: str, allowed: str = ",}") -> None:
         if char not in allowed:
@@ -156,50 +176,46 @@ class CallObject:
     def _complete(self) -> None:
         """The call has ended."""
         if not self._has_arguments:
-            self._arguments, self._has_arguments = "{}", True
+            self._arguments, self._has_arguments = ["{}"], True
         self.is_done, self.is_bad = True, False
 
     def _begin_value(self, char: str) -> None:
-        self._value = char
         if char in '{["':
-            self._at, self._end = _At.IN_VALUE, ValueEnd()
-            self._end.is_last(char)
+            self._at = _At.IN_VALUE
+            self._open(char)
             if self._key in _ARGUMENT_KEYS and char == "{" and not self._has_arguments:
                 self._streams = self._has_arguments = True
-                self._arguments, self._value = char, ""
+                self._arguments = [char]
                 self._know()
         elif char in _SCALAR_STARTS:
-            self._at = _At.IN_SCALAR
+            self._at, self._value = _At.IN_SCALAR, [char]
         else:
             self.is_bad = True
-
-    def _in_value(self, char: str) -> None:
-        if self._streams:
-            self._arguments += char
-        else:
-            self._value += char
-        if self._end.is_last(char):
-            self._value_ends()
 
     def _value_ends(self) -> None:
         self._at = _At.COMMA
         if self._streams:
             self._streams = False
             return
-        value = _decoded(self._value)
+        text = "".join(self._value)
+        value = _decoded(text)
+        self.is_bad = value is None and text != "null"
         if self._key == "name" and self.name is None:
-            self.is_bad = not self._is_name(value)
+            self.is_bad = not self._is_name(value) or not self._fits_before()
             self.name = None if self.is_bad else str(value)
             self._know()
         elif self._key in _ARGUMENT_KEYS and not self._has_arguments:
-            self._take_arguments(value)
+            self._take_arguments("{}" if text == "null" else value)
 
-    def _take_arguments(self, value: object) -> None:
+    def _fits_before(self) -> bool:
+        """Whether arguments that stand before the name are an object."""
+        return not self._has_arguments or isinstance(_decoded("".join(self._arguments)), dict)
+
+    def _take_arguments(self, text: object) -> None:
         """Arguments that are no object: a text that holds one, or null."""
-        text = "{}" if self._value == "null" else value
         self.is_bad = not isinstance(text, str) or not _is_utf8(text) or not isinstance(_decoded(text), dict)
         if not self.is_bad:
-            self._arguments, self._has_arguments = str(text), True
+            self._arguments, self._has_arguments = [str(text)], True
             self._know()
 
     def _is_name(self, value: object) -> bool:
@@ -208,15 +224,19 @@ class CallObject:
         return self._names is None or value in self._names
 
     def _know(self) -> None:
-        self.is_call = self.name is not None and (self._has_arguments or not self._needs_arguments)
+        self.is_call = self.name is not None and self._has_arguments
 
 
 def _decoded(text: str) -> object:
     """The value of a JSON text; None for one that is none."""
     try:
-        return json.loads(text, strict=False)
+        return json.loads(text, strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _is_utf8(text: str) -> bool:

@@ -8,6 +8,9 @@ from typing import Protocol
 from cadenza.gateway.parsing.call_json import CallObject
 from cadenza.gateway.parsing.parts import CallArguments, CallBegin, Content, Mark, Part, Piece
 
+CLOSING = "]}"
+"""Brackets too many behind a call are no content."""
+
 
 class CallParser(Protocol):
     """Reads the answer of one output, piece by piece."""

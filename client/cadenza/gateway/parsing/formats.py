@@ -9,13 +9,15 @@ from typing import Literal
 from cadenza.gateway.parsing.parts import Marker, Role
 from cadenza.info import ModelInfo
 
-ToolFormat = Literal["hermes", "llama3_json", "pythonic", "mistral"]
+ToolFormat = Literal["hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder"]
 ReasoningFormat = Literal["deepseek_r1", "qwen3", "mistral"]
-ToolOption = Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "none"]
+ToolOption = Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "none"]
 ReasoningOption = Literal["auto", "deepseek_r1", "qwen3", "mistral", "none"]
 
+_XML_CALL = ((Role.CALL, "<tool_call>"), (Role.CALL_END, "</tool_call>"))
 _TOOL_MARKERS: Mapping[ToolFormat, tuple[tuple[Role, str], ...]] = {
-    "hermes": ((Role.CALL, "<tool_call>"), (Role.CALL_END, "</tool_call>")),
+    "hermes": _XML_CALL,
+    "qwen3_coder": _XML_CALL,
     "llama3_json": ((Role.CALL, "<|python_tag|>"),),
     "pythonic": (
         (Role.CALL, "<|python_tag|>"),
@@ -76,7 +78,7 @@ def detect_tools(info: ModelInfo) -> ToolFormat | None:
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<tool_call>" in template:
-        return None if "<function=" in template else "hermes"  # Qwen3-Coder's calls are XML within
+        return "qwen3_coder" if "<function=" in template else "hermes"
     if "func_name1(" in template:
         return "pythonic"
     if '"parameters"' in template and ("<|python_tag|>" in template or "dictionary of argument name" in template):

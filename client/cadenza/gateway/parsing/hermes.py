@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 
-from cadenza.gateway.parsing.calls import Answer, ObjectReader, shown_of
+from cadenza.gateway.parsing.calls import CLOSING, Answer, ObjectReader, shown_of
 from cadenza.gateway.parsing.parts import Mark, Part, Piece, Role
 
 
@@ -23,6 +23,10 @@ class HermesParser:
         self._answer = Answer()
         self._objects = ObjectReader(self._answer, needs_arguments=False)
         self._at = _At.CONTENT
+        self._behind = ""
+        """What stands behind the object of a call."""
+        self._is_closed = True
+        """Whether the last call has had its closing marker."""
 
     def feed(self, piece: Piece) -> Iterator[Part]:
         """As CallParser."""
@@ -39,17 +43,15 @@ class HermesParser:
         yield from self._answer.finish()
 
     def _mark(self, mark: Mark) -> Iterator[Part]:
-        if mark.role is Role.CALL_END and self._at is not _At.CONTENT:
-            is_call = self._at is _At.BEHIND or self._objects.is_known
-            yield from self._objects.give_back()
-            self._at = _At.CONTENT
-            if not is_call:
-                yield from self._answer.text(mark.shown)
-        elif mark.role is Role.CALL_END:
-            yield from self._answer.text(mark.shown)
-        else:
-            yield from self._objects.give_back()
+        is_known = self._objects.is_known or not self._is_closed
+        yield from self._objects.give_back()
+        if mark.role is Role.CALL:
             self._at, self._objects.before = _At.OPENED, mark.shown
+        else:
+            self._at = _At.CONTENT
+            if not is_known:
+                yield from self._answer.text(mark.shown)
+        self._is_closed = True
 
     def _text(self, text: str) -> Iterator[Part]:
         index = 0
@@ -72,7 +74,10 @@ class HermesParser:
                     yield from parts
                     if not self._objects.is_open:
                         self._at = _At.BEHIND if is_call else _At.CONTENT
-                case _At.BEHIND if text[index].isspace():
+                        self._behind, self._is_closed = "", not is_call
+                case _At.BEHIND if text[index].isspace() or text[index] in CLOSING:
+                    self._behind += text[index]
                     index += 1
                 case _At.BEHIND:
+                    yield from self._answer.text(self._behind)
                     self._at = _At.CONTENT

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 from cadenza.gateway.parsing.call_json import MAX_NAME, ValueEnd
-from cadenza.gateway.parsing.calls import Answer, ObjectReader
+from cadenza.gateway.parsing.calls import CLOSING, Answer, ObjectReader
 from cadenza.gateway.parsing.parts import Mark, Part, Piece, Role
 
 _NAME = re.compile(r"[\w.:/-]+")
@@ -22,6 +22,7 @@ class _At(Enum):
     ID = "behind a name and the marker of an id"
     BEFORE = "behind the marker of arguments"
     ARGUMENTS = "in arguments"
+    BEHIND = "behind arguments"
 
 
 class MistralParser:
@@ -41,6 +42,7 @@ class MistralParser:
         if not isinstance(piece, Mark):
             yield from self._text(piece)
         elif piece.role is Role.CALL:
+            self._forget_behind()
             yield from self._give_back()
             self._at, self._raw = _At.OPENED, piece.shown
         elif piece.role in (Role.ARGUMENTS, Role.CALL_ID) and self._at in (_At.NAME, _At.ID):
@@ -54,6 +56,7 @@ class MistralParser:
         if is_cut or (self._at is _At.LIST and self._answer.num_calls):
             self._objects.drop()
             self._raw = ""
+        self._forget_behind()
         yield from self._give_back()
         yield from self._answer.finish()
 
@@ -69,6 +72,13 @@ class MistralParser:
                 if not self._objects.is_open:
                     self._at = _At.LIST if is_call else _At.CONTENT
                 continue
+            if self._at is _At.ARGUMENTS:
+                end, is_last = self._end.find(text, index)
+                yield from self._answer.arguments(text[index:end])
+                index = end
+                if is_last:
+                    self._at = _At.BEHIND
+                continue
             if self._at is _At.LIST and text[index] == "{":
                 self._objects.before, self._raw = self._raw, ""
                 self._objects.open()
@@ -80,10 +90,6 @@ class MistralParser:
     def _take(self, char: str) -> Iterator[Part]:
         """Take a character outside of content and objects."""
         match self._at:
-            case _At.ARGUMENTS:
-                yield from self._answer.arguments(char)
-                if self._end.is_last(char):
-                    self._at = _At.CONTENT
             case _At.LIST if char == "]":
                 is_empty = not self._answer.num_calls
                 yield from self._give_back(char) if is_empty else self._end_list()
@@ -98,7 +104,11 @@ class MistralParser:
                 self._name = char if self._at is _At.OPENED else self._name + char
                 self._raw += char
                 self._at = _At.NAME
-            case _ if char.isspace() or (self._at is _At.LIST and char == ","):
+            case _At.BEHIND if char in CLOSING:
+                self._raw += char
+            case _At.LIST if char in ",}":
+                self._raw += char
+            case _ if char.isspace():
                 self._name += char if self._at is _At.NAME else ""
                 self._raw += char
             case _:
@@ -108,11 +118,15 @@ class MistralParser:
         yield from self._answer.begin(self._name.rstrip())
         yield from self._answer.arguments(char)
         self._at, self._raw, self._end = _At.ARGUMENTS, "", ValueEnd()
-        self._end.is_last(char)
+        self._end.find(char, 0)
 
     def _end_list(self) -> Iterator[Part]:
         self._at, self._raw = _At.CONTENT, ""
         return iter(())
+
+    def _forget_behind(self) -> None:
+        if self._at is _At.BEHIND:
+            self._raw = ""
 
     def _give_back(self, more: str = "") -> Iterator[Part]:
         """What was read is no call; text follows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from cadenza.gateway.parsing.bare_json import BareJsonParser
 from cadenza.gateway.parsing.calls import CallParser, shown_of
@@ -13,7 +14,9 @@ from cadenza.gateway.parsing.mistral import MistralParser
 from cadenza.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Piece, Role, Thought
 from cadenza.gateway.parsing.pieces import PieceReader
 from cadenza.gateway.parsing.pythonic import PythonicParser
+from cadenza.gateway.parsing.qwen_coder import ArgumentKinds, QwenCoderParser
 from cadenza.gateway.parsing.reasoning import Opening, ReasoningSplitter, opening_of_ids
+from cadenza.gateway.parsing.token_owners import TokenOwners
 from cadenza.outputs import CompletionOutput
 
 
@@ -30,6 +33,8 @@ class Reading:
     """How the prompt ends; None: its token ids say."""
     is_parallel: bool = True
     """Whether calls behind the first one count; otherwise they are left out."""
+    kinds: ArgumentKinds = field(default_factory=dict)
+    """What arguments are, for formats whose text does not say."""
 
     @property
     def is_plain(self) -> bool:
@@ -62,6 +67,8 @@ def _call_parser(reading: Reading) -> CallParser | None:
             return BareJsonParser(names)
         case "pythonic":
             return PythonicParser(names)
+        case "qwen3_coder":
+            return QwenCoderParser(reading.kinds)
         case _:
             return MistralParser()
 
@@ -69,14 +76,22 @@ def _call_parser(reading: Reading) -> CallParser | None:
 class OutputParser:
     """Reads one output, in deltas of any size: joined, its parts are the same for every cut."""
 
-    def __init__(self, reading: Reading, prompt_ids: Sequence[int]) -> None:
-        """prompt_ids: the prompt's token ids, of which the last ones say whether a thought is open."""
+    def __init__(self, reading: Reading, prompt_ids: Sequence[int], *, with_tokens: bool = False) -> None:
+        """prompt_ids: the prompt's token ids, of which the last ones say whether a thought is open.
+
+        with_tokens: whether content says which tokens made it.
+        """
         formats = reading.formats
         markers = [*formats.reasoning_markers, *(formats.tool_markers if reading.has_calls else ())]
         self._reader = PieceReader(markers, skips_special=reading.skips_special)
-        self._thought = None if formats.reasoning is None else ReasoningSplitter(is_open=reading.is_open(prompt_ids))
+        self._thought = (
+            None
+            if formats.reasoning is None
+            else ReasoningSplitter(is_open=reading.is_open(prompt_ids), is_past=reading.opening is Opening.ANSWERING)
+        )
         self._calls = _call_parser(reading)
         self._is_parallel = reading.is_parallel
+        self._owners = TokenOwners(self._reader.text_ends) if with_tokens else None
         self.has_calls = False
         """Whether there has been a call."""
 
@@ -95,43 +110,72 @@ class OutputParser:
             pieces += self._reader.finish()
         parts: list[Part] = []
         for piece in pieces:
-            for each in (piece,) if self._thought is None else self._thought.feed(piece):
-                if isinstance(each, Thought):
-                    _add(parts, each)
-                else:
-                    self._answer(each, parts)
+            for each in (piece,) if self._owners is None else self._owners.split(piece):
+                self._take(each, parts)
         if delta.finished():
             for rest in () if self._thought is None else self._thought.finish():
                 self._answer(rest, parts)
             if self._calls is not None:
                 self._add_all(self._calls.finish(is_cut=delta.finish_reason != "stop"), parts)
-        return parts
+        return _joined(parts)
+
+    def tokens_behind(self) -> tuple[int, ...]:
+        """Tokens behind the text of an output that has ended, of which no part says that they made it."""
+        return () if self._owners is None else self._owners.rest()
+
+    def _take(self, piece: Piece, parts: list[Part]) -> None:
+        for each in (piece,) if self._thought is None else self._thought.feed(piece):
+            if isinstance(each, Thought):
+                self._add(each, parts)
+            else:
+                self._answer(each, parts)
 
     def _answer(self, piece: Piece, parts: list[Part]) -> None:
         if self._calls is not None:
             self._add_all(self._calls.feed(piece), parts)
         elif text := shown_of(piece):
-            _add(parts, Content(text))
+            self._add(Content(text), parts)
 
     def _add_all(self, found: Iterator[Part], parts: list[Part]) -> None:
         for part in found:
             if isinstance(part, CallBegin | CallArguments) and part.index and not self._is_parallel:
                 continue
             self.has_calls = self.has_calls or isinstance(part, CallBegin)
-            _add(parts, part)
+            self._add(part, parts)
 
-
-def _add(parts: list[Part], part: Part) -> None:
-    """Add a part, joined with the one before if that goes on."""
-    match (parts[-1] if parts else None), part:
-        case Thought(before), Thought(text):
-            parts[-1] = Thought(before + text)
-        case Content(before), Content(text):
-            parts[-1] = Content(before + text)
-        case CallArguments(index, before), CallArguments(same, text) if index == same:
-            parts[-1] = CallArguments(index, before + text)
-        case _:
+    def _add(self, part: Part, parts: list[Part]) -> None:
+        if self._owners is None:
             parts.append(part)
+        elif isinstance(part, Content):
+            parts.append(Content(part.text, self._owners.of_content(part.text)))
+        else:
+            self._owners.of_others()
+            parts.append(part)
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """The parts, each joined with those that go on with it."""
+    found: list[Part] = []
+    for _, group in groupby(parts, _key):
+        first, *others = group
+        if not others or isinstance(first, CallBegin):
+            found += [first, *others]
+            continue
+        same = [first, *others]
+        text = "".join(part.text for part in same if not isinstance(part, CallBegin))
+        match first:
+            case Thought():
+                found.append(Thought(text))
+            case Content():
+                tokens = [token for part in same if isinstance(part, Content) for token in part.tokens]
+                found.append(Content(text, tuple(tokens)))
+            case CallArguments(index):
+                found.append(CallArguments(index, text))
+    return found
+
+
+def _key(part: Part) -> tuple[type[Part], int]:
+    return type(part), part.index if isinstance(part, CallBegin | CallArguments) else 0
 
 
 @dataclass(slots=True)

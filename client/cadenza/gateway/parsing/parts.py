@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -63,6 +63,8 @@ class Content:
     """Text of the answer."""
 
     text: str
+    tokens: tuple[int, ...] = field(default=(), compare=False)
+    """Indexes of the tokens that made it, where they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)

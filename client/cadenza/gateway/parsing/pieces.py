@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cadenza.gateway.parsing.parts import Mark, Marker, Piece
@@ -35,7 +35,8 @@ class PieceReader:
         self._pattern = re.compile("|".join(map(re.escape, self._by_text))) if self._by_text else None
         self._skips_special = skips_special
         self._places: deque[_Place] = deque()
-        self._ends: list[int] = []
+        self.text_ends: list[int] = []
+        """Where the text of each token ends."""
         self._text = ""
         """What has not been given on; it begins at `_start` of the whole text."""
         self._start = 0
@@ -44,17 +45,17 @@ class PieceReader:
     @property
     def num_tokens(self) -> int:
         """Tokens so far."""
-        return len(self._ends)
+        return len(self.text_ends)
 
     def feed(self, text: str, token_ids: Sequence[int], text_ends: Sequence[int]) -> list[Piece]:
         """Add a delta, and return the pieces that are certain now."""
         for token_id, end in zip(token_ids, text_ends, strict=True):
-            self._ends.append(end)
+            self.text_ends.append(end)
             marker = self._by_id.get(token_id)
             if marker is not None:
                 is_hidden = marker.is_special and self._skips_special
                 start = end if is_hidden else end - len(marker.text)
-                self._places.append(_Place(marker, start, end, len(self._ends)))
+                self._places.append(_Place(marker, start, end, len(self.text_ends)))
         self._text += text
         self._end += len(text)
         pieces: list[Piece] = []
@@ -89,22 +90,23 @@ class PieceReader:
                     pieces.append(self._text[: found.start()])
                 place = self._start + found.end()
                 self._take(found.end())
-                num_tokens = min(bisect_left(self._ends, place) + 1, len(self._ends))
+                num_tokens = min(bisect_left(self.text_ends, place) + 1, len(self.text_ends))
                 pieces.append(Mark(self._by_text[found.group()], found.group(), num_tokens))
             if not is_last:
-                end -= self._num_begun(self._text[: end - self._start])
+                end -= num_begun(self._text[: end - self._start], self._by_text)
         if end > self._start:
             pieces.append(self._text[: end - self._start])
             self._take(end - self._start)
 
-    def _num_begun(self, text: str) -> int:
-        """Length of the longest end of a text that is the beginning of a marker."""
-        longest = max(map(len, self._by_text)) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(marker.startswith(text[-length:]) for marker in self._by_text if len(marker) > length):
-                return length
-        return 0
-
     def _take(self, num_chars: int) -> None:
         self._text = self._text[num_chars:]
         self._start += num_chars
+
+
+def num_begun(text: str, markers: Collection[str]) -> int:
+    """Length of the longest end of a text that is the beginning of a marker, and not all of it."""
+    longest = max(map(len, markers)) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers if len(marker) > length):
+            return length
+    return 0

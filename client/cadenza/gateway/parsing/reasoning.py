@@ -20,9 +20,9 @@ class ReasoningSplitter:
     It is there if the prompt has opened it, or if the output begins with its marker. A marker behind it is text.
     """
 
-    def __init__(self, *, is_open: bool) -> None:
-        """is_open: whether the prompt ends within a thought."""
-        self._state = _State.OPEN if is_open else _State.BEFORE
+    def __init__(self, *, is_open: bool, is_past: bool = False) -> None:
+        """is_open: whether the prompt ends within a thought; is_past: whether it ends within the answer behind one."""
+        self._state = _State.OPEN if is_open else _State.DONE if is_past else _State.BEFORE
         self._held = ""
         """Whitespace that the output begins with."""
         self._has_text = False
@@ -89,11 +89,17 @@ class Opening(Enum):
     OPEN = "within a thought"
     CLOSED = "behind a thought that is empty"
     MAYBE = "without either: the output may begin with a thought"
+    ANSWERING = "within an answer, which the output continues"
+
+    @property
+    def is_past(self) -> bool:
+        """Whether a thought, if there is one, has ended."""
+        return self in (Opening.CLOSED, Opening.ANSWERING)
 
 
 def opening_of_ids(prompt_ids: Sequence[int], start: int, end: int) -> Opening:
-    """How a prompt ends, by the tokens of a thought's markers. A line break may follow them, in a token of its own."""
-    for token_id in reversed(prompt_ids[-2:]):
+    """How a prompt ends, by the tokens of a thought's markers. Line breaks may follow them, in tokens of their own."""
+    for token_id in reversed(prompt_ids[-3:]):
         if token_id == end:
             return Opening.CLOSED
         if token_id == start:
@@ -107,3 +113,15 @@ def opening_of_text(tail: str, start: str, end: str) -> Opening:
     if tail.endswith(end):
         return Opening.CLOSED
     return Opening.OPEN if tail.endswith(start) else Opening.MAYBE
+
+
+def opening_of_turn(content: str, start: str, end: str) -> Opening | None:
+    """How a prompt ends whose last message, the assistant's, is continued; None: it has no text, and decides nothing.
+
+    Its thought may be in its text, between the markers, or end there, where the template has opened it.
+    """
+    if end in content:
+        return Opening.ANSWERING
+    if content.lstrip().startswith(start):
+        return Opening.OPEN
+    return Opening.ANSWERING if content.strip() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import posixpath
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from cadenza.adapters import AdapterInfo, adapter_from_proto
 from cadenza.credentials import authorized, call_metadata
 from cadenza.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from cadenza.gateway.scheduler.calls import Calls
-from cadenza.gateway.scheduler.session import GatewaySession
+from cadenza.gateway.scheduler.session import GatewaySession, LiveRequest
 from cadenza.info import ModelInfo
 from cadenza.prompts import Prompt
 from cadenza.v1 import admin_pb2, generation_pb2
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _MODEL_AGE_S = 10.0
 """The model's description is asked for again after so long: another one may be served after a restart."""
 _CALL_TIMEOUT_S = 30.0
+_POLL_S = 0.1
+"""Between looks at an adapter that is being loaded."""
 
 
 class Caller:
@@ -54,8 +57,7 @@ class Caller:
         self.timeout_s = timeout_s
         self.tenant = b"" if shared is None or key is None else hashlib.sha256(key.encode()).digest()
         """As its requests name it; nothing: the session is its own."""
-        self._is_shared = shared is not None
-        self.session = shared or GatewaySession(
+        self._own = GatewaySession(
             self._generation,
             target,
             timeout_s,
@@ -63,6 +65,18 @@ class Caller:
             on_response=on_response,
             on_loss=on_loss,
         )
+        """Opens a stream with its first request."""
+        self._shared = shared
+
+    @property
+    def session(self) -> GatewaySession:
+        """The one for its requests."""
+        return self._shared or self._own
+
+    @property
+    def run_alone(self) -> Callable[[LiveRequest], None] | None:
+        """Runs a request in its own session, if another one is for its requests."""
+        return None if self._shared is None else self._own.start
 
     async def check_model(self, *, waits: bool = True) -> ModelInfo:
         """The served model, asked for now; waits: also for a scheduler that is being restarted."""
@@ -113,7 +127,17 @@ class Caller:
     async def load_adapter(self, name: str, path: str) -> None:
         """Give a LoRA adapter's folder, where the executors run, a name."""
         request = admin_pb2.LoadAdapterRequest(name=name, path=path)
-        await self._calls.changed(lambda: self._admin.LoadAdapter(request), AlreadyExistsError)
+
+        async def is_loaded() -> bool:
+            """Whether the one that is there is this one, as soon as it is loaded."""
+            while (found := next((each for each in await self.adapters() if each.name == name), None)) is not None:
+                if found.content_hash or found.path != posixpath.normpath(path):
+                    return found.path == posixpath.normpath(path)
+                await asyncio.sleep(_POLL_S)
+            await self._calls.once(self._admin.LoadAdapter(request))  # it has failed: this says why
+            return True
+
+        await self._calls.changed(lambda: self._admin.LoadAdapter(request), AlreadyExistsError, is_loaded)
 
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away."""
@@ -126,15 +150,19 @@ class Caller:
         response = await self._calls.once(self._admin.GetMetrics(request, timeout=_CALL_TIMEOUT_S))
         return bytes(response.text.encode())
 
+    def abort(self, live: LiveRequest) -> None:
+        """End a request that nobody waits for any more; does nothing if it has ended."""
+        self.session.abort(live)
+        self._own.abort(live)
+
     @property
     def num_own_requests(self) -> int:
         """Requests that run in a session of its own."""
-        return 0 if self._is_shared else self.session.num_requests
+        return self._own.num_requests
 
     async def close(self) -> None:
-        """End the session, if it is its own."""
-        if not self._is_shared:
-            await self.session.close()
+        """End its own session."""
+        await self._own.close()
 
     async def _call(self, method: Callable[..., Awaitable[Any]], request: Any) -> Any:
         return await self._calls.repeated(lambda: method(request, timeout=_CALL_TIMEOUT_S))

@@ -44,16 +44,22 @@ class Calls:
         """The same, made again after a lost connection."""
         return await self._try(make, self._attempts())
 
-    async def changed(self, make: Callable[[], Awaitable[object]], done: type[CadenzaError]) -> None:
+    async def changed(
+        self,
+        make: Callable[[], Awaitable[object]],
+        done: type[CadenzaError],
+        is_done: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
         """The same of a call that changes something.
 
-        done: the error of a further attempt which says that the one before it was carried out.
+        done: the error of a further attempt which may say that the one before it was carried out. is_done: whether it
+        was; None: there is no other reason.
         """
         attempts = self._attempts()
         try:
             await self._try(make, attempts)
         except done:
-            if not attempts.has_reconnected:
+            if not attempts.has_reconnected or (is_done is not None and not await is_done()):
                 raise
 
     def _attempts(self) -> Attempts:

@@ -41,10 +41,18 @@ class Generation:
     """
 
     def __init__(self, caller: Caller, job: Job, *, is_streamed: bool) -> None:
-        self._session = caller.session
+        self._caller = caller
         self._inbox = Inbox(len(job.prompts))
         self._live = [
-            LiveRequest(request, _collector(request.request_id, prompt), self._inbox, index, caller.tenant, is_streamed)
+            LiveRequest(
+                request,
+                _collector(request.request_id, prompt),
+                self._inbox,
+                index,
+                caller.tenant,
+                is_streamed,
+                run_alone=caller.run_alone,
+            )
             for index, prompt in enumerate(job.prompts)
             for request in [
                 convert.request_to_proto(
@@ -66,14 +74,14 @@ class Generation:
 
     async def __aenter__(self) -> Generation:
         for each in self._live:
-            self._session.start(each)
+            self._caller.session.start(each)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for each in self._live:
-            self._session.abort(each)
+            self._caller.abort(each)
 
     async def take(self) -> Taken | None:
         """New deltas of all prompts; None: all have ended. Raises the CadenzaError of a prompt that failed."""

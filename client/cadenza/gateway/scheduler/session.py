@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
@@ -18,7 +19,9 @@ from cadenza.errors import (
     DamagedStreamError,
     InternalError,
     NotFoundError,
+    PermissionDeniedError,
     RequestLostError,
+    UnauthenticatedError,
     UnavailableError,
     from_rpc_error,
     from_status,
@@ -53,12 +56,16 @@ class LiveRequest:
     is_sent: bool = False
     is_resumed: bool = False
     """Whether the last message about it was a resume."""
+    run_alone: Callable[[LiveRequest], None] | None = None
+    """Runs it in a session of its own key, for when this one may not name its tenant."""
+    attempts: Attempts = field(init=False)
+    """Its own: how long it is tried does not depend on other requests."""
 
 
 class GatewaySession:
     """Runs requests over one stream at a time, until `close`.
 
-    After a lost stream another one brings the rest of each request, for `timeout_s` seconds without a response. A
+    After a lost stream another one brings the rest of each request, for `timeout_s` seconds without a response to it. A
     request whose rest the scheduler does not have any more is begun anew if its client has seen nothing of it.
     """
 
@@ -85,7 +92,8 @@ class GatewaySession:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._attempts = self._new_attempts()
+        self._attempts = self._new_attempts(math.inf)
+        """Those to open a stream: each request has its own time."""
 
     @property
     def num_requests(self) -> int:
@@ -98,6 +106,7 @@ class GatewaySession:
         if self._is_closed:
             live.inbox.fail(UnavailableError("the gateway is stopping"))
             return
+        live.attempts = self._new_attempts(self._timeout_s)
         self._live[request_id] = live
         self._to_start.append(request_id)
         self._wake.set()
@@ -118,13 +127,13 @@ class GatewaySession:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        self._fail_all(UnavailableError("the gateway is stopping"))
+        self._fail(UnavailableError("the gateway is stopping"), list(self._live.values()))
 
-    def _new_attempts(self) -> Attempts:
+    def _new_attempts(self, timeout_s: float) -> Attempts:
         def keeps_trying() -> bool:
             return self._was_reached() and not self._is_closed
 
-        return Attempts(self._timeout_s, keeps_trying, self._on_response)
+        return Attempts(timeout_s, keeps_trying, self._on_response)
 
     # --- the stream --------------------------------------------------------------------------------------------------
 
@@ -144,12 +153,11 @@ class GatewaySession:
                 _LOG.exception("a session failed")
                 cause, lost = InternalError(f"{type(bug).__name__}: {bug}"), False
             self._on_loss()
-            if not self._live:
-                return
-            delay_s = self._attempts.next_delay() if lost else None
+            self._fail(cause, [live for live in self._live.values() if not lost or live.attempts.next_delay() is None])
+            delay_s = self._attempts.next_delay() if self._live else None
             if delay_s is None:
-                self._fail_all(cause)
-                self._attempts = self._new_attempts()
+                self._fail(cause, list(self._live.values()))
+                self._attempts = self._new_attempts(math.inf)
                 return
             await asyncio.sleep(delay_s)
 
@@ -162,6 +170,7 @@ class GatewaySession:
                 response = whole_message(
                     await call.read(), generation_pb2.SessionResponse, f"{self._target} ended the session"
                 )
+                self._attempts.on_response()
                 first, later = self._by_turn(response.events)
                 for events in (first, later):
                     for number, event in enumerate(events, start=1):
@@ -219,7 +228,7 @@ class GatewaySession:
             self._take_error(live, from_status(event.error))
             return
         delta = live.collector.add(delta_from_proto(event.response, live.collector.prompt_token_ids))
-        self._attempts.on_response()
+        live.attempts.on_response()
         if live.is_streamed:
             live.inbox.put(live.index, delta)
             if live.inbox.error is not None:
@@ -235,14 +244,17 @@ class GatewaySession:
     def _take_error(self, live: LiveRequest, error: CadenzaError) -> None:
         """Send a request again that may go on, else report the error to its client."""
         request_id, collector = live.request.request_id, live.collector
+        if live.run_alone is not None and _may_be_naming(error):
+            self._fail(error, [live])
+            return
         if isinstance(error, UnavailableError):
-            delay_s = self._attempts.next_delay()
+            delay_s = live.attempts.next_delay()
             if delay_s is not None:
                 asyncio.get_running_loop().call_later(delay_s, self._send_again, request_id)
                 return
         else:
-            self._attempts.on_response()
-        if self._attempts.takes_back(error.code):
+            live.attempts.on_response()
+        if live.attempts.takes_back(error.code):
             self._send_again(request_id)
             return
         if live.is_resumed and isinstance(error, NotFoundError):
@@ -251,16 +263,31 @@ class GatewaySession:
                 self._send_again(request_id)
                 return
             error = RequestLostError.forgotten(request_id, error)
-        del self._live[request_id]
-        live.inbox.fail(error)
+        self._fail(error, [live])
 
     def _send_again(self, request_id: str) -> None:
         if request_id in self._live:
             self._to_start.append(request_id)
             self._wake.set()
 
-    def _fail_all(self, error: CadenzaError) -> None:
-        live, self._live = self._live, {}
-        self._to_start.clear()
-        for each in live.values():
-            each.inbox.fail(error)
+    def _fail(self, error: CadenzaError, requests: Sequence[LiveRequest]) -> None:
+        """End requests with an error; one that this session may not name runs in that of its own key."""
+        for live in requests:
+            del self._live[live.request.request_id]
+            run_alone, live.run_alone = live.run_alone, None
+            if run_alone is None or not _may_be_naming(error):
+                live.inbox.fail(error)
+                continue
+            self._on_loss()
+            live.tenant, live.is_sent = b"", False
+            run_alone(live)
+
+
+def _may_be_naming(error: CadenzaError) -> bool:
+    """Whether a session may have been refused for the tenant that it named: it has lost the right, or its own token.
+
+    An unknown token is that of the gateway or that of the client, which its own session finds out.
+    """
+    if isinstance(error, PermissionDeniedError):
+        return "may_name_tenants" in error.message
+    return isinstance(error, UnauthenticatedError)

@@ -8,12 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cadenza.gateway.fields.field import shown
+from cadenza.gateway.fields.field import check_keys, shown
 from cadenza.gateway.http.errors import ApiError, bad_request
 
 MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 Mode = Literal["none", "auto", "required"]
+_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+_FLAT_KEYS = ("type", *_FUNCTION_KEYS)
+_CUSTOM_KEYS = ("type", "name", "description", "input_schema", "strict")
+_WITHOUT_EFFECT = ("cache_control", "eager_input_streaming")
+"""Of a tool: prefixes are cached, and arguments streamed, by themselves."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"], []),
+    "input_examples": ([],),
+}
+"""Of a tool: fields that nobody here can honour, and the values that ask for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +106,12 @@ class ToolUse:
 
 def chat_tools(values: Mapping[str, Any]) -> ToolUse:
     """Those of a chat; raises ApiError."""
-    tools = _tools(values.get("tools"), lambda tool, where: _function(tool, where).get("function"))
-    return _use(tools, values, lambda choice: _function(choice, "tool_choice").get("function"))
+    return _use(_tools(values.get("tools"), _inner_function), values, _chosen_inner)
 
 
 def response_tools(values: Mapping[str, Any]) -> ToolUse:
     """Those of /v1/responses, whose functions are flat; raises ApiError."""
-    return _use(_tools(values.get("tools"), _function), values, lambda choice: _function(choice, "tool_choice"))
+    return _use(_tools(values.get("tools"), _flat_function), values, _chosen_flat)
 
 
 def message_tools(values: Mapping[str, Any]) -> ToolUse:
@@ -109,30 +119,33 @@ def message_tools(values: Mapping[str, Any]) -> ToolUse:
     tools = _tools(values.get("tools"), _custom, schema="input_schema")
     choice = values.get("tool_choice") or {"type": "auto"}
     kind = choice.get("type")
-    is_parallel = not choice.get("disable_parallel_tool_use", False)
     if kind not in ("auto", "any", "tool", "none"):
         raise bad_request(f"tool_choice.type must be auto, any, tool or none, not {shown(kind)}", "tool_choice")
+    known = ("type", "disable_parallel_tool_use", *(["name"] if kind == "tool" else []))
+    check_keys("tool_choice", choice, known, "tool_choice")
+    is_single = choice.get("disable_parallel_tool_use")
+    if is_single is not None and not isinstance(is_single, bool):
+        message = f"tool_choice.disable_parallel_tool_use must be a boolean, not {shown(is_single)}"
+        raise bad_request(message, "tool_choice")
     if kind == "none" or not tools:
         _require_tools(tools, kind in ("any", "tool"))
         return ToolUse(tools)
     if kind == "tool":
         return ToolUse(tools, "required", _allowed(tools, [choice.get("name")]), is_parallel=False)
-    return ToolUse(tools, "required" if kind == "any" else "auto", None, is_parallel)
+    return ToolUse(tools, "required" if kind == "any" else "auto", None, not is_single)
 
 
-def _use(tools: tuple[Tool, ...], values: Mapping[str, Any], function_of: Callable[[Any], Any]) -> ToolUse:
+def _use(tools: tuple[Tool, ...], values: Mapping[str, Any], name_of: Callable[[Any, str], Any]) -> ToolUse:
     choice = values.get("tool_choice")
     is_parallel = values.get("parallel_tool_calls", True)
     mode: Any = choice if isinstance(choice, str) else "auto"
     allowed: frozenset[str] | None = None
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        inner = choice.get("allowed_tools", choice)
-        names = inner.get("tools") if isinstance(inner, Mapping) else None
-        if not isinstance(names, list) or not names:
-            raise bad_request("tool_choice.tools must be a list of tools", "tool_choice")
-        mode, allowed = inner.get("mode", "auto"), _allowed(tools, [_name(function_of(each)) for each in names])
+        mode, listed = _allowed_tools(choice)
+        names = [name_of(each, f"tool_choice.tools[{index}]") for index, each in enumerate(listed)]
+        allowed = _allowed(tools, names)
     elif isinstance(choice, Mapping):
-        mode, allowed = "required", _allowed(tools, [_name(function_of(choice))])
+        mode, allowed = "required", _allowed(tools, [name_of(choice, "tool_choice")])
         is_parallel = False  # this tool, once
     if mode not in ("none", "auto", "required"):
         raise bad_request(f"tool_choice must be none, auto, required or a tool, not {shown(mode)}", "tool_choice")
@@ -145,8 +158,36 @@ def _require_tools(tools: Sequence[Tool], is_required: bool) -> None:
         raise bad_request("tool_choice needs tools", "tool_choice")
 
 
-def _name(function: Any) -> Any:
-    return function.get("name") if isinstance(function, Mapping) else None
+def _allowed_tools(choice: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """The mode and the tools of a choice of some: in an object of their own in chats, beside the type in responses."""
+    inner = choice.get("allowed_tools")
+    if inner is not None:
+        check_keys("tool_choice", choice, ("type", "allowed_tools"), "tool_choice")
+        if not isinstance(inner, Mapping):
+            raise bad_request(f"tool_choice.allowed_tools must be an object, not {shown(inner)}", "tool_choice")
+        check_keys("tool_choice.allowed_tools", inner, ("mode", "tools"), "tool_choice")
+    else:
+        inner = choice
+        check_keys("tool_choice", choice, ("type", "mode", "tools"), "tool_choice")
+    tools = inner.get("tools")
+    if not isinstance(tools, list) or not tools:
+        raise bad_request("tool_choice.tools must be a list of tools", "tool_choice")
+    return inner.get("mode", "auto"), tools
+
+
+def _chosen_inner(choice: Any, where: str) -> Any:
+    """The name of the function that a choice of chats means."""
+    _check_function(choice, where, ("type", "function"))
+    function = choice.get("function")
+    if not isinstance(function, Mapping):
+        raise bad_request(f"{where} must have a function with a name, not {shown(function)}", "tool_choice")
+    check_keys(f"{where}.function", function, ("name",), "tool_choice")
+    return function.get("name")
+
+
+def _chosen_flat(choice: Any, where: str) -> Any:
+    """The same of responses."""
+    return _check_function(choice, where, ("type", "name")).get("name")
 
 
 def _allowed(tools: Sequence[Tool], names: Sequence[Any]) -> frozenset[str]:
@@ -202,19 +243,44 @@ def _check_lists(schema: Mapping[str, Any], where: str) -> None:
         raise _wrong(where, f"must have a list of strings as required, not {shown(required)}")
 
 
-def _function(value: Any, where: str) -> Mapping[str, Any]:
+def _check_function(value: Any, where: str, keys: Sequence[str]) -> Mapping[str, Any]:
+    """An object of type function with these keys."""
     kind = value.get("type", "function") if isinstance(value, Mapping) else None
     if not isinstance(value, Mapping) or kind != "function":
         raise _wrong(where, f"must be of type function, not {shown(value if kind is None else kind)}")
+    _check_keys(value, where, keys)
     return value
+
+
+def _inner_function(value: Any, where: str) -> Any:
+    """The function of a chat's tool."""
+    function = _check_function(value, where, ("type", "function")).get("function")
+    if isinstance(function, Mapping):
+        _check_keys(function, f"{where}.function", _FUNCTION_KEYS)
+    return function
+
+
+def _flat_function(value: Any, where: str) -> Mapping[str, Any]:
+    """The tool of a response."""
+    return _check_function(value, where, _FLAT_KEYS)
 
 
 def _custom(value: Any, where: str) -> Mapping[str, Any]:
+    """A tool of Anthropic's API."""
     if not isinstance(value, Mapping) or value.get("type") not in (None, "custom"):
         kind = value.get("type") if isinstance(value, Mapping) else value
         raise _wrong(where, f"must be a tool of the caller's own, not {shown(kind)}")
+    _check_keys(value, where, _CUSTOM_KEYS)
     return value
 
 
+def _check_keys(value: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
+    for name, neutral in _NEUTRAL.items():
+        given = value.get(name)
+        if given is not None and not any(given == each and type(given) is type(each) for each in neutral):
+            raise _wrong(where, f"has {name}, which is not supported: tools are shown to the model as they are")
+    check_keys(where, value, (*known, *_WITHOUT_EFFECT, *_NEUTRAL), where.partition("[")[0].partition(".")[0])
+
+
 def _wrong(where: str, why: str) -> ApiError:
-    return bad_request(f"{where} {why}", where.partition("[")[0])
+    return bad_request(f"{where} {why}", where.partition("[")[0].partition(".")[0])

@@ -1,7 +1,7 @@
 """Grammars of answers whose calls keep to the tools' schemas, in the format of the model.
 
-Written in llguidance's Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). Each tool's arguments
-are a rule of their own, in a line of its own: the line of an error names the tool.
+Written in llguidance's Lark. Each tool's arguments are rules of their own, each in a line of its own: the line of an
+error names the tool.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.parsing.formats import Formats
 from cadenza.gateway.parsing.parts import Marker, Role
+from cadenza.gateway.parsing.python_call import KEY
+from cadenza.gateway.parsing.qwen_coder import FUNCTION, FUNCTION_END
 from cadenza.gateway.parsing.reasoning import Opening
 from cadenza.gateway.tools.definitions import Tool, ToolUse
+from cadenza.gateway.tools.lark import ANY_TEXT, compact_json, literal
+from cadenza.gateway.tools.xml_arguments import XML_KEY, any_arguments, argument_rules
 
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as templates write it."""
-_ANY_TEXT = "(?s:.*)"
 _SPACE = r"SPACE: /\n{0,2}/"
 """Behind a thought, where models break the line."""
 _KWARGS_KEYS = frozenset(
@@ -35,9 +36,8 @@ _KWARGS_KEYS = frozenset(
         "definitions",
     )
 )
-"""What a schema of arguments may have that are written as Python's."""
+"""What a schema of arguments may have that are written one by one."""
 _COMMA = '", "'
-_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 def grammar_of(use: ToolUse, formats: Formats, opening: Opening | None, answer: Mapping[str, Any] | None) -> str:
@@ -54,25 +54,27 @@ def grammar_of(use: ToolUse, formats: Formats, opening: Opening | None, answer: 
     rules = [f"start: {_thought(formats, opening)} ({start})", *writer.rules]
     if answer is not None:
         # Compact too: with other whitespace than calls it could not be an alternative to them.
-        rules.append(f"answer: %json {_json(answer)}")
+        rules.append(f"answer: {compact_json(answer)}")
     return "\n".join(["%llguidance {}", *rules, *_terminals(formats, opening)])
 
 
-def thought_then(formats: Formats, opening: Opening, answer: Mapping[str, Any]) -> str:
-    """The grammar of an answer that is JSON of a schema, behind a thought."""
-    rules = [f"start: {_thought(formats, opening)} answer", f"answer: %json {json.dumps(answer, ensure_ascii=False)}"]
-    return "\n".join(["%llguidance {}", *rules, *_terminals(formats, opening)])
+def thought_then(formats: Formats, opening: Opening, answer: Sequence[str]) -> str:
+    """The grammar of an answer behind a thought; answer: rules of which one is called so, perhaps behind a header."""
+    has_header = answer[0].startswith("%llguidance")
+    header, rules = (answer[0], answer[1:]) if has_header else ("%llguidance {}", answer)
+    start = f"start: {_thought(formats, opening)} answer"
+    return "\n".join([header, start, *rules, *_terminals(formats, opening)])
 
 
 def tool_of_line(grammar: str, line: int) -> int | None:
     """The index of the tool whose arguments a line of a grammar describes, counted from 1."""
     lines = grammar.split("\n")
-    found = re.match(r"args_(\d+)", lines[line - 1]) if 0 < line <= len(lines) else None
+    found = re.match(r"(?:args|VALUE)_(\d+)", lines[line - 1]) if 0 < line <= len(lines) else None
     return None if found is None else int(found[1])
 
 
 def _thought(formats: Formats, opening: Opening | None) -> str:
-    if opening is None or opening is Opening.CLOSED:
+    if opening is None or opening.is_past:
         return ""
     if opening is Opening.OPEN or formats.always_thinks:
         return "thought SPACE"
@@ -80,32 +82,23 @@ def _thought(formats: Formats, opening: Opening | None) -> str:
 
 
 def _terminals(formats: Formats, opening: Opening | None) -> list[str]:
-    if opening is None or opening is Opening.CLOSED:
+    if opening is None or opening.is_past:
         return []
     end = formats.marker(Role.THOUGHT_END)
     if end.token_id is None:
         # Greedy text would take the marker's beginning, and then could not end with it.
-        return [f"thought[lazy]: THOUGHT {_literal(end.text)}", f"THOUGHT: /{_ANY_TEXT}/", _SPACE]
+        return [f"thought[lazy]: THOUGHT {literal(end.text)}", f"THOUGHT: /{ANY_TEXT}/", _SPACE]
     return [f"thought: THOUGHT {_mark(end)}", f"THOUGHT: {_text_without(end)}", _SPACE]
 
 
 def _mark(marker: Marker) -> str:
-    return f"<[{marker.token_id}]>" if marker.token_id is not None else _literal(marker.text)
+    return f"<[{marker.token_id}]>" if marker.token_id is not None else literal(marker.text)
 
 
 def _text_without(marker: Marker) -> str:
     """Any text in which a marker's text does not stand."""
     text = re.escape(marker.text).replace("/", r"\/")
-    return f"/{_ANY_TEXT}/ & ~/{_ANY_TEXT}{text}{_ANY_TEXT}/"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    """The JSON of a schema, compact."""
-    return json.dumps({**schema, "x-guidance": _COMPACT}, ensure_ascii=False)
+    return f"/{ANY_TEXT}/ & ~/{ANY_TEXT}{text}{ANY_TEXT}/"
 
 
 class _Writer:
@@ -128,7 +121,7 @@ class _Writer:
                 return mark + self._several("call", '"; "')
             case "pythonic":
                 return f'"[" {self._several("call", _COMMA)} "]"'
-            case "hermes":
+            case "hermes" | "qwen3_coder":
                 self._write_body()
                 return self._several("open body", '"\\n"')
         self._write_body()
@@ -139,12 +132,12 @@ class _Writer:
         if self._formats.tools in ("llama3_json", "pythonic"):
             calls = self.calls()
             first = "{" if self._formats.tools == "llama3_json" else r"\["
-            self.rules.append(rf"TEXT: /(\s*[^\s{first}]{_ANY_TEXT})?/")
+            self.rules.append(rf"TEXT: /(\s*[^\s{first}]{ANY_TEXT})?/")
             return f"TEXT | {calls}"
         self._write_body()
         marker = self._formats.marker(Role.CALL)
         if marker.token_id is None:
-            self.rules += [f"before[lazy]: TEXT {_literal(marker.text)}", f"TEXT: /{_ANY_TEXT}/"]
+            self.rules += [f"before[lazy]: TEXT {literal(marker.text)}", f"TEXT: /{ANY_TEXT}/"]
         else:
             self.rules += ["before: TEXT open", f"TEXT: {_text_without(marker)}"]
         return f"(before body){'*' if self._use.is_parallel else '?'} TEXT"
@@ -157,7 +150,7 @@ class _Writer:
         if "body" in {rule.partition(":")[0] for rule in self.rules}:
             return
         self.rules.append(f"open: {_mark(self._formats.marker(Role.CALL))}")
-        if self._formats.tools == "hermes":
+        if self._formats.tools in ("hermes", "qwen3_coder"):
             self.rules.append(f'body: "\\n" call "\\n" {_mark(self._formats.marker(Role.CALL_END))}')
         elif self._has_arguments_marker:
             self.rules.append("body: call")
@@ -173,12 +166,14 @@ class _Writer:
         schema = self._schema(tool)
         if self._formats.tools == "pythonic":
             return self._python_call(tool, index, schema)
-        self.rules.append(f"args_{index}: %json {_json(schema)}")
+        if self._formats.tools == "qwen3_coder":
+            return self._xml_call(tool, index, schema)
+        self.rules.append(f"args_{index}: {compact_json(schema)}")
         if self._has_arguments_marker:
-            return f"call_{index}: {_literal(tool.name)} {_mark(self._formats.marker(Role.ARGUMENTS))} args_{index}"
+            return f"call_{index}: {literal(tool.name)} {_mark(self._formats.marker(Role.ARGUMENTS))} args_{index}"
         key = "parameters" if self._formats.tools == "llama3_json" else "arguments"
         head = f'{{"name": {json.dumps(tool.name)}, "{key}": '
-        return f'call_{index}: {_literal(head)} args_{index} "}}"'
+        return f'call_{index}: {literal(head)} args_{index} "}}"'
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """What its arguments must be; any object where nothing is to be checked."""
@@ -189,19 +184,42 @@ class _Writer:
 
     def _python_call(self, tool: Tool, index: int, schema: Mapping[str, Any]) -> str:
         """name(key=value, …): the properties in their order, those that are not required may be left out."""
-        where = f"tools[{self._use.index_of(tool)}]"
-        unknown = sorted(set(schema) - _KWARGS_KEYS)
-        properties, required = schema.get("properties") or {}, schema.get("required") or []
-        if unknown:
-            raise bad_request(f"{where}: a call in Python's form cannot keep to {unknown[0][:64]}", "tools")
-        for name in [*properties, *required]:
-            if not isinstance(name, str) or _IDENTIFIER.fullmatch(name) is None or name not in properties:
-                raise bad_request(f"{where}: a call in Python's form cannot have the argument {name!a:.64}", "tools")
+        properties, required = _arguments_of(schema, f"tools[{index}]", KEY)
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         for place, (name, value) in enumerate(properties.items()):
             value = value if isinstance(value, dict) else {} if value is True else {"not": {}}
-            self.rules.append(f"args_{index}_{place}: {_literal(name + '=')} %json {_json({**value, **shared})}")
-        return f'call_{index}: {_literal(tool.name + "(")} {_arguments(index, list(properties), set(required))} ")"'
+            self.rules.append(f"args_{index}_{place}: {literal(name + '=')} {compact_json({**value, **shared})}")
+        return f'call_{index}: {literal(tool.name + "(")} {_arguments(index, list(properties), set(required))} ")"'
+
+    def _xml_call(self, tool: Tool, index: int, schema: Mapping[str, Any]) -> str:
+        """A tag for each argument, in the order of the properties; any ones where the schema names none."""
+        head, tail = f"{FUNCTION}{tool.name}>\n", FUNCTION_END
+        if "properties" not in schema:
+            self.rules += any_arguments(index)
+            return f"call_{index}: {literal(head)} args_{index}* {literal(tail)}"
+        where = f"tools[{index}]"
+        properties, required = _arguments_of(schema, where, XML_KEY)
+        for place, (name, value) in enumerate(properties.items()):
+            try:
+                self.rules += argument_rules(f"{index}_{place}", name, value, schema)
+            except ValueError as error:
+                raise bad_request(f"{where}: the argument {name!a:.64} {error}", "tools") from None
+        rest = [f"args_{index}_{place}" + ("" if name in required else "?") for place, name in enumerate(properties)]
+        return f"call_{index}: {literal(head)} {' '.join(rest)} {literal(tail)}"
+
+
+def _arguments_of(
+    schema: Mapping[str, Any], where: str, key: re.Pattern[str]
+) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """The properties of a schema and which of them are required, for formats that write each by itself."""
+    unknown = sorted(set(schema) - _KWARGS_KEYS)
+    if unknown:
+        raise bad_request(f"{where}: a call in the model's form cannot keep to {unknown[0][:64]}", "tools")
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    for name in [*properties, *required]:
+        if not isinstance(name, str) or key.fullmatch(name) is None or name not in properties:
+            raise bad_request(f"{where}: a call in the model's form cannot have the argument {name!a:.64}", "tools")
+    return properties, required
 
 
 def _arguments(index: int, names: Sequence[str], required: set[str]) -> str:

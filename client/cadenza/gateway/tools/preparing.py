@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cadenza.errors import InvalidRequestError
+from cadenza.gateway.fields.constraints import output_constraint
 from cadenza.gateway.http.errors import ApiError, bad_request
 from cadenza.gateway.parsing.formats import Formats
 from cadenza.gateway.parsing.output import Reading
 from cadenza.gateway.parsing.parts import Role
-from cadenza.gateway.parsing.reasoning import Opening, opening_of_ids, opening_of_text
+from cadenza.gateway.parsing.reasoning import Opening, opening_of_ids, opening_of_text, opening_of_turn
 from cadenza.gateway.scheduler.caller import Caller
+from cadenza.gateway.tools.answers import answer_rules, schema_of
 from cadenza.gateway.tools.definitions import ToolUse
 from cadenza.gateway.tools.grammars import grammar_of, thought_then, tool_of_line
+from cadenza.gateway.tools.xml_arguments import argument_kinds
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
 from cadenza.structured_outputs import StructuredOutputsParams
@@ -77,18 +79,17 @@ async def prepare(
         skips_special=values.get("skip_special_tokens", True),
         opening=opening,
         is_parallel=use.is_parallel,
+        kinds=argument_kinds(use.callable) if formats.tools == "qwen3_coder" else {},
     )
     if not is_constrained:
         return Prepared(reading, params, use)
     if use.callable:
-        schema = None if given is None else _schema_of(given)
-        if given is not None and schema is None and use.mode != "required":
-            raise bad_request("tools and a structured output that is no JSON exclude each other", "tools")
+        schema = None if given is None else _schema_beside(use, given, values)
         grammar = grammar_of(use, formats, opening, schema)
         constraint = StructuredOutputsParams(grammar=grammar)
         return Prepared(reading, replace(params, structured_outputs=constraint), use, grammar)
     if given is not None and opening is not None:
-        params = replace(params, structured_outputs=_behind_thought(given, formats, opening))
+        params = replace(params, structured_outputs=_behind_thought(given, formats, opening, values))
     return Prepared(reading, params, use)
 
 
@@ -98,6 +99,8 @@ async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_neede
         return None
     start, end = formats.marker(Role.THOUGHT), formats.marker(Role.THOUGHT_END)
     has_ids = start.token_id is not None and end.token_id is not None
+    if (known := _continued(prompt, start.text, end.text)) is not None:
+        return known
     if has_ids and not is_needed:
         return None
     ids = await caller.tokenize(prompt)
@@ -107,28 +110,50 @@ async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_neede
     return opening_of_text(tail, start.text, end.text)
 
 
-def _schema_of(given: StructuredOutputsParams) -> dict[str, Any] | None:
-    """The JSON schema that an output must fit; None for other constraints."""
-    if given.disable_any_whitespace or given.disable_additional_properties or given.whitespace_pattern:
+def _continued(prompt: Prompt, start: str, end: str) -> Opening | None:
+    """The same by the message that is continued; None: there is none, or it has no text."""
+    if prompt.chat is None or not prompt.chat.continue_final_message or not prompt.messages:
         return None
-    if given.json_object:
-        return {"type": "object"}
-    if given.json is None:
-        return None
-    schema = json.loads(str(given.json))
-    if schema is True:
-        return {}
-    return schema if isinstance(schema, dict) else None
+    return opening_of_turn(prompt.messages[-1].content or "", start, end)
 
 
-def _behind_thought(given: StructuredOutputsParams, formats: Formats, opening: Opening) -> StructuredOutputsParams:
-    """A constraint on the answer alone."""
-    if opening is Opening.CLOSED or given.start_after_token_ids:
+def _schema_beside(use: ToolUse, given: StructuredOutputsParams, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The JSON schema of content beside tools; raises ApiError for a constraint that excludes them.
+
+    An answer that must be calls has no content, which keeps to any format of content.
+    """
+    name = _field_of_constraint(values)
+    schema = schema_of(given)
+    if schema is None:
+        raise bad_request(
+            f"{name} beside tools must be JSON without further options: other constraints exclude calls", name
+        )
+    if use.mode == "required" and name == "structured_outputs":
+        raise bad_request(f"{name} and a tool_choice that demands a call exclude each other", name)
+    return schema
+
+
+def _field_of_constraint(values: Mapping[str, Any]) -> str:
+    found = output_constraint(values)
+    return "structured_outputs" if found is None else found[0]
+
+
+def _behind_thought(
+    given: StructuredOutputsParams, formats: Formats, opening: Opening, values: Mapping[str, Any]
+) -> StructuredOutputsParams:
+    """A constraint on the answer alone; raises ApiError for one that would constrain the thought."""
+    if opening.is_past or given.start_after_token_ids:
         return given
-    schema = _schema_of(given)
-    if schema is not None:
-        return StructuredOutputsParams(grammar=thought_then(formats, opening, schema))
     end = formats.marker(Role.THOUGHT_END).token_id
-    if end is not None and (opening is Opening.OPEN or formats.always_thinks):
+    must_think = opening is Opening.OPEN or formats.always_thinks
+    rules = answer_rules(given)
+    if rules is not None and (schema_of(given) is not None or not must_think or end is None):
+        return StructuredOutputsParams(grammar=thought_then(formats, opening, rules))
+    if must_think and end is not None:
         return replace(given, start_after_token_ids=[end])
+    if must_think:
+        name = _field_of_constraint(values)
+        raise bad_request(
+            f"{name}: the model's thought ends with no token of its own, behind which this could begin", name
+        )
     return given

@@ -25,7 +25,7 @@ def model(template: str, *tokens: str) -> ModelInfo:
         (MISTRAL, "mistral"),
         (LLAMA, "llama3_json"),
         (PYTHONIC, "pythonic"),
-        (CODER, None),
+        (CODER, "qwen3_coder"),
         ("{{ messages }}", None),
         ("", None),
     ],

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.gateway.parsing.formats import Formats, find_formats
-from cadenza.gateway.parsing.output import Reading, read_output
-from cadenza.gateway.parsing.reasoning import Opening
+from cadenza.gateway.parsing.output import OutputParser, Reading, read_output
+from cadenza.gateway.parsing.parts import Content
+from cadenza.gateway.parsing.reasoning import Opening, opening_of_turn
 from cadenza.info import AddedToken, ModelInfo
-from tests.helpers.outputs_in_deltas import Token, deltas, message_of, parse, whole
+from tests.helpers.outputs_in_deltas import Token, deltas, joined, message_of, parse, whole
 
 NAMES = ("get_weather", "f", "a-b")
 MARKERS = (
@@ -124,7 +125,7 @@ def test_what_a_model_writes_is_what_is_read(tools, data):
     assert parts == parse(reading, [whole(tokens)])
 
 
-@pytest.mark.parametrize("tools", FORMATS)
+@pytest.mark.parametrize("tools", [*FORMATS, "qwen3_coder"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_output_is_read_the_same_however_it_is_cut(tools, data):
@@ -141,6 +142,7 @@ def test_any_output_is_read_the_same_however_it_is_cut(tools, data):
         ", f(b='x')",
         "; ",
         "f",
+        *(["<function=f>", "<parameter=a>", "</parameter>", "</function>", "\n"] if tools == "qwen3_coder" else []),
     ]
     texts = draw(st.lists(st.one_of(st.sampled_from([*MARKERS, *scraps]), TEXT), max_size=9))
     finish = draw(st.sampled_from(["stop", "length"]))
@@ -208,3 +210,65 @@ def test_the_prompt_says_whether_a_thought_is_open(prompt, output, thought, cont
     if thought is not None:
         end = next((index + 1 for index, token in enumerate(tokens) if token.text == "</think>"), len(tokens))
         assert message.num_reasoning_tokens == end
+
+
+@pytest.mark.parametrize("tools", FORMATS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_content_knows_the_tokens_that_made_it(tools, data):
+    """And no token of a thought, a call or a marker."""
+    draw = data.draw
+    style, skips = draw(st.sampled_from(STYLES)), draw(st.booleans())
+    calls = draw(st.one_of(st.just([]), CALLS))
+    content = draw(TEXT)
+    if tools in ("llama3_json", "pythonic"):
+        content = "" if calls else "x" + content
+    before = tokens_of(["<think>", draw(TEXT), "</think>"], style, skips, draw)
+    middle = tokens_of([content], style, skips, draw)
+    behind = tokens_of(written(tools, calls, draw) if calls else [], style, skips, draw)
+    tokens = [*before, *middle, *behind]
+    reading = Reading(formats(tools, style, "qwen3"), NAMES, skips_special=skips)
+    for outputs in ([whole(tokens)], cut(tokens, draw)):
+        parser = OutputParser(reading, [], with_tokens=True)
+        parts = [part for output in outputs for part in parser.feed(output)]
+        assert joined(parts) == parse(reading, outputs)
+        found = [token for part in parts if isinstance(part, Content) for token in part.tokens]
+        shown = content.rstrip() if calls else content
+        num, num_chars = 0, 0
+        while num < len(middle) and num_chars < len(shown):
+            num_chars += len(middle[num].text)
+            num += 1
+        assert found == list(range(len(before), len(before) + (num if shown.strip() or not calls else 0)))
+
+
+def test_tokens_behind_the_text_are_known():
+    tokens = [Token("a"), Token("", 9), Token("</tool_call>", IDS["</tool_call>"], is_hidden=True), Token("", 2)]
+    parser = OutputParser(Reading(formats("hermes", "special"), NAMES), [], with_tokens=True)
+    assert [part.tokens for part in parser.feed(whole(tokens))] == [(0,)]
+    assert parser.tokens_behind() == (3,)
+
+
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize("style", ["added", "plain"])
+@pytest.mark.parametrize(
+    ("turn", "output", "thought", "content"),
+    [
+        ("<think>a", "b</think>c", "b", "c"),
+        ("\n<think>\n", "b", "b", None),
+        ("<think>a</think>b", "c", None, "c"),
+        ("a</think>", "b<think>", None, "b<think>"),
+        ("It is", " so</think>", None, " so</think>"),
+        ("It is", "<think>a</think>b", None, "<think>a</think>b"),
+    ],
+)
+def test_a_continued_answer_is_read_from_where_it_is(reasoning, style, turn, output, thought, content):
+    opening = opening_of_turn(turn, "<think>", "</think>")
+    assert opening is not None
+    tokens = tokens_of([text for text in re.split("(</?think>)", output) if text], style, False, lambda _: 1)
+    reading = Reading(formats("hermes", style, reasoning), opening=opening)
+    message = read_output(reading, whole(tokens), [])
+    assert (message.thought, message.content) == (thought, content)
+
+
+def test_a_continued_answer_without_text_says_nothing():
+    assert opening_of_turn(" \n", "<think>", "</think>") is None

@@ -6,8 +6,8 @@ import pytest
 
 from tests.helpers.gateway import gateway
 from tests.helpers.scheduler_world import world
-from tests.helpers.scripted_executor import EOS, ScriptedExecutor
-from tests.helpers.tool_models import hermes_tokenizer, mistral_tokenizer, saved
+from tests.helpers.scripted_executor import ScriptedExecutor
+from tests.helpers.tool_models import hermes_tokenizer, mistral_tokenizer, saved, scripts
 
 
 @pytest.fixture(scope="session")
@@ -33,21 +33,3 @@ async def mistral(mistral_folder):
     async with world(ScriptedExecutor(max_model_len=2048), tokenizer=mistral_folder) as w, gateway(w.target) as g:
         g.script = scripts(w, mistral_tokenizer())
         yield g
-
-
-class _Always(dict):
-    """One script for all seeds: not every API has one."""
-
-    def get(self, key, default=None):
-        return self["ids"]
-
-
-def scripts(w, tokenizer):
-    """Sets what the model writes, from then on."""
-
-    def script(text):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        w.executor.scripts = _Always(ids=[*ids, EOS])
-        return ids
-
-    return script

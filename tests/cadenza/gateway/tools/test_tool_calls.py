@@ -340,7 +340,9 @@ def test_a_tool_that_is_named_is_called_once():
     assert chat_tools({"tools": TOOLS, "tool_choice": "required"}).is_parallel
 
 
-def test_arguments_of_a_message_are_json_or_nothing():
+def test_arguments_of_a_message_are_json_or_said_to_be_none():
     """Models write raw line breaks into strings; NaN would make the whole answer no JSON."""
     assert _object('{"text": "a\nb"}') == {"text": "a\nb"}
-    assert _object('{"a": NaN}') == {}
+    assert _object("") == {}
+    for wrong in ('{"a": NaN}', '{"a": "b', '{"a": [1}'):
+        assert _object(wrong) == {"INVALID_JSON": wrong}

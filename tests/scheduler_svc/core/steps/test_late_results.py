@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 
 from cadenza.v1 import types_pb2
+from executor_svc.service.convert import plan_from_wire
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.grammar import Grammar
 from scheduler_svc.core.placement.candidates import may_continue
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import StepPlan, StepResult
+from scheduler_svc.executors.convert import step_plan
 from tests.helpers.core_bench import Bench
 from tests.helpers.core_executor import LateSteps
 
@@ -141,6 +143,19 @@ def test_only_sequences_with_grammars_may_lack_a_token() -> None:
     slot = plan.scheduled_slots[0]
     with pytest.raises(InvariantError, match="sampled nothing"):
         bench.core.apply_result(0, StepResult(plan.step_id, slots=[slot], num_tokens=[0], token_ids=[]), 1.0)
+
+
+def test_plans_say_whose_turn_a_grammar_takes() -> None:
+    """A number for each tenant; none without tenants or without a grammar."""
+    bench = Bench(grammar_engine=ENGINE, num_slots=16, max_num_seqs=16, max_num_batched_tokens=64)  # type: ignore[arg-type]
+    for name, tenant, grammar in (("a", "x", ANY), ("b", "x", ANY), ("c", "y", ANY), ("d", "", ANY), ("e", "x", None)):
+        bench.add(name, 5, 6, tenant=tenant, grammar=grammar)
+    plan = bench.plan()
+    assert isinstance(plan, StepPlan)
+    turns = [each.grammar_turn for each in plan_from_wire(step_plan(plan, epoch=1)).admitted]
+    assert turns[0] == turns[1] != turns[2]
+    assert 0 not in turns[:3]
+    assert turns[3:] == [0, 0]
 
 
 def test_executors_with_another_engine_get_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -21,6 +22,16 @@ _PATIENCE_S = 10.0
 """A restarted scheduler or executor is back by then: until then requests wait for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class PageRights:
+    """What the live page may do for whom."""
+
+    token: str = field(repr=False)
+    """Whoever shows it sees all requests, and acts."""
+    kill: Callable[[str], None] | None = None
+    """Kills the executor at an address; None: nobody here can."""
+
+
 @dataclass(slots=True)
 class State:
     """Of one gateway."""
@@ -32,6 +43,7 @@ class State:
     admin_keys: KeyFile | None
     names: Names
     cors: Cors
+    page_rights: PageRights
     counts: Counts = field(default_factory=Counts)
     is_stopping: bool = False
 

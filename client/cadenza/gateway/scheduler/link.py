@@ -113,6 +113,11 @@ class SchedulerLink:
         self._callers.move_to_end(key)
         return caller
 
+    async def needs_key(self) -> bool:
+        """Whether callers need a key, asked for now; raises UnavailableError while nobody can say."""
+        await self._find_tenants()
+        return bool(self._has_tenants)
+
     # ---------------------------------------------------------------------------------------------------------------
 
     async def _find_tenants(self) -> None:

@@ -88,6 +88,9 @@ class ScheduleRows:
 
     def step(self, record: admin_pb2.StepRecord) -> None:
         """A step has computed sequences."""
+        if not self._next_column and not self._pending:  # those that joined before the watch
+            for sequence_id in record.sequence_ids:
+                self.join(sequence_id, f"sequence {sequence_id}", 0)
         cells = [Cell.ABSENT] * MAX_ROWS
         found = {sequence_id: index for index, sequence_id in enumerate(record.sequence_ids)}
         for row in self._rows.values():

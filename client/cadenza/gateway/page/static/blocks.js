@@ -40,8 +40,9 @@ export class Blocks {
   layout(width) {
     const total = this.facts.blocks;
     for (let size = LARGEST; size >= SMALLEST; size--) {
-      const columns = Math.max(1, Math.floor(width / size));
-      if (Math.ceil(total / columns) * size <= MAX_HEIGHT) return { size, columns, per: 1 };
+      const most = Math.max(1, Math.floor(width / size));
+      const rows = Math.max(1, Math.ceil(total / most));
+      if (rows * size <= MAX_HEIGHT) return { size, columns: Math.max(1, Math.ceil(total / rows)), per: 1 };
     }
     const columns = Math.max(1, Math.floor(width / SMALLEST));
     return { size: SMALLEST, columns, per: Math.ceil(total / columns / Math.floor(MAX_HEIGHT / SMALLEST)) };

@@ -61,9 +61,9 @@ export class Charts {
         height: HEIGHT,
         legend: { show: false },
         cursor: { y: false, drag: { x: false, y: false }, points: { size: 5 } },
-        scales: { x: { time: false, range: () => [-SPAN_S, 0] }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
+        scales: { x: { time: false, range: (_, low) => [Math.min(-60, low ?? 0), 0] }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
         axes: [
-          { ...axis, size: 24, splits: () => [-180, -120, -60, 0], values: (_, marks) => marks.map((each) => `${each} s`) },
+          { ...axis, size: 24, splits: (_, __, low) => [-180, -120, -60, -30, 0].filter((each) => each >= low && (each !== -30 || low > -90)), values: (_, marks) => marks.map((each) => `${each} s`) },
           { ...axis, size: 48, values: (_, marks) => marks.map(number) },
         ],
         series: [{}, ...chart.lines.map(([, , name]) => ({

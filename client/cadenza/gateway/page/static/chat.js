@@ -61,7 +61,7 @@ class Answer {
     if (journey) facts.push(["steps", word("of_steps", number(journey.prefill_steps), number(journey.decode_steps))]);
     if (end?.total_s !== undefined) {
       facts.push(["preempted", word("times", end.preemptions)], ["first_token", seconds(end.first_token_s)]);
-      facts.push(["total", `${seconds(end.total_s)}, ${number(end.output_tokens)} token`]);
+      facts.push(["total", word("of_total", seconds(end.total_s), number(end.output_tokens))]);
     }
     if (end) facts.push(["finish", end.finish]);
     this.facts.replaceChildren(...facts.flatMap(([name, value]) => {

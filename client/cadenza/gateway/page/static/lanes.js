@@ -150,7 +150,7 @@ export class Lanes {
 /** The meaning of colours, which are the same in all panels. */
 export function legend(place) {
   const entries = [
-    ["blue", "prefill"], ["green", "decode"], ["dim", "waiting"], ["red", "unused"],
+    ["blue", "prefill"], ["green", "decode"], ["dot", "waiting"], ["dash", "idle"], ["red", "unused"],
     ["soft", "held"], ["purple", "shared"], ["cached", "cached"], ["free", "free"], ["orange", "yours"],
   ];
   place.replaceChildren(...entries.map(([colour, name]) => {

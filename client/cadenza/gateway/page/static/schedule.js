@@ -5,6 +5,7 @@ import { word } from "./words.js";
 const [WAITING, IDLE, UNUSED, DECODE, SEVERAL, PREFILL] = [1, 2, 3, 4, 5, 6]; // cadenza.schedule.Cell
 const ROW = 15;
 const CELL = 7;
+const RIGHT = 62; // for the numbers of tokens
 const MAX_COLUMNS = 400;
 const [PLACE, SEQUENCE, LABEL, PROMPT, OUTPUT, ENDED, SINCE] = [0, 1, 2, 3, 4, 5, 6];
 
@@ -19,6 +20,7 @@ export class Schedule {
     this.rows = [];
     this.columns = [];
     this.hidden = 0;
+    this.lines = 1; // the most that were drawn, so that what is below does not move all the time
   }
 
   add({ rows, columns, hidden }) {
@@ -47,16 +49,16 @@ export class Schedule {
   }
 
   draw(index) {
-    const height = (Math.max(1, this.rows.length) + 2) * ROW + 2;
-    const { drawing, width } = context(this.canvas, height);
-    const left = Math.min(150, Math.max(70, width * 0.18));
-    const right = 62;
-    const count = Math.max(1, Math.floor((width - left - right) / CELL));
+    const left = Math.min(150, Math.max(88, this.canvas.clientWidth * 0.15));
+    const count = Math.max(1, Math.floor((this.canvas.clientWidth - left - RIGHT) / CELL));
     const shown = this.columns.slice(-count);
+    const rows = this.rows.filter((row) => !row[ENDED] || shown.some((column) => isIn(row, column)));
+    this.lines = Math.max(this.lines, rows.length);
+    const { drawing, width } = context(this.canvas, (this.lines + 2) * ROW + 2);
     drawing.font = `11px ${colour("mono")}`;
     drawing.textBaseline = "middle";
-    this.rows.forEach((row, line) => this.drawRow(drawing, row, shown, { y: line * ROW, left, width }));
-    this.drawAxis(drawing, shown, { y: this.rows.length * ROW, left });
+    rows.forEach((row, line) => this.drawRow(drawing, row, shown, { y: line * ROW, left, width }));
+    this.drawAxis(drawing, shown, { y: this.lines * ROW, left });
     this.canvas.setAttribute("aria-label", word("schedule_label", index, this.batch));
   }
 
@@ -73,8 +75,8 @@ export class Schedule {
     drawing.fillStyle = colour("dim");
     drawing.textAlign = "right";
     drawing.fillText(`${row[PROMPT] || "?"}+${row[OUTPUT]}`, width, y + ROW / 2);
-    shown.forEach(([column, , , cells], place) => {
-      if (column >= row[SINCE]) drawCell(drawing, Number(cells[row[PLACE]]), left + place * CELL, y);
+    shown.forEach((column, place) => {
+      if (isIn(row, column)) drawCell(drawing, Number(column[3][row[PLACE]]), left + place * CELL, y);
     });
   }
 
@@ -100,6 +102,11 @@ export class Schedule {
       drawing.fillText(`${this.batch}`, left + shown.length * CELL + 4, y + ROW / 2);
     }
   }
+}
+
+/** Whether a row has a cell in a column; its place may have been another row's before. */
+function isIn(row, [column, , , cells]) {
+  return column >= row[SINCE] && cells[row[PLACE]] !== "0";
 }
 
 function drawCell(drawing, cell, x, y) {

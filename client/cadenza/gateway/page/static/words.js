@@ -73,6 +73,7 @@ const WORDS = {
   waited: ["waited", "等待"],
   first_token: ["first token", "首 token"],
   total: ["total", "总计"],
+  of_total: ["{0}, {1} tokens", "{0}，{1} 个 token"],
   prefix: ["prefix hit", "前缀命中"],
   of_tokens: ["{0} of {1} prompt tokens", "{1} 个提示 token 中的 {0} 个"],
   steps: ["steps", "步数"],

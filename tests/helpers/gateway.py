@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import ClientSession
+from aiohttp import ClientSession, web
 
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.serve import start, tls_of
-from cadenza.gateway.state import State
+from cadenza.gateway.state import PageRights, State
 
 
 @dataclass
@@ -24,6 +24,7 @@ class Gateway:
     state: State
     http: ClientSession
     address: str
+    app: web.Application
 
     async def post(self, path: str, body: Any, status: int = 200, **headers: str) -> Any:
         """Send a body, check the status, and return the answer's JSON."""
@@ -69,17 +70,17 @@ async def read_events(response: Any) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def gateway(target: str, **options: Any) -> AsyncIterator[Gateway]:
+async def gateway(target: str, page_rights: PageRights | None = None, **options: Any) -> AsyncIterator[Gateway]:
     """A gateway of the scheduler at `target`."""
     config = GatewayConfig(target=target, http="127.0.0.1:0", **options)
-    state = make_state(config)
+    state = make_state(config, page_rights)
     problems: list[str] = []
     running = await start(state, tls_of(config), problems.append)
     assert running is not None, problems
     runner, address = running
     try:
         async with ClientSession(f"http://{address}") as http:
-            yield Gateway(state, http, address)
+            yield Gateway(state, http, address, runner.app)
     finally:
         await runner.cleanup()
 

@@ -22,7 +22,7 @@ from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
 
 _MAX_TOKENS = 512
-_FIELDS = {"messages", "max_tokens", "temperature"}
+_FIELDS = {"messages", "max_tokens", "temperature", "seed"}
 _RECORD_S = 0.5
 """How long the record of the end may come after the last token."""
 
@@ -99,7 +99,10 @@ def _params(body: Mapping[str, Any]) -> SamplingParams:
         raise bad_request(f"max_tokens must be 1 to {_MAX_TOKENS}", "max_tokens")
     if not _is_number(temperature, (int, float)) or not 0 <= temperature <= 2:
         raise bad_request("temperature must be 0 to 2", "temperature")
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    seed = body.get("seed")
+    if seed is not None and not (_is_number(seed, int) and 0 <= seed < 2**64):
+        raise bad_request("seed must be 0 to 2^64 - 1", "seed")
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
 
 
 def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:

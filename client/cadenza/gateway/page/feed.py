@@ -41,24 +41,25 @@ class View:
     def put(self, event: bytes) -> None:
         """Add an event, or close a page that does not read."""
         if len(self._events) >= MAX_EVENTS:
+            self._events.clear()
             self.close()
+        if self.is_closed:
             return
         self._events.append(event)
         self._wake.set()
 
     def close(self) -> None:
-        """Let its stream end."""
+        """Let its stream end, after what has come."""
         self.is_closed = True
         self._wake.set()
 
     async def take(self) -> bytes:
         """What has come, as soon as there is something; empty: the stream is to end."""
         await self._wake.wait()
-        if self.is_closed:
-            return b""
         events = b"".join(self._events)
         self._events.clear()
-        self._wake.clear()
+        if not self.is_closed:
+            self._wake.clear()
         return events
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cadenza.info import ServerInfo
+from cadenza.prompt_counter import PromptCounter
 from cadenza.v1 import admin_pb2
 
 MAX_POINTS = 180
@@ -24,13 +25,14 @@ class Figures:
     def __init__(self) -> None:
         self._points: deque[list[float | None]] = deque(maxlen=MAX_POINTS)
         self._last: ServerInfo | None = None
+        self._prompts = PromptCounter()
         self._num_prompt_tokens = 0
         self._ttfts_ms: list[float] = []
         self._steps_ms: list[float] = []
 
     def add(self, record: admin_pb2.StepRecord) -> None:
         """Take a record."""
-        self._num_prompt_tokens += _prompt_tokens(record)
+        self._num_prompt_tokens += self._prompts.count(record)[0]
         self._ttfts_ms += [time_ns / 1e6 for time_ns in record.first_token_ns]
         if record.timings.total_ns:
             self._steps_ms.append(record.timings.total_ns / 1e6)
@@ -65,12 +67,6 @@ class Figures:
     def snapshot(self) -> dict[str, Any]:
         """The names of the columns, and the points so far."""
         return {"columns": COLUMNS, "points": list(self._points)}
-
-
-def _prompt_tokens(record: admin_pb2.StepRecord) -> int:
-    """Tokens that are no output: all of a chunk, unless it is one token that sampled one."""
-    pairs = zip(record.num_tokens, record.num_sampled, strict=True)
-    return sum(count for count, sampled in pairs if count > 1 or (count and not sampled))
 
 
 def _p99(values: Sequence[float]) -> float | None:

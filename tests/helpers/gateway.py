@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 
+from cadenza.gateway.access import PageRights
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.serve import start, tls_of
-from cadenza.gateway.state import PageRights, State
+from cadenza.gateway.state import State
 
 
 @dataclass
@@ -24,7 +25,6 @@ class Gateway:
     state: State
     http: ClientSession
     address: str
-    app: web.Application
 
     async def post(self, path: str, body: Any, status: int = 200, **headers: str) -> Any:
         """Send a body, check the status, and return the answer's JSON."""
@@ -80,7 +80,7 @@ async def gateway(target: str, page_rights: PageRights | None = None, **options:
     runner, address = running
     try:
         async with ClientSession(f"http://{address}") as http:
-            yield Gateway(state, http, address, runner.app)
+            yield Gateway(state, http, address)
     finally:
         await runner.cleanup()
 

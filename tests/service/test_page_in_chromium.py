@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cadenza import Client, LocalServices, SamplingParams
-from tests.helpers.npm import skip_without_node, with_packages
+from tests.helpers.node_packages import need_node, with_packages
 from tests.helpers.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -68,7 +68,7 @@ def browser() -> str:
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the program that drives it, with playwright-core."""
-    skip_without_node()
+    need_node()
     folder = tmp_path_factory.mktemp("browser") / "page"
     shutil.copytree(ROOT / "tests" / "service" / "browser", folder, ignore=shutil.ignore_patterns("node_modules"))
     return with_packages(folder)

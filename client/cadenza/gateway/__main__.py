@@ -25,7 +25,7 @@ except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing.name} is not installed: {install_command('gateway')}")
 
 if TYPE_CHECKING:
-    from cadenza.gateway.state import PageRights
+    from cadenza.gateway.access import PageRights
 
 _LOG = logging.getLogger("cadenza.gateway")
 
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 def _page_rights(environment: Mapping[str, str]) -> PageRights | None:
     """Those that `cadenza up` gives: a token that a restarted gateway has too, and whether it kills when asked to."""
-    from cadenza.gateway.state import PageRights
+    from cadenza.gateway.access import PageRights
 
     token = environment.get(PAGE_TOKEN)
     return None if token is None else PageRights(token, ask_to_kill if environment.get(PAGE_DEMO) else None)

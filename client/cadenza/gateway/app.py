@@ -10,6 +10,7 @@ from aiohttp import web
 
 from cadenza.credentials import read_token
 from cadenza.gateway import system
+from cadenza.gateway.access import PageRights
 from cadenza.gateway.anthropic import messages
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.http.cors import Cors
@@ -19,7 +20,7 @@ from cadenza.gateway.models import Names
 from cadenza.gateway.openai import chat, completions, models, responses, tokens
 from cadenza.gateway.page.routes import add_page
 from cadenza.gateway.scheduler.link import SchedulerLink
-from cadenza.gateway.state import STATE, PageRights, State
+from cadenza.gateway.state import STATE, State
 
 
 def make_state(config: GatewayConfig, page_rights: PageRights | None = None) -> State:

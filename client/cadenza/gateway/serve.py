@@ -15,9 +15,10 @@ from aiohttp import web
 
 from cadenza.connection_limits import allow_connections
 from cadenza.errors import OptionError
+from cadenza.gateway.access import PageRights
 from cadenza.gateway.app import make_app, make_state
 from cadenza.gateway.config import HTTP_PORT, GatewayConfig
-from cadenza.gateway.state import PageRights, State
+from cadenza.gateway.state import State
 from cadenza.stop_signals import StopSignals
 from cadenza.transport import format_address, parse_address
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from cadenza.gateway.access import PageRights
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.http.cors import Cors
 from cadenza.gateway.http.errors import ApiError
@@ -20,16 +20,6 @@ from cadenza.gateway.scheduler.link import SchedulerLink
 _RETRY_S = 1.0
 _PATIENCE_S = 10.0
 """A restarted scheduler or executor is back by then: until then requests wait for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageRights:
-    """What the live page may do for whom."""
-
-    token: str = field(repr=False)
-    """Whoever shows it sees all requests, and acts."""
-    kill: Callable[[str], None] | None = None
-    """Kills the executor at an address; None: nobody here can."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.examples import EXAMPLES, REFUSED_TOP_P, one, run
-from tests.helpers.npm import NO_NETWORK, npm_ci, skip_without_node, with_packages
+from tests.helpers.node_packages import NO_NETWORK, need_node, npm_ci, with_packages
 from tests.helpers.paths import ROOT
 from tests.helpers.services import connection
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def node_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that is laid out as the repository is, with copies of the examples in Node."""
-    skip_without_node()
+    need_node()
     root = tmp_path_factory.mktemp("checkout")
     (root / "protos").symlink_to(ROOT / "protos")
     for name in ("node", "node-stubs"):

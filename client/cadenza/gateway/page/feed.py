@@ -13,7 +13,7 @@ from typing import Any
 from cadenza.errors import CadenzaError, PermissionDeniedError, UnauthenticatedError, UnsupportedError
 from cadenza.gateway.http.events import data_event
 from cadenza.gateway.page.board import Board
-from cadenza.gateway.scheduler.caller import Caller
+from cadenza.gateway.scheduler.watching import Watching
 
 _LOG = logging.getLogger(__name__)
 FRAME_S = 0.2
@@ -66,9 +66,9 @@ class View:
 class Feed:
     """Follows the scheduler while there are views."""
 
-    def __init__(self, caller: Caller) -> None:
-        """caller: the gateway itself, with the right of an admin where the scheduler has tenants."""
-        self._caller = caller
+    def __init__(self, watching: Watching) -> None:
+        """watching: with the right of an admin where the scheduler has tenants."""
+        self.watching = watching
         self._views: set[View] = set()
         self._task: asyncio.Task[None] | None = None
         self.board = Board()
@@ -146,7 +146,7 @@ class Feed:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_records(self, begun: asyncio.Event) -> None:
-        async with aclosing(self._caller.watch_steps()) as responses:
+        async with aclosing(self.watching.steps()) as responses:
             async for response in responses:
                 begun.set()  # by the first message, which has no records
                 self.board.lose(response.num_dropped)
@@ -163,7 +163,7 @@ class Feed:
         while True:
             if time.monotonic() - looked_at >= LOOK_S:
                 looked_at = time.monotonic()
-                self._send(self.board.look(await self._caller.server_info()))
+                self._send(self.board.look(await self.watching.server_info()))
             if (frame := self.board.take()) is not None:
                 self._send(frame)
             await asyncio.sleep(FRAME_S)

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from cadenza.gateway.http.errors import ApiError, bad_request
-from cadenza.gateway.http.events import EventStream, SlowReaderError
+from cadenza.gateway.http.events import EventStream
 from cadenza.gateway.http.reading import read_object
 from cadenza.gateway.page.chat import chat
 from cadenza.gateway.page.doors import Doors
@@ -38,7 +38,7 @@ def add_page(app: web.Application, state: State) -> None:
     """Add the page's paths."""
     rights = state.page_rights
     doors = Doors(state, rights.token, state.config.page_host)
-    app[PAGE] = Page(page_files(), doors, Feed(state.link.own), rights.kill)
+    app[PAGE] = Page(page_files(), doors, Feed(state.link.watching()), rights.kill)
     app.add_routes(
         [
             web.get("/", show_file),
@@ -88,14 +88,10 @@ async def events(request: web.Request) -> web.StreamResponse:
         raise ApiError(503, f"{MAX_PAGES} pages are open, which is the limit, or the gateway stops", code="unavailable")
     stream = EventStream(request, state.config.http_write_timeout_s)
     async with page.feed.view(has_right=has_right) as view:
-        try:
-            while sent := await view.take():
-                await stream.write(sent)
-                if _is_stopping(state):  # looked at each second: there are events so often
-                    break
-        except SlowReaderError:
-            state.counts.num_slow_readers += 1
-            raise
+        while sent := await view.take():
+            await stream.write(sent)
+            if _is_stopping(state):  # looked at each second: there are events so often
+                break
     if not stream.has_begun:
         raise ApiError(503, "the gateway is stopping", code="unavailable")
     return await stream.end()
@@ -116,7 +112,7 @@ async def kill(request: web.Request) -> web.Response:
     target = body.get("executor")
     if page.kill is None:
         raise ApiError(404, "executors are killed where `cadenza up --page-demo` started them", code="unknown_path")
-    executors = (await request.app[STATE].link.own.server_info()).executors
+    executors = (await page.feed.watching.server_info()).executors
     if target not in [each.target for each in executors]:
         raise bad_request("there is no such executor", "executor")
     page.kill(str(target))

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
-
-import grpc
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cadenza import convert
 from cadenza.adapters import AdapterInfo, adapter_from_proto
 from cadenza.credentials import authorized, call_metadata
 from cadenza.gateway.scheduler.session import GatewaySession
-from cadenza.info import ModelInfo, ServerInfo
+from cadenza.info import ModelInfo
 from cadenza.prompts import Prompt
 from cadenza.v1 import admin_pb2, generation_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
+
+if TYPE_CHECKING:
+    import grpc
 
 T = TypeVar("T")
 _MODEL_AGE_S = 10.0
@@ -106,21 +107,6 @@ class Caller:
         """The scheduler's metrics in Prometheus' text format."""
         request = admin_pb2.GetMetricsRequest()
         return bytes((await self._call(self._admin.GetMetrics(request, timeout=_CALL_TIMEOUT_S))).text.encode())
-
-    async def server_info(self) -> ServerInfo:
-        """The scheduler's state, as far as this key may see it."""
-        request = generation_pb2.GetServerInfoRequest()
-        response = await self._call(self._generation.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
-        return convert.server_info_from_proto(response)
-
-    async def watch_steps(self) -> AsyncGenerator[admin_pb2.WatchStepsResponse, None]:
-        """Records of steps with changes of block tables from now on; the first message has none."""
-        call = self._admin.WatchSteps(admin_pb2.WatchStepsRequest(include_block_tables=True))
-        try:
-            while (response := await self._call(call.read())) is not grpc.aio.EOF:
-                yield response
-        finally:
-            call.cancel()  # an abandoned aio call is never collected and its handler runs on (grpc#43462)
 
     async def close(self) -> None:
         """End the session."""

@@ -20,6 +20,7 @@ from google.protobuf import wrappers_pb2
 from cadenza.credentials import MAX_TOKEN_CHARS, is_loopback
 from cadenza.errors import OptionError, UnauthenticatedError, UnavailableError, from_rpc_error
 from cadenza.gateway.scheduler.caller import Caller, close_all
+from cadenza.gateway.scheduler.watching import Watching
 from cadenza.tls_client import client_files, client_tls, explained_unavailable
 from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
 
@@ -112,6 +113,10 @@ class SchedulerLink:
             self._keep(key, caller)
         self._callers.move_to_end(key)
         return caller
+
+    def watching(self) -> Watching:
+        """The gateway's own look at the engine."""
+        return Watching(self._channel, self.target, self._tls, self._own_token)
 
     async def needs_key(self) -> bool:
         """Whether callers need a key, asked for now; raises UnavailableError while nobody can say."""

@@ -1,4 +1,4 @@
-"""Packages of npm for tests, by a committed lock file."""
+"""Packages of Node by npm, for programs that the tests run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ NO_NETWORK = re.compile(
 )
 
 
-def skip_without_node() -> None:
-    """Skip the test where Node is not installed."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("there is no node")
-
-
 def npm_ci(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Install a folder's packages."""
+    """Install what the folder's lock file names."""
     command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", *options]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
 
 
+def need_node() -> None:
+    """Skip the test where there is no Node."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("there is no node")
+
+
 def with_packages(folder: Path) -> Path:
-    """The same folder with its packages; skips the test where the registry cannot be reached."""
+    """The same folder with its packages; skips the test if the registry cannot be reached, and for no other reason."""
     result = npm_ci(folder)
     no_network = NO_NETWORK.search(result.stderr)
     if result.returncode != 0 and no_network:

@@ -68,16 +68,10 @@ async def show_file(request: web.Request) -> web.Response:
 
 async def about(request: web.Request) -> web.Response:
     """What the page can do here: whether this request has a right, and whether executors can be killed."""
-    page, state = request.app[PAGE], request.app[STATE]
+    page = request.app[PAGE]
     page.doors.check_origin(request)
-    return web.json_response(
-        {
-            "has_right": page.doors.has_right(request),
-            "can_kill": page.kill is not None,
-            "needs_key": state.keys is not None or await state.link.needs_key(),
-        },
-        headers={"Cache-Control": "no-store"},
-    )
+    fields = {"has_right": page.doors.has_right(request), "can_kill": page.kill is not None}
+    return web.json_response(fields, headers={"Cache-Control": "no-store"})
 
 
 async def events(request: web.Request) -> web.StreamResponse:

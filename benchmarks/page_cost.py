@@ -59,10 +59,15 @@ class _Seen:
 async def _services(options: argparse.Namespace, running: int) -> AsyncIterator[_Services]:
     length = options.prompt_tokens + options.output_tokens + 1
     with tempfile.TemporaryDirectory() as folder:
-        costs = Path(folder, "costs.json")
-        costs.write_text(json.dumps({"step_us": 1000 * options.step_ms}))
         executor = (
-            *("--simulate", str(costs), "--simulate-vocab-size", str(_VOCAB_SIZE), "--max-model-len", str(length)),
+            *(
+                "--simulate",
+                _write_costs(folder, options.step_ms),
+                "--simulate-vocab-size",
+                str(_VOCAB_SIZE),
+                "--max-model-len",
+                str(length),
+            ),
             *("--max-num-seqs", str(running), "--max-num-batched-tokens", "4096"),
             *("--num-gpu-blocks", str((running + 4) * (length // 16 + 2))),
         )
@@ -72,6 +77,12 @@ async def _services(options: argparse.Namespace, running: int) -> AsyncIterator[
             service_process("cadenza.gateway", "--target", target, "--page", listen="--http") as (gateway, http),
         ):
             yield _Services(target, f"http://{http}", scheduler, gateway)
+
+
+def _write_costs(folder: str, step_ms: int) -> str:
+    path = Path(folder, "costs.json")
+    path.write_text(json.dumps({"step_us": 1000 * step_ms}))
+    return str(path)
 
 
 @contextlib.asynccontextmanager

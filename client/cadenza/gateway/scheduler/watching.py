@@ -21,7 +21,7 @@ _CALL_TIMEOUT_S = 5.0
 
 
 class Watching:
-    """Calls to one scheduler, with the right of the gateway's own token. Each raises the CadenzaError of its failure."""
+    """Calls to one scheduler, with the right of the gateway's own token; they raise the CadenzaError of a failure."""
 
     def __init__(self, channel: grpc.aio.Channel, target: str, tls: TLS | None, token: str | None) -> None:
         metadata = call_metadata(token)

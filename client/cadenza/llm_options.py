@@ -16,6 +16,9 @@ class LLMOptions(TypedDict, total=False):
     0: any free port; default: none. A port alone is of the same address as --port; docs/openai.md. gateway: HOST:PORT
     to listen on, or the port alone; port 0 takes any free one. [default: 127.0.0.1:8000]"""
 
+    page_demo: bool | None
+    """With --page: its button may kill an executor, to show that the streams go on; docs/page.md. [default: off]"""
+
     executors: int | None
     """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
     memory divided by their number; --num-gpu-blocks is that of each. [default: 1]"""
@@ -395,3 +398,15 @@ class LLMOptions(TypedDict, total=False):
 
     http_reconnect_timeout_s: float | None
     """How long requests wait for a scheduler that was lost, before they end with 503. [default: 30.0]"""
+
+    page: bool | None
+    """Serve the live page at / too: queues, executors, blocks, the schedule as it runs, and a chat. Its address is
+    logged at start; docs/page.md. [default: off]"""
+
+    page_token_file: str | None
+    """File with the token of the page, which shows the requests of all clients and kills executors; default: drawn at
+    start, and logged with the address."""
+
+    page_host: list[str] | None
+    """Name by which browsers may ask for the page, besides addresses, localhost and that of --http; several times, or
+    with commas, for several ones."""

@@ -28,6 +28,7 @@ from cadenza.local_family import Family, Programs, make_host, spawn
 from cadenza.local_gateway import gateway_address, http_place
 from cadenza.local_options import GATEWAY, SCHEDULER, Setting, ignored_variables, route_options
 from cadenza.local_ports import scheduler_address
+from cadenza.page_starter import PAGE_TOKEN, page_environment
 from cadenza.short_interrupts import quiet_at_exit
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.supervisor import RestartPolicy, SupervisedService
@@ -103,6 +104,7 @@ class LocalServices:
             on_back or (lambda service: None),
             metrics_port,
             self._tls,
+            page_environment(has_page=arguments.has_page, is_demo=bool(arguments.values.get("page_demo"))),
         )
         for sentence in ignored_variables():
             self._family.on_event(sentence)
@@ -152,6 +154,15 @@ class LocalServices:
     def http(self) -> str | None:
         """`HOST:PORT` of the gateway; None: there is none."""
         return self._family.addresses.get(GATEWAY)
+
+    @property
+    def page_url(self) -> str | None:
+        """The live page's, with its token unless that is in a file; None: there is no page."""
+        if self.http is None or not self._family.arguments.has_page:
+            return None
+        scheme = "https" if "http_tls_cert" in self.settings else "http"
+        token = "" if "page_token_file" in self.settings else f"#token={self._family.page[PAGE_TOKEN]}"
+        return f"{scheme}://{self.http}/{token}"
 
     @property
     def executors(self) -> list[str]:

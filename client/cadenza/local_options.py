@@ -46,6 +46,8 @@ _NOT_ON_RAY = (
     "metrics_port", "metrics_host", "metrics_insecure", "metrics_token_file",
 )  # fmt: skip
 """Options that executors do not get if Ray places them: the starter heeds them, or they name a port of one machine."""
+_PAGE_PORT = "8000"
+"""Where the page is served if it alone is asked for: the gateway's own default."""
 _GATEWAY_PLACES = ("target", "http")
 """Options of the gateway that are settled here: its scheduler, and where it listens, which is the starter's `http`."""
 _CLIENT_VARIABLES = "CADENZA_TLS_"
@@ -80,6 +82,8 @@ class ServiceArguments:
     settings: dict[str, Setting]  # the options that were set, without the model
     values: dict[str, Any] = field(default_factory=dict)
     """Of the options that were set, checked: those of the starter and of the executors."""
+    has_page: bool = False
+    """Whether the gateway serves the live page."""
 
     @property
     def uses_ray(self) -> bool:
@@ -156,14 +160,16 @@ def route_options(
     if "tokenizer" not in chosen[SCHEDULER]:
         arguments[SCHEDULER] += _own_tokenizer(model)
     arguments[EXECUTOR] += places
+    has_page = bool(checked[GATEWAY].get("page"))
     return ServiceArguments(
         arguments[EXECUTOR],
         arguments[SCHEDULER],
         arguments[GATEWAY],
         int(checked[STARTER].get("executors", 1)),
-        checked[STARTER].get("http"),
+        checked[STARTER].get("http", _PAGE_PORT if has_page else None),
         chosen[STARTER] | chosen[GATEWAY] | chosen[EXECUTOR] | chosen[SCHEDULER],
         values,
+        has_page,
     )
 
 

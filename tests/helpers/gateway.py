@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import ClientSession
 
+from cadenza.gateway.access import PageRights
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.serve import start, tls_of
@@ -71,10 +72,10 @@ async def read_events(response: Any) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def gateway(target: str, **options: Any) -> AsyncIterator[Gateway]:
+async def gateway(target: str, page_rights: PageRights | None = None, **options: Any) -> AsyncIterator[Gateway]:
     """A gateway of the scheduler at `target`."""
     config = GatewayConfig(target=target, http="127.0.0.1:0", **options)
-    state = make_state(config)
+    state = make_state(config, page_rights)
     problems: list[str] = []
     running = await start(state, tls_of(config), problems.append)
     assert running is not None, problems

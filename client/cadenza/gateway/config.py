@@ -134,6 +134,25 @@ class GatewayConfig(Settings):
         description="How long requests wait for a scheduler that was lost, before they end with 503.",
         json_schema_extra=about("HTTP", "s"),
     )
+    page: bool = Field(
+        False,
+        description="Serve the live page at / too: queues, executors, blocks, the schedule as it runs, and a chat. Its "
+        "address is logged at start; docs/page.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    page_token_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the token of the page, which shows the requests of all clients and kills executors; "
+        "default: drawn at start, and logged with the address.",
+        json_schema_extra=about("HTTP"),
+    )
+    page_host: Annotated[list[str], NoDecode] = Field(
+        [],
+        description="Name by which browsers may ask for the page, besides addresses, localhost and that of --http; "
+        "several times, or with commas, for several ones.",
+        json_schema_extra=about("HTTP"),
+    )
     drain_timeout_s: float = Field(
         DRAIN_TIMEOUT_S,
         ge=0,
@@ -145,7 +164,7 @@ class GatewayConfig(Settings):
         "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
     )
 
-    @field_validator("served_model_name", "http_cors_origin", mode="before")
+    @field_validator("served_model_name", "http_cors_origin", "page_host", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_list(value)

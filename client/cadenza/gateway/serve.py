@@ -15,6 +15,7 @@ from aiohttp import web
 
 from cadenza.connection_limits import allow_connections
 from cadenza.errors import OptionError
+from cadenza.gateway.access import PageRights
 from cadenza.gateway.app import make_app, make_state
 from cadenza.gateway.config import HTTP_PORT, GatewayConfig
 from cadenza.gateway.state import State
@@ -31,13 +32,13 @@ _SEND_BUFFER_BYTES = 128 * 1024
 _GRACE_S = 1.0
 
 
-async def serve(config: GatewayConfig, fail: Callable[[str], None]) -> int:
-    """Serve until a signal; returns the exit code."""
+async def serve(config: GatewayConfig, fail: Callable[[str], None], page_rights: PageRights | None = None) -> int:
+    """Serve until a signal; returns the exit code. page_rights: as whoever started this process gives them."""
     signals = StopSignals()
     signals.install()
     allow_connections(2 * config.http_max_requests, "twice --http-max-requests")  # as many again may be idle
     try:
-        state = make_state(config)
+        state = make_state(config, page_rights)
         tls = tls_of(config)
     except OptionError as error:
         fail(str(error))
@@ -49,7 +50,11 @@ async def serve(config: GatewayConfig, fail: Callable[[str], None]) -> int:
     runner, address = running
     sys.stdout.write(f"ready {address}\n")
     sys.stdout.flush()
-    _LOG.info("serving %s at http%s://%s", config.target, "s" if tls else "", address)
+    url = f"http{'s' if tls else ''}://{address}"
+    _LOG.info("serving %s at %s", config.target, url)
+    if config.page:
+        shown = "#token=…" if config.page_token_file else f"#token={state.page_rights.token}"
+        _LOG.info("the live page is %s/%s", url, shown)
     await signals.stop.wait()
     await _stop(runner, state, signals.at_once, config.drain_timeout_s)
     return EXIT_OK

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from cadenza.gateway.access import PageRights
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.http.cors import Cors
 from cadenza.gateway.http.errors import ApiError
@@ -34,6 +35,7 @@ class State:
     admin_keys: KeyFile | None
     names: Names
     cors: Cors
+    page_rights: PageRights
     counts: Counts = field(default_factory=Counts)
     is_stopping: bool = False
     _formats: tuple[ModelInfo, Formats] | None = None

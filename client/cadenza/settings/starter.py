@@ -19,6 +19,11 @@ class StarterConfig(BaseModel):
         "gateway; 0: any free port; default: none. A port alone is of the same address as --port; docs/openai.md.",
         json_schema_extra=about("HTTP"),
     )
+    page_demo: bool = Field(
+        False,
+        description="With --page: its button may kill an executor, to show that the streams go on; docs/page.md.",
+        json_schema_extra=about("HTTP"),
+    )
     executors: int = Field(
         1,
         ge=1,

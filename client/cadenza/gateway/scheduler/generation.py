@@ -75,6 +75,11 @@ class Generation:
         for each in self._live:
             self._session.abort(each)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """The scheduler's ids of the prompts' requests."""
+        return [each.request.request_id for each in self._live]
+
     async def take(self) -> Taken | None:
         """New deltas of all prompts; None: all have ended. Raises the CadenzaError of a prompt that failed."""
         return await self._inbox.take()

@@ -21,6 +21,7 @@ from cadenza.errors import CadenzaError, OptionError, UnauthenticatedError, Unav
 from cadenza.gateway.scheduler.caller import Caller, close_all
 from cadenza.gateway.scheduler.calls import Calls
 from cadenza.gateway.scheduler.session import GatewaySession
+from cadenza.gateway.scheduler.watching import Watching
 from cadenza.tls_client import client_files, client_tls
 from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
 
@@ -127,6 +128,15 @@ class SchedulerLink:
             self._keep(key, caller)
         self._callers.move_to_end(key)
         return caller
+
+    def watching(self) -> Watching:
+        """The gateway's own look at the engine."""
+        return Watching(self._channel, self.target, self._tls, self._own_token)
+
+    async def needs_key(self) -> bool:
+        """Whether callers need a key, asked for now; raises UnavailableError while nobody can say."""
+        await self._find_tenants()
+        return bool(self._has_tenants)
 
     # ---------------------------------------------------------------------------------------------------------------
 

@@ -117,4 +117,4 @@ def _prompt(messages: object, *, has_template: bool) -> Prompt:
     if has_template:
         return prompt
     assert prompt.messages is not None
-    return Prompt(text=prompt.messages[-1][1])
+    return Prompt(text=prompt.messages[-1].content or "")

@@ -49,11 +49,13 @@ class _Entry:
     It is the listener of its live request.
     """
 
-    __slots__ = ("fields", "plain", "reader", "request_id", "session", "task")
+    __slots__ = ("fields", "plain", "reader", "request_id", "session", "task", "token_digest")
 
-    def __init__(self, session: Session, fields: RequestFields) -> None:
+    def __init__(self, session: Session, fields: RequestFields, token_digest: bytes = b"") -> None:
         self.session = session
         self.fields = fields
+        self.token_digest = token_digest
+        """Of SessionRequest.tenant_token_sha256, with which it came."""
         self.request_id = fields.request_id
         self.task: asyncio.Task[None] | None = None
         self.reader: RequestReader | None = None
@@ -176,7 +178,7 @@ class Session:
                 check_limits(request)
                 fields = convert.request_fields(request, tenant)
             if fields.resume is not None:
-                self._attach(_Entry(self, fields), self._front.attach(fields))
+                self._attach(_Entry(self, fields, token_digest), self._front.attach(fields))
                 return
             if known is not None:
                 if known.body_digest != fields.body_digest:
@@ -186,7 +188,7 @@ class Session:
             # An error under the id of a running request must not end that request.
             self._report(request_id, exc, done=known is None)
             return
-        entry = self._entries[request_id] = _Entry(self, fields)
+        entry = self._entries[request_id] = _Entry(self, fields, token_digest)
         try:
             builder, time_left_s = self._front.builder, self._context.time_remaining()
             if builder.is_short(fields):
@@ -219,21 +221,24 @@ class Session:
         self.mark(entry)
 
     def _abort(self, request: pb.AbortRequest, token_digest: bytes) -> None:
+        entry = self._entries.get(request.request_id)
         try:
             check_request_id(request.request_id)
             check_limits(request)
-            # A session whose own token was revoked may still abort what is its tenant's.
-            tenant = self._caller.named(token_digest).name if token_digest else self._caller.name
+            if entry is not None and entry.token_digest == token_digest:
+                # What began a request may abort it, though the token was revoked since.
+                tenant = entry.fields.tenant
+            else:
+                tenant = self._caller.named(token_digest).name if token_digest else self._caller.name
         except (RequestRejectedError, UnauthenticatedError, NamingForbiddenError) as exc:
             # Without an id, so that it is not mistaken for the end of the request.
             self._report("", exc, done=True)
             return
-        entry = self._entries.get(request.request_id)
-        if entry is not None and entry.reader is None:
-            self._fail(entry, AbortedEarlyError("aborted before it began"))
-        else:
+        if entry is None or entry.reader is not None:
             # An unknown request has finished already: its last output is sent or about to be.
             self._front.engine.abort(tenant, request.request_id)
+        elif entry.fields.tenant == tenant:
+            self._fail(entry, AbortedEarlyError("aborted before it began"))
 
     # --- output ------------------------------------------------------------------------------------------------------
 

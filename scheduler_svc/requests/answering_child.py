@@ -62,9 +62,7 @@ class AnsweringChild:
     def _send(self, content: bytes, deadline: float) -> None:
         left = memoryview(content)
         while left:
-            _, writable, _ = select.select([], [self._in], [], max(0.0, deadline - time.monotonic()))
-            if not writable:
-                raise TimeoutError
+            _wait(self._in, select.POLLOUT, deadline)
             try:
                 left = left[os.write(self._in, left) :]
             except BrokenPipeError as error:
@@ -82,12 +80,21 @@ class AnsweringChild:
     def _read(self, count: int, deadline: float) -> bytes:
         parts: list[bytes] = []
         while count:
-            readable, _, _ = select.select([self._out], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
-                raise TimeoutError
+            _wait(self._out, select.POLLIN, deadline)
             part = os.read(self._out, count)
             if not part:
                 raise ChildDiedError
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> None:
+    """Wait until a pipe can be read or written, or its other end is closed; raises TimeoutError.
+
+    poll, as select takes no descriptors over 1,023, and each connection of the process has one.
+    """
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+        raise TimeoutError

@@ -113,6 +113,19 @@ async def test_an_id_in_use_by_one_tenant_is_not_another_ones_in_the_same_sessio
     await w.idle()
 
 
+async def test_a_revoked_token_may_abort_what_it_began(w, tmp_path):
+    w.executor.going.clear()
+    async with session(w, "gateway") as call:
+        await call.write(message("a", "gold"))
+        await w.until(lambda: w.engine.find("gold", "a") is not None)
+        write_tenants(tmp_path / "tenants.toml", TENANTS | {"gold": {"tokens": [1]}})
+        w.service.reload_tenants()
+        await call.write(pb.SessionRequest(abort=pb.AbortRequest(request_id="a"), tenant_token_sha256=digest("gold")))
+        await w.until(lambda: w.engine.find("gold", "a") is None)
+    w.executor.going.set()
+    await w.idle()
+
+
 async def test_the_server_says_who_may(w):
     for name, may in (("gateway", True), ("gold", False)):
         info = await w.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=bearer(name))

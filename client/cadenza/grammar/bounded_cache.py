@@ -17,7 +17,7 @@ class BoundedCache(Generic[_K, _V]):
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._entries: OrderedDict[_K, tuple[_V, int]] = OrderedDict()
         self.num_bytes = 0
-        """Of all entries, as `put` was told."""
+        """Of all entries, by the sizes given to `put`."""
 
     def __len__(self) -> int:
         """Return the number of entries."""

@@ -156,6 +156,19 @@ def test_files_of_keys_are_checked_at_the_start(tmp_path):
             make_state(GatewayConfig(http_api_key_file=str(path)))
 
 
+async def test_a_session_with_requests_is_kept_however_many_keys_there_are(tmp_path, tokenizer_folder, monkeypatch):
+    monkeypatch.setattr("cadenza.gateway.scheduler.link._MAX_CALLERS", 1)
+    tenants = write_tenants(tmp_path / "tenants.toml", {"gold": {}, "free": {}})
+    async with world(tokenizer=tokenizer_folder, tenants=tenants) as w, gateway(w.target) as g:
+        w.executor.going.clear()
+        running = asyncio.create_task(g.post(CHAT, HELLO, key=token("gold")))
+        await w.until(lambda: g.state.link.num_requests == 1)
+        others = [asyncio.create_task(g.post(CHAT, HELLO, key=token("free"))) for _ in range(2)]
+        await w.until(lambda: g.state.link.num_requests == 3)
+        w.executor.going.set()
+        await asyncio.gather(running, *others)
+
+
 async def test_keys_are_the_tenants_tokens(tmp_path, tokenizer_folder):
     file = tmp_path / "tenants.toml"
     tenants = write_tenants(file, {"gold": {}, "free": {"max_requests": 1}, "ops": {"admin": True}})

@@ -80,6 +80,10 @@ class ContentBlocks:
 def _object(arguments: str) -> Any:
     """The arguments of a call; nothing of those that are cut or wrong, which no object can show."""
     try:
-        return json.loads(arguments)
+        return json.loads(arguments, strict=False, parse_constant=_no_json)  # models write raw line breaks
     except (ValueError, RecursionError):
         return {}
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

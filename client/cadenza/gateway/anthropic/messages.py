@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -18,8 +19,7 @@ from cadenza.gateway.http.errors import ApiError, anthropic_body
 from cadenza.gateway.http.events import named_event
 from cadenza.gateway.http.reading import read_object
 from cadenza.gateway.models import check_model
-from cadenza.gateway.openai.failures import whole
-from cadenza.gateway.openai.streaming import stream_answer
+from cadenza.gateway.openai.streaming import answer_one
 from cadenza.gateway.openai.usage import completion_tokens, prompt_tokens
 from cadenza.gateway.parsing.output import OutputParser, Reading
 from cadenza.gateway.parsing.parts import Content, Part
@@ -70,21 +70,15 @@ async def messages(request: web.Request) -> web.StreamResponse:
     prepared = await prepare(caller, prompt, use, state.formats(info), params, values)
     read = _Message(f"msg_{uuid.uuid4().hex}", chosen.name, prepared.reading, bool(thinking(values)))
     job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.reading.is_plain)
-    generation = Generation(caller, job, is_streamed=bool(values.get("stream")))
+    is_streamed = bool(values.get("stream"))
+    generation = Generation(caller, job, is_streamed=is_streamed)
     with prepared.errors():
-        async with generation:
-            if values.get("stream"):
-                events = _MessageEvents(read, generation)
-                return await stream_answer(
-                    request,
-                    generation,
-                    begin=events.begin,
-                    events_of=events.deltas,
-                    end=events.end,
-                    failed=_failed,
-                )
-            (result,) = whole(await generation.results())
-    return web.json_response(_answer(read, result))
+        return await answer_one(
+            request,
+            generation,
+            events=_MessageEvents(read, generation) if is_streamed else None,
+            whole_answer=partial(_answer, read),
+        )
 
 
 def _answer(read: _Message, result: RequestOutput) -> dict[str, Any]:
@@ -133,10 +127,6 @@ def _usage(result: RequestOutput, num_output_tokens: int) -> dict[str, Any]:
     }
 
 
-def _failed(error: ApiError) -> bytes:
-    return named_event(anthropic_body(error))
-
-
 class _MessageEvents:
     """The events of a streamed message."""
 
@@ -161,6 +151,10 @@ class _MessageEvents:
             for prompt, delta in taken
             for sample in delta.outputs
         )
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of a message that fails after its beginning."""
+        return named_event(anthropic_body(error))
 
     def end(self) -> bytes:
         """The events after the last text."""

@@ -73,7 +73,7 @@ _VLLM_SAMPLING: tuple[Field, ...] = (
     refused("return_token_offsets", "texts have no offsets of tokens but those of logprobs", "honoured", (False,)),
     refused("truncation_side", "the last tokens are kept", "honoured", ("left",)),
     refused("stream_interval", "events are written as tokens come", "honoured", (1,)),
-    refused("routed_experts_prompt_start", "the experts of a token are not told", "honoured", (0,)),
+    refused("routed_experts_prompt_start", "the experts of a token are not reported", "honoured", (0,)),
     refused("repetition_detection", "there is none", "ends repeating outputs"),
     refused("thinking_token_budget", "thoughts have no limit of their own", "honoured with a reasoning parser"),
     refused("guided_json", "an old name of structured_outputs", "removed"),
@@ -140,7 +140,9 @@ CHAT = by_name(
         refused("mm_processor_kwargs", _NO_MEDIA, "for media", ({},)),
         refused("prediction", "drafts are the server's own", "ignored"),
         refused("web_search_options", "there is no search", "ignored"),
-        refused("return_prompt_text", "the prompt is told as return_token_ids alone", "honoured", (False,)),
+        refused(
+            "return_prompt_text", "the prompt is given as token ids alone, by return_token_ids", "honoured", (False,)
+        ),
         _FORMAT,
     ),
     _SAMPLING,
@@ -192,7 +194,7 @@ RESPONSES = by_name(
         refused("mm_processor_kwargs", _NO_MEDIA, "for media", ({},)),
         honoured("chat_template_kwargs", "an object", "arguments of the template, such as enable_thinking"),
         honoured("include_reasoning", "a boolean", "false: the thought is left out of the answer"),
-        refused("enable_response_messages", "the prompt's text is not told", "honoured", (False,)),
+        refused("enable_response_messages", "the prompt's text is not given", "honoured", (False,)),
         refused("previous_input_messages", "give them in input", "for one family of models"),
         honoured("repetition_penalty", "a number", "over 0"),
         honoured("presence_penalty", "a number", "-2 to 2"),

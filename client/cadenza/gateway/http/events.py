@@ -11,6 +11,8 @@ from aiohttp import web
 from cadenza.gateway.http.reading import ANSWER_HEADERS
 from cadenza.gateway.http.sending import has_taken_all, taken
 
+_NO_TEXT = "replace"
+"""What a client repeats, such as metadata, may hold halves of surrogate pairs."""
 DONE = b"data: [DONE]\n\n"
 _SHORT_BYTES = 16 * 1024
 """Less than what a transport takes before it lets writers wait."""
@@ -27,12 +29,12 @@ dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=("
 
 def data_event(value: Any) -> bytes:
     """An event of OpenAI's older APIs, which has data alone."""
-    return f"data: {dumps(value)}\n\n".encode()
+    return f"data: {dumps(value)}\n\n".encode(errors=_NO_TEXT)
 
 
 def named_event(value: dict[str, Any]) -> bytes:
     """An event with the name that its data have as type."""
-    return f"event: {value['type']}\ndata: {dumps(value)}\n\n".encode()
+    return f"event: {value['type']}\ndata: {dumps(value)}\n\n".encode(errors=_NO_TEXT)
 
 
 class EventStream:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -16,11 +17,10 @@ from cadenza.gateway.fields.tables import RESPONSES
 from cadenza.gateway.http.errors import ApiError, bad_request, openai_body
 from cadenza.gateway.http.events import named_event
 from cadenza.gateway.http.reading import read_object
-from cadenza.gateway.openai.failures import whole
 from cadenza.gateway.openai.logprobs import TokenNames, chat_logprobs
 from cadenza.gateway.openai.response_input import response_prompt
 from cadenza.gateway.openai.response_items import ResponseItems
-from cadenza.gateway.openai.streaming import stream_answer
+from cadenza.gateway.openai.streaming import answer_one
 from cadenza.gateway.openai.usage import completion_tokens, prompt_tokens
 from cadenza.gateway.parsing.output import OutputParser, Reading
 from cadenza.gateway.parsing.parts import Content, Part
@@ -130,21 +130,15 @@ async def responses(request: web.Request) -> web.StreamResponse:
     prepared = await prepare(caller, prompt, use, state.formats(info), params, values)
     read = _Response(answer_id(values, "resp", uuid.uuid4().hex), chosen.name, values, num_top, prepared.reading, use)
     job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.reading.is_plain)
-    generation = Generation(caller, job, is_streamed=bool(values.get("stream")))
+    is_streamed = bool(values.get("stream"))
+    generation = Generation(caller, job, is_streamed=is_streamed)
     with prepared.errors():
-        async with generation:
-            if values.get("stream"):
-                events = _ResponseEvents(read, generation)
-                return await stream_answer(
-                    request,
-                    generation,
-                    begin=events.begin,
-                    events_of=events.deltas,
-                    end=events.end,
-                    failed=events.failed,
-                )
-            (result,) = whole(await generation.results())
-    return web.json_response(_answer(read, result))
+        return await answer_one(
+            request,
+            generation,
+            events=_ResponseEvents(read, generation) if is_streamed else None,
+            whole_answer=partial(_answer, read),
+        )
 
 
 def _answer(read: _Response, result: RequestOutput) -> dict[str, Any]:

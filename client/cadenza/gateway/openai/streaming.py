@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -13,6 +14,7 @@ from cadenza.gateway.openai.failures import whole
 from cadenza.gateway.scheduler.generation import Generation
 from cadenza.gateway.scheduler.inbox import Taken
 from cadenza.gateway.state import STATE
+from cadenza.outputs import RequestOutput
 
 
 async def stream_answer(
@@ -50,3 +52,36 @@ async def stream_answer(
             raise
         await stream.write(failed(error if isinstance(error, ApiError) else api_error(error)))
     return await stream.end()
+
+
+class AnswerEvents(Protocol):
+    """The events of one streamed answer, from its beginning to its end."""
+
+    def begin(self) -> bytes:
+        """The first ones."""
+
+    def deltas(self, taken: Taken) -> bytes:
+        """Those of new deltas."""
+
+    def end(self) -> bytes:
+        """The last ones."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Those of an answer that fails after its beginning."""
+
+
+async def answer_one(
+    request: web.Request,
+    generation: Generation,
+    *,
+    events: AnswerEvents | None,
+    whole_answer: Callable[[RequestOutput], dict[str, Any]],
+) -> web.StreamResponse:
+    """Run a request of one prompt, and answer it as these events; None: as one object. Raises as `stream_answer`."""
+    async with generation:
+        if events is None:
+            (result,) = whole(await generation.results())
+            return web.json_response(whole_answer(result))
+        return await stream_answer(
+            request, generation, begin=events.begin, events_of=events.deltas, end=events.end, failed=events.failed
+        )

@@ -17,7 +17,7 @@ class _At(Enum):
 
 
 class BareJsonParser:
-    """Reads one answer. Without a marker, only the names of tools tell a call from other JSON."""
+    """Reads one answer. Without a marker, a call is known by the name of a tool alone."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._answer = Answer()

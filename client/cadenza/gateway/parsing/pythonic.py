@@ -22,7 +22,7 @@ class _At(Enum):
 
 
 class PythonicParser:
-    """Reads one answer. Only the names of tools tell calls from other text in brackets; one is given when it ends."""
+    """Reads one answer. A call is known by the name of a tool alone, and is given when it ends."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._answer = Answer()

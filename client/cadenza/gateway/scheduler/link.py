@@ -125,6 +125,8 @@ class SchedulerLink:
             caller = self._make(key, self.own.session if key is not None and self._is_shared else None)
             if self._has_tenants:
                 await caller.check_model()  # no session for keys that nobody has
+            if (known := self._callers.get(key)) is not None:
+                return known  # of another request, made meanwhile; this one has opened nothing
             self._keep(key, caller)
         self._callers.move_to_end(key)
         return caller
@@ -185,9 +187,9 @@ class SchedulerLink:
     def _keep(self, key: str | None, caller: Caller) -> None:
         self._callers[key] = caller
         if len(self._callers) > _MAX_CALLERS:
-            idle = next((name for name, each in self._callers.items() if not each.num_own_requests), None)
-            if idle is not None and (dropped := self._callers.pop(idle)) is not caller:
-                task = asyncio.create_task(dropped.close(), name="gateway-session-end")
+            idle = (name for name, each in self._callers.items() if not each.num_own_requests and each is not caller)
+            if (name := next(idle, key)) != key:
+                task = asyncio.create_task(self._callers.pop(name).close(), name="gateway-session-end")
                 task.add_done_callback(lambda _: None)
 
     def _on_response(self) -> None:

@@ -233,7 +233,7 @@ class GatewaySession:
                 live.inbox.fail(InternalError(f"request {event.request_id} ended without its last response"))
 
     def _take_error(self, live: LiveRequest, error: CadenzaError) -> None:
-        """Send a request again that may go on, else tell its client."""
+        """Send a request again that may go on, else report the error to its client."""
         request_id, collector = live.request.request_id, live.collector
         if isinstance(error, UnavailableError):
             delay_s = self._attempts.next_delay()

@@ -116,7 +116,7 @@ def message_tools(values: Mapping[str, Any]) -> ToolUse:
         _require_tools(tools, kind in ("any", "tool"))
         return ToolUse(tools)
     if kind == "tool":
-        return ToolUse(tools, "required", _allowed(tools, [choice.get("name")]), is_parallel)
+        return ToolUse(tools, "required", _allowed(tools, [choice.get("name")]), is_parallel=False)
     return ToolUse(tools, "required" if kind == "any" else "auto", None, is_parallel)
 
 
@@ -133,6 +133,7 @@ def _use(tools: tuple[Tool, ...], values: Mapping[str, Any], function_of: Callab
         mode, allowed = inner.get("mode", "auto"), _allowed(tools, [_name(function_of(each)) for each in names])
     elif isinstance(choice, Mapping):
         mode, allowed = "required", _allowed(tools, [_name(function_of(choice))])
+        is_parallel = False  # this tool, once
     if mode not in ("none", "auto", "required"):
         raise bad_request(f"tool_choice must be none, auto, required or a tool, not {shown(mode)}", "tool_choice")
     _require_tools(tools, mode == "required")
@@ -182,6 +183,7 @@ def _tool(function: Any, where: str, schema: str) -> Tool:
         raise _wrong(where, f"must have a JSON schema as {schema}, not {shown(parameters)}")
     if parameters and parameters.get("type", "object") != "object":
         raise _wrong(where, f"must have a schema of type object as {schema}, not of {shown(parameters['type'])}")
+    _check_lists(parameters or {}, f"{where}.{schema}")
     try:
         json.dumps([description, parameters], ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
@@ -190,6 +192,14 @@ def _tool(function: Any, where: str, schema: str) -> Tool:
     if is_strict is not None and not isinstance(is_strict, bool):
         raise _wrong(where, f"must have a boolean as strict, not {shown(is_strict)}")
     return Tool(name, description, parameters, bool(is_strict))
+
+
+def _check_lists(schema: Mapping[str, Any], where: str) -> None:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict):
+        raise _wrong(where, f"must have an object as properties, not {shown(properties)}")
+    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+        raise _wrong(where, f"must have a list of strings as required, not {shown(required)}")
 
 
 def _function(value: Any, where: str) -> Mapping[str, Any]:

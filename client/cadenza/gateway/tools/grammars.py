@@ -1,7 +1,7 @@
 """Grammars of answers whose calls keep to the tools' schemas, in the format of the model.
 
 Written in llguidance's Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). Each tool's arguments
-are a rule of their own, in a line of its own, by which an error is told to be that tool's.
+are a rule of their own, in a line of its own: the line of an error names the tool.
 """
 
 from __future__ import annotations

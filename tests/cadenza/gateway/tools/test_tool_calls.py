@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from cadenza.gateway.anthropic.content import _object
+from cadenza.gateway.tools.definitions import chat_tools, message_tools, response_tools
 from tests.helpers.chat_templates import TIME, WEATHER
 from tests.helpers.tool_models import call_text, hermes_tokenizer, mistral_tokenizer
 
@@ -297,6 +299,14 @@ async def test_blocks_of_earlier_answers_are_turns(hermes):
             "tools",
             "[0]",
         ),
+        *(
+            (
+                {"tools": [{"type": "function", "function": {"name": "a", "parameters": part}}]},
+                "tools",
+                next(iter(part)),
+            )
+            for part in ({"properties": ["a"]}, {"required": 5}, {"required": [{}]})
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "tools", "tools[0]"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "always"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "h"),
@@ -320,3 +330,17 @@ async def test_a_model_without_a_known_format_refuses_tools(g):
     assert error["param"] == "tools"
     assert "--tool-call-parser" in error["message"]
     await g.post(CHAT, {"messages": [USER], "tools": TOOLS, "tool_choice": "none", "max_tokens": 1})
+
+
+def test_a_tool_that_is_named_is_called_once():
+    named = {"type": "function", "function": {"name": "get_time"}}
+    assert not chat_tools({"tools": TOOLS, "tool_choice": named}).is_parallel
+    assert not response_tools({"tools": FLAT, "tool_choice": {"type": "function", "name": "get_time"}}).is_parallel
+    assert not message_tools({"tools": ANTHROPIC, "tool_choice": {"type": "tool", "name": "get_time"}}).is_parallel
+    assert chat_tools({"tools": TOOLS, "tool_choice": "required"}).is_parallel
+
+
+def test_arguments_of_a_message_are_json_or_nothing():
+    """Models write raw line breaks into strings; NaN would make the whole answer no JSON."""
+    assert _object('{"text": "a\nb"}') == {"text": "a\nb"}
+    assert _object('{"a": NaN}') == {}

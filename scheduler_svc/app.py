@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cadenza.call_limits import CallLimits
 from cadenza.connection_limits import allow_connections, start_peer_limit
+from cadenza.health_servicer import HealthServicer
 from cadenza.metrics.listener_counts import SCHEDULER_REFUSALS, ListenerCounts
 from cadenza.stop_signals import StopSignals
 from cadenza.telemetry.otlp import Traces, TracesError
@@ -40,7 +41,6 @@ from scheduler_svc.front.adapter_paths import restore_adapters
 from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
-from scheduler_svc.front.health import HealthServicer
 from scheduler_svc.front.metrics import SchedulerMetrics
 from scheduler_svc.front.model_front import ModelFront
 from scheduler_svc.front.prepared_responses import PreparedResponses

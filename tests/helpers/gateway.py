@@ -13,7 +13,7 @@ from aiohttp import ClientSession
 
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
-from cadenza.gateway.serve import start, tls_of
+from cadenza.gateway.listeners import Listeners
 from cadenza.gateway.state import State
 
 
@@ -24,6 +24,8 @@ class Gateway:
     state: State
     http: ClientSession
     address: str
+    addresses: dict[str, str]
+    """Of all listeners, by option."""
 
     async def post(self, path: str, body: Any, status: int = 200, **headers: str) -> Any:
         """Send a body, check the status, and return the answer's JSON."""
@@ -73,15 +75,13 @@ async def gateway(target: str, **options: Any) -> AsyncIterator[Gateway]:
     """A gateway of the scheduler at `target`."""
     config = GatewayConfig(target=target, http="127.0.0.1:0", **options)
     state = make_state(config)
-    problems: list[str] = []
-    running = await start(state, tls_of(config), problems.append)
-    assert running is not None, problems
-    runner, address = running
+    listeners = Listeners(state)
     try:
-        async with ClientSession(f"http://{address}") as http:
-            yield Gateway(state, http, address)
+        addresses = await listeners.start()
+        async with ClientSession(f"http://{addresses['http']}") as http:
+            yield Gateway(state, http, addresses["http"], addresses)
     finally:
-        await runner.cleanup()
+        await listeners.close()
 
 
 def completion_text(events: list[Any]) -> str:

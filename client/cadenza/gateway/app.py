@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 from aiohttp import web
 
 from cadenza.credentials import read_token
@@ -40,7 +38,7 @@ def make_state(config: GatewayConfig) -> State:
 
 
 def make_app(state: State) -> web.Application:
-    """The application; `state.link` is started and closed with it."""
+    """The application; whoever serves it starts and closes `state.link`."""
     app = web.Application(middlewares=[answers], client_max_size=state.max_body_bytes)
     app[STATE] = state
     app.add_routes(
@@ -62,15 +60,7 @@ def make_app(state: State) -> web.Application:
             web.post("/v1/unload_lora_adapter", models.unload_adapter),
         ]
     )
-    app.cleanup_ctx.append(_connected)
     return app
-
-
-async def _connected(app: web.Application) -> AsyncIterator[None]:
-    link = app[STATE].link
-    link.start()
-    yield
-    await link.close()
 
 
 def _keys(option: str, path: str | None) -> KeyFile | None:

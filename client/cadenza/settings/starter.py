@@ -19,6 +19,20 @@ class StarterConfig(BaseModel):
         "gateway; 0: any free port; default: none. A port alone is of the same address as --port; docs/openai.md.",
         json_schema_extra=about("HTTP"),
     )
+    kserve: str | None = Field(
+        None,
+        pattern=r"^[^\s/]+$",
+        description="PORT or HOST:PORT, as --http: the gateway also serves gRPC clients of KServe v2 and of Triton "
+        "Inference Server there; docs/integrations.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    vllm_grpc: str | None = Field(
+        None,
+        pattern=r"^[^\s/]+$",
+        description="PORT or HOST:PORT, as --http: the gateway also serves routers that speak vLLM's engine protocol "
+        "there, such as SMG; docs/integrations.md.",
+        json_schema_extra=about("HTTP"),
+    )
     executors: int = Field(
         1,
         ge=1,

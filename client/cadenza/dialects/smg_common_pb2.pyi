@@ -96,20 +96,16 @@ class SubscribeKvEventsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     START_SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
-    LOAD_RECORDS_BEFORE_FIRST_BATCH_FIELD_NUMBER: _builtins.int
     start_sequence_number: _builtins.int
     """The next batch to send; 0: the present state first."""
-    load_records_before_first_batch: _builtins.bool
-    """Whether batches of load alone may come before the first batch."""
     def __init__(
         self,
         *,
         start_sequence_number: _builtins.int = ...,
-        load_records_before_first_batch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_records_before_first_batch", b"load_records_before_first_batch", "start_sequence_number", b"start_sequence_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_sequence_number", b"start_sequence_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -126,7 +122,6 @@ class KvEventBatch(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     DP_RANK_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
-    LOAD_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Ascending by 1."""
     timestamp: _builtins.float
@@ -141,10 +136,6 @@ class KvEventBatch(_message.Message):
     def snapshot(self) -> Global___KvSnapshotChunk:
         """Set where the batch is a part of the present state."""
 
-    @_builtins.property
-    def load(self) -> Global___EngineLoad:
-        """The engine's load."""
-
     def __init__(
         self,
         *,
@@ -153,63 +144,16 @@ class KvEventBatch(_message.Message):
         events: _abc.Iterable[Global___KvCacheEvent] | None = ...,
         dp_rank: _builtins.int | None = ...,
         snapshot: Global___KvSnapshotChunk | None = ...,
-        load: Global___EngineLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank", "load", b"load", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank", "events", b"events", "load", b"load", "sequence_number", b"sequence_number", "snapshot", b"snapshot", "timestamp", b"timestamp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank", "events", b"events", "sequence_number", b"sequence_number", "snapshot", b"snapshot", "timestamp", b"timestamp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dp_rank: _TypeAlias = _typing.Literal["dp_rank"]  # noqa: Y015
     _WhichOneofArgType__dp_rank: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dp_rank) -> _WhichOneofReturnType__dp_rank | None: ...
 
 Global___KvEventBatch: _TypeAlias = KvEventBatch  # noqa: Y015
-
-@_typing.final
-class EngineLoad(_message.Message):
-    """EngineLoad is the load that goes with events."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
-    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
-    TOKEN_USAGE_FIELD_NUMBER: _builtins.int
-    GEN_THROUGHPUT_FIELD_NUMBER: _builtins.int
-    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
-    SAMPLE_FIELD_NUMBER: _builtins.int
-    LOAD_ONLY_FIELD_NUMBER: _builtins.int
-    running_requests: _builtins.int
-    """Requests that run."""
-    waiting_requests: _builtins.int
-    """Requests that wait."""
-    token_usage: _builtins.float
-    """The share of KV blocks in use, 0 to 1."""
-    gen_throughput: _builtins.float
-    """Output tokens a second."""
-    max_running_requests: _builtins.int
-    """The most requests that run."""
-    sample: _builtins.int
-    """Ascending in a stream."""
-    load_only: _builtins.bool
-    """The batch has no events and repeats the last sequence number."""
-    def __init__(
-        self,
-        *,
-        running_requests: _builtins.int = ...,
-        waiting_requests: _builtins.int = ...,
-        token_usage: _builtins.float = ...,
-        gen_throughput: _builtins.float = ...,
-        max_running_requests: _builtins.int = ...,
-        sample: _builtins.int = ...,
-        load_only: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gen_throughput", b"gen_throughput", "load_only", b"load_only", "max_running_requests", b"max_running_requests", "running_requests", b"running_requests", "sample", b"sample", "token_usage", b"token_usage", "waiting_requests", b"waiting_requests"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EngineLoad: _TypeAlias = EngineLoad  # noqa: Y015
 
 @_typing.final
 class KvSnapshotChunk(_message.Message):

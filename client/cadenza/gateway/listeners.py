@@ -20,7 +20,14 @@ def _kserve(state: State) -> RpcListener:
     return RpcListener(SERVICE, partial(add, InferenceServicer(state)))
 
 
-_DIALECTS: Mapping[str, Callable[[State], RpcListener]] = {"kserve": _kserve}
+def _vllm(state: State) -> RpcListener:
+    from cadenza.dialects.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server as add
+    from cadenza.gateway.vllm.servicer import SERVICE, EngineServicer
+
+    return RpcListener(SERVICE, partial(add, EngineServicer(state)))
+
+
+_DIALECTS: Mapping[str, Callable[[State], RpcListener]] = {"kserve": _kserve, "vllm_grpc": _vllm}
 
 
 class Listeners:

@@ -49,7 +49,7 @@ CHAOS_ARGS ?=
 # What mypy checks: those of its folders that exist.
 TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
 
-.PHONY: help demo test chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
+.PHONY: help demo test test-clients chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -59,7 +59,11 @@ demo: $(VENV)/.installed-run ## start both services on the embedded model on the
 	@$(BIN)/cadenza demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev ## the whole test suite; PYTEST_ARGS='-k name -x' passes options, TEST_WORKERS=0 is for debuggers
-	@$(PY) $(PYTEST) tests $(PYTEST_ARGS)
+	@$(PY) $(PYTEST) tests --ignore tests/clients $(PYTEST_ARGS)
+
+test-clients: $(VENV)/.installed-dev ## unmodified clients of the field against the gateway, in .venv-clients; needs the network the first time; VLLM_PYTHON=… for vLLM's
+	@$(PY) -m tests.clients.environments
+	@$(PY) -m pytest tests/clients $(PYTEST_ARGS)
 
 chaos: $(VENV)/.installed-dev ## faults on real services, for up to an hour each on 1, 2 and 4 executors; N=1000 SEED=1 EXECUTORS=2 EXECUTOR=cpu, or REPLAY=history.jsonl
 ifeq ($(REPLAY),)
@@ -153,8 +157,8 @@ clean: ## remove caches and build results
 	@rm -rf dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv too
-	@rm -rf $(VENV)
+distclean: clean ## remove .venv and .venv-clients too
+	@rm -rf $(VENV) .venv-clients
 
 # ---------------------------------------------------------------- the environment
 

@@ -57,9 +57,10 @@ Its options are under [HTTP](options.md#http). `docker compose up` serves it at 
 A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
 - **A scheduler with tenants** ([tenants](tenants.md)): the keys are the tenants' tokens. The gateway passes each on
-  with that client's requests and decides nothing: limits, shares, adapters and refusals are the tenant's. It holds no
-  token that could do more than its clients'. `--http-token-file` has one of its own, an admin's, only for the
-  scheduler's metrics and for adapters.
+  with that client's requests and decides nothing: limits, shares, adapters and refusals are the tenant's. It needs no
+  token of its own: each key has a session to the scheduler. `--http-token-file` has one, of a tenant with admin for
+  the scheduler's metrics and for adapters, or with may_name_tenants for
+  [one session that carries the requests of all keys](tenants.md#gateways).
 - **Without tenants** any key will do, and none. `--http-api-key-file` names a file of keys, one a line, of which a
   request needs one.
 
@@ -73,13 +74,14 @@ Each API has its own shape: `{"error": {"message", "type", "param", "code"}}`, a
 
 | status | when |
 |---|---|
-| 400 | a field is wrong, unknown or refused; `param` names it |
+| 400 | a field is wrong, unknown or refused; `param` names it. Also when the constraints leave no token to choose |
 | 401 | the key is missing or unknown |
 | 403 | the tenant may not use this adapter |
 | 404 | no such path, model or adapter |
 | 409 | the id is in use |
 | 413 | the body is over `--http-max-body-mb`, or a prompt over 1.5 MB |
 | 429, with `Retry-After` | the queue is full, a limit of the tenant is reached, or `--http-max-requests` |
+| 500 | the request failed while it ran, as by logits that are not finite; nothing of it is an answer |
 | 503, with `Retry-After` | the scheduler is away for over 10 s, has no executor, or the gateway stops |
 | 504 | a deadline passed |
 
@@ -89,10 +91,11 @@ and that of responses as `response.failed`.
 ## What happens when something goes
 
 - A client that leaves ends its request at once.
-- A client that does not read its stream is disconnected after `--http-write-timeout-s`; others notice nothing.
+- A client that does not read its answer, a stream or not, is disconnected after `--http-write-timeout-s`; others
+  notice nothing.
 - A scheduler that is restarted is a pause of up to `--http-reconnect-timeout-s`: with `--journal` streams go on with
   the next token. Without one, answers that nobody has seen a part of are begun anew, and streams that have begun end
-  with an error.
+  with an error. Calls that generate nothing, as `/tokenize`, wait as well.
 - SIGTERM lets the gateway finish what runs, for `--drain-timeout-s`.
 
 All that one step of the scheduler brings for a client is one write to its socket.

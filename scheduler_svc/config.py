@@ -283,8 +283,8 @@ class SchedulerConfig(ServiceSettings):
     kv_events_replay_endpoint: str | None = Field(
         None,
         pattern=r"^(tcp|ipc|inproc)://.+$",
-        description="ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for events "
-        "that they have missed.",
+        description="ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for what "
+        "they have missed.",
         json_schema_extra=about("HTTP"),
     )
     kv_events_topic: str = Field(

@@ -14,7 +14,18 @@ class LLMOptions(TypedDict, total=False):
     http: str | None
     """cadenza: PORT or HOST:PORT: serve OpenAI's and Anthropic's HTTP APIs there too, by a third process, the gateway;
     0: any free port; default: none. A port alone is of the same address as --port; docs/openai.md. gateway: HOST:PORT
-    to listen on, or the port alone; port 0 takes any free one. [default: 127.0.0.1:8000]"""
+    to listen on for HTTP, or the port alone; port 0 takes any free one; default: 127.0.0.1:8000, and none with --kserve
+    or --vllm-grpc."""
+
+    kserve: str | None
+    """cadenza: PORT or HOST:PORT, as --http: the gateway also serves gRPC clients of KServe v2 and of Triton Inference
+    Server there; docs/integrations.md. gateway: HOST:PORT to listen on for gRPC clients of KServe v2 and Triton
+    Inference Server, or the port alone; docs/integrations.md."""
+
+    vllm_grpc: str | None
+    """cadenza: PORT or HOST:PORT, as --http: the gateway also serves routers that speak vLLM's engine protocol there,
+    such as SMG; docs/integrations.md. gateway: HOST:PORT to listen on for routers that speak vLLM's engine protocol,
+    such as SMG, or the port alone; docs/integrations.md."""
 
     executors: int | None
     """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
@@ -332,6 +343,25 @@ class LLMOptions(TypedDict, total=False):
     lora_load_timeout_s: float | None
     """How long a request waits for its LoRA adapter before it ends with FAILED_PRECONDITION. [default: 60.0]"""
 
+    kv_events_endpoint: str | None
+    """ZeroMQ endpoint to publish KV events at, for routers that send requests to where their prefix is cached:
+    tcp://*:5557 listens, tcp://HOST:5557 connects, as vLLM's kv_events_config has it; default: none;
+    docs/integrations.md."""
+
+    kv_events_replay_endpoint: str | None
+    """ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for what they have
+    missed."""
+
+    kv_events_topic: str | None
+    """Topic of published KV events; llm-d expects kv@POD@MODEL."""
+
+    kv_events_buffer_steps: int | None
+    """Batches of KV events that are kept for --kv-events-replay-endpoint. [default: 10000]"""
+
+    kv_events_hwm: int | None
+    """Batches of KV events that wait for a subscriber that does not read; further ones are lost to it. [default:
+    100000]"""
+
     record: str | None
     """File to write a plan log to: every call into the scheduler's core, every plan and result, for replay;
     docs/replay.md."""
@@ -343,7 +373,7 @@ class LLMOptions(TypedDict, total=False):
     """Time between two log lines of figures while requests run: queues, KV use, tokens/s; 0: none. [default: 10.0]"""
 
     http_tls_cert: str | None
-    """PEM file of the certificate chain that the gateway shows: with it, it serves HTTPS."""
+    """PEM file of the certificate chain that the gateway shows: with it, it serves HTTPS, and gRPC with TLS."""
 
     http_tls_key: str | None
     """PEM file of the key of --http-tls-cert."""
@@ -361,8 +391,9 @@ class LLMOptions(TypedDict, total=False):
     such paths. It is read again when it changes."""
 
     http_token_file: str | None
-    """File with the gateway's own token for a scheduler with --tenants, for the scheduler's metrics in /metrics and for
-    adapters: that of an admin. Requests of clients never use it."""
+    """File with the gateway's own token for a scheduler with --tenants. Of a tenant with admin: for the scheduler's
+    metrics in /metrics, and for adapters. With may_name_tenants: one session to the scheduler carries the requests of
+    all keys; else each key has a session of its own."""
 
     http_cors_origin: list[str] | None
     """Origin whose pages may call the gateway from a browser, such as https://chat.example.org; * is any; several
@@ -375,7 +406,7 @@ class LLMOptions(TypedDict, total=False):
     """Requests that are served at a time; further ones get 429. [default: 4096]"""
 
     http_write_timeout_s: float | None
-    """A client that takes nothing of its stream for so long is disconnected, and its request aborted. [default:
+    """A client that takes nothing of its answer for so long is disconnected, and its request aborted. [default:
     30.0]"""
 
     http_reconnect_timeout_s: float | None

@@ -23,7 +23,12 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.engine.adapter_names import AdapterExistsError
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.journal import JournalUnavailableError
-from scheduler_svc.tenants.errors import AdapterForbiddenError, AdminNeededError, UnauthenticatedError
+from scheduler_svc.tenants.errors import (
+    AdapterForbiddenError,
+    AdminNeededError,
+    NamingForbiddenError,
+    UnauthenticatedError,
+)
 
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 1000
@@ -74,6 +79,7 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     AdminNeededError: grpc.StatusCode.PERMISSION_DENIED,
     AdapterForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
+    NamingForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     LastExecutorError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 

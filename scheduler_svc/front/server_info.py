@@ -39,6 +39,7 @@ def server_info(front: Front, builder: RequestBuilder, tenant: Tenant) -> pb.Get
         loads = [load for load in loads if load.name == tenant.name]
         response.load.CopyFrom(_own_load(loads[0]))
     response.tenants.extend(map(_tenant_info, loads))
+    response.may_name_tenants = tenant.may_name_tenants
     return response
 
 

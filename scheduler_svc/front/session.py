@@ -22,7 +22,7 @@ from scheduler_svc.front.front import Front, open_reader, stream_replaced, withi
 from scheduler_svc.front.unreadable import Unreadable
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.fields import RequestFields
-from scheduler_svc.tenants.errors import UnauthenticatedError
+from scheduler_svc.tenants.errors import NamingForbiddenError, UnauthenticatedError
 from scheduler_svc.tenants.registry import Caller
 
 _LOG = logging.getLogger(__name__)
@@ -141,9 +141,9 @@ class Session:
             return None
         await asyncio.sleep(0)  # Parsing it was a slice of its own.
         try:
-            tenant = self._caller.tenant()
+            tenant = self._caller.named(request.tenant_token_sha256)
             check_limits(request.generate)
-        except (RequestRejectedError, UnauthenticatedError):
+        except (RequestRejectedError, UnauthenticatedError, NamingForbiddenError):
             return None
         return await run_in_slices(convert.fields_in_slices(request.generate, tenant))
 
@@ -157,19 +157,21 @@ class Session:
             return
         match request.WhichOneof("action"):
             case "generate":
-                self._start(request.generate, fields)
+                self._start(request.generate, fields, request.tenant_token_sha256)
             case "abort":
-                self._abort(request.abort)
+                self._abort(request.abort, request.tenant_token_sha256)
             case _:
                 self._report("", RequestRejectedError("action", "must be generate or abort"), done=True)
 
-    def _start(self, request: pb.GenerateRequest, fields: RequestFields | None) -> None:
+    def _start(self, request: pb.GenerateRequest, fields: RequestFields | None, token_digest: bytes) -> None:
         request_id = request.request_id
         known = self._entries.get(request_id)
         try:
             if not request_id:
                 raise RequestRejectedError("request_id", "must be given in a session: its events are identified by it")
-            tenant = self._caller.tenant()
+            tenant = self._caller.named(token_digest)
+            if known is not None and known.fields.tenant != tenant.name:
+                raise RequestExistsError(f"request id {request_id!r} is in use in this session by another tenant")
             if fields is None:
                 check_limits(request)
                 fields = convert.request_fields(request, tenant)
@@ -216,11 +218,13 @@ class Session:
         self._front.engine.listen(live, entry)
         self.mark(entry)
 
-    def _abort(self, request: pb.AbortRequest) -> None:
+    def _abort(self, request: pb.AbortRequest, token_digest: bytes) -> None:
         try:
             check_request_id(request.request_id)
             check_limits(request)
-        except RequestRejectedError as exc:
+            # A session whose own token was revoked may still abort what is its tenant's.
+            tenant = self._caller.named(token_digest).name if token_digest else self._caller.name
+        except (RequestRejectedError, UnauthenticatedError, NamingForbiddenError) as exc:
             # Without an id, so that it is not mistaken for the end of the request.
             self._report("", exc, done=True)
             return
@@ -229,7 +233,7 @@ class Session:
             self._fail(entry, AbortedEarlyError("aborted before it began"))
         else:
             # An unknown request has finished already: its last output is sent or about to be.
-            self._front.engine.abort(self._caller.name, request.request_id)
+            self._front.engine.abort(tenant, request.request_id)
 
     # --- output ------------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,13 @@ class LoaderNeededError(AdminNeededError):
         Exception.__init__(self, "this call needs the token of a tenant with admin or may_load_adapters = true")
 
 
+class NamingForbiddenError(Exception):
+    """A session names another tenant, and its own may not."""
+
+    def __init__(self) -> None:
+        super().__init__("naming the tenant of a request needs the token of a tenant with may_name_tenants = true")
+
+
 class AdapterForbiddenError(Exception):
     """The tenant may not use adapters of this name, whether or not there is one; `field` is the field that has it."""
 

@@ -36,6 +36,7 @@ class _Table(BaseModel):
     shared_prefixes: str = ""
     adapters: list[str] = ["*"]
     may_load_adapters: bool = False
+    may_name_tenants: bool = False
     admin: bool = False
 
     @field_validator("tokens")

@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from cadenza.metrics.listener_counts import Refusal
 from scheduler_svc.plan_loop.clock import Clock
-from scheduler_svc.tenants.errors import AdminNeededError, LoaderNeededError, TenantsFileError, UnauthenticatedError
+from scheduler_svc.tenants.errors import (
+    AdminNeededError,
+    LoaderNeededError,
+    NamingForbiddenError,
+    TenantsFileError,
+    UnauthenticatedError,
+)
 from scheduler_svc.tenants.file import Tenants, parse_tenants
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
 from scheduler_svc.tenants.tokens import known_digest, token_in
@@ -84,7 +90,7 @@ class Registry:
             return ONLY_TENANT
         name = self._tenants.by_digest.get(digest)
         if name is None:
-            raise UnauthenticatedError(Refusal.REVOKED_TOKEN)
+            raise UnauthenticatedError(Refusal.REVOKED_TOKEN if digest in self._revoked else Refusal.UNKNOWN_TOKEN)
         return self._tenants.by_name[name]
 
     # --- the file ----------------------------------------------------------------------------------------------------
@@ -163,6 +169,18 @@ class Caller:
                 raise UnauthenticatedError(Refusal.REVOKED_TOKEN)
             self._tenant, self._number = tenant, registry.number
         return self._tenant
+
+    def named(self, digest: bytes) -> Tenant:
+        """The tenant, as of now, of a request that this caller makes for the token with this digest; empty: its own.
+
+        Raises NamingForbiddenError unless the caller may name others, and UnauthenticatedError for either's token.
+        """
+        own = self.tenant()
+        if not digest or digest == self._digest or self._registry.is_open:
+            return own
+        if not own.may_name_tenants:
+            raise NamingForbiddenError
+        return self._registry.tenant_of(digest)
 
     def check_admin(self) -> None:
         """Raise AdminNeededError unless the tenant is an admin, UnauthenticatedError if the token was revoked."""

@@ -27,6 +27,8 @@ class Tenant:
     """Names of the LoRA adapters that its requests may name, as patterns of fnmatch."""
     may_load_adapters: bool = False
     """Whether it may load, unload and list those adapters."""
+    may_name_tenants: bool = False
+    """Whether its sessions may carry requests of other tenants, by the hashes of their tokens."""
     admin: bool = False
     """Whether it may call AdminService and sees everything."""
 

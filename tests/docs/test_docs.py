@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-_SKIPPED = {".venv", ".venv312", "node_modules", ".git", ".pytest_cache", ".hypothesis"}
+_SKIPPED = {".venv", ".venv312", ".venv-clients", "node_modules", ".git", ".pytest_cache", ".hypothesis"}
 PAGES = sorted(p for p in ROOT.rglob("*.md") if not _SKIPPED & set(p.relative_to(ROOT).parts))
 _BLOCK = re.compile(r"^```.*?^```$", re.S | re.M)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -26,6 +26,8 @@ class Gateway:
     address: str
     addresses: dict[str, str]
     """Of all listeners, by option."""
+    paths: tuple[str, ...]
+    """As they were added, with {name} for a part that is any."""
 
     async def post(self, path: str, body: Any, status: int = 200, **headers: str) -> Any:
         """Send a body, check the status, and return the answer's JSON."""
@@ -79,7 +81,7 @@ async def gateway(target: str, **options: Any) -> AsyncIterator[Gateway]:
     try:
         addresses = await listeners.start()
         async with ClientSession(f"http://{addresses['http']}") as http:
-            yield Gateway(state, http, addresses["http"], addresses)
+            yield Gateway(state, http, addresses["http"], addresses, listeners.paths)
     finally:
         await listeners.close()
 

@@ -61,6 +61,8 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
     last_epoch: int = 0
     slots: dict[int, _Slot] = field(default_factory=dict)
     fail_with: pb.StepResult | None = None
+    error_at_end: pb.SlotError.ValueType | None = None
+    """Sequences fail with this where their script ends."""
     breaking: tuple[grpc.StatusCode, str] | None = None
     running: set[asyncio.Task[None]] = field(default_factory=set)
     in_session: asyncio.Event = field(default_factory=asyncio.Event)
@@ -187,6 +189,12 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             return
         sampling = slot.admitted.sampling
         script = self.scripts.get(sampling.seed, [])
+        if self.error_at_end is not None and slot.num_output >= len(script):
+            result.num_tokens[-1] = 0
+            result.error_slots.append(slot_id)
+            result.errors.append(self.error_at_end)
+            slot.stopped, slot.num_computed = True, slot.num_tokens
+            return
         token = script[slot.num_output] if slot.num_output < len(script) else 100 + sampling.seed % 100
         slot.num_tokens += 1
         result.token_ids.append(token)

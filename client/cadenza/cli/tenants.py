@@ -73,6 +73,10 @@ def add(
     may_load_adapters: Annotated[
         bool, typer.Option("--may-load-adapters", help="It may load and unload those adapters.")
     ] = False,
+    may_name_tenants: Annotated[
+        bool,
+        typer.Option("--may-name-tenants", help="Its sessions may carry requests of other tenants: for a gateway."),
+    ] = False,
     admin: Annotated[bool, typer.Option("--admin", help="It sees everything, and may drain the server.")] = False,
 ) -> None:
     """Add a tenant with one token; the file is made if there is none."""
@@ -85,6 +89,7 @@ def add(
         "shared_prefixes": shared_prefixes,
         "adapters": None if adapters is None else [each for each in map(str.strip, adapters.split(",")) if each],
         "may_load_adapters": may_load_adapters or None,
+        "may_name_tenants": may_name_tenants or None,
         "admin": admin or None,
     }
     made = _editor(file, create=True).add_tenant(name, {key: each for key, each in values.items() if each is not None})
@@ -124,10 +129,16 @@ def list_tenants(file: File) -> None:
             *("-" if limit is None else str(limit) for limit in limits),
             tenant.shared_prefixes or "-",
             " ".join(tenant.adapters) or "-",
-            "admin" if tenant.admin else "loads adapters" if tenant.may_load_adapters else "",
+            _rights(tenant),
         )
     width = None if Console().is_terminal else _PIPE_CELLS
     Console(width=width, emoji=False, markup=False, highlight=False).print(table)
+
+
+def _rights(tenant: Any) -> str:
+    """What it may do beyond generating; an admin may load adapters."""
+    loads = "admin" if tenant.admin else "loads adapters" if tenant.may_load_adapters else ""
+    return ", ".join(filter(None, (loads, "names tenants" if tenant.may_name_tenants else "")))
 
 
 def _editor(path: str, *, create: bool = False) -> TenantsEditor:

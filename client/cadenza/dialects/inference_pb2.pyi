@@ -3,7 +3,7 @@
 isort:skip_file
 The KServe inference protocol (Open Inference Protocol, v2) with Triton Inference Server's streams: the messages that
 the gateway answers. Field numbers and names are those of the published protocol: github.com/kserve/open-inference-
-protocol (Apache-2.0) and github.com/triton-inference-server/common (BSD-3-Clause). Docs/decisions/0048.
+protocol (Apache-2.0) and github.com/triton-inference-server/common (BSD-3-Clause). docs/decisions/0050-kv-events.md
 """
 
 from collections import abc as _abc

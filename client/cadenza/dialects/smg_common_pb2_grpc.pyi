@@ -3,7 +3,7 @@
 isort:skip_file
 Messages that engines share behind the Shepherd Model Gateway (SMG): tokenizer files, KV events, maintenance. Field
 numbers and names are those of smg-grpc-proto 0.4.28 (github.com/lightseekorg/smg, Apache-2.0); only what the gateway
-reads or answers is here, so that other fields of a peer's message are as unknown ones. Docs/decisions/0048.
+reads or answers is here, so that other fields of a peer's message are as unknown ones. docs/decisions/0050-kv-events.md
 """
 
 from collections import abc as _abc

@@ -3,7 +3,7 @@
 isort:skip_file
 The engine protocol between the Shepherd Model Gateway (SMG) or llm-d and vLLM (`vllm serve --grpc`). Field numbers and
 names are those of smg-grpc-proto 0.4.28 (github.com/lightseekorg/smg, Apache-2.0). What no text model has (media) and
-what is refused is here only as far as it must be seen. Docs/decisions/0048.
+what is refused is here only as far as it must be seen. docs/decisions/0050-kv-events.md
 """
 
 from cadenza.dialects import smg_common_pb2 as _smg_common_pb2

@@ -103,8 +103,9 @@ class GatewayConfig(Settings):
     http_token_file: str | None = Field(
         None,
         min_length=1,
-        description="File with the gateway's own token for a scheduler with --tenants, for the scheduler's metrics in "
-        "/metrics and for adapters: that of an admin. Requests of clients never use it.",
+        description="File with the gateway's own token for a scheduler with --tenants. Of a tenant with admin: for the "
+        "scheduler's metrics in /metrics, and for adapters. With may_name_tenants: one session to the scheduler "
+        "carries the requests of all keys; else each key has a session of its own.",
         json_schema_extra=about("HTTP"),
     )
     http_cors_origin: Annotated[list[str], NoDecode] = Field(
@@ -130,7 +131,7 @@ class GatewayConfig(Settings):
         30.0,
         gt=0,
         allow_inf_nan=False,
-        description="A client that takes nothing of its stream for so long is disconnected, and its request aborted.",
+        description="A client that takes nothing of its answer for so long is disconnected, and its request aborted.",
         json_schema_extra=about("HTTP", "s"),
     )
     http_reconnect_timeout_s: float = Field(

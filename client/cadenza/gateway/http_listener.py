@@ -37,6 +37,11 @@ class HttpListener:
             shutdown_timeout=_GRACE_S,
         )
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths, as they were added."""
+        return tuple(sorted(each.canonical for each in self._runner.app.router.resources()))
+
     async def start(self, place: tuple[str, int]) -> str:
         """Listen; returns the address. Raises OSError."""
         await self._runner.setup()

@@ -53,6 +53,11 @@ class Listeners:
             for name, address in self.addresses.items()
         ]
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of HTTP, as they were added."""
+        return () if self._http is None else self._http.paths
+
     async def start(self) -> dict[str, str]:
         """Listen; returns the addresses. Raises OSError, after which `close` is still to be called."""
         self._state.link.start()

@@ -14,8 +14,8 @@ from aiohttp import web
 from cadenza.errors import CadenzaError
 from cadenza.gateway.fields.tables import RENAMED
 from cadenza.gateway.http.errors import ApiError, anthropic_body, api_error, openai_body
-from cadenza.gateway.http.events import SlowReaderError
 from cadenza.gateway.http.reading import ANSWER_HEADERS, too_large
+from cadenza.gateway.http.sending import SlowReaderError, send_whole
 from cadenza.gateway.state import STATE
 
 _LOG = logging.getLogger(__name__)
@@ -36,8 +36,13 @@ async def answers(request: web.Request, handler: _Handler) -> web.StreamResponse
     status = 499  # the client has gone
     try:
         response = await _answered(request, handler)
+        if isinstance(response, web.Response):
+            response = await send_whole(request, response, state.config.http_write_timeout_s)
         status = response.status
         return response
+    except SlowReaderError:
+        state.counts.num_slow_readers += 1
+        raise
     finally:
         path = _route_of(request)
         state.counts.ended(path, status, time.perf_counter() - began)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cadenza.errors import FailedPreconditionError, PermissionDeniedError, UnsupportedError
 from cadenza.gateway.fields.sampling import utf8
 from cadenza.gateway.http.errors import ApiError
+from cadenza.gateway.scheduler.caller import Caller
 from cadenza.info import ModelInfo
 
 _MAX_NAME = 128
@@ -46,6 +48,26 @@ class Names:
         if len(given) > _MAX_NAME or not given.isprintable():
             raise unknown_model(utf8(given, "model"))
         return Chosen(given, utf8(given, "model"))
+
+
+async def check_model(names: Names, given: str | None, caller: Caller) -> ModelInfo:
+    """The served model; raises ApiError for a name that is neither its own nor that of an adapter.
+
+    For a call that generates nothing, where the scheduler sees no adapter's name. Tenants that may not list adapters
+    may name any: the tokens are the model's.
+    """
+    info = await caller.model()
+    adapter = names.choose(given, info).adapter
+    if adapter:
+        try:
+            known = await caller.adapters()
+        except PermissionDeniedError:
+            return info
+        except (UnsupportedError, FailedPreconditionError):
+            known = []
+        if all(each.name != adapter for each in known):
+            raise unknown_model(adapter)
+    return info
 
 
 def unknown_model(name: str) -> ApiError:

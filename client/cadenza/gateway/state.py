@@ -17,8 +17,6 @@ from cadenza.gateway.scheduler.caller import Caller
 from cadenza.gateway.scheduler.link import SchedulerLink
 
 _RETRY_S = 1.0
-_PATIENCE_S = 10.0
-"""A restarted scheduler or executor is back by then: until then requests wait for it."""
 
 
 @dataclass(slots=True)
@@ -61,7 +59,7 @@ class State:
         if self.counts.num_running > self.config.http_max_requests:
             message = f"{self.config.http_max_requests} requests run, which is the limit (--http-max-requests)"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
-        if self.link.unserved_s > min(_PATIENCE_S, self.config.http_reconnect_timeout_s):
+        if self.link.is_away:
             message = f"the scheduler at {self.link.target} does not serve: it is away, or has no executor"
             raise ApiError(503, message, code="unavailable", retry_after_s=_RETRY_S)
         return await self.caller_with(key)

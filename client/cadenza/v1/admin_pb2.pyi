@@ -1185,7 +1185,7 @@ class KvBlocksStored(_message.Message):
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Their hashes: each of the hash before it and of the block's token ids, so that equal texts have equal hashes in
-        every process (docs/decisions/0048-kv-events.md); [n].
+        every process (docs/decisions/0050-kv-events.md); [n].
         """
 
     @_builtins.property

@@ -497,6 +497,12 @@ class SessionRequest(_message.Message):
 
     GENERATE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    TENANT_TOKEN_SHA256_FIELD_NUMBER: _builtins.int
+    tenant_token_sha256: _builtins.bytes
+    """SHA-256 of the token of the tenant whose request this is, 32 bytes: for a gateway, whose session carries the requests
+    of many. Empty: the tenant of the call's own token. Another one needs a token of a tenant with may_name_tenants, else
+    PERMISSION_DENIED; a hash of no token is UNAUTHENTICATED. Request ids are unique within the session.
+    """
     @_builtins.property
     def generate(self) -> Global___GenerateRequest:
         """Start or resume a request."""
@@ -510,10 +516,11 @@ class SessionRequest(_message.Message):
         *,
         generate: Global___GenerateRequest | None = ...,
         abort: Global___AbortRequest | None = ...,
+        tenant_token_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "generate", b"generate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "generate", b"generate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "generate", b"generate", "tenant_token_sha256", b"tenant_token_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["generate", "abort"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
@@ -812,6 +819,7 @@ class GetServerInfoResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _builtins.int
     FAULTS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAY_NAME_TENANTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Cadenza's version."""
     protocol_version: _builtins.int
@@ -822,6 +830,8 @@ class GetServerInfoResponse(_message.Message):
     """Whether the service is draining and rejects new requests."""
     resident_bytes: _builtins.int
     """Resident memory of the scheduler's process in bytes; 0: unknown, as for a tenant without admin."""
+    may_name_tenants: _builtins.bool
+    """Whether the call's tenant may name the tenant of each request of a session (SessionRequest.tenant_token_sha256)."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The scheduler's effective options, by name; for tenants without admin only those that concern their requests."""
@@ -862,10 +872,11 @@ class GetServerInfoResponse(_message.Message):
         tenants: _abc.Iterable[Global___TenantInfo] | None = ...,
         faults: _abc.Iterable[Global___FaultCount] | None = ...,
         adapters: _abc.Iterable[Global___AdapterUse] | None = ...,
+        may_name_tenants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "executors", b"executors", "faults", b"faults", "load", b"load", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "executors", b"executors", "faults", b"faults", "load", b"load", "may_name_tenants", b"may_name_tenants", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "tenants", b"tenants", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 A block's hash is BLAKE2b with 8 bytes over its predecessor's hash and its token ids, 4 bytes little-endian each. The
 first block of a text follows 8 zero bytes; where requests have an adapter, a cache salt or an owner, 8 bytes of BLAKE2b
-over these, each with its length before it (docs/decisions/0048-kv-events.md).
+over these, each with its length before it (docs/decisions/0050-kv-events.md).
 """
 
 from __future__ import annotations

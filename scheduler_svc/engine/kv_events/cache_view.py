@@ -12,7 +12,7 @@ from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next
 from scheduler_svc.engine.kv_events.events import Change
 
 _SLICE = 256
-"""Changes that are taken before the event loop runs other callbacks: 1 ms at some 3 us each."""
+"""Changes that are taken before the event loop runs other callbacks."""
 
 
 class _LaneView:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scheduler_svc.engine.kv_events.blocks import Block, Tier
 
 MAX_BATCH_BLOCKS = 1024
-"""Blocks in one batch: some 100 KB in a message, which is made in a few milliseconds."""
+"""Blocks in one batch: with 16 tokens in each, some 100 KB in a message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ _MAX_KEPT_EVENTS = 65_536
 _MAX_PENDING = 1024
 """Batches that wait for a subscriber; one with more gets the present state instead."""
 _MANY = 4096
-"""More changes at a time are compared in a thread: 4,096 take 3 ms."""
+"""More changes at a time are compared in a thread."""
 _FLUSH_SLICE = 512
-"""Blocks that are removed before the event loop runs other callbacks: 1 ms at some 2 us each."""
+"""Blocks that are removed before the event loop runs other callbacks."""
 _LINGER_S = 30.0
 """How long changes are noted after the last subscriber has left: one that comes back goes on where it was."""
 
@@ -66,6 +66,8 @@ class Subscription:
     async def _begin(self) -> None:
         """Take what it has not seen: what is kept of it, or the present state; from then on `put` adds to it."""
         async with self._hub.at_rest():
+            if self._hub.is_stopped:
+                return
             kept = None if self._has_begun else self._hub.kept_from(self._start)
             batches = await self._hub.state() if kept is None else kept
             self._has_begun, self._needs_state = True, False

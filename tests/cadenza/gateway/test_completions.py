@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.gateway import completion_text
 from tests.helpers.scheduler_world import script
+from tests.helpers.scripted_executor import EOS
 from tests.helpers.toy_tokenizers import byte_level
 
 PATH = "/v1/completions"
@@ -131,6 +132,15 @@ async def test_echo_repeats_the_prompt(w, g):
     await g.post(PATH, {"prompt": ids, "max_tokens": 0}, 400)
 
 
+async def test_a_prompt_alone_ends_with_its_length_whatever_token_is_drawn(w, g):
+    w.executor.scripts[1] = [EOS]
+    body = {"prompt": "The quick", "seed": 1, "echo": True, "max_tokens": 0}
+    assert (await g.post(PATH, body))["choices"][0]["finish_reason"] == "length"
+    events = await g.events(PATH, body)
+    assert completion_text(events) == "The quick"
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+
+
 async def test_token_ids_come_back_on_request(w, g):
     ids = script(w, "Hello there", end=False)
     body = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": len(ids), "return_token_ids": True}
@@ -165,7 +175,7 @@ async def test_best_of_returns_the_most_likely(simulated):
         ({"prompt": [{"prompt": "a"}]}, "prompt"),
         ({"prompt": [10**9]}, "prompt"),
         ({"prompt": "a", "n": 0}, "n"),
-        ({"prompt": "a", "n": 100}, "n"),
+        ({"prompt": "a", "n": 65}, "n"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
         ({"prompt": "a", "temperature": "hot"}, "temperature"),
         ({"prompt": "a", "top_p": 0}, "top_p"),
@@ -186,7 +196,12 @@ async def test_best_of_returns_the_most_likely(simulated):
         ({"prompt": "a", "request_id": ""}, "request_id"),
         ({"prompt": "a" * 3000}, "prompt"),
         ({"prompt": "\ud800"}, "prompt"),
-        ({"prompt": "a", "store": True}, "store"),
+        ({"prompt": "a", "store": 1}, "store"),
+        ({"prompt": "a", "length_penalty": 2}, "length_penalty"),
+        ({"prompt": "a", "early_stopping": True, "use_beam_search": False}, "early_stopping"),
+        ({"prompt": "a", "response_format": {"type": "text", "schema": {}}}, "response_format"),
+        ({"prompt": "a", "response_format": {"type": "json_object", "json_schema": {}}}, "response_format"),
+        ({"prompt": "a", "truncation_side": "right"}, "truncation_side"),
         ({"prompt": "a", "allowed_token_ids": [10**6]}, "allowed_token_ids"),
     ],
 )

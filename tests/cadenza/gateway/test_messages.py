@@ -61,6 +61,7 @@ async def test_a_stop_sequence_is_named(simulated):
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}, "shema": {}}}}, "output_config.format"),
         ({"nothing": 1}, "nothing"),
     ],
 )
@@ -82,5 +83,13 @@ async def test_texts_and_chats_are_tokenized_and_back(g):
     assert chat["tokens"] == hf_byte_level().apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
     for body in ({}, {"prompt": "a", "messages": [USER]}, {"prompt": "a", "tools": [1]}):
         await g.post("/tokenize", body, 400)
+    for path, body in (
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": ids}),
+        (f"{PATH}/count_tokens", {"messages": [USER]}),
+    ):
+        answer = await g.post(path, {**body, "model": "other"}, 404)
+        assert answer["error"]["type"] == "not_found_error"
+        await g.post(path, {**body, "model": "toy"})
     for body in ({}, {"tokens": [-1]}, {"tokens": [2**40]}, {"tokens": [10**6]}, {"tokens": ["a"]}):
         assert (await g.post("/detokenize", body, 400))["error"]["param"] == "tokens"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 
 import pytest
 
@@ -67,6 +68,23 @@ async def test_a_client_that_does_not_read_is_disconnected_and_harms_nobody(toke
     assert not w.engine._live
 
 
+async def test_a_client_that_does_not_read_a_whole_answer_is_disconnected(tokenizer_folder):
+    """An answer that is no stream: some 700 KB of logprobs."""
+    executor = ScriptedExecutor(max_logprobs=128)
+    async with world(executor, tokenizer=tokenizer_folder) as w, gateway(w.target, http_write_timeout_s=0.3) as g:
+        asked = {"prompt": [[5]] * 48, "max_tokens": 50, "seed": 7, "ignore_eos": True, "logprobs": 20}
+        whole = await g.post(PATH, asked)
+        assert [len(each["logprobs"]["tokens"]) for each in whole["choices"]] == [50] * 48
+        body = json.dumps(asked)
+        reader = socket.create_connection(parse_address(g.address, default_port=0))
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with contextlib.closing(reader):
+            reader.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            await w.until(lambda: g.state.counts.num_slow_readers == 1)
+        await w.until(lambda: not g.state.counts.num_running)
+        assert g.state.counts.ended_requests[PATH, 499] == 1
+
+
 class Restarting:
     """A scheduler with a journal, in this process, that is stopped and started again at its address."""
 
@@ -82,7 +100,9 @@ class Restarting:
         return self._address
 
     async def stop(self) -> None:
-        await self.service.stop()
+        service, self.service = self.service, None
+        if service is not None:
+            await service.stop()
 
 
 @contextlib.asynccontextmanager
@@ -120,6 +140,38 @@ async def test_a_restarted_scheduler_is_a_pause(tmp_path, tokenizer_folder):
         assert seen[-1] == "[DONE]"
         assert (await whole)["choices"][0]["text"] == text
         assert (await late)["choices"][0]["text"] == text
+
+
+CALLS = {
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [5, 6, 7]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hello"}]},
+    PATH: {"prompt": [5, 6, 7], "echo": True, "max_tokens": 1, "seed": 1},
+}
+
+
+async def test_calls_without_a_stream_wait_for_a_restarted_scheduler_too(tmp_path, tokenizer_folder):
+    async with restarting(tmp_path, tokenizer_folder) as (_, scheduler, g):
+        before = [await g.get("/v1/models"), *[await g.post(path, body) for path, body in CALLS.items()]]
+        await scheduler.stop()
+        asked = [g.get("/v1/models"), *[g.post(path, body) for path, body in CALLS.items()]]
+        tasks = [asyncio.create_task(each) for each in asked]
+        async with asyncio.timeout(10):
+            while g.state.counts.num_running < len(tasks):  # noqa: ASYNC110  # the other side of a socket
+                await asyncio.sleep(0.002)
+        await scheduler.start()
+        after = await asyncio.gather(*tasks)
+        assert after[:-1] == before[:-1]
+        assert after[-1]["choices"][0]["text"] == before[-1]["choices"][0]["text"]
+
+
+async def test_calls_do_not_wait_for_a_scheduler_that_stays_away(tmp_path, tokenizer_folder):
+    async with restarting(tmp_path, tokenizer_folder) as (_, scheduler, g):
+        await g.get("/v1/models")
+        await scheduler.stop()
+        g.state.link.is_serving, g.state.link._unserved_since = False, time.monotonic() - 60
+        error = (await g.post("/tokenize", CALLS["/tokenize"], 503))["error"]
+        assert error["type"] == "service_unavailable_error"
 
 
 async def test_a_stream_whose_rest_is_lost_says_so(w, g, tokenizer_folder):

@@ -28,12 +28,13 @@ def test_everything_is_read() -> None:
         may_load_adapters = true
         [tenants.ops]
         admin = true
+        may_name_tenants = true
         [tenants."with.dots"]
     """
     found = parse_tenants(text.encode(), "t.toml")
     assert list(found.by_name.values()) == [
         Tenant("gold", 4.0, 10, 1000, 60, -2, "team", ("sql", "gold-*"), may_load_adapters=True),
-        Tenant("ops", admin=True),
+        Tenant("ops", may_name_tenants=True, admin=True),
         Tenant("with.dots"),
     ]
     assert set(found.by_digest.values()) == {"gold"}

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.tenants import tokens
-from scheduler_svc.tenants.errors import AdminNeededError, TenantsFileError, UnauthenticatedError
+from scheduler_svc.tenants.errors import (
+    AdminNeededError,
+    NamingForbiddenError,
+    TenantsFileError,
+    UnauthenticatedError,
+)
 from scheduler_svc.tenants.registry import Metadata, Registry
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.tenants import bearer, token, write_tenants
@@ -148,3 +153,32 @@ def test_a_broken_file_at_the_start_is_an_error(path: Path) -> None:
     path.write_text("[tenants.gold]\nweight = -1")
     with pytest.raises(TenantsFileError, match=r"tenants\.toml: \[tenants\.gold\] weight"):
         Registry(str(path))
+
+
+def test_a_caller_with_the_right_names_tenants_by_their_tokens(path: Path) -> None:
+    write_tenants(path, {"gold": {}, "free": {"tokens": [0, 1]}, "gateway": {"may_name_tenants": True}})
+    registry = Registry(str(path))
+    gateway, free = registry.caller(bearer("gateway")), registry.caller(bearer("free"))
+    gold = tokens.digest_of(token("gold"))
+    assert gateway.named(gold).name == "gold"
+    assert gateway.named(b"").name == gateway.named(tokens.digest_of(token("gateway"))).name == "gateway"
+    assert free.named(tokens.digest_of(token("free"))).name == "free"
+    for digest in (gold, b"unknown", tokens.digest_of(token("free", 1))):
+        with pytest.raises(NamingForbiddenError):
+            free.named(digest)
+    for digest in (b"unknown", bytes(32), tokens.digest_of("x")):
+        with pytest.raises(UnauthenticatedError):
+            gateway.named(digest)
+    write_tenants(path, {"free": {}, "gateway": {"may_name_tenants": True}})
+    registry.reload()
+    with pytest.raises(UnauthenticatedError) as revoked:
+        gateway.named(gold)
+    assert revoked.value.refusal == "revoked_token"
+    write_tenants(path, {"free": {}, "gateway": {}})
+    registry.reload()
+    with pytest.raises(NamingForbiddenError):
+        gateway.named(tokens.digest_of(token("free")))
+
+
+def test_without_a_file_everybody_is_the_one_tenant_whatever_is_named() -> None:
+    assert Registry().caller(None).named(b"x").name == ""

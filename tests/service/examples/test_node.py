@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.examples import EXAMPLES, REFUSED_TOP_P, one, run
+from tests.helpers.node_packages import NO_NETWORK, need_node, npm_ci, with_packages
 from tests.helpers.paths import ROOT
 from tests.helpers.services import connection
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-_NO_NETWORK = re.compile(
-    r"^npm error (?:code|errno) (ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ENETUNREACH|EHOSTUNREACH|ETIMEDOUT|"
-    r"ERR_SOCKET_TIMEOUT|EIDLETIMEOUT|FETCH_ERROR|ENOTCACHED)$",
-    re.MULTILINE,
-)
-
-
-def npm_ci(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
-
 
 @pytest.fixture(scope="module")
 def node_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that is laid out as the repository is, with copies of the examples in Node."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("there is no node")
+    need_node()
     root = tmp_path_factory.mktemp("checkout")
     (root / "protos").symlink_to(ROOT / "protos")
     for name in ("node", "node-stubs"):
         without = shutil.ignore_patterns("node_modules", "gen")
         shutil.copytree(EXAMPLES / name, root / "examples" / name, ignore=without)
     return root / "examples"
-
-
-def with_packages(folder: Path) -> Path:
-    """The same folder with its packages, by the committed lock file."""
-    result = npm_ci(folder)
-    no_network = _NO_NETWORK.search(result.stderr)
-    if result.returncode != 0 and no_network:
-        pytest.skip(f"npm cannot reach its registry: {no_network[1]}")
-    assert result.returncode == 0, result.stderr
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +49,11 @@ def test_only_a_missing_network_is_taken_for_one(node_sources: Path, tmp_path: P
     offline = ("--cache", str(tmp_path / "cache"), "--fetch-retries", "0", "--registry", "http://127.0.0.1:9")
     refused = npm_ci(tmp_path / "node", *offline)
     assert refused.returncode != 0
-    assert _NO_NETWORK.search(refused.stderr), refused.stderr
+    assert NO_NETWORK.search(refused.stderr), refused.stderr
     (tmp_path / "node" / "package-lock.json").unlink()
     broken = npm_ci(tmp_path / "node", *offline)
     assert broken.returncode != 0
-    assert not _NO_NETWORK.search(broken.stderr), broken.stderr
+    assert not NO_NETWORK.search(broken.stderr), broken.stderr
 
 
 def test_node_gets_the_same_text(target: str, answers: dict[str, str], node_folder: Path) -> None:

@@ -20,8 +20,9 @@ def messages_prompt(values: Mapping[str, Any]) -> Prompt:
     if "system" in values:
         messages.insert(0, {"role": "system", "content": _text(values["system"], "system")})
     is_continued = bool(messages) and messages[-1]["role"] == "assistant"
+    options = {"continue_final_message": is_continued, "cache_salt": values.get("cache_salt")}
     try:
-        return chat_prompt(messages, {"continue_final_message": is_continued})
+        return chat_prompt(messages, options)
     except ApiError as error:
         raise bad_request(error.message, "messages") from None
 

@@ -15,6 +15,8 @@ from cadenza.gateway.fields.tables import COUNT_TOKENS, MESSAGES
 from cadenza.gateway.http.errors import ApiError, anthropic_body
 from cadenza.gateway.http.events import named_event
 from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.models import check_model
+from cadenza.gateway.openai.failures import whole
 from cadenza.gateway.openai.streaming import stream_answer
 from cadenza.gateway.openai.usage import completion_tokens, prompt_tokens
 from cadenza.gateway.scheduler.generation import Generation, Job
@@ -68,7 +70,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
                 end=events.end,
                 failed=_failed,
             )
-        (result,) = await generation.results()
+        (result,) = whole(await generation.results())
     (sample,) = result.outputs
     content = [{"type": "text", "text": sample.text}]
     return web.json_response(read.object(content, _stop(sample), _usage(result, completion_tokens(result))))
@@ -81,16 +83,12 @@ async def count_tokens(request: web.Request) -> web.Response:
     values = read_fields(COUNT_TOKENS, await read_object(request))
     require(values, "messages")
     prompt = messages_prompt(values)
-    state.names.choose(values.get("model"), await caller.model())
+    await check_model(state.names, values.get("model"), caller)
     return web.json_response({"input_tokens": len(await caller.tokenize(prompt))})
 
 
 def _stop(sample: CompletionOutput) -> dict[str, Any]:
-    """Why a message ends, in Anthropic's words; raises ApiError for one that a failure has ended."""
-    if sample.finish_reason in ("error", "abort"):
-        raise ApiError(
-            500, f"the answer ended early: {sample.finish_detail or sample.finish_reason}", code="server_error"
-        )
+    """Why a message ends, in Anthropic's words."""
     if sample.finish_detail == "stop_string":
         return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}
     reason = {"stop": "end_turn", "length": "max_tokens"}.get(sample.finish_reason or "", "refusal")

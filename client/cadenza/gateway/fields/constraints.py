@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cadenza.gateway.fields.field import shown
+from cadenza.gateway.fields.field import check_keys, shown
 from cadenza.gateway.http.errors import bad_request
 
+_OF_SCHEMAS = ("name", "description", "schema", "strict")
+"""Keys beside a schema; name and description change nothing, and every schema is strict."""
 _PLACES = ("structured_outputs", "response_format", "text", "output_config", "output_format")
 
 
@@ -31,34 +33,30 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     """OpenAI's: text, json_object, json_schema; and vLLM's structural_tag."""
     if value is None:
         return None
+    where = "response_format"
+    if value.get("type") != "json_schema":
+        return _plain(value, where, where)
+    check_keys(where, value, ("type", "json_schema"), where)
     inner = value.get("json_schema")
-    if value.get("type") == "json_schema":
-        if not isinstance(inner, dict):
-            raise bad_request("response_format.json_schema must be an object with a schema", "response_format")
-        return {"json": _schema(inner, "response_format.json_schema", "response_format")}
-    return _plain(value, "response_format", "response_format")
+    if not isinstance(inner, dict):
+        raise bad_request(f"{where}.json_schema must be an object with a schema", where)
+    check_keys(f"{where}.json_schema", inner, _OF_SCHEMAS, where)
+    return {"json": _schema(inner, f"{where}.json_schema", where)}
 
 
 def _text(value: Any) -> dict[str, Any] | None:
     """That of responses: {"format": …}."""
     if value is None:
         return None
-    for name in value:
-        if name != "format" and value[name] is not None:
-            raise bad_request(f"text.{shown(name)} is not supported", "text")
-    given = value.get("format")
-    if given is None:
-        return None
-    return _flat(given, "text.format", "text")
+    check_keys("text", value, ("format",), "text")
+    return None if value.get("format") is None else _flat(value["format"], "text.format", "text")
 
 
 def _output_config(value: Any) -> dict[str, Any] | None:
     """Anthropic's: {"format": {"type": "json_schema", "schema": …}}."""
     if value is None:
         return None
-    for name in value:
-        if name != "format" and value[name] is not None:
-            raise bad_request(f"output_config.{shown(name)} is not supported", "output_config")
+    check_keys("output_config", value, ("format",), "output_config")
     return None if value.get("format") is None else _flat(value["format"], "output_config.format", "output_config")
 
 
@@ -72,18 +70,18 @@ def _flat(value: Any, where: str, param: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise bad_request(f"{where} must be an object, not {shown(value)}", param)
     if value.get("type") == "json_schema":
+        check_keys(where, value, ("type", *_OF_SCHEMAS), param)
         return {"json": _schema(value, where, param)}
     return _plain(value, where, param)
 
 
 def _plain(value: dict[str, Any], where: str, param: str) -> dict[str, Any] | None:
     kind = value.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind == "structural_tag":
+    if kind == "structural_tag":  # its own keys are checked where it is compiled
         return {"structural_tag": value}
+    if kind in ("text", "json_object"):
+        check_keys(where, value, ("type",), param)
+        return {"json_object": True} if kind == "json_object" else None
     raise bad_request(f"{where}.type must be text, json_object or json_schema, not {shown(kind)}", param)
 
 

@@ -89,6 +89,14 @@ def read_fields(table: Mapping[str, Field], body: Mapping[str, Any]) -> dict[str
     return values
 
 
+def check_keys(where: str, value: Mapping[str, Any], known: Sequence[str], param: str) -> None:
+    """Raise ApiError for keys of an object within a field that are not known; null is as if absent."""
+    for name, inner in value.items():
+        if name not in known and inner is not None:
+            hint = suggestion(name[:_MAX_NAME], known)
+            raise bad_request(f"{where}.{name[:_MAX_NAME]!a}: there is no such field{hint}", param)
+
+
 def check_kind(name: str, kind: str, value: Any) -> None:
     """Raise ApiError unless a value is of a kind."""
     if not KINDS[kind](value):
@@ -124,6 +132,10 @@ def _is_integers(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_integer, value))
 
 
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
 KINDS: Mapping[str, Callable[[Any], bool]] = {
     "any": lambda value: True,
     "a string": lambda value: isinstance(value, str),
@@ -131,6 +143,7 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "a number": _is_number,
     "a boolean": lambda value: isinstance(value, bool),
     "an object": lambda value: isinstance(value, dict),
+    "an object of strings": _is_record,
     "a list": lambda value: isinstance(value, list),
     "a list of strings": _is_strings,
     "a list of integers": _is_integers,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from cadenza.gateway.fields.constraints import output_constraint
-from cadenza.gateway.fields.field import check_kind, wrong_value
+from cadenza.gateway.fields.field import check_keys, check_kind, wrong_value
 from cadenza.gateway.http.errors import ApiError, bad_request
 from cadenza.sampling_params import SamplingParams
 
@@ -17,6 +17,10 @@ _SAME = frozenset(each.name for each in fields(SamplingParams)) - {
 MAX_LOGPROBS = 20
 """Most top logprobs of a token, as with OpenAI and by vLLM's default: with a whole vocabulary for each, an answer
 would have gigabytes."""
+_OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False}
+"""Fields for beams alone, with their defaults."""
+_MAX_CHOICES = 64
+"""As the scheduler has it (scheduler_svc/requests/sample_counts.py)."""
 
 
 def sampling_params(values: Mapping[str, Any], renamed: Mapping[str, str] | None = None, **own: Any) -> SamplingParams:
@@ -47,6 +51,9 @@ def sampling_params(values: Mapping[str, Any], renamed: Mapping[str, str] | None
 def _beams(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's beam search: n beams. One beam is greedy."""
     if not values.get("use_beam_search"):
+        for name, default in _OF_BEAMS.items():
+            if values.get(name, default) != default:
+                raise bad_request(f"{name} needs use_beam_search=true", name)
         return {}
     n = int(given.get("n") or 1)
     if n == 1:
@@ -58,8 +65,8 @@ def _beams(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
 def number_of_choices(values: Mapping[str, Any]) -> int:
     """n; raises ApiError."""
     n = values.get("n", 1)
-    if not 1 <= n <= 128:
-        raise wrong_value("n", "must be 1 to 128", n)
+    if not 1 <= n <= _MAX_CHOICES:
+        raise wrong_value("n", f"must be 1 to {_MAX_CHOICES}", n)
     return int(n)
 
 
@@ -68,19 +75,25 @@ def stream_options(values: Mapping[str, Any]) -> tuple[bool, bool]:
     options = values.get("stream_options")
     if options is None:
         return False, False
+    check_stream_options(values, ("include_usage", "continuous_usage_stats"))
+    return bool(options.get("include_usage")), bool(options.get("continuous_usage_stats"))
+
+
+def check_stream_options(values: Mapping[str, Any], known: Sequence[str] = ()) -> None:
+    """Raise ApiError for stream_options that are not known, or of a wrong type, or without a stream."""
+    options = values.get("stream_options")
+    if options is None:
+        return
     if not values.get("stream"):
         raise bad_request("stream_options needs stream=true", "stream_options")
-    known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    check_keys("stream_options", options, (*known, "include_obfuscation"), "stream_options")
     for name, value in options.items():
-        if name not in known:
-            raise bad_request(f"stream_options.{name[:64]!a}: there is no such field", "stream_options")
         if value is not None:
             check_kind(f"stream_options.{name}", "a boolean", value)
     if options.get("include_obfuscation"):
         raise bad_request(
             "stream_options.include_obfuscation is not supported: chunks are not padded", "stream_options"
         )
-    return bool(options.get("include_usage")), bool(options.get("continuous_usage_stats"))
 
 
 def answer_id(values: Mapping[str, Any], prefix: str, unique: str) -> str:

@@ -16,10 +16,21 @@ _OF_CALLERS: tuple[Field, ...] = (
     accepted("safety_identifier", "a string", _NO_EFFECT),
     accepted("prompt_cache_key", "a string", "a hint for routers; prefixes are found by their tokens"),
     accepted("prompt_cache_retention", "a string", "a hint; cached prefixes go when their place is needed"),
-    refused("store", "nothing is kept here", "vLLM ignores it", (False,)),
+    accepted("store", "a boolean", "nothing is kept here; responses say store: false"),
     refused("service_tier", "there is one", "vLLM ignores it", ("auto", "default")),
 )
 """What concerns the caller more than the model."""
+
+_EXTENSIONS: tuple[Field, ...] = (
+    accepted("session_id", "a string", "a hint for routers: the scheduler places requests by their prefixes"),
+    refused("vllm_xargs", "there are no extensions", "for plugins", ({},)),
+    refused("kv_transfer_params", "prefill and decode are not split", "for connectors", ({},)),
+    refused("ec_transfer_params", "there are no encoders", "for connectors", ({},)),
+    refused("watermarking", "there is none", "marks the output", (False,)),
+    refused("mm_payload", _NO_MEDIA, "for its render paths", ("tensors", "none")),
+    refused("return_mm_kwargs", _NO_MEDIA, "an old name of mm_payload", (True, False)),
+)
+"""vLLM's, on all paths that generate."""
 
 _SAMPLING: tuple[Field, ...] = (
     honoured("temperature", "a number", "0 is greedy; default 1", "default: that of generation_config.json"),
@@ -56,12 +67,14 @@ _VLLM_SAMPLING: tuple[Field, ...] = (
     honoured("priority", "an integer", "smaller goes first under --order priority"),
     honoured("request_id", "a string", "in the id of the answer; at most 128 characters", "also the id in the engine"),
     honoured("cache_salt", "a string", "only requests with the same salt share cached prefixes"),
-    accepted("session_id", "a string", "a hint for routers: the scheduler places requests by their prefixes"),
     refused("spaces_between_special_tokens", "texts have none but the tokenizer's own", "honoured", (True,)),
     honoured("structured_outputs", "an object", "json, regex, choice, grammar, json_object or structural_tag"),
     refused("logits_processors", "no code of callers runs here", "refused unless allowed at start"),
-    refused("vllm_xargs", "there are no extensions", "for plugins", ({},)),
-    refused("kv_transfer_params", "prefill and decode are not split", "for connectors", ({},)),
+    refused("logprob_token_ids", "logprobs are those of the best tokens", "honoured", ([],)),
+    refused("return_token_offsets", "texts have no offsets of tokens but those of logprobs", "honoured", (False,)),
+    refused("truncation_side", "the last tokens are kept", "honoured", ("left",)),
+    refused("stream_interval", "events are written as tokens come", "honoured", (1,)),
+    refused("routed_experts_prompt_start", "the experts of a token are not told", "honoured", (0,)),
     refused("repetition_detection", "there is none", "ends repeating outputs"),
     refused("thinking_token_budget", "reasoning is not separated from the answer", "honoured with a reasoning parser"),
     refused("guided_json", "an old name of structured_outputs", "removed"),
@@ -87,6 +100,7 @@ COMPLETIONS = by_name(
     ),
     _SAMPLING,
     _VLLM_SAMPLING,
+    _EXTENSIONS,
 )
 
 CHAT = by_name(
@@ -118,10 +132,12 @@ CHAT = by_name(
         refused("mm_processor_kwargs", _NO_MEDIA, "for media", ({},)),
         refused("prediction", "drafts are the server's own", "ignored"),
         refused("web_search_options", "there is no search", "ignored"),
+        refused("return_prompt_text", "the prompt is told as return_token_ids alone", "honoured", (False,)),
         _FORMAT,
     ),
     _SAMPLING,
     _VLLM_SAMPLING,
+    _EXTENSIONS,
 )
 
 RESPONSES = by_name(
@@ -135,8 +151,11 @@ RESPONSES = by_name(
         honoured("stream", "a boolean", "events response.created to response.completed"),
         honoured("top_logprobs", "an integer", "with include message.output_text.logprobs"),
         honoured("include", "a list of strings", "message.output_text.logprobs alone"),
-        accepted("stream_options", "an object", "chunks are not padded here"),
-        refused("store", "nothing is kept here", "kept with an option", (False,)),
+        honoured("stream_options", "an object", "include_obfuscation: false alone, as chunks are not padded"),
+        honoured("metadata", "an object of strings", "repeated in the answer; nothing is kept here"),
+        honoured("user", "a string", "repeated in the answer"),
+        honoured("safety_identifier", "a string", "repeated in the answer"),
+        honoured("prompt_cache_key", "a string", "repeated in the answer; prefixes are found by their tokens"),
         refused("background", "nothing is kept here", "with store", (False,)),
         refused("previous_response_id", "nothing is kept here", "with store"),
         refused("conversation", "nothing is kept here", "refused too"),
@@ -152,8 +171,17 @@ RESPONSES = by_name(
         honoured("request_id", "a string", "in the id of the answer"),
         honoured("cache_salt", "a string", "only requests with the same salt share cached prefixes"),
         honoured("top_k", "an integer", "-1 or 0: all"),
+        honoured("min_p", "a number", "0 to 1"),
         honoured("seed", "an integer", "64 bits; absent or -1: drawn"),
         honoured("stop", "a string or a list of strings", "as on chat"),
+        honoured("stop_token_ids", "a list of integers", "at most 1,024"),
+        honoured("structured_outputs", "an object", "as on chat; not with text.format"),
+        refused("media_io_kwargs", _NO_MEDIA, "for media", ({},)),
+        refused("mm_processor_kwargs", _NO_MEDIA, "for media", ({},)),
+        refused("chat_template_kwargs", _LATER_TEMPLATE, "honoured", ({},)),
+        refused("include_reasoning", "reasoning is not separated from the answer", "honoured", (True,)),
+        refused("enable_response_messages", "the prompt's text is not told", "honoured", (False,)),
+        refused("previous_input_messages", "give them in input", "for one family of models"),
         honoured("repetition_penalty", "a number", "over 0"),
         honoured("presence_penalty", "a number", "-2 to 2"),
         honoured("frequency_penalty", "a number", "-2 to 2"),
@@ -163,6 +191,7 @@ RESPONSES = by_name(
         honoured("skip_special_tokens", "a boolean", "default true"),
         honoured("include_stop_str_in_output", "a boolean", "default false"),
     ),
+    _EXTENSIONS,
 )
 
 MESSAGES = by_name(
@@ -189,7 +218,10 @@ MESSAGES = by_name(
         honoured("output_format", "an object", "an old name of output_config.format"),
         refused("inference_geo", "the model runs where it runs", "ignored"),
         refused("speed", "there is one", "ignored", ("standard",)),
+        honoured("cache_salt", "a string", "only requests with the same salt share cached prefixes"),
+        refused("chat_template_kwargs", _LATER_TEMPLATE, "honoured", ({},)),
     ),
+    _EXTENSIONS,
 )
 
 COUNT_TOKENS = by_name(
@@ -197,6 +229,7 @@ COUNT_TOKENS = by_name(
     (
         MESSAGES["thinking"],
         MESSAGES["mcp_servers"],
+        MESSAGES["chat_template_kwargs"],
         accepted("output_config", "an object", "it is no part of the prompt"),
         accepted("output_format", "an object", "it is no part of the prompt"),
     ),
@@ -215,6 +248,7 @@ TOKENIZE = by_name(
         refused("chat_template", _LATER_TEMPLATE, "honoured if trusted at start"),
         refused("chat_template_kwargs", _LATER_TEMPLATE, "honoured", ({},)),
         refused("mm_processor_kwargs", _NO_MEDIA, "for media", ({},)),
+        refused("media_io_kwargs", _NO_MEDIA, "for media", ({},)),
     ),
 )
 

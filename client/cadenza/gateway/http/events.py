@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 from aiohttp import web
 
 from cadenza.gateway.http.reading import ANSWER_HEADERS
+from cadenza.gateway.http.sending import taken
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {
@@ -31,10 +31,6 @@ def data_event(value: Any) -> bytes:
 def named_event(value: dict[str, Any]) -> bytes:
     """An event with the name that its data have as type."""
     return f"event: {value['type']}\ndata: {dumps(value)}\n\n".encode()
-
-
-class SlowReaderError(ConnectionError):
-    """The client takes nothing of its stream."""
 
 
 class EventStream:
@@ -61,16 +57,10 @@ class EventStream:
             response.headers.update(self._request.get(ANSWER_HEADERS, {}))
             await response.prepare(self._request)
             self._response = response
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await response.write(events)
-        except TimeoutError:
-            if (transport := self._request.transport) is not None:
-                transport.abort()
-            raise SlowReaderError(f"the client took nothing for {self._timeout_s:g} s") from None
+        await taken(self._request, response.write(events), self._timeout_s)
 
     async def end(self) -> web.StreamResponse:
-        """End the response, and return it."""
+        """End the response, and return it; raises as `write`."""
         assert self._response is not None
-        await self._response.write_eof()
+        await taken(self._request, self._response.write_eof(), self._timeout_s)
         return self._response

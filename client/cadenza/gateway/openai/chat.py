@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from cadenza.gateway.fields.tables import CHAT
 from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.http.reading import off_loop, read_object
 from cadenza.gateway.openai.answers import Chunks, Head, failed, prompt_size
+from cadenza.gateway.openai.failures import whole
 from cadenza.gateway.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from cadenza.gateway.openai.prompts import chat_prompt, last_assistant_text
 from cadenza.gateway.openai.streaming import stream_answer
@@ -66,7 +67,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         if values.get("stream"):
             chunks = _ChatChunks(read, Head(identity, "chat.completion.chunk", chosen.name), generation)
             return await stream_answer(request, generation, events_of=chunks.events, end=chunks.end, failed=failed)
-        results = await generation.results()
+        results = whole(await generation.results())
     head = Head(identity, "chat.completion", chosen.name)
     return web.json_response(_answer(read, head, results))
 
@@ -99,7 +100,7 @@ def _echo(values: Mapping[str, Any], prompt: Prompt) -> str:
     return last_assistant_text(prompt) if values.get("echo") else ""
 
 
-def _answer(read: _Chat, head: Head, results: list[RequestOutput]) -> dict[str, Any]:
+def _answer(read: _Chat, head: Head, results: Sequence[RequestOutput]) -> dict[str, Any]:
     (result,) = results
     choices = []
     for sample in result.outputs:

@@ -16,6 +16,7 @@ from cadenza.gateway.fields.tables import COMPLETIONS
 from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.http.reading import off_loop, read_object
 from cadenza.gateway.openai.answers import Chunks, Head, failed, prompt_size
+from cadenza.gateway.openai.failures import whole
 from cadenza.gateway.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from cadenza.gateway.openai.prompts import completion_prompts
 from cadenza.gateway.openai.streaming import stream_answer
@@ -63,6 +64,12 @@ class _Completion:
         """How tokens are named."""
         return TokenNames(self.values.get("return_tokens_as_token_ids", False))
 
+    def finish(self, sample: CompletionOutput) -> dict[str, Any]:
+        """Why a choice ends: for a prompt alone, whatever the token that is not shown, its length."""
+        if self.is_prompt_alone and sample.finished():
+            return {"finish_reason": "length", "stop_reason": None}
+        return finish_of(sample)
+
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete prompts."""
@@ -80,7 +87,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         if values.get("stream"):
             chunks = _CompletionChunks(read, generation)
             return await stream_answer(request, generation, events_of=chunks.events, end=chunks.end, failed=failed)
-        results = await generation.results()
+        results = whole(await generation.results())
     choices = [each for index, result in enumerate(results) for each in _choices(read, index, result)]
     hidden = sum(len(each.token_ids) for result in results for each in result.outputs) if is_prompt_alone else 0
     usage = final_usage(results, num_hidden=hidden)
@@ -139,7 +146,7 @@ def _choices(read: _Completion, prompt: int, result: RequestOutput) -> list[dict
             "index": prompt * read.n + sample.index,
             "text": parts.text(shown.text),
             "logprobs": parts.logprobs(lambda: result, shown),
-            **(finish_of(sample) if not read.is_prompt_alone else {"finish_reason": "length", "stop_reason": None}),
+            **read.finish(sample),
         }
         if read.values.get("prompt_logprobs") is not None:
             choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
@@ -216,7 +223,7 @@ class _CompletionChunks:
             "index": choice,
             "text": parts.text(sample.text),
             "logprobs": parts.logprobs(partial(self._generation.total, prompt), sample),
-            **finish_of(sample),
+            **read.finish(sample),
         }
         if read.values.get("return_token_ids"):
             chunk["token_ids"] = sample.token_ids

@@ -8,6 +8,8 @@ from typing import Any
 
 from cadenza.outputs import Logprob, LogprobRow
 
+_NO_CHARACTER = "\ufffd"
+"""What stands in texts for bytes that are no UTF-8."""
 _MIN_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have; vLLM's number."""
 
@@ -94,4 +96,9 @@ def _ranked(logprob: Logprob) -> dict[str, Any]:
 
 def _entry(token_id: int, logprob: Logprob, names: TokenNames) -> dict[str, Any]:
     token = names.of(token_id, logprob)
-    return {"token": token, "logprob": finite(logprob.logprob), "bytes": list(token.encode("utf-8", "replace"))}
+    return {"token": token, "logprob": finite(logprob.logprob), "bytes": _bytes(logprob.decoded_token)}
+
+
+def _bytes(text: str | None) -> list[int] | None:
+    """The UTF-8 of a token's text; None for one that has no text of its own, as a part of a character has none."""
+    return None if text is None or _NO_CHARACTER in text else list(text.encode())

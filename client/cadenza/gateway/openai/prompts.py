@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cadenza.gateway.fields.field import shown
+from cadenza.gateway.fields.sampling import utf8
 from cadenza.gateway.http.errors import bad_request
 from cadenza.prompts import ChatOptions, Prompt, parse_chat, parse_prompts
 
@@ -47,11 +48,11 @@ def chat_prompt(messages: Sequence[Any], values: Mapping[str, Any]) -> Prompt:
 
 
 def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
-    """The prompt with a salt of its blocks' hashes."""
+    """The prompt with a salt of its blocks' hashes; raises ApiError."""
     return (
         prompt
         if cache_salt is None
-        else Prompt(prompt.text, prompt.token_ids, prompt.messages, prompt.chat, cache_salt)
+        else Prompt(prompt.text, prompt.token_ids, prompt.messages, prompt.chat, utf8(cache_salt, "cache_salt"))
     )
 
 

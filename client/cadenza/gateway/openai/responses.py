@@ -11,11 +11,12 @@ from typing import Any
 from aiohttp import web
 
 from cadenza.gateway.fields.field import read_fields, wrong_value
-from cadenza.gateway.fields.sampling import answer_id, require, sampling_params
+from cadenza.gateway.fields.sampling import answer_id, check_stream_options, require, sampling_params
 from cadenza.gateway.fields.tables import RESPONSES
 from cadenza.gateway.http.errors import ApiError, bad_request, openai_body
 from cadenza.gateway.http.events import named_event
 from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.openai.failures import whole
 from cadenza.gateway.openai.logprobs import TokenNames, chat_logprobs
 from cadenza.gateway.openai.response_input import response_prompt
 from cadenza.gateway.openai.streaming import stream_answer
@@ -53,12 +54,12 @@ class _Response:
             "instructions": values.get("instructions"),
             "max_output_tokens": values.get("max_output_tokens"),
             "max_tool_calls": None,
-            "metadata": {},
+            "metadata": values.get("metadata", {}),
             "model": self.model,
             "output": output,
             "parallel_tool_calls": True,
             "previous_response_id": None,
-            "prompt_cache_key": None,
+            "prompt_cache_key": values.get("prompt_cache_key"),
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": False,
@@ -70,7 +71,10 @@ class _Response:
             "top_p": values.get("top_p", 1.0),
             "truncation": "disabled",
             "usage": None,
-            "user": None,
+            "user": values.get("user"),
+            "safety_identifier": values.get("safety_identifier"),
+            "presence_penalty": values.get("presence_penalty", 0.0),
+            "frequency_penalty": values.get("frequency_penalty", 0.0),
             **more,
         }
 
@@ -92,15 +96,13 @@ class _Response:
         """The response at its end."""
         (sample,) = result.outputs
         is_cut = sample.finish_reason == "length"
-        status = {"stop": "completed", "length": "incomplete"}.get(sample.finish_reason or "", "failed")
+        status = "incomplete" if is_cut else "completed"
         more: dict[str, Any] = {"usage": _usage(result)}
         if is_cut:
             more["incomplete_details"] = {"reason": "max_output_tokens"}
-        elif status == "failed":
-            more["error"] = {"code": "server_error", "message": str(sample.finish_detail or sample.finish_reason)}
         else:
             more["completed_at"] = time.time()
-        item = self.item("incomplete" if is_cut else "completed", [self.part(sample)])
+        item = self.item(status, [self.part(sample)])
         return self.object(status, [item], **more)
 
 
@@ -110,6 +112,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     caller = await state.generating(request)
     values = read_fields(RESPONSES, await read_object(request))
     require(values, "input")
+    check_stream_options(values)
     prompt = response_prompt(values)
     chosen = state.names.choose(values.get("model"), await caller.model())
     num_top = _num_top(values)
@@ -132,7 +135,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
                 end=events.end,
                 failed=events.failed,
             )
-        (result,) = await generation.results()
+        (result,) = whole(await generation.results())
     return web.json_response(read.ended(result))
 
 

@@ -11,6 +11,7 @@ from cadenza.gateway.fields.sampling import require, utf8
 from cadenza.gateway.fields.tables import DETOKENIZE, TOKENIZE
 from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.http.reading import read_object
+from cadenza.gateway.models import check_model
 from cadenza.gateway.openai.prompts import chat_prompt
 from cadenza.gateway.state import STATE
 from cadenza.prompts import Prompt
@@ -31,8 +32,7 @@ async def tokenize(request: web.Request) -> web.Response:
         prompt = Prompt(text=utf8(values["prompt"], "prompt"))
     else:
         prompt = chat_prompt(values["messages"], values)
-    info = await caller.model()
-    state.names.choose(values.get("model"), info)
+    info = await check_model(state.names, values.get("model"), caller)
     ids = await caller.tokenize(prompt, add_special_tokens=values.get("add_special_tokens", True))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids, "token_strs": None}
     if values.get("return_token_strs"):
@@ -51,5 +51,5 @@ async def detokenize(request: web.Request) -> web.Response:
     ids = require(values, "tokens")
     if any(not 0 <= each <= _MAX_TOKEN_ID for each in ids):
         raise bad_request("tokens must hold token ids", "tokens")
-    state.names.choose(values.get("model"), await caller.model())
+    await check_model(state.names, values.get("model"), caller)
     return web.json_response({"prompt": await caller.detokenize(ids, skip_special_tokens=False)})

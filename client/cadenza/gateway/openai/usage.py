@@ -42,6 +42,5 @@ def completion_tokens(result: RequestOutput) -> int:
 
 
 def finish_of(sample: CompletionOutput) -> dict[str, Any]:
-    """finish_reason, and vLLM's stop_reason; of an error, what it is."""
-    reason = sample.finish_detail if sample.finish_reason == "error" else sample.stop_reason
-    return {"finish_reason": sample.finish_reason, "stop_reason": reason}
+    """finish_reason, and vLLM's stop_reason."""
+    return {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}

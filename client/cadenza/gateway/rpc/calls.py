@@ -89,9 +89,6 @@ async def counted(state: State, path: str) -> AsyncIterator[None]:
     except (ApiError, CadenzaError) as error:
         status = explained(error, path).status
         raise
-    except grpc.aio.AbortError:
-        status = 500
-        raise
     except Exception:
         status = 500
         raise

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 
 from cadenza import convert
 from cadenza.adapters import AdapterInfo, adapter_from_proto
 from cadenza.credentials import authorized, call_metadata
+from cadenza.errors import AlreadyExistsError, NotFoundError, UnavailableError
+from cadenza.gateway.scheduler.calls import Calls
 from cadenza.gateway.scheduler.session import GatewaySession
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.prompts import Prompt
@@ -20,7 +24,6 @@ from cadenza.v1 import admin_pb2, generation_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
 
-T = TypeVar("T")
 _MODEL_AGE_S = 10.0
 """The model's description is asked for again after so long: another one may be served after a restart."""
 _CALL_TIMEOUT_S = 30.0
@@ -37,78 +40,91 @@ class Caller:
         key: str | None,
         *,
         timeout_s: float,
-        was_reached: Callable[[], bool],
+        calls: Calls,
         on_response: Callable[[], None],
         on_loss: Callable[[], None],
-        explained: Callable[[Awaitable[Any]], Awaitable[Any]],
+        shared: GatewaySession | None = None,
     ) -> None:
-        """explained: awaits a call, and raises the CadenzaError of one that fails."""
+        """shared: a session of all callers, in which each of their requests names its tenant."""
         metadata = call_metadata(key)
         self._generation: Any = authorized(GenerationServiceStub(channel), metadata)
         self._admin: Any = authorized(AdminServiceStub(channel), metadata)
-        self._explained = explained
+        self._calls = calls
         self._model: ModelInfo | None = None
         self._model_at = 0.0
         self.timeout_s = timeout_s
-        self.session = GatewaySession(
+        self.tenant = b"" if shared is None or key is None else hashlib.sha256(key.encode()).digest()
+        """As its requests name it; nothing: the session is its own."""
+        self._is_shared = shared is not None
+        self.session = shared or GatewaySession(
             self._generation,
             target,
             timeout_s,
-            was_reached=was_reached,
+            was_reached=lambda: calls.was_reached,
             on_response=on_response,
             on_loss=on_loss,
         )
 
-    async def check_model(self) -> ModelInfo:
-        """The served model, asked for now."""
-        request = generation_pb2.GetModelInfoRequest()
-        response = await self._call(self._generation.GetModelInfo(request, timeout=_CALL_TIMEOUT_S))
+    async def check_model(self, *, waits: bool = True) -> ModelInfo:
+        """The served model, asked for now; waits: also for a scheduler that is being restarted."""
+
+        def call() -> Awaitable[generation_pb2.GetModelInfoResponse]:
+            request = generation_pb2.GetModelInfoRequest()
+            response: Awaitable[generation_pb2.GetModelInfoResponse] = self._generation.GetModelInfo(
+                request, timeout=_CALL_TIMEOUT_S
+            )
+            return response
+
+        response = await (self._calls.repeated(call) if waits else self._calls.once(call()))
         self._model, self._model_at = convert.model_info_from_proto(response), time.monotonic()
         return self._model
 
     async def model(self) -> ModelInfo:
         """The served model, as it was a few seconds ago; while the scheduler is away, as it was before."""
-        from cadenza.errors import UnavailableError
-
-        if self._model is not None and time.monotonic() - self._model_at < _MODEL_AGE_S:
-            return self._model
-        try:
+        if self._model is None:
             return await self.check_model()
-        except UnavailableError:
-            if self._model is None:
-                raise
-            return self._model
+        if time.monotonic() - self._model_at >= _MODEL_AGE_S:
+            with contextlib.suppress(UnavailableError):
+                await self.check_model(waits=False)
+        return self._model
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text or a chat."""
         request = generation_pb2.TokenizeRequest(
             prompt=[convert.prompt_to_proto(prompt)], add_special_tokens=add_special_tokens
         )
-        return list((await self._call(self._generation.Tokenize(request, timeout=_CALL_TIMEOUT_S))).token_ids)
+        return list((await self._call(self._generation.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
         request = generation_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return str((await self._call(self._generation.Detokenize(request, timeout=_CALL_TIMEOUT_S))).text)
+        return str((await self._call(self._generation.Detokenize, request)).text)
+
+    async def may_name_tenants(self) -> bool:
+        """Whether a session with this key may carry requests of other tenants."""
+        request = generation_pb2.GetServerInfoRequest()
+        response = await self._calls.once(self._generation.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
+        return bool(response.may_name_tenants)
 
     async def adapters(self) -> list[AdapterInfo]:
         """The LoRA adapters, as far as this key may see them."""
-        found = await self._call(self._admin.ListAdapters(admin_pb2.ListAdaptersRequest(), timeout=_CALL_TIMEOUT_S))
+        found = await self._call(self._admin.ListAdapters, admin_pb2.ListAdaptersRequest())
         return [adapter_from_proto(each) for each in found.adapters]
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Give a LoRA adapter's folder, where the executors run, a name."""
-        await self._call(self._admin.LoadAdapter(admin_pb2.LoadAdapterRequest(name=name, path=path)))
+        request = admin_pb2.LoadAdapterRequest(name=name, path=path)
+        await self._calls.changed(lambda: self._admin.LoadAdapter(request), AlreadyExistsError)
 
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away."""
-        await self._call(self._admin.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name=name)))
+        request = admin_pb2.UnloadAdapterRequest(name=name)
+        await self._calls.changed(lambda: self._admin.UnloadAdapter(request), NotFoundError)
 
     async def server_info(self) -> ServerInfo:
         """The scheduler's state, as far as this key may see it."""
         request = generation_pb2.GetServerInfoRequest()
-        response = await self._call(self._generation.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
-        return convert.server_info_from_proto(response)
+        return convert.server_info_from_proto(await self._call(self._generation.GetServerInfo, request))
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name; raises FailedPreconditionError without a tokenizer."""
@@ -119,37 +135,44 @@ class Caller:
             async for piece in call:
                 files[piece.name] += piece.data
 
-        await self._call(read())
+        await self._calls.once(read())
         return {name: bytes(content) for name, content in files.items()}
 
-    async def kv_events(self, start: int) -> AsyncIterator[admin_pb2.SubscribeKvEventsResponse]:
+    async def kv_events(self, start: int) -> AsyncGenerator[admin_pb2.SubscribeKvEventsResponse, None]:
         """Batches of KV events, from this number on or with the present state first, while the stream lasts.
 
         Raises UnavailableError when the scheduler goes, as other calls do.
         """
         call = self._admin.SubscribeKvEvents(admin_pb2.SubscribeKvEventsRequest(start_sequence_number=start))
         try:
-            while (batch := await self._call(call.read())) is not grpc.aio.EOF:
+            while (batch := await self._calls.once(call.read())) is not grpc.aio.EOF:
                 yield batch
         finally:
             call.cancel()
 
     async def flush_prefix_cache(self) -> None:
         """Empty the prefix caches; raises FailedPreconditionError while requests run."""
-        await self._call(self._admin.FlushPrefixCache(admin_pb2.FlushPrefixCacheRequest(), timeout=_CALL_TIMEOUT_S))
+        request = admin_pb2.FlushPrefixCacheRequest()
+        await self._calls.once(self._admin.FlushPrefixCache(request, timeout=_CALL_TIMEOUT_S))
 
     async def metrics(self) -> bytes:
         """The scheduler's metrics in Prometheus' text format."""
         request = admin_pb2.GetMetricsRequest()
-        return bytes((await self._call(self._admin.GetMetrics(request, timeout=_CALL_TIMEOUT_S))).text.encode())
+        response = await self._calls.once(self._admin.GetMetrics(request, timeout=_CALL_TIMEOUT_S))
+        return bytes(response.text.encode())
+
+    @property
+    def num_own_requests(self) -> int:
+        """Requests that run in a session of its own."""
+        return 0 if self._is_shared else self.session.num_requests
 
     async def close(self) -> None:
-        """End the session."""
-        await self.session.close()
+        """End the session, if it is its own."""
+        if not self._is_shared:
+            await self.session.close()
 
-    async def _call(self, call: Awaitable[T]) -> T:
-        result: T = await self._explained(call)
-        return result
+    async def _call(self, method: Callable[..., Awaitable[Any]], request: Any) -> Any:
+        return await self._calls.repeated(lambda: method(request, timeout=_CALL_TIMEOUT_S))
 
 
 async def close_all(callers: Sequence[Caller]) -> None:

@@ -42,7 +42,7 @@ class Generation:
         self._session = caller.session
         self._inbox = Inbox(len(job.prompts))
         self._live = [
-            LiveRequest(request, _collector(request.request_id, prompt), self._inbox, index, is_streamed)
+            LiveRequest(request, _collector(request.request_id, prompt), self._inbox, index, caller.tenant, is_streamed)
             for index, prompt in enumerate(job.prompts)
             for request in [
                 convert.request_to_proto(

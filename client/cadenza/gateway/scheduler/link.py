@@ -1,7 +1,8 @@
 """The gateway's connection to the scheduler: one channel, and a session for each key that is in use.
 
 A scheduler without tenants knows one caller, whatever keys its clients send. One with tenants gets each client's own
-key, and decides: the gateway holds no right that its clients do not have (docs/decisions/0046-http-gateway.md).
+key, and decides. The gateway needs no right that its clients do not have: each key has a session of its own. With a
+token that may name tenants, one session carries all requests (docs/decisions/0046-http-gateway.md).
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable
-from typing import Any
 
 import grpc
 from google.protobuf import wrappers_pb2
 
 from cadenza.credentials import MAX_TOKEN_CHARS, is_loopback
-from cadenza.errors import OptionError, UnauthenticatedError, UnavailableError, from_rpc_error
+from cadenza.errors import CadenzaError, OptionError, UnauthenticatedError, UnavailableError
 from cadenza.gateway.scheduler.caller import Caller, close_all
-from cadenza.tls_client import client_files, client_tls, explained_unavailable
+from cadenza.gateway.scheduler.calls import Calls
+from cadenza.gateway.scheduler.session import GatewaySession
+from cadenza.tls_client import client_files, client_tls
 from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
 
 _LOG = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ _MAX_CALLERS = 1024
 _WATCH = "/grpc.health.v1.Health/Watch"
 _SERVING = 1  # grpc.health.v1.HealthCheckResponse.ServingStatus
 _RETRY_S = 0.5
+_PATIENCE_S = 10.0
+"""A restarted scheduler or executor is back by then: until then requests wait for it."""
 
 
 class SchedulerLink:
@@ -58,7 +61,11 @@ class SchedulerLink:
         self._has_tenants: bool | None = None
         """As far as is known."""
         self._is_sure = False
-        self._reached = False
+        self._is_shared = False
+        """Whether the gateway's own session carries the requests of all keys."""
+        self._retired: list[Caller] = []
+        """Those of before that changed."""
+        self._calls = Calls(self.target, self._tls, reconnect_timeout_s, lambda: not self.is_away)
         self._watching: asyncio.Task[None] | None = None
         self.is_serving = False
         """Whether the scheduler serves, by its own health."""
@@ -74,7 +81,7 @@ class SchedulerLink:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await close_all([*self._callers.values(), *([self._own] if self._own else [])])
+        await close_all([*self._callers.values(), *self._retired, *([self._own] if self._own else [])])
         await self._channel.close()
 
     @property
@@ -88,9 +95,15 @@ class SchedulerLink:
         await self._changed.wait()
 
     @property
+    def is_away(self) -> bool:
+        """Whether it has not served for longer than a restart takes."""
+        return self.unserved_s > min(_PATIENCE_S, self._timeout_s)
+
+    @property
     def num_requests(self) -> int:
         """Prompts that run."""
-        return sum(each.session.num_requests for each in self._callers.values())
+        own = [self._own] if self._own else []
+        return sum(each.num_own_requests for each in (*self._callers.values(), *self._retired, *own))
 
     @property
     def own(self) -> Caller:
@@ -106,13 +119,15 @@ class SchedulerLink:
         """
         if not self._is_sure:
             await self._find_tenants()
+            if self._has_tenants and self._own_token is not None:
+                await self._find_right()
         if not self._has_tenants:
             key = None
         elif key is None or not _is_token(key):
             raise UnauthenticatedError("the API key is missing or unknown")
         caller = self._callers.get(key)
         if caller is None:
-            caller = self._make(key)
+            caller = self._make(key, self.own.session if key is not None and self._is_shared else None)
             if self._has_tenants:
                 await caller.check_model()  # no session for keys that nobody has
             self._keep(key, caller)
@@ -125,7 +140,7 @@ class SchedulerLink:
         """Find out whether callers need a key: a call without one says so."""
         anonymous = self._callers.get(None) or self._make(None)
         try:
-            await anonymous.check_model()
+            await anonymous.check_model(waits=False)
         except UnauthenticatedError:
             self._has_tenants = self._is_sure = True
             return
@@ -136,40 +151,47 @@ class SchedulerLink:
         self._has_tenants, self._is_sure = False, True
         self._callers.setdefault(None, anonymous)
 
-    def _make(self, key: str | None) -> Caller:
+    async def _find_right(self) -> None:
+        """Find out whether one session may carry the requests of all keys; those that run go on where they are."""
+        try:
+            may = await self.own.may_name_tenants()
+        except UnavailableError:
+            return  # as it was
+        except CadenzaError as error:
+            _LOG.warning("the scheduler refuses the token of --http-token-file: %s", error)
+            may = False
+        if may != self._is_shared:
+            _LOG.info("%s", "one session carries all requests" if may else "each key has a session of its own")
+            self._is_shared = may
+            self._retired += self._callers.values()
+            self._callers.clear()
+
+    def _make(self, key: str | None, shared: GatewaySession | None = None) -> Caller:
         return Caller(
             self._channel,
             self.target,
             key,
             timeout_s=self._timeout_s,
-            was_reached=lambda: self._reached,
+            calls=self._calls,
             on_response=self._on_response,
             on_loss=self._on_loss,
-            explained=self._explained,
+            shared=shared,
         )
 
     def _keep(self, key: str | None, caller: Caller) -> None:
         self._callers[key] = caller
         if len(self._callers) > _MAX_CALLERS:
-            idle = next((name for name, each in self._callers.items() if not each.session.num_requests), None)
+            idle = next((name for name, each in self._callers.items() if not each.num_own_requests), None)
             if idle is not None and (dropped := self._callers.pop(idle)) is not caller:
                 task = asyncio.create_task(dropped.close(), name="gateway-session-end")
                 task.add_done_callback(lambda _: None)
 
     def _on_response(self) -> None:
-        self._reached = True
+        self._calls.was_reached = True
 
     def _on_loss(self) -> None:
         """A session has ended: the next scheduler may have tenants, or none any more."""
         self._is_sure = False
-
-    async def _explained(self, call: Awaitable[Any]) -> Any:
-        try:
-            response = await call
-        except grpc.aio.AioRpcError as error:
-            raise await explained_unavailable(from_rpc_error(error, self.target), self.target, self._tls) from None
-        self._reached = True
-        return response
 
     async def _watch(self) -> None:
         """Follow grpc.health.v1, whose messages equal these wrappers on the wire (cadenza.healthcheck)."""

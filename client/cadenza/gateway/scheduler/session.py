@@ -46,7 +46,9 @@ class LiveRequest:
     inbox: Inbox
     index: int
     """Of the prompt in its HTTP request."""
-    is_streamed: bool
+    tenant: bytes = b""
+    """SHA-256 of the token of its tenant, in a session that carries requests of several; else nothing."""
+    is_streamed: bool = False
     """Whether the inbox gets the deltas; otherwise the client has seen nothing before the end."""
     is_sent: bool = False
     is_resumed: bool = False
@@ -79,7 +81,7 @@ class GatewaySession:
         self._on_loss = on_loss
         self._live: dict[str, LiveRequest] = {}
         self._to_start: deque[str] = deque()
-        self._to_abort: deque[str] = deque()
+        self._to_abort: deque[LiveRequest] = deque()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -106,7 +108,7 @@ class GatewaySession:
         """End a request that nobody waits for any more; does nothing if it has ended."""
         request_id = live.request.request_id
         if self._live.pop(request_id, None) is not None and live.is_sent:
-            self._to_abort.append(request_id)
+            self._to_abort.append(live)
             self._wake.set()
 
     async def close(self) -> None:
@@ -174,15 +176,18 @@ class GatewaySession:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader knows why it ended
             while True:
                 while self._to_abort:
-                    abort = generation_pb2.AbortRequest(request_id=self._to_abort[0])
-                    await call.write(generation_pb2.SessionRequest(abort=abort))
+                    gone = self._to_abort[0]
+                    abort = generation_pb2.AbortRequest(request_id=gone.request.request_id)
+                    await call.write(generation_pb2.SessionRequest(abort=abort, tenant_token_sha256=gone.tenant))
                     self._to_abort.popleft()
                 if self._to_start:
                     live = self._live.get(self._to_start.popleft())
                     if live is not None:
                         message = resume_to_proto(live.request, live.collector)
                         live.is_sent, live.is_resumed = True, message.HasField("resume")
-                        await call.write(generation_pb2.SessionRequest(generate=message))
+                        await call.write(
+                            generation_pb2.SessionRequest(generate=message, tenant_token_sha256=live.tenant)
+                        )
                     continue
                 self._wake.clear()
                 if not self._to_abort:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import grpc
@@ -121,8 +122,9 @@ class EngineServicer(pb_grpc.VllmEngineServicer):
         """What the prefix caches hold."""
         try:
             caller = await self._caller(context)
-            async for batch in caller.kv_events(request.start_sequence_number):
-                await write(self._state, context, kv_batch(batch))
+            async with contextlib.aclosing(caller.kv_events(request.start_sequence_number)) as batches:
+                async for batch in batches:
+                    await write(self._state, context, kv_batch(batch))
         except Exception as error:
             await abort_with(context, error, "SubscribeKvEvents")
 

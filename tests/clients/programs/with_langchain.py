@@ -1,0 +1,29 @@
+"""Asks a server with langchain-openai: chats whole, streamed, through responses, and completions."""
+
+import json
+import sys
+
+from langchain_openai import ChatOpenAI, OpenAI
+
+asked = json.loads(sys.argv[1])
+server = {
+    "base_url": f"{asked['url']}/v1",
+    "api_key": "any",
+    "model": asked["model"],
+    "temperature": 0,
+    "max_tokens": asked["max_tokens"],
+}
+chat = ChatOpenAI(**server, stream_usage=True)
+whole = chat.invoke(asked["question"])
+chunks = list(chat.stream(asked["question"]))
+by_responses = ChatOpenAI(**server, use_responses_api=True).invoke(asked["question"])
+found = {
+    "text": whole.content,
+    "tokens": whole.usage_metadata["output_tokens"],
+    "finish": whole.response_metadata["finish_reason"],
+    "streamed": "".join(chunk.content for chunk in chunks),
+    "streamed_tokens": sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks),
+    "responses": by_responses.text if isinstance(by_responses.text, str) else by_responses.text(),
+    "completion": OpenAI(**server).invoke(asked["prompt"]),
+}
+print(json.dumps(found))

@@ -1,0 +1,25 @@
+"""Asks a server with litellm, as `openai/…`, `hosted_vllm/…` and for completions; prints what it got."""
+
+import json
+import sys
+
+import litellm
+
+asked = json.loads(sys.argv[1])
+server = {"api_base": f"{asked['url']}/v1", "api_key": "any", "temperature": 0, "max_tokens": asked["max_tokens"]}
+chat = {**server, "messages": [{"role": "user", "content": asked["question"]}]}
+found = {}
+for provider in ("openai", "hosted_vllm"):
+    model = f"{provider}/{asked['model']}"
+    whole = litellm.completion(model=model, **chat)
+    chunks = list(litellm.completion(model=model, **chat, stream=True, stream_options={"include_usage": True}))
+    found[provider] = {
+        "text": whole.choices[0].message.content,
+        "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
+        "finish": whole.choices[0].finish_reason,
+        "tokens": whole.usage.completion_tokens,
+        "streamed_tokens": chunks[-1].usage.completion_tokens,
+    }
+completion = litellm.text_completion(model=f"text-completion-openai/{asked['model']}", prompt=asked["prompt"], **server)
+found["completion"] = completion.choices[0].text
+print(json.dumps(found))

@@ -40,6 +40,7 @@ class Family:
     host: ExecutorHost
     programs: Programs
     addresses: dict[str, str]  # of those that have one; the scheduler's port may be 0 until it has chosen one
+    gateway: dict[str, str]  # where the gateway listens, by option; its own address is the first; empty: there is none
     kept: contextlib.ExitStack  # held as long as services may be started: ports that were chosen for them
     start_timeout_s: float
     stop_grace_s: float
@@ -97,7 +98,7 @@ def _scheduler(family: Family) -> ChildService:
 
 
 def _gateway(family: Family) -> ChildService:
-    own = gateway_arguments(family.addresses[SCHEDULER], family.addresses[GATEWAY])
+    own = gateway_arguments(family.addresses[SCHEDULER], family.gateway)
     arguments, environment = [*family.arguments.gateway, *own], gateway_environment(family.tls) | family.page
     on_line = None
     if PAGE_DEMO in family.page:

@@ -12,6 +12,7 @@ from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc as pb_grpc
 from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError
+from scheduler_svc.convert.kv_events import kv_batch
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
 from scheduler_svc.engine.adapters import AdapterInfo
@@ -84,6 +85,24 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         except Exception as exc:
             await abort_with(context, exc)
         return pb.GetMetricsResponse(text=text)
+
+    async def SubscribeKvEvents(self, request: pb.SubscribeKvEventsRequest, context: Any) -> None:  # type: ignore[override]
+        """Stream what the prefix caches hold."""
+        try:
+            self._front.check_serving()
+            caller = self._front.caller_of(context)
+            await self._until_stop(self._send_kv_events(request.start_sequence_number, caller, context))
+        except Exception as exc:
+            await abort_with(context, exc)
+
+    async def FlushPrefixCache(self, request: pb.FlushPrefixCacheRequest, context: Any) -> pb.FlushPrefixCacheResponse:
+        """Empty the prefix caches."""
+        try:
+            self._front.check_serving()
+            num_blocks = await self._front.engine.kv_events.flush()
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.FlushPrefixCacheResponse(num_blocks=num_blocks)
 
     async def AddExecutor(self, request: pb.AddExecutorRequest, context: Any) -> pb.AddExecutorResponse:
         """Add an executor; returns before it has answered."""
@@ -179,6 +198,16 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 caller.check_admin()
                 work = convert.watch_response(records, num_dropped, block_tables=include_block_tables)
                 await context.write(await run_in_slices(work))
+
+    async def _send_kv_events(self, start: int, caller: Caller, context: Any) -> None:
+        """Stream batches as `_watch`."""
+        subscription = self._front.engine.kv_events.subscribe(start)
+        try:
+            async for batch in subscription:
+                caller.check_admin()
+                await context.write(kv_batch(batch, self._front.engine.adapters.names_by_hash()))
+        finally:
+            subscription.close()
 
     async def _until_stop(self, work: Coroutine[Any, Any, _T]) -> _T:
         """The work's result; raises NotServingError if the service stops first."""

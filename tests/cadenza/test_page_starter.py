@@ -32,9 +32,16 @@ def test_a_gateway_gets_a_token_and_the_right_to_ask_only_if_it_is_to_have_them(
 
 
 @pytest.mark.parametrize(
-    ("options", "http", "has_page"),
-    [({}, None, False), ({"page": True}, "8000", True), ({"page": "yes", "http": "0"}, "0", True)],
+    ("options", "listeners", "has_page"),
+    [
+        ({}, {}, False),
+        ({"page": True}, {"http": "8000"}, True),
+        ({"page": "yes", "http": "0"}, {"http": "0"}, True),
+        ({"page": True, "kserve": "8001"}, {"http": "8000", "kserve": "8001"}, True),
+        ({"kserve": "8001"}, {"kserve": "8001"}, False),
+    ],
 )
-def test_the_page_alone_is_at_the_gateways_own_port(options, http, has_page):
+def test_the_page_alone_is_at_the_gateways_own_port(options, listeners, has_page):
     arguments = route_options(MODEL, options, environment={})
-    assert (arguments.http, arguments.has_page) == (http, has_page)
+    assert list(arguments.listeners.items()) == list(listeners.items())  # HTTP first
+    assert arguments.has_page is has_page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from aiohttp import web
@@ -48,7 +47,7 @@ def make_state(config: GatewayConfig, page_rights: PageRights | None = None) -> 
 
 
 def make_app(state: State) -> web.Application:
-    """The application; `state.link` is started and closed with it."""
+    """The application; whoever serves it starts and closes `state.link`."""
     app = web.Application(middlewares=[answers], client_max_size=state.max_body_bytes)
     app[STATE] = state
     app.add_routes(
@@ -70,17 +69,9 @@ def make_app(state: State) -> web.Application:
             web.post("/v1/unload_lora_adapter", models.unload_adapter),
         ]
     )
-    app.cleanup_ctx.append(_connected)
     if state.config.page:
         add_page(app, state)
     return app
-
-
-async def _connected(app: web.Application) -> AsyncIterator[None]:
-    link = app[STATE].link
-    link.start()
-    yield
-    await link.close()
 
 
 def _page_rights(config: GatewayConfig, given: PageRights | None) -> PageRights:

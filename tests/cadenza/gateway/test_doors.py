@@ -14,7 +14,7 @@ from cadenza import __version__
 from cadenza.errors import OptionError
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
-from cadenza.gateway.serve import tls_of
+from cadenza.gateway.http_listener import tls_of
 from tests.helpers.certificates import certificates
 from tests.helpers.gateway import gateway
 from tests.helpers.scheduler_world import world

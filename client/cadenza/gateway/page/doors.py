@@ -16,7 +16,6 @@ from aiohttp import web
 
 from cadenza.gateway.http.errors import ApiError
 from cadenza.gateway.state import State
-from cadenza.transport import parse_address
 
 TOKEN_HEADER = "X-Cadenza-Page-Token"
 """Other sites' pages cannot send it without being asked for by CORS, which the page's paths never allow."""
@@ -29,7 +28,7 @@ class Doors:
         """hosts: names by which the page may be asked for, besides addresses and that of --http."""
         self._state = state
         self._token = token.encode()
-        own = parse_address(state.config.http, default_port=0)[0]
+        own = state.config.listeners["http"][0]
         self._hosts = {name.lower().rstrip(".") for name in (*hosts, own, "localhost")}
 
     def check_host(self, request: web.Request) -> None:

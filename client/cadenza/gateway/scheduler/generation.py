@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from cadenza import convert
-from cadenza.errors import InvalidRequestError
+from cadenza.errors import CadenzaError, InvalidRequestError
 from cadenza.gateway.scheduler.caller import Caller
 from cadenza.gateway.scheduler.inbox import Inbox, Taken
 from cadenza.gateway.scheduler.session import LiveRequest
@@ -88,6 +88,12 @@ class Generation:
         """The results in the order of the prompts, once all have ended; raises as `take`."""
         await self._inbox.wait()
         return self.totals()
+
+    def end(self, error: CadenzaError) -> None:
+        """End what runs: `take` raises the error, after what has arrived."""
+        for each in self._live:
+            self._session.abort(each)
+        self._inbox.fail(error)
 
     def totals(self) -> list[RequestOutput]:
         """What there is so far of each prompt."""

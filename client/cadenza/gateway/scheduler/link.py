@@ -71,6 +71,7 @@ class SchedulerLink:
         self.is_serving = False
         """Whether the scheduler serves, by its own health."""
         self._unserved_since = time.monotonic()
+        self._changed = asyncio.Event()
 
     def start(self) -> None:
         """Watch the scheduler's health from now on."""
@@ -88,6 +89,11 @@ class SchedulerLink:
     def unserved_s(self) -> float:
         """For how long the scheduler has not served; 0 while it does."""
         return 0.0 if self.is_serving else time.monotonic() - self._unserved_since
+
+    async def serving_changed(self) -> None:
+        """Wait until `is_serving` changes."""
+        self._changed.clear()
+        await self._changed.wait()
 
     @property
     def is_away(self) -> bool:
@@ -216,6 +222,7 @@ class SchedulerLink:
     def _set_serving(self, serving: bool) -> None:
         if serving != self.is_serving:
             self.is_serving, self._unserved_since = serving, time.monotonic()
+            self._changed.set()
             _LOG.info("the scheduler at %s %s", self.target, "serves" if serving else "does not serve")
 
 

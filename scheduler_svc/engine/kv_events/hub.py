@@ -103,8 +103,8 @@ class KvEvents:
     def __init__(self, core: Scheduler, clock: Clock) -> None:
         self._core = core
         self._clock = clock
-        # Batches of another process before this one had smaller numbers, unless it made over 1,000 a second for long.
-        self._number = clock.wall_time_ns() // 1_000_000
+        self._number = 0
+        """Of the last batch; 0: nobody has subscribed yet."""
         self._view = CacheView()
         self._kept: deque[Batch] = deque()
         self._num_kept_events = 0
@@ -122,6 +122,9 @@ class KvEvents:
         """A subscription from this number on; 0, or a number that is not kept: the present state comes first."""
         subscription = Subscription(self, start)
         self._subscriptions.add(subscription)
+        if not self._number:
+            # Batches of another process before this one had smaller numbers, unless it made over 1,000 a second for long.
+            self._number = self._clock.wall_time_ns() // 1_000_000
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None

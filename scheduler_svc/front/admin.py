@@ -24,6 +24,8 @@ from scheduler_svc.tenants.errors import AdapterForbiddenError
 from scheduler_svc.tenants.registry import Caller
 
 _T = TypeVar("_T")
+_MAX_INTERVAL_S = 1.0
+"""Longest pause of a watch, in which it must not come to hold more records than it may."""
 _OfExecutor = pb.AddExecutorRequest | pb.DrainExecutorRequest | pb.ResumeExecutorRequest | pb.RemoveExecutorRequest
 
 
@@ -39,7 +41,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         try:
             self._front.check_serving()
             caller = self._front.caller_of(context)
-            await self._until_stop(self._watch(request.include_block_tables, caller, context))
+            min_interval_s = _min_interval_s(request)
+            await self._until_stop(self._watch(request.include_block_tables, min_interval_s, caller, context))
         except Exception as exc:
             await abort_with(context, exc)
 
@@ -191,13 +194,15 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     def _adapter(self, info: AdapterInfo) -> pb.AdapterInfo:
         return convert.adapter_info(info, self._front.engine.executor_infos())
 
-    async def _watch(self, include_block_tables: bool, caller: Caller, context: Any) -> None:
+    async def _watch(self, include_block_tables: bool, min_interval_s: float, caller: Caller, context: Any) -> None:
         """Stream records until the caller leaves, or its token is revoked: unlike others, this stream has no end."""
         async with self._front.engine.watch(include_block_tables=include_block_tables) as watch:
             async for records, num_dropped in watch:
                 caller.check_admin()
                 work = convert.watch_response(records, num_dropped, block_tables=include_block_tables)
                 await context.write(await run_in_slices(work))
+                if records and not watch.has_records:
+                    await asyncio.sleep(min_interval_s)
 
     async def _send_kv_events(self, start: int, caller: Caller, context: Any) -> None:
         """Stream batches as `_watch`."""
@@ -222,6 +227,13 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         finally:
             working.cancel()
             stopping.cancel()
+
+
+def _min_interval_s(request: pb.WatchStepsRequest) -> float:
+    if not 0 <= request.min_interval_s <= _MAX_INTERVAL_S:
+        message = f"must be 0 to {_MAX_INTERVAL_S:g} seconds, not {request.min_interval_s}"
+        raise RequestRejectedError("min_interval_s", message)
+    return request.min_interval_s
 
 
 def _timeout_s(request: pb.DrainRequest | pb.DrainExecutorRequest) -> float | None:

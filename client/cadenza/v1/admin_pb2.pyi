@@ -87,16 +87,22 @@ class WatchStepsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCLUDE_BLOCK_TABLES_FIELD_NUMBER: _builtins.int
+    MIN_INTERVAL_S_FIELD_NUMBER: _builtins.int
     include_block_tables: _builtins.bool
     """Include block table changes."""
+    min_interval_s: _builtins.float
+    """After a response that leaves no record behind, wait so many seconds, 0 to 1, before the next: it carries what has
+    come meanwhile, which costs the scheduler less than a response for each step.
+    """
     def __init__(
         self,
         *,
         include_block_tables: _builtins.bool = ...,
+        min_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_block_tables", b"include_block_tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_block_tables", b"include_block_tables", "min_interval_s", b"min_interval_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -123,7 +123,7 @@ class KvEvents:
         subscription = Subscription(self, start)
         self._subscriptions.add(subscription)
         if not self._number:
-            # Batches of another process before this one had smaller numbers, unless it made over 1,000 a second for long.
+            # Batches of an earlier process had smaller numbers, unless it made over 1,000 a second for long.
             self._number = self._clock.wall_time_ns() // 1_000_000
         if self._linger is not None:
             self._linger.cancel()

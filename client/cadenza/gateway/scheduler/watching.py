@@ -18,6 +18,8 @@ from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
 
 _CALL_TIMEOUT_S = 5.0
+_INTERVAL_S = 0.2
+"""Between messages with records: nobody sees more, and a message for each step would cost the scheduler more."""
 
 
 class Watching:
@@ -39,7 +41,8 @@ class Watching:
 
     async def steps(self) -> AsyncGenerator[admin_pb2.WatchStepsResponse, None]:
         """Records of steps from now on, with changes of block tables; the first message has none."""
-        call = self._admin.WatchSteps(admin_pb2.WatchStepsRequest(include_block_tables=True))
+        request = admin_pb2.WatchStepsRequest(include_block_tables=True, min_interval_s=_INTERVAL_S)
+        call = self._admin.WatchSteps(request)
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
                 yield response

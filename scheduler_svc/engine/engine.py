@@ -29,7 +29,7 @@ from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
 from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.kept_requests import KeptRequests
 from scheduler_svc.engine.kv_events.hub import KvEvents
-from scheduler_svc.engine.lane_views import block_tables, current_load, num_queued, retry_after_s
+from scheduler_svc.engine.lane_views import block_tables, current_load, num_queued, retry_after_s, step_load
 from scheduler_svc.engine.live_request import Listener, LiveRequest, record_planned
 from scheduler_svc.engine.model_events import ModelEvents
 from scheduler_svc.engine.restored_requests import RestoredRequests
@@ -98,7 +98,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._started_ns = clock.monotonic_ns()
-        self._recorder = StepRecorder(self.load, self._started_ns)
+        self._recorder = StepRecorder(partial(step_load, core), self._started_ns)
         self._log = ActivityLog(clock, self.load, self.numbers, config)
         self._freed_memory = FreedMemory(clock, release_memory)
         self.kv_events = KvEvents(core, clock)

@@ -136,9 +136,12 @@ class StepRecorder:
         load: Load,
         now: float,
     ) -> StepRecord:
-        sampled = _by_slot(result.slots, result.num_tokens or [1] * len(result.slots))
-        drafts, accepted = _by_slot(result.slots, result.num_drafts), _by_slot(result.slots, result.num_accepted)
+        counts = result.num_tokens or [1] * len(result.slots)
+        # As a rule all decode and sample, which takes no look at each.
+        is_plain = not step.chunks and result.slots == step.decode_slots
+        sampled = {} if is_plain else _by_slot(result.slots, counts)
         has_drafts = any(result.num_drafts)
+        drafts, accepted = _by_slot(result.slots, result.num_drafts), _by_slot(result.slots, result.num_accepted)
         chunks = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
         return StepRecord(
             step_id=step.plan.step_id,
@@ -153,7 +156,7 @@ class StepRecorder:
             sequence_ids=[sequence.sequence_id for sequence in contexts],
             num_tokens=[chunks.get(sequence, 1) for sequence in contexts] if chunks else [1] * len(contexts),
             context_lens=list(contexts.values()),
-            num_sampled=[sampled.get(sequence.last_slot, 0) for sequence in contexts],
+            num_sampled=counts if is_plain else [sampled.get(sequence.last_slot, 0) for sequence in contexts],
             num_drafts=[drafts.get(sequence.last_slot, 0) for sequence in contexts] if has_drafts else (),
             num_accepted_drafts=([accepted.get(sequence.last_slot, 0) for sequence in contexts] if has_drafts else ()),
             left=self._left,

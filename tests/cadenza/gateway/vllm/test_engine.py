@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import io
 import zipfile
-from typing import Any
 
 import grpc
 import pytest
@@ -15,10 +13,11 @@ import pytest
 from cadenza import AsyncClient, SamplingParams
 from cadenza.dialects import smg_common_pb2 as common
 from cadenza.dialects import vllm_engine_pb2 as pb
-from cadenza.dialects.vllm_engine_pb2_grpc import VllmEngineStub
+from tests.helpers import vllm_engine
 from tests.helpers.gateway import gateway
 from tests.helpers.scheduler_world import script
 from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.vllm_engine import engine
 
 TEXT = "The quick brown fox"
 IDS = byte_level().encode("Hello")
@@ -32,26 +31,12 @@ async def g(w):
 
 @pytest.fixture
 async def stub(g):
-    async with engine(g) as it:
+    async with engine(g.addresses["vllm_grpc"]) as it:
         yield it
 
 
-@contextlib.asynccontextmanager
-async def engine(g):
-    async with grpc.aio.insecure_channel(g.addresses["vllm_grpc"]) as channel:
-        it: Any = VllmEngineStub(channel)
-        yield it
-
-
-def asked(*, stream=True, ids=IDS, request_id="r", seed=1, **params):
-    """A request as SMG writes it: scalars that have no value are 0 or their neutral one."""
-    given = {"top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 50, "seed": seed, **params}
-    return pb.GenerateRequest(
-        request_id=request_id,
-        tokenized=pb.TokenizedInput(original_text="Hello", input_ids=ids),
-        sampling_params=pb.SamplingParams(**given),
-        stream=stream,
-    )
+def asked(*, ids=IDS, **fields):
+    return vllm_engine.asked(ids, **fields)
 
 
 async def answers(stub, request):
@@ -93,7 +78,10 @@ async def test_logprobs_and_what_the_output_stopped_at(w, stub):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prompt_logprobs_come_once_and_the_first_token_has_none(simulated, stream):
-    async with gateway(simulated.state.link.target, vllm_grpc="127.0.0.1:0") as g, engine(g) as stub:
+    async with (
+        gateway(simulated.state.link.target, vllm_grpc="127.0.0.1:0") as g,
+        engine(g.addresses["vllm_grpc"]) as stub,
+    ):
         got = await answers(stub, asked(stream=stream, prompt_logprobs=1, max_tokens=4, ignore_eos=True))
         prompts = [each.chunk.input_logprobs for each in got if each.chunk.HasField("input_logprobs")]
         (prompt,) = prompts if stream else [got[-1].complete.input_logprobs]
@@ -103,7 +91,10 @@ async def test_prompt_logprobs_come_once_and_the_first_token_has_none(simulated,
 
 
 async def test_n_samples_each_have_their_own_end(simulated):
-    async with gateway(simulated.state.link.target, vllm_grpc="127.0.0.1:0") as g, engine(g) as stub:
+    async with (
+        gateway(simulated.state.link.target, vllm_grpc="127.0.0.1:0") as g,
+        engine(g.addresses["vllm_grpc"]) as stub,
+    ):
         got = await answers(stub, asked(n=3, temperature=1.0, max_tokens=5, ignore_eos=True))
         ends = [each.complete for each in got if each.HasField("complete")]
         assert sorted(each.index for each in ends) == [0, 1, 2]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
 
-import grpc
 import pytest
 
 from cadenza.dialects import smg_common_pb2 as common
-from cadenza.dialects.vllm_engine_pb2_grpc import VllmEngineStub
 from cadenza.v1 import admin_pb2, execution_pb2
+from tests.helpers import vllm_engine
 from tests.helpers.gateway import gateway
 from tests.helpers.kv_router import Router
 from tests.helpers.scheduler_world import collect, request, world
@@ -88,11 +86,7 @@ async def test_equal_texts_have_equal_hashes_in_two_services(tokenizer_folder, w
 
 @pytest.fixture
 async def engine(w):
-    async with (
-        gateway(w.target, vllm_grpc="127.0.0.1:0") as g,
-        grpc.aio.insecure_channel(g.addresses["vllm_grpc"]) as channel,
-    ):
-        stub: Any = VllmEngineStub(channel)
+    async with gateway(w.target, vllm_grpc="127.0.0.1:0") as g, vllm_engine.engine(g.addresses["vllm_grpc"]) as stub:
         yield stub
 
 

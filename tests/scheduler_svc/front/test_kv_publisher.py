@@ -17,6 +17,7 @@ from scheduler_svc.engine.kv_events.events import Batch, Cleared, Event, Removed
 from scheduler_svc.engine.kv_events.hub import KvEvents
 from tests.helpers.core_bench import Bench
 from tests.helpers.fake_clock import FakeClock
+from tests.helpers.kv_exchange import RECORDED as EXCHANGE
 from tests.helpers.paths import ROOT
 
 msgpack = pytest.importorskip("msgpack", reason="the extra kv-events")
@@ -63,7 +64,8 @@ def test_payloads_are_those_that_vllm_makes() -> None:
 @pytest.mark.slow
 def test_vllm_s_own_classes_read_them() -> None:
     program = ROOT / "tests" / "data" / "kv_events" / "record.py"
-    given = json.dumps([payload.hex() for payload in payloads()])
+    exchange = [step["zmq"] for step in json.loads(EXCHANGE.read_text())]
+    given = json.dumps([payload.hex() for payload in payloads()] + exchange)
     done = subprocess.run([VLLM, program, given], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1])["payloads"] == json.loads(given)

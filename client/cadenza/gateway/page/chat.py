@@ -23,8 +23,8 @@ from cadenza.sampling_params import SamplingParams
 
 _MAX_TOKENS = 512
 _FIELDS = {"messages", "max_tokens", "temperature", "seed"}
-_RECORD_S = 0.5
-"""How long the record of the end may come after the last token."""
+_RECORD_S = 1.0
+"""How long the record of the end may come after the last token: a fifth of it is between two messages of the watch."""
 
 
 async def chat(request: web.Request, feed: Feed) -> web.StreamResponse:
@@ -42,13 +42,13 @@ async def chat(request: web.Request, feed: Feed) -> web.StreamResponse:
     try:
         async with generation:
             await stream.write(data_event({"type": "begin", "request_id": request_id}))
-            await _stream(stream, generation, journey)
+            await _stream(stream, generation, journey, feed)
             return await stream.end()
     finally:
         feed.board.unfollow(request_id)
 
 
-async def _stream(stream: EventStream, generation: Generation, journey: Journey) -> None:
+async def _stream(stream: EventStream, generation: Generation, journey: Journey, feed: Feed) -> None:
     version = 0
     try:
         while (taken := await generation.take()) is not None:
@@ -61,7 +61,7 @@ async def _stream(stream: EventStream, generation: Generation, journey: Journey)
         told = error if isinstance(error, ApiError) else api_error(error)
         await stream.write(data_event({"type": "error", **openai_body(told)}))
         return
-    if journey.executor is not None:  # there is a watch
+    if feed.is_watching:
         await journey.wait_left(_RECORD_S)
     (result,) = generation.totals()
     await stream.write(data_event(journey.fields()) + data_event(_end(result)))

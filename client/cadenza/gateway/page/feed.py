@@ -72,6 +72,8 @@ class Feed:
         self._views: set[View] = set()
         self._task: asyncio.Task[None] | None = None
         self.board = Board()
+        self.is_watching = False
+        """Whether records come."""
 
     @property
     def num_views(self) -> int:
@@ -141,6 +143,7 @@ class Feed:
             for task in done:
                 task.result()
         finally:
+            self.is_watching = False
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -149,6 +152,7 @@ class Feed:
         async with aclosing(self.watching.steps()) as responses:
             async for response in responses:
                 begun.set()  # by the first message, which has no records
+                self.is_watching = True
                 self.board.lose(response.num_dropped)
                 for number, record in enumerate(response.records, start=1):
                     self.board.add(record)

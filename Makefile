@@ -67,7 +67,7 @@ test: $(VENV)/.installed-dev ## the test suite; PYTEST_ARGS='-k name -x' passes 
 test-long: $(VENV)/.installed-dev ## before a release: what `make test` leaves out, more of the same kinds; half an hour and more
 	@$(PY) $(PYTEST) tests --ignore tests/clients -m long $(PYTEST_ARGS)
 
-test-clients: $(VENV)/.installed-dev ## unmodified clients of the field against the gateway, in .venv-clients; needs the network the first time; VLLM_PYTHON=… for vLLM's
+test-clients: $(VENV)/.installed-dev ## unmodified clients of the field against the gateway, in .venv-clients; needs the network the first time; VLLM_PYTHON=… for vLLM's, TRITON_SAMPLE_CLIENT=… for Triton's
 	@$(PY) -m tests.clients.environments
 	@$(PY) -m pytest tests/clients $(PYTEST_ARGS)
 

@@ -201,7 +201,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 caller.check_admin()
                 work = convert.watch_response(records, num_dropped, block_tables=include_block_tables)
                 await context.write(await run_in_slices(work))
-                if records and not watch.has_records:
+                if min_interval_s and records and not watch.has_records:
                     await asyncio.sleep(min_interval_s)
 
     async def _send_kv_events(self, start: int, caller: Caller, context: Any) -> None:

@@ -250,6 +250,19 @@ def test_wrong_options_are_errors(options, message):
         GatewayConfig(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [
+        ({}, {"http": ("127.0.0.1", 8000)}),
+        ({"kserve": "0"}, {"kserve": ("127.0.0.1", 0)}),
+        ({"vllm_grpc": "127.0.0.1:1", "http": "2"}, {"http": ("127.0.0.1", 2), "vllm_grpc": ("127.0.0.1", 1)}),
+        ({"kserve": "0", "page": True}, {"http": ("127.0.0.1", 8000), "kserve": ("127.0.0.1", 0)}),
+    ],
+)
+def test_http_is_served_without_other_listeners_and_for_the_page(options, places):
+    assert list(GatewayConfig(**options).listeners.items()) == list(places.items()), "HTTP first"
+
+
 def test_keys_are_not_sent_to_other_machines_in_plain_text():
     with pytest.raises(OptionError, match="API keys are not sent"):
         make_state(GatewayConfig(target="192.0.2.1:50051"))

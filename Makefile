@@ -25,6 +25,7 @@ RUN_EXTRAS := serve
 DEV_EXTRAS := dev
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+PAGE ?=
 # `make audit`: such as -s osv, to look packages up elsewhere.
 AUDIT_ARGS ?=
 # So many tests at a time; whichever ends first takes from the other; 0: in this process, for a debugger.
@@ -57,8 +58,8 @@ TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks example
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed-run ## start both services on the embedded model on the CPU and stream answers; DEMO_ARGS='--speculative draft'
-	@$(BIN)/cadenza demo $(DEMO_ARGS)
+demo: $(VENV)/.installed-run ## start both services on the embedded model on the CPU and stream answers; PAGE=1 opens the live page; DEMO_ARGS='--speculative draft'
+	@$(BIN)/cadenza demo $(if $(PAGE),--page) $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev ## the test suite; PYTEST_ARGS='-k name -x' passes options, TEST_WORKERS=0 is for debuggers
 	@$(PY) $(PYTEST) tests --ignore tests/clients $(WITHOUT_LONG) $(PYTEST_ARGS)
@@ -66,7 +67,7 @@ test: $(VENV)/.installed-dev ## the test suite; PYTEST_ARGS='-k name -x' passes 
 test-long: $(VENV)/.installed-dev ## before a release: what `make test` leaves out, more of the same kinds; half an hour and more
 	@$(PY) $(PYTEST) tests --ignore tests/clients -m long $(PYTEST_ARGS)
 
-test-clients: $(VENV)/.installed-dev ## unmodified clients of the field against the gateway, in .venv-clients; needs the network the first time; VLLM_PYTHON=… for vLLM's
+test-clients: $(VENV)/.installed-dev ## unmodified clients of the field against the gateway, in .venv-clients; needs the network the first time; VLLM_PYTHON=… for vLLM's, TRITON_SAMPLE_CLIENT=… for Triton's
 	@$(PY) -m tests.clients.environments
 	@$(PY) -m pytest tests/clients $(PYTEST_ARGS)
 

@@ -1,6 +1,6 @@
-"""Generates the Python stubs of `cadenza.v1`, or checks that the committed ones are up to date.
+"""Generates the Python stubs of `cadenza.v1` and of the dialects, or checks that the committed ones are up to date.
 
-    python protos/generate.py           writes client/cadenza/v1/*_pb2*.py and *.pyi
+    python protos/generate.py           writes *_pb2*.py and *.pyi in client/cadenza/v1 and client/cadenza/dialects
     python protos/generate.py --check   writes nothing; exit 1 and a diff if the committed stubs differ
 
 Both `make protos` and `make check` use this program.
@@ -19,15 +19,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROTO_ROOT = ROOT / "protos"
 STUB_ROOT = ROOT / "client"
-PACKAGE = Path("cadenza/v1")
+PACKAGES = (Path("cadenza/v1"), Path("cadenza/dialects"))
 STUB_PATTERNS = ("*_pb2.py", "*_pb2_grpc.py", "*_pb2.pyi", "*_pb2_grpc.pyi")
 
 
 def generate(out: Path) -> None:
-    """Runs protoc and its plugins over protos/cadenza/v1/*.proto; the stubs go to `out`/cadenza/v1."""
-    protos = sorted(str(path.relative_to(PROTO_ROOT)) for path in (PROTO_ROOT / PACKAGE).glob("*.proto"))
-    if not protos:
-        raise SystemExit(f"no .proto file in {PROTO_ROOT / PACKAGE}")
+    """Runs protoc and its plugins over the .proto files of each package; the stubs go to its folder in `out`."""
+    protos = []
+    for package in PACKAGES:
+        found = sorted(str(path.relative_to(PROTO_ROOT)) for path in (PROTO_ROOT / package).glob("*.proto"))
+        if not found:
+            raise SystemExit(f"no .proto file in {PROTO_ROOT / package}")
+        protos += found
     out.mkdir(parents=True, exist_ok=True)
     # protoc finds protoc-gen-mypy and protoc-gen-mypy_grpc on PATH: those of this interpreter come first.
     scripts = str(Path(sys.executable).parent)
@@ -50,9 +53,13 @@ def generate(out: Path) -> None:
 
 
 def stubs(root: Path) -> dict[str, str]:
-    """The generated files under `root`/cadenza/v1: name to text."""
-    folder = root / PACKAGE
-    return {path.name: path.read_text() for pattern in STUB_PATTERNS for path in folder.glob(pattern)}
+    """The generated files of the packages under `root`: path in it to text."""
+    return {
+        str(path.relative_to(root)): path.read_text()
+        for package in PACKAGES
+        for pattern in STUB_PATTERNS
+        for path in (root / package).glob(pattern)
+    }
 
 
 def write() -> None:
@@ -60,14 +67,14 @@ def write() -> None:
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         fresh = stubs(Path(folder))
-    target = STUB_ROOT / PACKAGE
-    target.mkdir(parents=True, exist_ok=True)
+    for package in PACKAGES:
+        (STUB_ROOT / package).mkdir(parents=True, exist_ok=True)
     committed = stubs(STUB_ROOT)
     for name in sorted(committed.keys() - fresh.keys()):
-        (target / name).unlink()
+        (STUB_ROOT / name).unlink()
     for name, text in sorted(fresh.items()):
         if committed.get(name) != text:
-            (target / name).write_text(text)
+            (STUB_ROOT / name).write_text(text)
 
 
 def check() -> int:
@@ -83,7 +90,7 @@ def check() -> int:
         if old != new:
             diff = list(difflib.unified_diff(old.splitlines(), new.splitlines(), f"committed/{name}", f"fresh/{name}"))
             print("\n".join(diff[:20]))
-    print(f"stubs in {(STUB_ROOT / PACKAGE).relative_to(ROOT)} are out of date: run `make protos`")
+    print("the stubs in client/cadenza are out of date: run `make protos`")
     return 1
 
 

@@ -284,6 +284,39 @@ class SchedulerConfig(ServiceSettings):
         description="Name that the executors' certificates must have; default: the host of the executor's address.",
         json_schema_extra=about("Security"),
     )
+    kv_events_endpoint: str | None = Field(
+        None,
+        pattern=r"^(tcp|ipc|inproc)://.+$",
+        description="ZeroMQ endpoint to publish KV events at, for routers that send requests to where their prefix is "
+        "cached: tcp://*:5557 listens, tcp://HOST:5557 connects, as vLLM's kv_events_config has it; default: none; "
+        "docs/integrations.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    kv_events_replay_endpoint: str | None = Field(
+        None,
+        pattern=r"^(tcp|ipc|inproc)://.+$",
+        description="ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for what "
+        "they have missed.",
+        json_schema_extra=about("HTTP"),
+    )
+    kv_events_topic: str = Field(
+        "",
+        max_length=1024,
+        description="Topic of published KV events; llm-d expects kv@POD@MODEL.",
+        json_schema_extra=about("HTTP"),
+    )
+    kv_events_buffer_steps: int = Field(
+        10_000,
+        ge=1,
+        description="Batches of KV events that are kept for --kv-events-replay-endpoint.",
+        json_schema_extra=about("HTTP", "batches"),
+    )
+    kv_events_hwm: int = Field(
+        100_000,
+        ge=1,
+        description="Batches of KV events that wait for a subscriber that does not read; further ones are lost to it.",
+        json_schema_extra=about("HTTP", "batches"),
+    )
     record: str | None = Field(
         None,
         min_length=1,
@@ -321,6 +354,17 @@ class SchedulerConfig(ServiceSettings):
                 raise ValueError(f"{entry!r} is not NAME=PATH")
             if names.count(name) > 1:
                 raise ValueError(f"{name} is given twice")
+        return value
+
+    @field_validator("kv_events_endpoint", "kv_events_replay_endpoint")
+    @classmethod
+    def _check_kv_events(cls, value: str | None, info: ValidationInfo) -> str | None:
+        listens = value is not None and value.startswith("tcp://") and ("*" in value or "::" in value)
+        if listens and not info.data.get("insecure"):
+            raise ValueError(
+                f"{value}: other machines could read the token ids of prompts, without TLS: use ipc://, or --insecure "
+                "where the network is safe"
+            )
         return value
 
     @field_validator("executor", mode="before")

@@ -90,8 +90,11 @@ class ChildService:
         arguments: Sequence[str],
         on_log: LogSink,
         environment: Mapping[str, str] | None = None,
+        on_line: Callable[[str], bool] | None = None,
     ) -> None:
+        """on_line: gets each line of stdout after the ready line first, and returns whether it was for it."""
         self.name = name
+        self._on_line = on_line
         self._on_log = on_log
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._ready = threading.Event()
@@ -198,7 +201,7 @@ class ChildService:
             if line.startswith(_READY) and not self._ready.is_set():
                 self._address = line.removeprefix(_READY).strip()
                 self._ready.set()
-            else:
+            elif self._on_line is None or not self._on_line(line):
                 self._on_log(self.name, line.rstrip("\n"))
 
     def _read_stderr(self, pipe: IO[str]) -> None:

@@ -110,9 +110,10 @@ def spawn_child(
     arguments: Sequence[str],
     on_log: LogSink,
     environment: Mapping[str, str] | None = None,
+    on_line: Callable[[str], bool] | None = None,
 ) -> ChildService:
     """Start a child process; raises LocalServiceError if the system refuses a process, file descriptor or thread."""
     try:
-        return ChildService(name, program, arguments, on_log, environment)
+        return ChildService(name, program, arguments, on_log, environment, on_line)
     except (OSError, RuntimeError) as error:
         raise LocalServiceError(str(error)) from error

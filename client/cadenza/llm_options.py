@@ -13,8 +13,22 @@ class LLMOptions(TypedDict, total=False):
 
     http: str | None
     """cadenza: PORT or HOST:PORT: serve OpenAI's and Anthropic's HTTP APIs there too, by a third process, the gateway;
-    0: any free port; default: none. A port alone is of the same address as --port; docs/openai.md. gateway: HOST:PORT
-    to listen on, or the port alone; port 0 takes any free one. [default: 127.0.0.1:8000]"""
+    0: any free port; default: none, and 8000 with --page. A port alone is of the same address as --port;
+    docs/openai.md. gateway: HOST:PORT to listen on for HTTP, or the port alone; port 0 takes any free one; default:
+    127.0.0.1:8000, and none with --kserve or --vllm-grpc without --page."""
+
+    kserve: str | None
+    """cadenza: PORT or HOST:PORT, as --http: the gateway also serves gRPC clients of KServe v2 and of Triton Inference
+    Server there; docs/integrations.md. gateway: HOST:PORT to listen on for gRPC clients of KServe v2 and Triton
+    Inference Server, or the port alone; docs/integrations.md."""
+
+    vllm_grpc: str | None
+    """cadenza: PORT or HOST:PORT, as --http: the gateway also serves routers that speak vLLM's engine protocol there,
+    such as SMG; docs/integrations.md. gateway: HOST:PORT to listen on for routers that speak vLLM's engine protocol,
+    such as SMG, or the port alone; docs/integrations.md."""
+
+    page_demo: bool | None
+    """With --page: its button may kill an executor, to show that the streams go on; docs/page.md. [default: off]"""
 
     executors: int | None
     """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
@@ -339,6 +353,25 @@ class LLMOptions(TypedDict, total=False):
     lora_load_timeout_s: float | None
     """How long a request waits for its LoRA adapter before it ends with FAILED_PRECONDITION. [default: 60.0]"""
 
+    kv_events_endpoint: str | None
+    """ZeroMQ endpoint to publish KV events at, for routers that send requests to where their prefix is cached:
+    tcp://*:5557 listens, tcp://HOST:5557 connects, as vLLM's kv_events_config has it; default: none;
+    docs/integrations.md."""
+
+    kv_events_replay_endpoint: str | None
+    """ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for what they have
+    missed."""
+
+    kv_events_topic: str | None
+    """Topic of published KV events; llm-d expects kv@POD@MODEL."""
+
+    kv_events_buffer_steps: int | None
+    """Batches of KV events that are kept for --kv-events-replay-endpoint. [default: 10000]"""
+
+    kv_events_hwm: int | None
+    """Batches of KV events that wait for a subscriber that does not read; further ones are lost to it. [default:
+    100000]"""
+
     record: str | None
     """File to write a plan log to: every call into the scheduler's core, every plan and result, for replay;
     docs/replay.md."""
@@ -350,7 +383,7 @@ class LLMOptions(TypedDict, total=False):
     """Time between two log lines of figures while requests run: queues, KV use, tokens/s; 0: none. [default: 10.0]"""
 
     http_tls_cert: str | None
-    """PEM file of the certificate chain that the gateway shows: with it, it serves HTTPS."""
+    """PEM file of the certificate chain that the gateway shows: with it, it serves HTTPS, and gRPC with TLS."""
 
     http_tls_key: str | None
     """PEM file of the key of --http-tls-cert."""
@@ -395,3 +428,15 @@ class LLMOptions(TypedDict, total=False):
 
     http_reconnect_timeout_s: float | None
     """How long requests wait for a scheduler that was lost, before they end with 503. [default: 30.0]"""
+
+    page: bool | None
+    """Serve the live page at / too: queues, executors, blocks, the schedule as it runs, and a chat. Its address is
+    logged at start; docs/page.md. [default: off]"""
+
+    page_token_file: str | None
+    """File with the token of the page, which shows the requests of all clients and kills executors; default: drawn at
+    start, and logged with the address."""
+
+    page_host: list[str] | None
+    """Name by which browsers may ask for the page, besides addresses, localhost and that of --http; several times, or
+    with commas, for several ones."""

@@ -25,9 +25,10 @@ from cadenza.local_checks import (
     own_tls,
 )
 from cadenza.local_family import Family, Programs, make_host, spawn
-from cadenza.local_gateway import gateway_address, http_place
+from cadenza.local_gateway import gateway_listeners, gateway_places
 from cadenza.local_options import GATEWAY, SCHEDULER, Setting, ignored_variables, route_options
 from cadenza.local_ports import scheduler_address
+from cadenza.page_starter import PAGE_TOKEN, page_environment
 from cadenza.short_interrupts import quiet_at_exit
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.supervisor import RestartPolicy, SupervisedService
@@ -47,16 +48,17 @@ class LocalServices:
     are elsewhere if Ray places them (`distributed_executor_backend="ray"`, docs/ray.md).
 
     `options` are those of the services, by their names in `executor_svc.config`, `scheduler_svc.config` and
-    `cadenza.gateway.config`, `executors` and `http`; each option goes to the services that have it. Options that are
-    not given may come from the environment, such as CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is
-    checked before anything is started: an OptionError names the option. Then `on_start` gets the executors' names, and
-    `on_log` each line of the services' logs. Services are named "scheduler", "gateway" and "executor", or "executor 0",
-    "executor 1" and so on if there are several. A LocalServiceError names the service that did not start and the
-    reason. A service that dies later, or that a signal has stopped for long, is started again at the same port as
-    `restarts` says. Each such event is a line to `on_event`, and `on_back` gets the service's name when it is ready
-    again. After `restarts.max_deaths` deaths without progress a service is given up. If it is the scheduler or the last
-    executor, all services are stopped, and `failure` is set: calls in flight end with UNAVAILABLE, which
-    `naming_failure` explains. Without a gateway the others go on.
+    `cadenza.gateway.config`, `executors`, and where the gateway listens (`http`, `kserve`, `vllm_grpc`); each option
+    goes to the services that have it. Options that are not given may come from the environment, such as
+    CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is checked before anything is started: an
+    OptionError names the option. Then `on_start` gets the executors' names, and `on_log` each line of the services'
+    logs. Services are named "scheduler", "gateway" and "executor", or "executor 0", "executor 1" and so on if there
+    are several. A LocalServiceError names the service that did not start and the reason. A service that dies later,
+    or that a signal has stopped for long, is started again at the same port as `restarts` says. Each such event is
+    a line to `on_event`, and `on_back` gets the service's name when it is ready again. After `restarts.max_deaths`
+    deaths without progress a service is given up. If it is the scheduler or the last executor, all services are
+    stopped, and `failure` is set: calls in flight end with UNAVAILABLE, which `naming_failure` explains. Without a
+    gateway the others go on.
     """
 
     def __init__(
@@ -81,19 +83,21 @@ class LocalServices:
         check_address(host, port)
         check_listener(host, arguments.settings)
         check_scaling(arguments.values, arguments.settings)
-        place = http_place(host, arguments.http, arguments.settings)
+        places = gateway_places(host, arguments.listeners, arguments.settings)
         self._tls = own_tls(arguments.settings)
         if programs is None:
             check_files(model, arguments.settings)
         kept = contextlib.ExitStack()
         address = scheduler_address(host, port, kept)
         on_log, on_event = on_log or log_line, on_event or _logger.warning
+        gateway = gateway_listeners(places, kept)
         executors, metrics_port = make_host(arguments, programs, kept, on_log, on_event)
         self._family = Family(
             arguments,
             executors,
             programs or Programs(),
-            {SCHEDULER: address} | gateway_address(place, kept),
+            {SCHEDULER: address} | dict.fromkeys([GATEWAY] if gateway else [], next(iter(gateway.values()), "")),
+            gateway,
             kept,
             start_timeout_s,
             stop_grace_s,
@@ -103,6 +107,7 @@ class LocalServices:
             on_back or (lambda service: None),
             metrics_port,
             self._tls,
+            page_environment(has_page=arguments.has_page, is_demo=bool(arguments.values.get("page_demo"))),
         )
         for sentence in ignored_variables():
             self._family.on_event(sentence)
@@ -150,8 +155,22 @@ class LocalServices:
 
     @property
     def http(self) -> str | None:
-        """`HOST:PORT` of the gateway; None: there is none."""
-        return self._family.addresses.get(GATEWAY)
+        """`HOST:PORT` of the gateway's HTTP; None: there is none."""
+        return self._family.addresses.get(GATEWAY) if "http" in self._family.gateway else None
+
+    @property
+    def gateway(self) -> Mapping[str, str]:
+        """`HOST:PORT` of the gateway's listeners by option: http, kserve, vllm_grpc."""
+        return dict(self._family.gateway)
+
+    @property
+    def page_url(self) -> str | None:
+        """The live page's, with its token unless that is in a file; None: there is no page."""
+        if self.http is None or not self._family.arguments.has_page:
+            return None
+        scheme = "https" if "http_tls_cert" in self.settings else "http"
+        token = "" if "page_token_file" in self.settings else f"#token={self._family.page[PAGE_TOKEN]}"
+        return f"{scheme}://{self.http}/{token}"
 
     @property
     def executors(self) -> list[str]:
@@ -216,9 +235,8 @@ def _start_all(family: Family) -> None:
         family.addresses[child.name] = address
     if GATEWAY in family.addresses:
         children.append(spawn(family, GATEWAY))
-        family.addresses[GATEWAY] = wait_until_ready(
-            children[-1], family.start_timeout_s, family.stopping, beside=children
-        )
+        address = wait_until_ready(children[-1], family.start_timeout_s, family.stopping, beside=children)
+        family.addresses[GATEWAY] = family.gateway[next(iter(family.gateway))] = address
     family.host.follow(lambda: family.addresses[SCHEDULER], family.tls)
 
 
@@ -263,7 +281,7 @@ def _look_at_all(family: Family, services: dict[str, SupervisedService]) -> None
                 raise
             del services[name], family.children[name]
             if name == GATEWAY:
-                _report(family.on_event, f"{error}; there is no HTTP any more")
+                _report(family.on_event, f"{error}; there is no gateway any more")
                 continue
             family.host.give_up(name)
             _report(family.on_event, f"{error}; {num_left} of {num_left + 1} executors are left")

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from cadenza.child_process import ChildService, LogSink
 from cadenza.errors import LocalServiceError
@@ -16,6 +17,7 @@ from cadenza.local_checks import check_device
 from cadenza.local_gateway import gateway_arguments, gateway_environment
 from cadenza.local_options import GATEWAY, SCHEDULER, ServiceArguments
 from cadenza.local_ports import metrics_ports
+from cadenza.page_starter import PAGE_DEMO, kill_when_asked
 from cadenza.supervisor import RestartPolicy
 from cadenza.tls import TLS
 
@@ -38,6 +40,7 @@ class Family:
     host: ExecutorHost
     programs: Programs
     addresses: dict[str, str]  # of those that have one; the scheduler's port may be 0 until it has chosen one
+    gateway: dict[str, str]  # where the gateway listens, by option; its own address is the first; empty: there is none
     kept: contextlib.ExitStack  # held as long as services may be started: ports that were chosen for them
     start_timeout_s: float
     stop_grace_s: float
@@ -47,6 +50,7 @@ class Family:
     on_back: Callable[[str], None]
     metrics_port: int | None  # of the scheduler
     tls: TLS | None = None  # of connections to the scheduler
+    page: dict[str, str] = field(default_factory=dict)  # what the gateway gets for its live page
     owner: int = field(default_factory=os.getpid)  # the parent process
     children: dict[str, ExecutorChild] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -94,6 +98,16 @@ def _scheduler(family: Family) -> ChildService:
 
 
 def _gateway(family: Family) -> ChildService:
-    own = gateway_arguments(family.addresses[SCHEDULER], family.addresses[GATEWAY])
-    arguments, environment = [*family.arguments.gateway, *own], gateway_environment(family.tls)
-    return spawn_child(GATEWAY, family.programs.gateway, arguments, family.on_log, environment)
+    own = gateway_arguments(family.addresses[SCHEDULER], family.gateway)
+    arguments, environment = [*family.arguments.gateway, *own], gateway_environment(family.tls) | family.page
+    on_line = None
+    if PAGE_DEMO in family.page:
+        executors = {name: address for name, address in family.addresses.items() if name in family.host.names}
+        on_line = kill_when_asked(executors, partial(_kill, family))
+    return spawn_child(GATEWAY, family.programs.gateway, arguments, family.on_log, environment, on_line)
+
+
+def _kill(family: Family, service: str) -> None:
+    """Kill a service, which its supervision starts again."""
+    if not family.stopping.is_set():
+        family.children[service].kill("killed from the live page")

@@ -8,55 +8,56 @@ from collections.abc import Mapping
 
 from cadenza.credentials import is_loopback
 from cadenza.errors import OptionError
-from cadenza.local_options import GATEWAY, Setting
+from cadenza.local_options import Setting
 from cadenza.local_ports import reserve_port
+from cadenza.settings.arguments import to_arguments
 from cadenza.tls import TLS
 from cadenza.transport import SCHEDULER_PORT, format_address, parse_address
 
 
-def http_place(host: str, http: str | None, settings: Mapping[str, Setting]) -> tuple[str, int] | None:
-    """Host and port of the option; None: there is to be no gateway.
+def gateway_places(
+    host: str, listeners: Mapping[str, str], settings: Mapping[str, Setting]
+) -> dict[str, tuple[str, int]]:
+    """Host and port of each listener, by option; none: there is to be no gateway.
 
     host: the scheduler's, which a port alone is taken on. Raises OptionError, also for an address that others can reach
     in plain text.
     """
-    if http is None:
-        return None
-    try:
-        own_host, port = (host, _port(http)) if http.isdigit() else parse_address(http, default_port=0)
-    except ValueError as error:
-        raise OptionError(f"option http: {error}") from None
-    allowed = "http_tls_cert" in settings or ("insecure" in settings and settings["insecure"].value)
-    if not (allowed or is_loopback(own_host)):
-        raise OptionError(
-            f"option http: {own_host}: other machines could read what is sent: give --http-tls-cert and "
-            "--http-tls-key, or --insecure to serve in plain text"
-        )
-    return own_host, port
+    places = {}
+    for option, given in listeners.items():
+        try:
+            own_host, port = (host, _port(given)) if given.isdigit() else parse_address(given, default_port=0)
+        except ValueError as error:
+            raise OptionError(f"option {option}: {error}") from None
+        allowed = "http_tls_cert" in settings or ("insecure" in settings and settings["insecure"].value)
+        if not (allowed or is_loopback(own_host)):
+            raise OptionError(
+                f"option {option}: {own_host}: other machines could read what is sent: give --http-tls-cert and "
+                "--http-tls-key, or --insecure to serve in plain text"
+            )
+        places[option] = own_host, port
+    return places
 
 
-def gateway_address(place: tuple[str, int] | None, kept: contextlib.ExitStack) -> dict[str, str]:
-    """Where it listens, by its name; nothing without a gateway.
-
-    A free port is chosen here, so that a restarted gateway has it too.
-    """
-    if place is None:
-        return {}
-    host, port = place
-    if port == 0:
-        with contextlib.suppress(OSError):  # such as an IPv6 address: the gateway chooses the port itself
-            return {GATEWAY: reserve_port(host, kept)}
-    return {GATEWAY: format_address(host, port)}
+def gateway_listeners(places: Mapping[str, tuple[str, int]], kept: contextlib.ExitStack) -> dict[str, str]:
+    """Where it listens, by option. A free port is chosen here, so that a restarted gateway has it too."""
+    addresses = {}
+    for option, (host, port) in places.items():
+        addresses[option] = format_address(host, port)
+        if port == 0:
+            with contextlib.suppress(OSError):  # such as an IPv6 address: the gateway chooses the port itself
+                addresses[option] = reserve_port(host, kept)
+    return addresses
 
 
-def gateway_arguments(scheduler: str, http: str) -> list[str]:
+def gateway_arguments(scheduler: str, listeners: Mapping[str, str]) -> list[str]:
     """Where its scheduler is, and where it listens. A scheduler on all addresses is reached on loopback."""
     host, port = parse_address(scheduler, default_port=SCHEDULER_PORT)
     with contextlib.suppress(ValueError):  # a name
         address = ipaddress.ip_address(host)
         if address.is_unspecified:
             host = "127.0.0.1" if address.version == 4 else "::1"
-    return [f"--target={format_address(host, port)}", f"--http={http}"]
+    return to_arguments({"target": format_address(host, port), **listeners})
 
 
 def gateway_environment(tls: TLS | None) -> dict[str, str]:

@@ -46,8 +46,12 @@ _NOT_ON_RAY = (
     "metrics_port", "metrics_host", "metrics_insecure", "metrics_token_file",
 )  # fmt: skip
 """Options that executors do not get if Ray places them: the starter heeds them, or they name a port of one machine."""
-_GATEWAY_PLACES = ("target", "http")
-"""Options of the gateway that are settled here: its scheduler, and where it listens, which is the starter's `http`."""
+_PAGE_PORT = "8000"
+"""Where the page is served without a place for HTTP: the gateway's own default."""
+GATEWAY_LISTENERS = ("http", "kserve", "vllm_grpc")
+"""Options that say where the gateway listens; here those of the starter."""
+_GATEWAY_PLACES = ("target", *GATEWAY_LISTENERS)
+"""Options of the gateway that are settled here: its scheduler, and where it listens."""
 _CLIENT_VARIABLES = "CADENZA_TLS_"
 """Variables of clients: here they do not set the options of the listener that have the same names."""
 # Kubernetes sets such variables in every pod for a service named cadenza.
@@ -69,17 +73,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class ServiceArguments:
-    """Checked command lines of the services, without --listen, --executor, --target and --http, and what the starter
-    is told."""
+    """Checked command lines of the services, without --listen, --executor, --target and where the gateway listens, and
+    what the starter is told."""
 
     executor: list[str]
     scheduler: list[str]
     gateway: list[str]
     executors: int
-    http: str | None  # where the gateway is to listen; None: there is none
+    listeners: dict[str, str]  # where the gateway is to listen, by option; empty: there is none
     settings: dict[str, Setting]  # the options that were set, without the model
     values: dict[str, Any] = field(default_factory=dict)
     """Of the options that were set, checked: those of the starter and of the executors."""
+    has_page: bool = False
+    """Whether the gateway serves the live page."""
 
     @property
     def uses_ray(self) -> bool:
@@ -156,15 +162,23 @@ def route_options(
     if "tokenizer" not in chosen[SCHEDULER]:
         arguments[SCHEDULER] += _own_tokenizer(model)
     arguments[EXECUTOR] += places
+    has_page = bool(checked[GATEWAY].get("page"))
     return ServiceArguments(
         arguments[EXECUTOR],
         arguments[SCHEDULER],
         arguments[GATEWAY],
         int(checked[STARTER].get("executors", 1)),
-        checked[STARTER].get("http"),
+        _listeners(checked[STARTER], has_page=has_page),
         chosen[STARTER] | chosen[GATEWAY] | chosen[EXECUTOR] | chosen[SCHEDULER],
         values,
+        has_page,
     )
+
+
+def _listeners(starter: Mapping[str, Any], *, has_page: bool) -> dict[str, str]:
+    """Where the gateway is to listen, by option, HTTP first."""
+    given = {name: starter[name] for name in GATEWAY_LISTENERS if starter.get(name) is not None}
+    return {"http": _PAGE_PORT} | given if has_page else given
 
 
 def _places_for_adapters(chosen: Mapping[str, Mapping[str, Setting]]) -> list[str]:
@@ -267,7 +281,7 @@ def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> dict[
     # Without these, the configuration would read the environment and the file again; addresses are chosen at the start.
     fixed: dict[str, Any] = {} if service == STARTER else {"config": None, "listen": ""}
     if service == GATEWAY:
-        fixed = {"config": None, "target": "127.0.0.1", "http": "127.0.0.1"}
+        fixed = {"config": None, "target": "127.0.0.1", **dict.fromkeys(GATEWAY_LISTENERS)}
     if service == SCHEDULER:
         fixed["executor"] = ["127.0.0.1:0"]
     try:

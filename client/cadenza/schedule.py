@@ -136,6 +136,14 @@ def summarize(records: Sequence[admin_pb2.StepRecord], *, block_size: int, batch
     )
 
 
+def computed_cell(record: admin_pb2.StepRecord, index: int, num_prompt_tokens: int) -> Cell:
+    """The state of the sequence at `index` of a record that computed tokens for it."""
+    if record.context_lens[index] < num_prompt_tokens or record.num_tokens[index] > 1:
+        return Cell.PREFILL
+    num_sampled = record.num_sampled[index]
+    return Cell.SEVERAL if num_sampled > 1 else Cell.DECODE if num_sampled else Cell.UNUSED
+
+
 def _new_row(
     sequence_id: int, join: admin_pb2.SequenceJoined | None, labels: Mapping[str, str], left: Mapping[int, int]
 ) -> Row:
@@ -167,10 +175,7 @@ def _cells(row: Row, steps: Sequence[admin_pb2.StepRecord]) -> list[Cell]:
 def _cell(row: Row, record: admin_pb2.StepRecord) -> Cell | None:
     for index, sequence_id in enumerate(record.sequence_ids):
         if sequence_id == row.sequence_id and record.num_tokens[index]:
-            if record.context_lens[index] < row.num_prompt_tokens or record.num_tokens[index] > 1:
-                return Cell.PREFILL
-            num_sampled = record.num_sampled[index]
-            return Cell.SEVERAL if num_sampled > 1 else Cell.DECODE if num_sampled else Cell.UNUSED
+            return computed_cell(record, index, row.num_prompt_tokens)
     return None
 
 

@@ -11,6 +11,9 @@ from scheduler_svc.core.adapters.lane_adapters import AdapterState
 from scheduler_svc.engine.adapters import AdapterInfo
 from scheduler_svc.plan_loop.ports import ExecutorState, Load, SequenceBlockTable, StepRecord
 
+_COLUMNS = 6
+"""Of a record: values for each of its sequences."""
+
 
 def watch_response(
     records: Sequence[StepRecord], num_dropped: int, *, block_tables: bool
@@ -19,8 +22,11 @@ def watch_response(
     response = pb.WatchStepsResponse(num_dropped=num_dropped)
     num_items = 0
     for record in records:
-        response.records.append(_record(record))
-        changes = response.records[-1].block_changes
+        if num_items + (num_own := _COLUMNS * len(record.sequence_ids)) > SLICE_ITEMS:
+            num_items = 0
+            yield
+        num_items += num_own
+        changes = _add_record(response, record).block_changes
         for sequence_id, appended, cleared in record.block_changes if block_tables else ():
             if num_items + len(appended) > SLICE_ITEMS:
                 num_items = 0
@@ -47,10 +53,10 @@ def block_table_response(tables: Sequence[SequenceBlockTable]) -> Work[pb.GetBlo
     return response
 
 
-def _record(record: StepRecord) -> pb.StepRecord:
-    """A step record without its block table changes."""
+def _add_record(response: pb.WatchStepsResponse, record: StepRecord) -> pb.StepRecord:
+    """Add a step record without its block table changes, and return it."""
     result = record.result
-    return pb.StepRecord(
+    return response.records.add(
         step_id=record.step_id,
         executor_index=record.executor_id,
         planned_ns=max(0, record.planned_ns),

@@ -22,14 +22,14 @@ from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.placement.candidates import check_fits_one, count_field, may_continue
+from scheduler_svc.core.placement.candidates import may_continue
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps import adapter_changes, lane_changes
+from scheduler_svc.core.steps.arrivals import check_fits
 from scheduler_svc.core.steps.beam_scheduling import finish_early, start_beam_search
-from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES, MAX_GROUP_TOKENS
 from scheduler_svc.core.steps.drafted_results import observe_drafts
 from scheduler_svc.core.steps.kept_kv import forget_kv
 from scheduler_svc.core.steps.look_ahead import look_ahead
@@ -196,6 +196,16 @@ class Scheduler:
         self.lanes[executor_id].draining = draining
         self._requests.placer.on_lane_changed(executor_id)
 
+    def flush_prefix_caches(self, most: int) -> int:
+        """Remove at most so many blocks from the prefix caches of all executors; returns how many it has removed.
+
+        Sequences keep their blocks, and cache them again when they have more.
+        """
+        num_removed = 0
+        for lane in self.lanes.values():
+            num_removed += lane.blocks.tiers.flush(most - num_removed)
+        return num_removed
+
     def holds_nothing(self, executor_id: int) -> bool:
         """Whether nothing runs on an executor, is swapped out there or is to go on there, and no plan is in flight."""
         return self.lanes[executor_id].is_empty and not self._requests.placer.num_placed(executor_id)
@@ -226,7 +236,7 @@ class Scheduler:
         if spec.adapter_index and spec.adapter_index not in self.adapters.adapters:
             raise RequestRejectedError("adapter", "the adapter was unloaded")
         count = spec.num_sequences
-        _check_fits(spec, self._executors, count)
+        check_fits(spec, self._executors, count)
         group = SequenceGroup(spec, self._num_arrivals, now, self._max_model_len)
         self._num_arrivals += 1
         for index in range(count):
@@ -377,25 +387,3 @@ def _restore_outputs(group: SequenceGroup) -> None:
         sequence.set_output(list(output))
         sequence.reset_computed_tokens()
     group.forked = True
-
-
-def _check_fits(spec: RequestSpec, executors: list[ExecutorSpec], count: int) -> None:
-    """Reject a request of `count` sequences that no executor can hold; the message has the numbers."""
-    num_prompt = len(spec.prompt_token_ids)
-    if not num_prompt:
-        raise RequestRejectedError("prompt", "the prompt has no tokens")
-    check_fits_one(spec, executors, count)
-    if count == 1:
-        return
-    if count * num_prompt > MAX_GROUP_TOKENS:
-        raise RequestRejectedError(
-            count_field(spec),
-            f"{count} sequences of {num_prompt} prompt tokens have over {MAX_GROUP_TOKENS} tokens in all",
-        )
-    # Sequences after the first take the prompt from its slot.
-    if num_prompt + count * spec.sampling.num_listed > MAX_ADMITTED_VALUES:
-        raise RequestRejectedError(
-            count_field(spec),
-            f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_listed} numbers each in "
-            f"their sampling parameters exceed {MAX_ADMITTED_VALUES} numbers in a plan",
-        )

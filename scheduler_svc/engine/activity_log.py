@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.metrics.numbers import EngineNumbers
@@ -24,15 +25,13 @@ class ActivityLog:
         clock: Clock,
         load: Callable[[], Load],
         numbers: EngineNumbers,
-        *,
-        interval_s: float = 0.0,
-        log_requests: bool = False,
+        config: SchedulerConfig,
     ) -> None:
-        """`interval_s`: time between two lines of figures; 0: none. `log_requests`: one line for each request."""
+        """config: the time between two lines of figures, and whether there is one for each request."""
         self._clock = clock
         self._load = load
-        self._interval_s = interval_s
-        self._log_requests = log_requests
+        self._interval_s = config.log_stats_interval_s
+        self._log_requests = config.log_requests
         self._numbers = numbers
         self._base_prompt_tokens = 0
         self._timer: Timer | None = None

@@ -125,6 +125,11 @@ class Adapters:
         """The adapters that have names."""
         return [self._info(name, index) for name, index in self.names]
 
+    def names_by_hash(self) -> dict[bytes, str]:
+        """The names of loaded adapters, by the hash of what they compute."""
+        infos = self.infos() if len(self.names) else []
+        return {info.content_hash: info.name for info in infos if info.content_hash}
+
     def uses(self) -> list[AdapterUse]:
         """The adapters that unfinished requests use, the one with the most requests first, then by name."""
         uses: dict[int, AdapterUse] = {}

@@ -14,11 +14,7 @@ from functools import partial
 
 from cadenza.telemetry.spans import SpanSink
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.errors import (
-    DrainingError,
-    RequestExistsError,
-    UnknownRequestError,
-)
+from scheduler_svc.core.errors import DrainingError, RequestExistsError, UnknownRequestError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
@@ -32,7 +28,8 @@ from scheduler_svc.engine.fleet.executor_set import ExecutorSet
 from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
 from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.kept_requests import KeptRequests
-from scheduler_svc.engine.lane_views import block_tables, current_load, num_queued, retry_after_s
+from scheduler_svc.engine.kv_events.hub import KvEvents
+from scheduler_svc.engine.lane_views import block_tables, current_load, num_queued, retry_after_s, step_load
 from scheduler_svc.engine.live_request import Listener, LiveRequest, record_planned
 from scheduler_svc.engine.model_events import ModelEvents
 from scheduler_svc.engine.restored_requests import RestoredRequests
@@ -101,10 +98,10 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._started_ns = clock.monotonic_ns()
-        self._recorder = StepRecorder(self.load, self._started_ns)
-        interval_s, log_requests = config.log_stats_interval_s, config.log_requests
-        self._log = ActivityLog(clock, self.load, self.numbers, interval_s=interval_s, log_requests=log_requests)
+        self._recorder = StepRecorder(partial(step_load, core), self._started_ns)
+        self._log = ActivityLog(clock, self.load, self.numbers, config)
         self._freed_memory = FreedMemory(clock, release_memory)
+        self.kv_events = KvEvents(core, clock)
         self._health_listeners: list[Callable[[bool], None]] = []
         self.draining = False
         self.fenced = asyncio.Event()
@@ -136,6 +133,7 @@ class Engine:
         self._traces.stop()
         self.restored.stop()
         self._freed_memory.stop()
+        self.kv_events.stop()
         await self.executors.stop()
 
     def on_failed(self, error: Exception) -> None:
@@ -320,6 +318,7 @@ class Engine:
         """Apply outputs to the live requests, then notify each one's listener once."""
         if outputs:
             self._apply(outputs)
+        self.kv_events.on_change()
         if self.adapters.on_outputs():
             self.executors.wake()
         # At once: there may be no executor, and no result for hours.

@@ -35,6 +35,19 @@ def current_load(core: Scheduler) -> Load:
     )
 
 
+def step_load(core: Scheduler) -> Load:
+    """What a step's record says of `current_load`, and nothing else: it is made for each step that is watched."""
+    lanes, num_swapped = core.lanes.values(), core.num_swapped
+    return Load(
+        num_waiting=num_queued(core) - num_swapped,
+        num_running=sum(lane.num_running_groups for lane in lanes),
+        num_swapped=num_swapped,
+        num_device_blocks=sum(lane.spec.num_blocks for lane in lanes),
+        num_used_device_blocks=sum(lane.spec.num_blocks - lane.blocks.num_free for lane in lanes),
+        num_stored_tokens=sum(lane.num_stored_tokens for lane in lanes),
+    )
+
+
 def num_queued(core: Scheduler) -> int:
     """Number of groups that wait, those that wait for their adapter included."""
     return len(core.waiting) + len(core.adapters.parked)

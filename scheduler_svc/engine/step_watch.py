@@ -52,6 +52,11 @@ class StepWatch:
             self._outputs.clear()
         return records, self._num_dropped
 
+    @property
+    def has_records(self) -> bool:
+        """Whether the next records are there."""
+        return bool(self._records)
+
     def put(self, record: StepRecord) -> None:
         """Add a record, or count it as lost if the watch is full."""
         if len(self._records) < _MAX_RECORDS:
@@ -131,7 +136,11 @@ class StepRecorder:
         load: Load,
         now: float,
     ) -> StepRecord:
-        sampled = _by_slot(result.slots, result.num_tokens or [1] * len(result.slots))
+        counts = result.num_tokens or [1] * len(result.slots)
+        # As a rule all decode and sample, which takes no look at each.
+        is_plain = not step.chunks and result.slots == step.decode_slots
+        sampled = {} if is_plain else _by_slot(result.slots, counts)
+        has_drafts = any(result.num_drafts)
         drafts, accepted = _by_slot(result.slots, result.num_drafts), _by_slot(result.slots, result.num_accepted)
         chunks = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
         return StepRecord(
@@ -145,13 +154,11 @@ class StepRecorder:
                 for s, slot in zip(step.joined, step.joined_slots, strict=True)
             ],
             sequence_ids=[sequence.sequence_id for sequence in contexts],
-            num_tokens=[chunks.get(sequence, 1) for sequence in contexts],
+            num_tokens=[chunks.get(sequence, 1) for sequence in contexts] if chunks else [1] * len(contexts),
             context_lens=list(contexts.values()),
-            num_sampled=[sampled.get(sequence.last_slot, 0) for sequence in contexts],
-            num_drafts=[drafts.get(sequence.last_slot, 0) for sequence in contexts] if any(drafts.values()) else (),
-            num_accepted_drafts=(
-                [accepted.get(sequence.last_slot, 0) for sequence in contexts] if any(drafts.values()) else ()
-            ),
+            num_sampled=counts if is_plain else [sampled.get(sequence.last_slot, 0) for sequence in contexts],
+            num_drafts=[drafts.get(sequence.last_slot, 0) for sequence in contexts] if has_drafts else (),
+            num_accepted_drafts=([accepted.get(sequence.last_slot, 0) for sequence in contexts] if has_drafts else ()),
             left=self._left,
             preempted_ids=[sequence.sequence_id for sequence in step.preempted],
             swapped_out_ids=[sequence.sequence_id for sequence in step.swapped_out],

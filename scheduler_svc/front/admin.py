@@ -12,6 +12,7 @@ from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc as pb_grpc
 from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError
+from scheduler_svc.convert.kv_events import kv_batch
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
 from scheduler_svc.engine.adapters import AdapterInfo
@@ -23,6 +24,8 @@ from scheduler_svc.tenants.errors import AdapterForbiddenError
 from scheduler_svc.tenants.registry import Caller
 
 _T = TypeVar("_T")
+_MAX_INTERVAL_S = 1.0
+"""Longest pause of a watch, in which it must not come to hold more records than it may."""
 _OfExecutor = pb.AddExecutorRequest | pb.DrainExecutorRequest | pb.ResumeExecutorRequest | pb.RemoveExecutorRequest
 
 
@@ -38,7 +41,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         try:
             self._front.check_serving()
             caller = self._front.caller_of(context)
-            await self._until_stop(self._watch(request.include_block_tables, caller, context))
+            min_interval_s = _min_interval_s(request)
+            await self._until_stop(self._watch(request.include_block_tables, min_interval_s, caller, context))
         except Exception as exc:
             await abort_with(context, exc)
 
@@ -84,6 +88,24 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         except Exception as exc:
             await abort_with(context, exc)
         return pb.GetMetricsResponse(text=text)
+
+    async def SubscribeKvEvents(self, request: pb.SubscribeKvEventsRequest, context: Any) -> None:  # type: ignore[override]
+        """Stream what the prefix caches hold."""
+        try:
+            self._front.check_serving()
+            caller = self._front.caller_of(context)
+            await self._until_stop(self._send_kv_events(request.start_sequence_number, caller, context))
+        except Exception as exc:
+            await abort_with(context, exc)
+
+    async def FlushPrefixCache(self, request: pb.FlushPrefixCacheRequest, context: Any) -> pb.FlushPrefixCacheResponse:
+        """Empty the prefix caches."""
+        try:
+            self._front.check_serving()
+            num_blocks = await self._front.engine.kv_events.flush()
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.FlushPrefixCacheResponse(num_blocks=num_blocks)
 
     async def AddExecutor(self, request: pb.AddExecutorRequest, context: Any) -> pb.AddExecutorResponse:
         """Add an executor; returns before it has answered."""
@@ -172,13 +194,25 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     def _adapter(self, info: AdapterInfo) -> pb.AdapterInfo:
         return convert.adapter_info(info, self._front.engine.executor_infos())
 
-    async def _watch(self, include_block_tables: bool, caller: Caller, context: Any) -> None:
+    async def _watch(self, include_block_tables: bool, min_interval_s: float, caller: Caller, context: Any) -> None:
         """Stream records until the caller leaves, or its token is revoked: unlike others, this stream has no end."""
         async with self._front.engine.watch(include_block_tables=include_block_tables) as watch:
             async for records, num_dropped in watch:
                 caller.check_admin()
                 work = convert.watch_response(records, num_dropped, block_tables=include_block_tables)
                 await context.write(await run_in_slices(work))
+                if min_interval_s and records and not watch.has_records:
+                    await asyncio.sleep(min_interval_s)
+
+    async def _send_kv_events(self, start: int, caller: Caller, context: Any) -> None:
+        """Stream batches as `_watch`."""
+        subscription = self._front.engine.kv_events.subscribe(start)
+        try:
+            async for batch in subscription:
+                caller.check_admin()
+                await context.write(kv_batch(batch, self._front.engine.adapters.names_by_hash()))
+        finally:
+            subscription.close()
 
     async def _until_stop(self, work: Coroutine[Any, Any, _T]) -> _T:
         """The work's result; raises NotServingError if the service stops first."""
@@ -193,6 +227,13 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         finally:
             working.cancel()
             stopping.cancel()
+
+
+def _min_interval_s(request: pb.WatchStepsRequest) -> float:
+    if not 0 <= request.min_interval_s <= _MAX_INTERVAL_S:
+        message = f"must be 0 to {_MAX_INTERVAL_S:g} seconds, not {request.min_interval_s}"
+        raise RequestRejectedError("min_interval_s", message)
+    return request.min_interval_s
 
 
 def _timeout_s(request: pb.DrainRequest | pb.DrainExecutorRequest) -> float | None:

@@ -26,6 +26,9 @@ from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.fields import RequestFields
 from scheduler_svc.tenants.errors import UnauthenticatedError
 
+_PIECE_BYTES = 256 * 1024
+"""Of a tokenizer's file, in one message."""
+
 
 class GenerationServicer(pb_grpc.GenerationServiceServicer):
     """Serves clients from a Front. Streams write through the context, so that `finally` runs as soon as one ends."""
@@ -34,6 +37,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         self._front = front
         self._model_info: tuple[RequestBuilder, ModelDescription, pb.GetModelInfoResponse] | None = None
         """The newest description of a model, and what it was made of: there may be thousands of added tokens."""
+        self._files_turn = asyncio.Lock()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """One request: streams its output; a slow reader gets fewer and larger messages."""
@@ -127,6 +131,20 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         except Exception as exc:
             await abort_with(context, exc)
         return pb.DetokenizeResponse(text=text)
+
+    async def GetTokenizerFiles(self, request: pb.GetTokenizerFilesRequest, context: Any) -> None:  # type: ignore[override]
+        """The tokenizer's files, of one caller at a time: they may have 30 MB."""
+        tokenizer = (await self._builder(context)).tokenizer
+        try:
+            if tokenizer is None:
+                raise PreconditionError("tokenizer", "the model has none: start the server with --tokenizer")
+            async with self._files_turn:
+                for name, content in (await asyncio.to_thread(tokenizer.files)).items():
+                    for start in range(0, max(1, len(content)), _PIECE_BYTES):
+                        data = content[start : start + _PIECE_BYTES]
+                        await context.write(pb.GetTokenizerFilesResponse(name=name, data=data))
+        except Exception as exc:
+            await abort_with(context, exc)
 
     async def _stream(self, reader: RequestReader, fields: RequestFields, context: Any) -> None:
         """Send a request's output until it finishes; the engine learns when the stream ends, early or not.

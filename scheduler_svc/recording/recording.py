@@ -195,6 +195,10 @@ class _RecordedScheduler(Scheduler):
         with self._log.call(lambda: records.drain(draining)):
             super().drain(draining)
 
+    def flush_prefix_caches(self, most: int) -> int:
+        with self._log.call(lambda: records.flush_prefix_caches(most)):
+            return super().flush_prefix_caches(most)
+
     def set_weights(self, weights: Mapping[str, float]) -> None:
         self._log.weighted(weights)
         super().set_weights(weights)

@@ -168,6 +168,11 @@ def drain(draining: bool) -> pb.PlanLogRecord:
     return pb.PlanLogRecord(drain=pb.DrainCall(draining=draining))
 
 
+def flush_prefix_caches(most: int) -> pb.PlanLogRecord:
+    """Return the record of blocks that were removed from the prefix caches."""
+    return pb.PlanLogRecord(flush_prefix_caches=pb.FlushPrefixCachesCall(most=most))
+
+
 def plan_step(executor_id: int, now: float, plan: StepPlan | None, epoch: int) -> pb.PlanLogRecord:
     """Return the record of a planned step, or of no step to plan."""
     message = None if plan is None else step_plan(plan, epoch)

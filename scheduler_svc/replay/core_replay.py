@@ -115,6 +115,8 @@ class CoreReplay:
                 core.set_weights(record.set_weights.weights)
             case "drain":
                 core.drain(record.drain.draining)
+            case "flush_prefix_caches":
+                core.flush_prefix_caches(record.flush_prefix_caches.most)
             case "add_executor":
                 core.add_executor(record.add_executor.executor_id, executor_spec(record.add_executor.spec))
             case "session_opened":

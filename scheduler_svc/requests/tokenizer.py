@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -232,6 +233,12 @@ class Tokenizer:
     def is_short(num_chars: int) -> bool:
         """Return whether `run` would do the work on the event loop."""
         return num_chars <= _INLINE_CHARS
+
+    def files(self) -> dict[str, bytes]:
+        """Return its files by name, as transformers writes and loads them: no other file of the model. For a thread."""
+        with tempfile.TemporaryDirectory(prefix="cadenza-tokenizer-") as folder:
+            self._inner.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
     def has_same_tokens(self, other: Tokenizer) -> bool:
         """Return whether each token id means the same token."""

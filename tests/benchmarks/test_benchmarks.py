@@ -307,6 +307,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "loadtest_clock",
         "loop_lag",
         "lora",
+        "page_cost",
         "placement",
         "placement_cost",
         "ranks",

@@ -113,6 +113,7 @@ def sample(name: str, owners: list[str]) -> Any:
         "gold=4",
         "some/text",
         "http://127.0.0.1:4317",
+        "ipc:///tmp/events",
     ):
         if value == default or isinstance(value, bool) != (field.annotation is bool):
             continue

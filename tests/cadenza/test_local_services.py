@@ -220,7 +220,7 @@ def test_a_gateway_is_a_third_service_without_which_the_others_go_on(fakes):
         until(lambda: any("is back" in event for event in fakes.events))
         (fakes.folder / "gateway.fail").touch()
         os.kill(fakes.starts("gateway")[-1]["pid"], signal.SIGKILL)
-        until(lambda: any("there is no HTTP any more" in event for event in fakes.events))
+        until(lambda: any("there is no gateway any more" in event for event in fakes.events))
         assert services.failure is None
         assert set(services.pids()) == {"executor", "scheduler"}
     assert not any(alive(start["pid"]) for name in ("executor", "scheduler", "gateway") for start in fakes.starts(name))

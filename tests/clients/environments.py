@@ -37,6 +37,8 @@ PYTHON: dict[str, Packages] = {
     "langchain": Packages(("langchain-openai==1.7.4",)),
     "aiperf": Packages(("aiperf==0.13.0",)),
     "guidellm": Packages(("guidellm==0.8.1",), needs_torch=True),
+    "triton": Packages(("tritonclient[grpc]==2.73.0",)),
+    "smg": Packages(("smg==1.13.0",)),
     "lm-eval": Packages(("lm-eval[api]==0.4.13", "transformers==5.23.0")),
 }
 NODE: tuple[str, ...] = ("ai",)

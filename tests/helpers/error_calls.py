@@ -17,6 +17,7 @@ from cadenza.v1 import types_pb2
 from tests.helpers.error_table import CALLS, HEALTHY
 
 Metadata = tuple[tuple[str, str], ...]
+_ENDLESS = ("WatchSteps", "SubscribeKvEvents")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ async def perform(
     timeout: float | None = None,
     metadata: Metadata = (),
 ) -> Outcome:
-    """Send one request and wait for its end; of WatchSteps the first answer is enough."""
+    """Send one request and wait for its end; of a stream without an end the first answer is enough."""
     call = CALLS[name]
     path = f"/cadenza.v1.{call.service}/{name}"
     try:
@@ -51,7 +52,7 @@ async def perform(
         answer = None
         while (following := await stream.read()) is not grpc.aio.EOF:
             answer = following
-            if name == "WatchSteps":
+            if name in _ENDLESS:
                 stream.cancel()
                 break
         return Outcome("OK", "", _summary(answer))

@@ -53,6 +53,7 @@ CALLS = {
     "GetServerInfo": Call("GenerationService", pb.GetServerInfoRequest, {}, pb.GetServerInfoResponse),
     "Tokenize": Call("GenerationService", pb.TokenizeRequest, {"prompt": [{"text": "Hi"}]}, pb.TokenizeResponse),
     "Detokenize": Call("GenerationService", pb.DetokenizeRequest, {"token_ids": [77, 110]}, pb.DetokenizeResponse),
+    "GetTokenizerFiles": Call("GenerationService", pb.GetTokenizerFilesRequest, {}, pb.GetTokenizerFilesResponse, True),
     "WatchSteps": Call("AdminService", admin_pb2.WatchStepsRequest, {}, admin_pb2.WatchStepsResponse, True),
     "GetBlockTable": Call(
         "AdminService", admin_pb2.GetBlockTableRequest, {"request_id": "none"}, admin_pb2.GetBlockTableResponse
@@ -70,6 +71,10 @@ CALLS = {
         "AdminService", admin_pb2.UnloadAdapterRequest, {"name": "none"}, admin_pb2.UnloadAdapterResponse
     ),
     "ListAdapters": Call("AdminService", admin_pb2.ListAdaptersRequest, {}, admin_pb2.ListAdaptersResponse),
+    "SubscribeKvEvents": Call(
+        "AdminService", admin_pb2.SubscribeKvEventsRequest, {}, admin_pb2.SubscribeKvEventsResponse, True
+    ),
+    "FlushPrefixCache": Call("AdminService", admin_pb2.FlushPrefixCacheRequest, {}, admin_pb2.FlushPrefixCacheResponse),
     "Profile": Call("ExecutorAdminService", admin_pb2.ProfileRequest, {}, admin_pb2.ProfileResponse),
 }
 

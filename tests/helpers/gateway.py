@@ -11,9 +11,10 @@ from typing import Any
 
 from aiohttp import ClientSession
 
+from cadenza.gateway.access import PageRights
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
-from cadenza.gateway.serve import start, tls_of
+from cadenza.gateway.listeners import Listeners
 from cadenza.gateway.state import State
 
 
@@ -24,6 +25,8 @@ class Gateway:
     state: State
     http: ClientSession
     address: str
+    addresses: dict[str, str]
+    """Of all listeners, by option."""
     paths: tuple[str, ...]
     """As they were added, with {name} for a part that is any."""
 
@@ -71,20 +74,17 @@ async def read_events(response: Any) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def gateway(target: str, **options: Any) -> AsyncIterator[Gateway]:
+async def gateway(target: str, page_rights: PageRights | None = None, **options: Any) -> AsyncIterator[Gateway]:
     """A gateway of the scheduler at `target`."""
     config = GatewayConfig(target=target, http="127.0.0.1:0", **options)
-    state = make_state(config)
-    problems: list[str] = []
-    running = await start(state, tls_of(config), problems.append)
-    assert running is not None, problems
-    runner, address = running
+    state = make_state(config, page_rights)
+    listeners = Listeners(state)
     try:
-        async with ClientSession(f"http://{address}") as http:
-            paths = tuple(sorted(each.canonical for each in runner.app.router.resources()))
-            yield Gateway(state, http, address, paths)
+        addresses = await listeners.start()
+        async with ClientSession(f"http://{addresses['http']}") as http:
+            yield Gateway(state, http, addresses["http"], addresses, listeners.paths)
     finally:
-        await runner.cleanup()
+        await listeners.close()
 
 
 def completion_text(events: list[Any]) -> str:

@@ -86,6 +86,20 @@ async def test_watch_steps_and_block_tables(w):
     assert status.code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
+async def test_a_watch_with_an_interval_gets_the_records_of_many_steps_in_one_message(w):
+    watch = w.admin.WatchSteps(admin_pb2.WatchStepsRequest(min_interval_s=0.25))
+    assert not (await watch.read()).records
+    ids = (await collect(w.stub.Generate(request(max_tokens=100, ignore_eos=True)))).ids
+    messages = []
+    while sum(sum(record.num_sampled) for message in messages for record in message.records) < len(ids):
+        messages.append(await watch.read())
+    steps = [record.step_id for message in messages for record in message.records]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    assert len(steps) >= 100
+    assert len(messages) < len(steps) / 8
+    watch.cancel()
+
+
 async def test_drain_and_resume(w):
     w.executor.going.clear()
     call = w.stub.Generate(request(request_id="a"))

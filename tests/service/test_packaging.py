@@ -80,6 +80,8 @@ def test_wheel_holds_every_source_file(clean: CleanEnvironment) -> None:
         for pattern in ("*.py", "*.pyi", "py.typed")
         for path in (root / package).rglob(pattern)
     }
+    page = ROOT / "client" / "cadenza" / "gateway" / "page" / "static"
+    expected |= {path.relative_to(ROOT / "client").as_posix() for path in page.rglob("*") if path.is_file()}
     assert expected <= names, sorted(expected - names)
 
 

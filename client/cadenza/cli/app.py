@@ -191,11 +191,21 @@ def demo(
             metavar="KIND", help="Speculative decoding, as of `up`; draft and auto have the demo model's own draft."
         ),
     ] = "off",
+    page: Annotated[
+        bool,
+        typer.Option("--page", help="Show the live page of two executors instead, under a load, until Ctrl-C."),
+    ] = False,
 ) -> None:
     """Show live answers, then the schedule.
 
-    Starts both services on a small model, sends ten prompts at once, and draws the schedule that ran.
+    Starts both services on a small model, sends ten prompts at once, and draws the schedule that ran. With --page it
+    opens the live page in a browser, where an executor can be killed: the streams go on.
     """
+    if page:
+        from cadenza.cli.demo_page import run_page
+
+        run_page(model=model, device=device, max_num_seqs=max_num_seqs, speculative=speculative)
+        return
     from cadenza.cli.demo import run_demo
 
     run_demo(model=model, device=device, max_num_seqs=max_num_seqs, speculative=speculative)

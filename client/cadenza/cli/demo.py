@@ -49,12 +49,7 @@ def run_demo(*, model: str | None, device: str, max_num_seqs: int | None, specul
     console = Console(highlight=False)
     if max_num_seqs is None:
         max_num_seqs = _SLOTS if speculative == "off" else _SLOTS_WITH_DRAFTS
-    options: dict[str, Any] = {"device": device, "speculative": speculative, "max_num_seqs": max_num_seqs}
-    if model is None:
-        folder = _demo_model()
-        model = str(folder)
-        if speculative in ("draft", "auto"):
-            options["speculative_model"] = str(folder.with_name(f"{folder.name}-draft"))
+    model, options = demo_options(model, device, max_num_seqs, speculative)
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         with console.status("starting an executor and a scheduler, two processes, on this machine"):
@@ -68,6 +63,17 @@ def run_demo(*, model: str | None, device: str, max_num_seqs: int | None, specul
         with services.naming_failure():
             asyncio.run(_run(console, services.target, max_num_seqs))
     console.print(f"both services are stopped; {time.monotonic() - started:.1f} s in all")
+
+
+def demo_options(model: str | None, device: str, max_num_seqs: int, speculative: str) -> tuple[str, dict[str, Any]]:
+    """The model and the options of the services; raises OptionError."""
+    options: dict[str, Any] = {"device": device, "speculative": speculative, "max_num_seqs": max_num_seqs}
+    if model is None:
+        folder = _demo_model()
+        model = str(folder)
+        if speculative in ("draft", "auto"):
+            options["speculative_model"] = str(folder.with_name(f"{folder.name}-draft"))
+    return model, options
 
 
 def _demo_model() -> Path:

@@ -38,8 +38,10 @@ def effective_options(services: LocalServices, places: Mapping[str, Setting]) ->
     rows += _limits(model, server)
     silent = {name: " (does not answer)" for name in names if name not in executors}
     listening = [f"{name} on {addresses[name]}{silent.get(name, '')}" for name in (SCHEDULER, *names)]
-    if services.http is not None:
-        listening.append(f"gateway on {services.http}")
+    listening += [
+        f"gateway on {address}" if option == "http" else f"gateway ({option.replace('_', '-')}) on {address}"
+        for option, address in services.gateway.items()
+    ]
     rows.append(("listens", ", ".join(listening)))
     rows += _origins({**places, **services.settings})
     return [f"{label:<10}{text}" for label, text in rows]

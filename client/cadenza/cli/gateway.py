@@ -1,4 +1,4 @@
-"""`cadenza gateway`: serves HTTP for a scheduler that runs elsewhere."""
+"""`cadenza gateway`: serves other APIs for a scheduler that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import typer
 
 from cadenza.cli.service_args import Config, FieldOption
 
-HELP = """Serve OpenAI's and Anthropic's HTTP APIs for a scheduler.
+HELP = """Serve other APIs for a scheduler: OpenAI's and Anthropic's by HTTP, KServe's and vLLM's by gRPC.
 
 \b
 Examples:
   cadenza up MODEL                                     (a scheduler at 127.0.0.1:50051)
   cadenza gateway --target 127.0.0.1:50051 --http :8000
+  cadenza gateway --kserve :8001 --vllm-grpc :50061      (without HTTP)
   curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
-`cadenza up MODEL --http 8000` starts and supervises one beside the services. It needs no model on its machine, and
-several may serve one scheduler.
+`cadenza up MODEL --http 8000 --kserve 8001` starts and supervises one beside the services. It needs no model on its
+machine, and several may serve one scheduler.
 
 Prints `ready HOST:PORT` on stdout once it listens; its log goes to stderr. SIGTERM lets it finish its requests, for
 --drain-timeout-s at most; SIGINT (Ctrl-C) or a second signal stops it at once.
@@ -28,7 +29,7 @@ Every option can also be set in the environment, such as CADENZA_HTTP=:8000, or 
 scheduler is reached with TLS is a client's: CADENZA_TLS_CA and so on.
 """
 EPILOG = "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."
-_FIRST = ("target", "http")
+_FIRST = ("target", "http", "kserve", "vllm_grpc")
 
 
 def gateway(config: Config = None, **options: Any) -> None:

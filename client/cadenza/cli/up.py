@@ -33,6 +33,8 @@ Examples:
   cadenza generate "Hello"              (in another terminal)
   cadenza up MODEL --executors 2
   cadenza up MODEL --http 8000          (OpenAI's and Anthropic's APIs too)
+  cadenza up MODEL --page               (the same, and a live page)
+  cadenza up MODEL --kserve 8001        (clients of Triton too)
   cadenza up MODEL --executors 4 --distributed-executor-backend ray
 
 MODEL is a folder, a GGUF file or a Hugging Face hub id; --model gives it too. `cadenza serve` is the same command.

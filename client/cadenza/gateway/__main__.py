@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from types import FrameType
+from typing import TYPE_CHECKING
 
 # grpc logs each connection that it cannot make, in addition to our own line; it reads this variable on import.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -14,12 +16,16 @@ import logging
 
 try:
     from cadenza.gateway.config import GatewayConfig
+    from cadenza.page_starter import PAGE_DEMO, PAGE_TOKEN, ask_to_kill
     from cadenza.settings import service as settings
     from cadenza.telemetry import logs
 except ModuleNotFoundError as missing:
     from cadenza.settings.extras import install_command
 
     sys.exit(f"error: {missing.name} is not installed: {install_command('gateway')}")
+
+if TYPE_CHECKING:
+    from cadenza.gateway.access import PageRights
 
 _LOG = logging.getLogger("cadenza.gateway")
 
@@ -50,7 +56,15 @@ def main(arguments: list[str]) -> int:
 
         fail(f"{missing.name} is not installed: {install_command('gateway')}")
         return 1
-    return uvloop.run(serve(config, fail))
+    return uvloop.run(serve(config, fail, _page_rights(os.environ)))
+
+
+def _page_rights(environment: Mapping[str, str]) -> PageRights | None:
+    """Those that `cadenza up` gives: a token that a restarted gateway has too, and whether it kills when asked to."""
+    from cadenza.gateway.access import PageRights
+
+    token = environment.get(PAGE_TOKEN)
+    return None if token is None else PageRights(token, ask_to_kill if environment.get(PAGE_DEMO) else None)
 
 
 def _exit_now(_number: int, _frame: FrameType | None) -> None:

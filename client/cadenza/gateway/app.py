@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import secrets
+from dataclasses import replace
 
 from aiohttp import web
 
 from cadenza.credentials import read_token
 from cadenza.gateway import system
+from cadenza.gateway.access import PageRights
 from cadenza.gateway.anthropic import messages
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.http.cors import Cors
@@ -15,12 +17,16 @@ from cadenza.gateway.http.keys import KeyFile
 from cadenza.gateway.middleware import answers
 from cadenza.gateway.models import Names
 from cadenza.gateway.openai import chat, completions, models, responses, tokens
+from cadenza.gateway.page.routes import add_page
 from cadenza.gateway.scheduler.link import SchedulerLink
 from cadenza.gateway.state import STATE, State
 
 
-def make_state(config: GatewayConfig) -> State:
-    """What the handlers share; on the event loop that is to serve. Raises OptionError for files and TLS."""
+def make_state(config: GatewayConfig, page_rights: PageRights | None = None) -> State:
+    """What the handlers share; on the event loop that is to serve. Raises OptionError for files and TLS.
+
+    page_rights: as whoever started this process gives them; a file with a token overrides theirs.
+    """
     own_token = None if config.http_token_file is None else read_token(config.http_token_file)
     keys = _keys("http-api-key-file", config.http_api_key_file)
     admin_keys = _keys("http-admin-key-file", config.http_admin_key_file)
@@ -36,11 +42,12 @@ def make_state(config: GatewayConfig) -> State:
         admin_keys=admin_keys,
         names=Names(config.served_model_name),
         cors=Cors(config.http_cors_origin),
+        page_rights=_page_rights(config, page_rights),
     )
 
 
 def make_app(state: State) -> web.Application:
-    """The application; `state.link` is started and closed with it."""
+    """The application; whoever serves it starts and closes `state.link`."""
     app = web.Application(middlewares=[answers], client_max_size=state.max_body_bytes)
     app[STATE] = state
     app.add_routes(
@@ -62,15 +69,14 @@ def make_app(state: State) -> web.Application:
             web.post("/v1/unload_lora_adapter", models.unload_adapter),
         ]
     )
-    app.cleanup_ctx.append(_connected)
+    if state.config.page:
+        add_page(app, state)
     return app
 
 
-async def _connected(app: web.Application) -> AsyncIterator[None]:
-    link = app[STATE].link
-    link.start()
-    yield
-    await link.close()
+def _page_rights(config: GatewayConfig, given: PageRights | None) -> PageRights:
+    rights = given or PageRights(secrets.token_urlsafe(24))
+    return rights if config.page_token_file is None else replace(rights, token=read_token(config.page_token_file))
 
 
 def _keys(option: str, path: str | None) -> KeyFile | None:

@@ -15,10 +15,14 @@ from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.transport import SCHEDULER_PORT, parse_address
 
 HTTP_PORT = 8000
+KSERVE_PORT = 8001
+"""That of Triton's gRPC."""
+VLLM_GRPC_PORT = 50061
+_PORTS = {"http": HTTP_PORT, "kserve": KSERVE_PORT, "vllm_grpc": VLLM_GRPC_PORT}
 
 
 class GatewayConfig(Settings):
-    """Serve HTTP clients of OpenAI's and Anthropic's APIs with a Cadenza scheduler.
+    """Serve clients of other APIs with a Cadenza scheduler: OpenAI's and Anthropic's HTTP, KServe's and vLLM's gRPC.
 
     Example: cadenza gateway --target 127.0.0.1:50051 --http :8000
 
@@ -46,7 +50,8 @@ class GatewayConfig(Settings):
     http_tls_cert: str | None = Field(
         None,
         min_length=1,
-        description="PEM file of the certificate chain that the gateway shows: with it, it serves HTTPS.",
+        description="PEM file of the certificate chain that the gateway shows: with it, it serves HTTPS, and gRPC with "
+        "TLS.",
         json_schema_extra=about("HTTP"),
     )
     http_tls_key: str | None = Field(
@@ -55,11 +60,25 @@ class GatewayConfig(Settings):
         description="PEM file of the key of --http-tls-cert.",
         json_schema_extra=about("HTTP"),
     )
-    http: str = Field(
-        f"127.0.0.1:{HTTP_PORT}",
+    http: str | None = Field(
+        None,
         min_length=1,
-        validate_default=True,
-        description="HOST:PORT to listen on, or the port alone; port 0 takes any free one.",
+        description="HOST:PORT to listen on for HTTP, or the port alone; port 0 takes any free one; default: "
+        f"127.0.0.1:{HTTP_PORT}, and none with --kserve or --vllm-grpc without --page.",
+        json_schema_extra=about("HTTP"),
+    )
+    kserve: str | None = Field(
+        None,
+        min_length=1,
+        description="HOST:PORT to listen on for gRPC clients of KServe v2 and Triton Inference Server, or the port "
+        "alone; docs/integrations.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    vllm_grpc: str | None = Field(
+        None,
+        min_length=1,
+        description="HOST:PORT to listen on for routers that speak vLLM's engine protocol, such as SMG, or the port "
+        "alone; docs/integrations.md.",
         json_schema_extra=about("HTTP"),
     )
     tool_call_parser: ToolOption = Field(
@@ -134,6 +153,25 @@ class GatewayConfig(Settings):
         description="How long requests wait for a scheduler that was lost, before they end with 503.",
         json_schema_extra=about("HTTP", "s"),
     )
+    page: bool = Field(
+        False,
+        description="Serve the live page at / too: queues, executors, blocks, the schedule as it runs, and a chat. Its "
+        "address is logged at start; docs/page.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    page_token_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the token of the page, which shows the requests of all clients and kills executors; "
+        "default: drawn at start, and logged with the address.",
+        json_schema_extra=about("HTTP"),
+    )
+    page_host: Annotated[list[str], NoDecode] = Field(
+        [],
+        description="Name by which browsers may ask for the page, besides addresses, localhost and that of --http; "
+        "several times, or with commas, for several ones.",
+        json_schema_extra=about("HTTP"),
+    )
     drain_timeout_s: float = Field(
         DRAIN_TIMEOUT_S,
         ge=0,
@@ -145,7 +183,7 @@ class GatewayConfig(Settings):
         "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
     )
 
-    @field_validator("served_model_name", "http_cors_origin", mode="before")
+    @field_validator("served_model_name", "http_cors_origin", "page_host", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_list(value)
@@ -156,14 +194,24 @@ class GatewayConfig(Settings):
         parse_address(value, default_port=SCHEDULER_PORT)
         return value
 
-    @field_validator("http")
+    @field_validator("http", "kserve", "vllm_grpc")
     @classmethod
-    def _check_http(cls, value: str, info: ValidationInfo) -> str:
+    def _check_listener(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return None
         value = f":{value}" if value.isdigit() else value  # as of `cadenza up`
-        host = parse_address(value, default_port=HTTP_PORT)[0]
+        host = parse_address(value, default_port=_PORTS[str(info.field_name)])[0]
         if not (is_loopback(host) or info.data.get("insecure") or info.data.get("http_tls_cert")):
             raise ValueError(
                 f"{host} is beyond loopback: give --http-tls-cert and --http-tls-key, or --insecure to serve in plain "
                 "text, as on a network of containers alone or behind a proxy with TLS"
             )
         return value
+
+    @property
+    def listeners(self) -> dict[str, tuple[str, int]]:
+        """Host and port of each listener, by its option, HTTP first: also for the page, and without any option."""
+        given = {name: getattr(self, name) for name in _PORTS if getattr(self, name) is not None}
+        own = {"http": f"127.0.0.1:{HTTP_PORT}"} if self.page or not given else {}
+        places = own | given
+        return {name: parse_address(place, default_port=_PORTS[name]) for name, place in places.items()}

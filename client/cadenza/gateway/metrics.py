@@ -12,13 +12,14 @@ _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 DEFINITIONS = (
     Definition(
         "cadenza_gateway_requests_total", "counter", "requests",
-        "HTTP requests answered, by path and status; 499: the client left.", ("path", "status"),
+        "Requests answered, by path, of gRPC the call, and status as HTTP has it; 499: the client left.",
+        ("path", "status"),
     ),
     Definition(
         "cadenza_gateway_request_seconds", "histogram", "seconds",
         "From the head of a request to the end of its answer.",
     ),
-    Definition("cadenza_gateway_running_requests", "gauge", "requests", "HTTP requests that are being answered."),
+    Definition("cadenza_gateway_running_requests", "gauge", "requests", "Requests that are being answered."),
     Definition("cadenza_gateway_running_prompts", "gauge", "prompts", "Prompts of these that run at the scheduler."),
     Definition("cadenza_gateway_deltas_total", "counter", "deltas", "Deltas of the scheduler that were streamed."),
     Definition("cadenza_gateway_writes_total", "counter", "writes", "Writes to sockets that carried them."),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from cadenza.gateway.access import PageRights
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.http.cors import Cors
 from cadenza.gateway.http.errors import ApiError
@@ -34,6 +35,7 @@ class State:
     admin_keys: KeyFile | None
     names: Names
     cors: Cors
+    page_rights: PageRights
     counts: Counts = field(default_factory=Counts)
     is_stopping: bool = False
     _formats: tuple[ModelInfo, Formats] | None = None
@@ -62,13 +64,20 @@ class State:
 
     async def caller(self, request: web.Request) -> Caller:
         """Who a request is from; raises ApiError and CadenzaError."""
-        key = api_key(request)
+        return await self.caller_with(api_key(request))
+
+    async def caller_with(self, key: str | None) -> Caller:
+        """Who has a key; raises ApiError and CadenzaError."""
         if self.keys is not None:
             self.keys.check(key)
         return await self.link.caller(key)
 
     async def generating(self, request: web.Request) -> Caller:
         """The same for a request that generates: raises ApiError while none can be served."""
+        return await self.generating_with(api_key(request))
+
+    async def generating_with(self, key: str | None) -> Caller:
+        """The same for a key."""
         if self.is_stopping:
             raise ApiError(503, "the gateway is stopping", code="unavailable", retry_after_s=_RETRY_S)
         if self.counts.num_running > self.config.http_max_requests:
@@ -77,7 +86,7 @@ class State:
         if self.link.is_away:
             message = f"the scheduler at {self.link.target} does not serve: it is away, or has no executor"
             raise ApiError(503, message, code="unavailable", retry_after_s=_RETRY_S)
-        return await self.caller(request)
+        return await self.caller_with(key)
 
 
 STATE = web.AppKey("state", State)

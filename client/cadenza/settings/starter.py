@@ -16,7 +16,27 @@ class StarterConfig(BaseModel):
         None,
         pattern=r"^[^\s/]+$",
         description="PORT or HOST:PORT: serve OpenAI's and Anthropic's HTTP APIs there too, by a third process, the "
-        "gateway; 0: any free port; default: none. A port alone is of the same address as --port; docs/openai.md.",
+        "gateway; 0: any free port; default: none, and 8000 with --page. A port alone is of the same address as "
+        "--port; docs/openai.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    kserve: str | None = Field(
+        None,
+        pattern=r"^[^\s/]+$",
+        description="PORT or HOST:PORT, as --http: the gateway also serves gRPC clients of KServe v2 and of Triton "
+        "Inference Server there; docs/integrations.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    vllm_grpc: str | None = Field(
+        None,
+        pattern=r"^[^\s/]+$",
+        description="PORT or HOST:PORT, as --http: the gateway also serves routers that speak vLLM's engine protocol "
+        "there, such as SMG; docs/integrations.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    page_demo: bool = Field(
+        False,
+        description="With --page: its button may kill an executor, to show that the streams go on; docs/page.md.",
         json_schema_extra=about("HTTP"),
     )
     executors: int = Field(

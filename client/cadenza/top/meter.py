@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cadenza.info import ExecutorInfo, ServerInfo, ServerLoad
+from cadenza.prompt_counter import PromptCounter
 from cadenza.schedule import ran
 from cadenza.top.ages import Ages
 from cadenza.top.figures import TIMES, ExecutorFigures, Percentiles, Snapshot, TenantFigures, percentiles
@@ -133,32 +134,6 @@ class Meter:
             ttfts_s=tuple(time_ns / 1e9 for time_ns in record.first_token_ns),
             times_s=tuple(getattr(timings, f"{name}_ns") / 1e9 for name in TIMES),
         )
-
-
-class PromptCounter:
-    """Separates the prompt tokens that steps compute from output tokens."""
-
-    def __init__(self) -> None:
-        self._lengths: dict[int, int] = {}  # by sequence id
-
-    def count(self, record: admin_pb2.StepRecord) -> tuple[int, list[int]]:
-        """Prompt tokens of this step, including recomputed tokens, and the tokens of each sequence that got some
-        without computing any.
-
-        For a sequence that joined before the watch, a chunk of one token counts as output.
-        """
-        lengths = self._lengths
-        lengths.update((join.sequence_id, join.num_prompt_tokens) for join in record.joined)
-        columns = zip(record.sequence_ids, record.num_tokens, record.context_lens, record.num_sampled, strict=True)
-        num_prompt_tokens, decoded = 0, []
-        for sequence, num_tokens, context_len, num_sampled in columns:
-            if num_tokens > 1 or context_len < lengths.get(sequence, 0):
-                num_prompt_tokens += num_tokens
-            elif num_tokens and num_sampled:
-                decoded.append(num_sampled)
-        for leave in record.left:
-            lengths.pop(leave.sequence_id, None)
-        return num_prompt_tokens, decoded
 
 
 def _executor(info: ExecutorInfo, base: ExecutorInfo | None, steps: list[_Step], window_s: float) -> ExecutorFigures:

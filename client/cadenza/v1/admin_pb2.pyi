@@ -56,6 +56,30 @@ ADAPTER_STATE_FAILED: AdapterState.ValueType  # 5
 """It cannot be loaded."""
 Global___AdapterState: _TypeAlias = AdapterState  # noqa: Y015
 
+class _KvTier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvTier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_TIER_UNSPECIFIED: _KvTier.ValueType  # 0
+    """Unspecified."""
+    KV_TIER_DEVICE: _KvTier.ValueType  # 1
+    """The device's."""
+    KV_TIER_HOST: _KvTier.ValueType  # 2
+    """The host's."""
+
+class KvTier(_KvTier, metaclass=_KvTierEnumTypeWrapper):
+    """KvTier is the memory that a block is in."""
+
+KV_TIER_UNSPECIFIED: KvTier.ValueType  # 0
+"""Unspecified."""
+KV_TIER_DEVICE: KvTier.ValueType  # 1
+"""The device's."""
+KV_TIER_HOST: KvTier.ValueType  # 2
+"""The host's."""
+Global___KvTier: _TypeAlias = KvTier  # noqa: Y015
+
 @_typing.final
 class WatchStepsRequest(_message.Message):
     """WatchStepsRequest requests step records."""
@@ -63,16 +87,22 @@ class WatchStepsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCLUDE_BLOCK_TABLES_FIELD_NUMBER: _builtins.int
+    MIN_INTERVAL_S_FIELD_NUMBER: _builtins.int
     include_block_tables: _builtins.bool
     """Include block table changes."""
+    min_interval_s: _builtins.float
+    """After a response that leaves no record behind, wait so many seconds, 0 to 1, before the next: it carries what has
+    come meanwhile, which costs the scheduler less than a response for each step.
+    """
     def __init__(
         self,
         *,
         include_block_tables: _builtins.bool = ...,
+        min_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_block_tables", b"include_block_tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_block_tables", b"include_block_tables", "min_interval_s", b"min_interval_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1001,3 +1031,275 @@ class GetMetricsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetMetricsResponse: _TypeAlias = GetMetricsResponse  # noqa: Y015
+
+@_typing.final
+class SubscribeKvEventsRequest(_message.Message):
+    """SubscribeKvEventsRequest begins a subscription."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
+    start_sequence_number: _builtins.int
+    """The next batch to send. 0, or a batch that is not kept any more, as after a restart: the present state comes first."""
+    def __init__(
+        self,
+        *,
+        start_sequence_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_sequence_number", b"start_sequence_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeKvEventsRequest: _TypeAlias = SubscribeKvEventsRequest  # noqa: Y015
+
+@_typing.final
+class SubscribeKvEventsResponse(_message.Message):
+    """SubscribeKvEventsResponse is a batch of events."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
+    TIME_NS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    sequence_number: _builtins.int
+    """Ascending by 1; never repeated, also not by the next process of the service. The parts of a state have numbers up to
+    that of the last batch that is in it.
+    """
+    time_ns: _builtins.int
+    """When it was made, in nanoseconds since 1970."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
+        """What happened, in order."""
+
+    @_builtins.property
+    def state(self) -> Global___KvState:
+        """Set where the batch is a part of the present state."""
+
+    def __init__(
+        self,
+        *,
+        sequence_number: _builtins.int = ...,
+        time_ns: _builtins.int = ...,
+        events: _abc.Iterable[Global___KvEvent] | None = ...,
+        state: Global___KvState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "sequence_number", b"sequence_number", "state", b"state", "time_ns", b"time_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeKvEventsResponse: _TypeAlias = SubscribeKvEventsResponse  # noqa: Y015
+
+@_typing.final
+class KvState(_message.Message):
+    """KvState says which part of the present state a batch is. The first part begins with a KvBlocksCleared."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """From 0."""
+    count: _builtins.int
+    """Number of parts."""
+    num_blocks: _builtins.int
+    """Number of blocks in all parts."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        count: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "index", b"index", "num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvState: _TypeAlias = KvState  # noqa: Y015
+
+@_typing.final
+class KvEvent(_message.Message):
+    """KvEvent is one change of the prefix caches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stored(self) -> Global___KvBlocksStored:
+        """Blocks are cached from now on."""
+
+    @_builtins.property
+    def removed(self) -> Global___KvBlocksRemoved:
+        """Blocks are not cached any more."""
+
+    @_builtins.property
+    def cleared(self) -> Global___KvBlocksCleared:
+        """No block is cached any more."""
+
+    def __init__(
+        self,
+        *,
+        stored: Global___KvBlocksStored | None = ...,
+        removed: Global___KvBlocksRemoved | None = ...,
+        cleared: Global___KvBlocksCleared | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___KvEvent: _TypeAlias = KvEvent  # noqa: Y015
+
+@_typing.final
+class KvBlocksStored(_message.Message):
+    """KvBlocksStored are full blocks whose KV is computed, each the successor of the one before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    PARENT_HASH_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    parent_hash: _builtins.int
+    """The hash of the first one's predecessor; absent: it begins a text."""
+    block_size: _builtins.int
+    """Tokens of a block."""
+    tier: Global___KvTier.ValueType
+    """Where they are."""
+    adapter: _builtins.str
+    """Name of the LoRA adapter; empty: none. "adapter:" and its hash if it has no name any more."""
+    cache_salt: _builtins.bytes
+    """The requests' cache salt."""
+    owner: _builtins.str
+    """The tenant, or the group of tenants that shares prefixes, whose requests alone find them; empty: all requests do."""
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their hashes: each of the hash before it and of the block's token ids, so that equal texts have equal hashes in
+        every process (docs/decisions/0050-kv-events.md); [n].
+        """
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The token ids of all blocks; [n * block_size]."""
+
+    def __init__(
+        self,
+        *,
+        block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        parent_hash: _builtins.int | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        block_size: _builtins.int = ...,
+        tier: Global___KvTier.ValueType = ...,
+        adapter: _builtins.str = ...,
+        cache_salt: _builtins.bytes = ...,
+        owner: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_hash", b"_parent_hash", "parent_hash", b"parent_hash"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_hash", b"_parent_hash", "adapter", b"adapter", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "owner", b"owner", "parent_hash", b"parent_hash", "tier", b"tier", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent_hash: _TypeAlias = _typing.Literal["parent_hash"]  # noqa: Y015
+    _WhichOneofArgType__parent_hash: _TypeAlias = _typing.Literal["_parent_hash", b"_parent_hash"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_hash) -> _WhichOneofReturnType__parent_hash | None: ...
+
+Global___KvBlocksStored: _TypeAlias = KvBlocksStored  # noqa: Y015
+
+@_typing.final
+class KvBlocksRemoved(_message.Message):
+    """KvBlocksRemoved are blocks that have left a tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    tier: Global___KvTier.ValueType
+    """The tier."""
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their hashes."""
+
+    def __init__(
+        self,
+        *,
+        block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        tier: Global___KvTier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvBlocksRemoved: _TypeAlias = KvBlocksRemoved  # noqa: Y015
+
+@_typing.final
+class KvBlocksCleared(_message.Message):
+    """KvBlocksCleared means that no block is cached in any tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvBlocksCleared: _TypeAlias = KvBlocksCleared  # noqa: Y015
+
+@_typing.final
+class FlushPrefixCacheRequest(_message.Message):
+    """FlushPrefixCacheRequest requests empty prefix caches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushPrefixCacheRequest: _TypeAlias = FlushPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
+class FlushPrefixCacheResponse(_message.Message):
+    """FlushPrefixCacheResponse confirms that they are empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """Blocks that were cached."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushPrefixCacheResponse: _TypeAlias = FlushPrefixCacheResponse  # noqa: Y015

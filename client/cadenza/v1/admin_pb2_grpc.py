@@ -97,6 +97,16 @@ class AdminServiceStub(object):
                 request_serializer=cadenza_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
                 response_deserializer=cadenza_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
                 _registered_method=True)
+        self.SubscribeKvEvents = channel.unary_stream(
+                '/cadenza.v1.AdminService/SubscribeKvEvents',
+                request_serializer=cadenza_dot_v1_dot_admin__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_admin__pb2.SubscribeKvEventsResponse.FromString,
+                _registered_method=True)
+        self.FlushPrefixCache = channel.unary_unary(
+                '/cadenza.v1.AdminService/FlushPrefixCache',
+                request_serializer=cadenza_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -195,6 +205,22 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribeKvEvents(self, request, context):
+        """SubscribeKvEvents streams which full KV blocks the prefix caches hold, for routers that send a request to where its
+        prefix is. First comes the present state, unless the subscriber has seen it, then what changes. Blocks of all
+        executors count as one cache. A subscriber that is too slow gets the present state again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushPrefixCache(self, request, context):
+        """FlushPrefixCache empties the prefix caches of all executors. FAILED_PRECONDITION while there are requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -257,6 +283,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetMetrics,
                     request_deserializer=cadenza_dot_v1_dot_admin__pb2.GetMetricsRequest.FromString,
                     response_serializer=cadenza_dot_v1_dot_admin__pb2.GetMetricsResponse.SerializeToString,
+            ),
+            'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKvEvents,
+                    request_deserializer=cadenza_dot_v1_dot_admin__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_admin__pb2.SubscribeKvEventsResponse.SerializeToString,
+            ),
+            'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushPrefixCache,
+                    request_deserializer=cadenza_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -586,6 +622,60 @@ class AdminService(object):
             '/cadenza.v1.AdminService/GetMetrics',
             cadenza_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
             cadenza_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/cadenza.v1.AdminService/SubscribeKvEvents',
+            cadenza_dot_v1_dot_admin__pb2.SubscribeKvEventsRequest.SerializeToString,
+            cadenza_dot_v1_dot_admin__pb2.SubscribeKvEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cadenza.v1.AdminService/FlushPrefixCache',
+            cadenza_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
+            cadenza_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,13 @@ class AdminServiceStub:
     """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
     GetMetrics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetMetricsRequest, _admin_pb2.GetMetricsResponse]
     """GetMetrics returns what the service serves at --metrics-port, which need not be given, as a gateway passes it on."""
+    SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_admin_pb2.SubscribeKvEventsRequest, _admin_pb2.SubscribeKvEventsResponse]
+    """SubscribeKvEvents streams which full KV blocks the prefix caches hold, for routers that send a request to where its
+    prefix is. First comes the present state, unless the subscriber has seen it, then what changes. Blocks of all
+    executors count as one cache. A subscriber that is too slow gets the present state again.
+    """
+    FlushPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushPrefixCacheRequest, _admin_pb2.FlushPrefixCacheResponse]
+    """FlushPrefixCache empties the prefix caches of all executors. FAILED_PRECONDITION while there are requests."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -115,6 +122,13 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
     GetMetrics: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetMetricsRequest, _admin_pb2.GetMetricsResponse]  # type: ignore[assignment]
     """GetMetrics returns what the service serves at --metrics-port, which need not be given, as a gateway passes it on."""
+    SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_admin_pb2.SubscribeKvEventsRequest, _admin_pb2.SubscribeKvEventsResponse]  # type: ignore[assignment]
+    """SubscribeKvEvents streams which full KV blocks the prefix caches hold, for routers that send a request to where its
+    prefix is. First comes the present state, unless the subscriber has seen it, then what changes. Blocks of all
+    executors count as one cache. A subscriber that is too slow gets the present state again.
+    """
+    FlushPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushPrefixCacheRequest, _admin_pb2.FlushPrefixCacheResponse]  # type: ignore[assignment]
+    """FlushPrefixCache empties the prefix caches of all executors. FAILED_PRECONDITION while there are requests."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService is served by the scheduler. A service with tenants serves it to tenants with admin alone: without a
@@ -228,6 +242,25 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetMetricsResponse, _abc.Awaitable[_admin_pb2.GetMetricsResponse]]:
         """GetMetrics returns what the service serves at --metrics-port, which need not be given, as a gateway passes it on."""
+
+    @_abc_1.abstractmethod
+    def SubscribeKvEvents(
+        self,
+        request: _admin_pb2.SubscribeKvEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.SubscribeKvEventsResponse], _abc.AsyncIterator[_admin_pb2.SubscribeKvEventsResponse]]:
+        """SubscribeKvEvents streams which full KV blocks the prefix caches hold, for routers that send a request to where its
+        prefix is. First comes the present state, unless the subscriber has seen it, then what changes. Blocks of all
+        executors count as one cache. A subscriber that is too slow gets the present state again.
+        """
+
+    @_abc_1.abstractmethod
+    def FlushPrefixCache(
+        self,
+        request: _admin_pb2.FlushPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.FlushPrefixCacheResponse, _abc.Awaitable[_admin_pb2.FlushPrefixCacheResponse]]:
+        """FlushPrefixCache empties the prefix caches of all executors. FAILED_PRECONDITION while there are requests."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -76,6 +76,11 @@ class GenerationServiceStub(object):
                 request_serializer=cadenza_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=cadenza_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizerFiles = channel.unary_stream(
+                '/cadenza.v1.GenerationService/GetTokenizerFiles',
+                request_serializer=cadenza_dot_v1_dot_generation__pb2.GetTokenizerFilesRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_generation__pb2.GetTokenizerFilesResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -139,6 +144,14 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizerFiles(self, request, context):
+        """GetTokenizerFiles streams the tokenizer's files, in the form that transformers loads, for clients that tokenize by
+        themselves. FAILED_PRECONDITION without a tokenizer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -176,6 +189,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=cadenza_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
                     response_serializer=cadenza_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetTokenizerFiles': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTokenizerFiles,
+                    request_deserializer=cadenza_dot_v1_dot_generation__pb2.GetTokenizerFilesRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_generation__pb2.GetTokenizerFilesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -374,6 +392,33 @@ class GenerationService(object):
             '/cadenza.v1.GenerationService/Detokenize',
             cadenza_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
             cadenza_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizerFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/cadenza.v1.GenerationService/GetTokenizerFiles',
+            cadenza_dot_v1_dot_generation__pb2.GetTokenizerFilesRequest.SerializeToString,
+            cadenza_dot_v1_dot_generation__pb2.GetTokenizerFilesResponse.FromString,
             options,
             channel_credentials,
             insecure,

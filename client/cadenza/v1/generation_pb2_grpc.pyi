@@ -58,6 +58,10 @@ class GenerationServiceStub:
     """Tokenize converts text or a chat to token ids, as Generate does."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
     """Detokenize converts token ids to text."""
+    GetTokenizerFiles: _grpc.UnaryStreamMultiCallable[_generation_pb2.GetTokenizerFilesRequest, _generation_pb2.GetTokenizerFilesResponse]
+    """GetTokenizerFiles streams the tokenizer's files, in the form that transformers loads, for clients that tokenize by
+    themselves. FAILED_PRECONDITION without a tokenizer.
+    """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -89,6 +93,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Tokenize converts text or a chat to token ids, as Generate does."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Detokenize converts token ids to text."""
+    GetTokenizerFiles: _aio.UnaryStreamMultiCallable[_generation_pb2.GetTokenizerFilesRequest, _generation_pb2.GetTokenizerFilesResponse]  # type: ignore[assignment]
+    """GetTokenizerFiles streams the tokenizer's files, in the form that transformers loads, for clients that tokenize by
+    themselves. FAILED_PRECONDITION without a tokenizer.
+    """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
@@ -159,5 +167,15 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.DetokenizeResponse, _abc.Awaitable[_generation_pb2.DetokenizeResponse]]:
         """Detokenize converts token ids to text."""
+
+    @_abc_1.abstractmethod
+    def GetTokenizerFiles(
+        self,
+        request: _generation_pb2.GetTokenizerFilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.GetTokenizerFilesResponse], _abc.AsyncIterator[_generation_pb2.GetTokenizerFilesResponse]]:
+        """GetTokenizerFiles streams the tokenizer's files, in the form that transformers loads, for clients that tokenize by
+        themselves. FAILED_PRECONDITION without a tokenizer.
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

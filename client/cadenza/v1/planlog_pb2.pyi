@@ -49,6 +49,7 @@ class PlanLogRecord(_message.Message):
     SET_WEIGHTS_FIELD_NUMBER: _builtins.int
     ADAPTER_EVENT_FIELD_NUMBER: _builtins.int
     ADAPTER_COMMANDS_FIELD_NUMBER: _builtins.int
+    FLUSH_PREFIX_CACHES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     error: _builtins.str
     """Type and message of the exception that the call raised; empty: none."""
@@ -124,6 +125,10 @@ class PlanLogRecord(_message.Message):
     def adapter_commands(self) -> Global___AdapterCommandsCall:
         """The next loads and unloads of an executor were decided."""
 
+    @_builtins.property
+    def flush_prefix_caches(self) -> Global___FlushPrefixCachesCall:
+        """Blocks were removed from the prefix caches."""
+
     def __init__(
         self,
         *,
@@ -145,13 +150,14 @@ class PlanLogRecord(_message.Message):
         set_weights: Global___SetWeightsCall | None = ...,
         adapter_event: Global___AdapterEventCall | None = ...,
         adapter_commands: Global___AdapterCommandsCall | None = ...,
+        flush_prefix_caches: Global___FlushPrefixCachesCall | None = ...,
         error: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "adapter_commands", b"adapter_commands", "adapter_event", b"adapter_event", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "set_weights", b"set_weights", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "adapter_commands", b"adapter_commands", "adapter_event", b"adapter_event", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "flush_prefix_caches", b"flush_prefix_caches", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "set_weights", b"set_weights", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "adapter_commands", b"adapter_commands", "adapter_event", b"adapter_event", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "error", b"error", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "set_weights", b"set_weights", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "adapter_commands", b"adapter_commands", "adapter_event", b"adapter_event", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "error", b"error", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "flush_prefix_caches", b"flush_prefix_caches", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "set_weights", b"set_weights", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["header", "add_executor", "session_opened", "executor_lost", "add_request", "abort", "stop_sample", "drain", "plan_step", "apply_result", "executor_described", "step_failed", "give_up_executor", "drain_executor", "remove_executor", "set_weights", "adapter_event", "adapter_commands"]  # noqa: Y015
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["header", "add_executor", "session_opened", "executor_lost", "add_request", "abort", "stop_sample", "drain", "plan_step", "apply_result", "executor_described", "step_failed", "give_up_executor", "drain_executor", "remove_executor", "set_weights", "adapter_event", "adapter_commands", "flush_prefix_caches"]  # noqa: Y015
     _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
 
@@ -837,6 +843,28 @@ class DrainCall(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainCall: _TypeAlias = DrainCall  # noqa: Y015
+
+@_typing.final
+class FlushPrefixCachesCall(_message.Message):
+    """FlushPrefixCachesCall removes blocks from the prefix caches of all executors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOST_FIELD_NUMBER: _builtins.int
+    most: _builtins.int
+    """The most blocks to remove."""
+    def __init__(
+        self,
+        *,
+        most: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["most", b"most"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushPrefixCachesCall: _TypeAlias = FlushPrefixCachesCall  # noqa: Y015
 
 @_typing.final
 class PlanStepCall(_message.Message):

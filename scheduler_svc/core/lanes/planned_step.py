@@ -39,6 +39,8 @@ class PlannedStep:
     planned_at: float
     first_node: int = 0
     """The first prefix cache node that may hold KV of this step or a later one."""
+    first_change: int = 0
+    """Number of changes that the prefix cache had noted before this step was planned: those are of earlier steps."""
     is_trial: bool = False
     """Whether it computes suspected positions, and nothing else."""
     decode_slots: list[int] = field(default_factory=list)

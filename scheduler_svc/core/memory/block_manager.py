@@ -56,10 +56,10 @@ class BlockManager:
         self.prefix_counts = prefix_counts or PrefixCounts()
         self._num_watermark_blocks = int(watermark * num_blocks)
         self.caching = caching
-        self._tiers = BlockTiers(num_blocks, num_host_blocks, block_size, rates)
-        self._lookups = PrefixLookups(self._tiers, block_size)
-        self.pool = self._tiers.device
-        self.host_pool = self._tiers.host
+        self.tiers = BlockTiers(num_blocks, num_host_blocks, block_size, rates)
+        self._lookups = PrefixLookups(self.tiers, block_size)
+        self.pool = self.tiers.device
+        self.host_pool = self.tiers.host
 
     @property
     def num_free(self) -> int:
@@ -74,7 +74,7 @@ class BlockManager:
     @property
     def num_used_host(self) -> int:
         """Number of host blocks held by swapped-out sequences."""
-        return self._tiers.num_used_host
+        return self.tiers.num_used_host
 
     @property
     def num_shared_refs(self) -> int:
@@ -86,23 +86,17 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def can_take(self, num_blocks: int, *, alone: bool, num_more: int = 0) -> bool:
-        """Whether `num_blocks` can be taken with the watermark left free; `alone` ignores the watermark.
-
-        `num_more`: additional free blocks to assume.
-        """
+        """Whether `num_blocks` can be taken of the free ones and `num_more`; `alone` ignores the watermark."""
         reserve = 0 if alone else self._num_watermark_blocks
         return num_blocks + reserve <= self.pool.num_free + num_more
 
     def take(self, count: int) -> list[int]:
-        """Take free blocks, to be appended to block tables; raises InvariantError if there are too few.
-
-        Evicts cached blocks if needed, the least recently used first.
-        """
-        return self._tiers.take(count)
+        """Take free blocks, evicting cached ones if needed; raises InvariantError if there are too few."""
+        return self.tiers.take(count)
 
     def free_taken(self, block_ids: Ids[int]) -> None:
         """Free blocks that were taken and are in no block table."""
-        self._tiers.drop(block_ids)
+        self.tiers.drop(block_ids)
 
     def find_cached_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Look up the longest cached prefix that a sequence may use; changes nothing.
@@ -136,12 +130,12 @@ class BlockManager:
 
     def device_blocks_of(self, found: CachedPrefix) -> list[int]:
         """The device blocks of a found prefix."""
-        return [place for place in map(self._tiers.cache.place, found.nodes) if place >= 0]
+        return [place for place in map(self.tiers.cache.place, found.nodes) if place >= 0]
 
     @property
     def next_node(self) -> int:
         """The id of the prefix cache node that is added next. Ids ascend."""
-        return self._tiers.cache.next_node
+        return self.tiers.cache.next_node
 
     def remove_uncertain(self, first_node: int, block_ids: Iterable[int], host_block_ids: Iterable[int]) -> None:
         """Remove blocks from the prefix cache whose KV plans without a result were to write.
@@ -149,7 +143,7 @@ class BlockManager:
         `first_node`: the first node that was added since the first of these plans; `block_ids`, `host_block_ids`: the
         destinations of their moves.
         """
-        self._tiers.remove_uncertain(first_node, block_ids, host_block_ids)
+        self.tiers.remove_uncertain(first_node, block_ids, host_block_ids)
 
     def writes_only_own(self, sequence: Sequence) -> bool:
         """Whether no other holder has a block that the KV of its remaining tokens goes to."""
@@ -165,7 +159,7 @@ class BlockManager:
     def invalidate(self, sequence: Sequence) -> None:
         """Remove the whole prefix of a sequence with invalid KV from the cache, including blocks that others cached."""
         for node in self._lookups.nodes_of(sequence) if self.caching else ():
-            self._tiers.remove_node(node)
+            self.tiers.remove_node(node)
         self._lookups.forget(sequence)
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
@@ -184,7 +178,7 @@ class BlockManager:
         first, node = sequence.num_cached_blocks, sequence.cache_node
         if num_full <= first:
             return
-        cache = self._tiers.cache
+        cache = self.tiers.cache
         if node is not None and node not in cache:
             # Its chain consisted of another sequence's blocks and was evicted: children of it would be unreachable.
             first, node = 0, None
@@ -193,7 +187,7 @@ class BlockManager:
             node = cache.find(parent, content)
             if node is None:
                 # If the block is cached under another node, that node is unreachable: a lookup would have found it.
-                self._tiers.uncache(block_ids[index])
+                self.tiers.uncache(block_ids[index])
                 node = cache.add(parent, content, block_ids[index])
                 self.pool.cache(block_ids[index], node)
             parent = node
@@ -226,10 +220,10 @@ class BlockManager:
         if self.caching:
             self._lookups.forget(sequence)
         if found and num_found:
-            sequence.block_ids = self._tiers.take_cached(found.nodes, num_new)
+            sequence.block_ids = self.tiers.take_cached(found.nodes, num_new)
             sequence.num_cached_blocks, sequence.cache_node = num_found, found.nodes[-1]
         else:
-            taken = self._tiers.take(num_new)
+            taken = self.tiers.take(num_new)
             if source is not None and num_shared:
                 share_table(self.pool, source, sequence, num_shared, self.block_size)
             sequence.block_ids += taken
@@ -245,7 +239,7 @@ class BlockManager:
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
             raise InvariantError(f"sequence {child.sequence_id} cannot share {num_blocks} blocks")
         share_table(self.pool, source, child, num_blocks, self.block_size)
-        cache, node, num_cached = self._tiers.cache, source.cache_node, source.num_cached_blocks
+        cache, node, num_cached = self.tiers.cache, source.cache_node, source.num_cached_blocks
         while node is not None and num_cached > num_tokens // self.block_size:
             node = cache.parent_node(node)
             num_cached -= 1
@@ -285,12 +279,12 @@ class BlockManager:
             stop_sharing(self.pool, sequence, shared)
         block_id = sequence.block_ids[index]
         if self.pool.ref_counts[block_id] == 1:
-            self._tiers.uncache(block_id)
+            self.tiers.uncache(block_id)
             return block_id
-        (own,) = self._tiers.take(1)
-        self._tiers.moves.copy(block_id, own)
+        (own,) = self.tiers.take(1)
+        self.tiers.moves.copy(block_id, own)
         sequence.block_ids[index] = own
-        self._tiers.drop((block_id,))
+        self.tiers.drop((block_id,))
         return own
 
     def free(self, sequence: Sequence, *, invalid_kv: bool = False) -> None:
@@ -300,13 +294,13 @@ class BlockManager:
         """
         if invalid_kv:
             for block_id in sequence.block_ids:
-                self._tiers.uncache(block_id)
+                self.tiers.uncache(block_id)
         else:
             self.cache_full_blocks(sequence)
         if sequence.host_block_ids:
-            self._tiers.drop_host_table(sequence.host_block_ids, sequence.shared_blocks)
+            self.tiers.drop_host_table(sequence.host_block_ids, sequence.shared_blocks)
         else:
-            self._tiers.drop_table(sequence.block_ids, sequence.shared_blocks)
+            self.tiers.drop_table(sequence.block_ids, sequence.shared_blocks)
         clear_tables(sequence)
 
     def free_all(self, sequences: Collection[Sequence]) -> None:
@@ -315,7 +309,7 @@ class BlockManager:
             for sequence in sequences:
                 self.cache_full_blocks(sequence)
         # Last first, as in `free`.
-        self._tiers.drop([block_id for sequence in sequences for block_id in reversed(sequence.block_ids)])
+        self.tiers.drop([block_id for sequence in sequences for block_id in reversed(sequence.block_ids)])
         for sequence in sequences:
             sequence.block_ids = []
             sequence.num_cached_blocks, sequence.cache_node = 0, None
@@ -334,7 +328,7 @@ class BlockManager:
 
         Also False if the plan being made swaps one of the blocks in.
         """
-        tiers = self._tiers
+        tiers = self.tiers
         block_ids = distinct_blocks(device_tables(sequences))
         if len(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(block_ids):
             return False
@@ -354,7 +348,7 @@ class BlockManager:
 
     def swap_in(self, sequences: Collection[Sequence]) -> None:
         """Move all their blocks back; raises InvariantError if too few are free, or if this plan swaps them out."""
-        tiers = self._tiers
+        tiers = self.tiers
         host_ids = distinct_blocks(host_tables(sequences))
         if not tiers.moves.swap_outs.keys().isdisjoint(host_ids):
             raise InvariantError("blocks would be swapped out and in by one plan")
@@ -370,11 +364,11 @@ class BlockManager:
 
     def take_moves(self) -> Moves:
         """Close the plan: return the moves since the last call, and release the blocks that were kept for it."""
-        return self._tiers.take_moves()
+        return self.tiers.take_moves()
 
     def check_integrity(self, holders: Iterable[Sequence], reserved: Iterable[int] = ()) -> None:
         """Check that the tables of `holders`, all sequences with blocks, and `reserved` account for every block."""
-        moves = self._tiers.moves
+        moves = self.tiers.moves
         on_device, on_hosts = Counter([*moves.kept_sources, *reserved]), Counter(moves.quarantined.keys())
         holders = list(holders)
         for sequence in holders:
@@ -386,7 +380,7 @@ class BlockManager:
             counts.update(count_holders(tables))
             if shared_of(tables) != {shared: shared.num_holders for shared in pool.shared}:
                 raise InvariantError("the sequences that share blocks are miscounted")
-        self._tiers.check_integrity(on_device, on_hosts)
+        self.tiers.check_integrity(on_device, on_hosts)
 
 
 def _may_hit(sequence: Sequence) -> bool:

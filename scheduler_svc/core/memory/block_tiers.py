@@ -109,6 +109,13 @@ class BlockTiers:
             self.host.uncache(host_place(place))
         self.cache.remove(node)
 
+    def flush(self, most: int) -> int:
+        """Remove at most so many nodes from the prefix cache, the latest first; returns how many it has removed."""
+        nodes = self.cache.latest(most)
+        for node in nodes:
+            self.remove_node(node)
+        return len(nodes)
+
     def remove_uncertain(self, first_node: int, block_ids: Iterable[int], host_block_ids: Iterable[int]) -> None:
         """Remove from the prefix cache the nodes from `first_node` on, and those of these device and host blocks."""
         nodes = self.cache.nodes_from(first_node)

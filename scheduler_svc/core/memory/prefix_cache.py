@@ -21,6 +21,10 @@ Root = tuple[str, bytes, bytes]
 tenant, or a name under which tenants share prefixes, after a NUL: tenants have none in their names."""
 Parent = int | Root
 """The predecessor of a block of tokens: another node, or a root."""
+Key = tuple[Parent, bytes]
+"""Of a node: what it follows, and the tokens of its block, as `pack_blocks` returns them."""
+Change = tuple[int, Key | None, int | None]
+"""(node, its key if it is new, its place; None: it was removed)"""
 _MAX_CHANGES = 16_384
 """Maximum number of remembered changes; beyond it the older half is dropped."""
 
@@ -91,6 +95,9 @@ class PrefixCache:
         self._changed: list[int] = []
         """The nodes removed or moved last, the latest at the end."""
         self._num_dropped_changes = 0
+        self._noted: list[Change] | None = None
+        """Changes since the last `take_noted`, additions too; None: nobody watches."""
+        self._num_taken = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -106,6 +113,10 @@ class PrefixCache:
     def nodes_from(self, first: int) -> list[int]:
         """The nodes with this id or a later one, the latest first."""
         return list(itertools.takewhile(lambda node: node >= first, reversed(self._keys)))
+
+    def latest(self, most: int) -> list[int]:
+        """At most so many nodes, the latest first."""
+        return list(itertools.islice(reversed(self._keys), most))
 
     @property
     def num_changes(self) -> int:
@@ -140,6 +151,8 @@ class PrefixCache:
         self._nodes[key] = node
         self._keys[node] = key
         self._places[node] = place
+        if self._noted is not None:
+            self._noted.append((node, key, place))
         return node
 
     def place(self, node: int) -> int:
@@ -157,6 +170,8 @@ class PrefixCache:
         """Record that the node's KV has moved."""
         self._places[node] = place
         self._note_change(node)
+        if self._noted is not None:
+            self._noted.append((node, None, place))
 
     def parent_node(self, node: int) -> int | None:
         """The node's parent, which may itself be removed; None for a first node or a removed one."""
@@ -173,6 +188,35 @@ class PrefixCache:
         del self._nodes[self._keys.pop(node)]
         del self._places[node]
         self._note_change(node)
+        if self._noted is not None:
+            self._noted.append((node, None, None))
+
+    @property
+    def num_noted(self) -> int:
+        """Number of changes noted so far, for `take_noted`."""
+        return self._num_taken + (len(self._noted) if self._noted is not None else 0)
+
+    def watch(self, first_uncertain: int) -> list[Change]:
+        """Note all changes from now on; returns the present nodes before this one as additions, parents first.
+
+        Later nodes count as added now.
+        """
+        present = [(node, key, self._places[node]) for node, key in self._keys.items()]
+        self._noted = [change for change in present if change[0] >= first_uncertain]
+        return [change for change in present if change[0] < first_uncertain]
+
+    def end_watch(self) -> None:
+        """Note no changes any more."""
+        self._num_taken, self._noted = self.num_noted, None
+
+    def take_noted(self, num_certain: int) -> list[Change]:
+        """The changes that were noted and not taken yet, up to the first `num_certain` of all that ever were noted."""
+        if self._noted is None:
+            return []
+        count = max(0, num_certain - self._num_taken)
+        taken, self._noted = self._noted[:count], self._noted[count:]
+        self._num_taken += len(taken)
+        return taken
 
     def _note_change(self, node: int) -> None:
         changed = self._changed

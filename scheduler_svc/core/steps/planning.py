@@ -19,7 +19,8 @@ from scheduler_svc.core.types import StepPlan
 def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) -> PlannedStep | None:
     """Fill an empty plan; None if it stays empty, or if plans in flight and a trial must not accompany each other."""
     requests.placer.place(now)
-    step = PlannedStep(plan, now, lane.blocks.next_node)
+    blocks = lane.blocks
+    step = PlannedStep(plan, now, blocks.next_node, blocks.tiers.cache.num_noted)
     if not requests.suspects:
         return step if _fill(requests, lane, step) else None
     is_due = bool(next_trial(requests, lane)) and not lane.suspects_catch_up

@@ -192,9 +192,10 @@ def context_lens(
     A decoding sequence lacked the KV of its newest token then. `applied`: the number of tokens got since.
     """
     found = {chunk.sequence: chunk.context_len for chunk in step.chunks}
+    sequence_at, num_applied = lane.sequence_at, applied.get
     for slot in step.decode_slots:
-        sequence = _sequence_at(lane, slot)
-        found[sequence] = sequence.num_tokens - 1 - applied.get(sequence, 0)
+        sequence = sequence_at[slot] or _sequence_at(lane, slot)
+        found[sequence] = sequence.num_tokens - 1 - num_applied(sequence, 0)
     return found
 
 

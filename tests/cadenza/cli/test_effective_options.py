@@ -89,7 +89,7 @@ def lines():
             settings={"executors": Setting(len(names))},
             tls=None,
             executor_tls=None,
-            http=None,
+            gateway={},
         )
         made = effective_options(services, {})
         for name, target in addresses.items():

@@ -14,7 +14,7 @@ from cadenza import __version__
 from cadenza.errors import OptionError
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
-from cadenza.gateway.serve import tls_of
+from cadenza.gateway.http_listener import tls_of
 from tests.helpers.certificates import certificates
 from tests.helpers.gateway import gateway
 from tests.helpers.scheduler_world import world
@@ -248,6 +248,19 @@ async def test_request_ids_come_back(g):
 def test_wrong_options_are_errors(options, message):
     with pytest.raises(ValueError, match=message):
         GatewayConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [
+        ({}, {"http": ("127.0.0.1", 8000)}),
+        ({"kserve": "0"}, {"kserve": ("127.0.0.1", 0)}),
+        ({"vllm_grpc": "127.0.0.1:1", "http": "2"}, {"http": ("127.0.0.1", 2), "vllm_grpc": ("127.0.0.1", 1)}),
+        ({"kserve": "0", "page": True}, {"http": ("127.0.0.1", 8000), "kserve": ("127.0.0.1", 0)}),
+    ],
+)
+def test_http_is_served_without_other_listeners_and_for_the_page(options, places):
+    assert list(GatewayConfig(**options).listeners.items()) == list(places.items()), "HTTP first"
 
 
 def test_keys_are_not_sent_to_other_machines_in_plain_text():

@@ -43,3 +43,13 @@ def test_step_records_with_the_blocks_of_a_large_group_are_sent_in_slices() -> N
         assert [(each.sequence_id, tuple(each.appended), each.cleared) for each in record.block_changes] == changes
     without, num_slices = counted(watch_response(records, 0, block_tables=False))
     assert (num_slices, [len(record.block_changes) for record in without.records]) == (1, [0, 0])
+
+
+def test_step_records_of_many_sequences_are_sent_in_slices() -> None:
+    ids = list(range(1024))
+    columns = {"sequence_ids": ids, "num_tokens": ids, "context_lens": ids, "num_sampled": ids}
+    records = [StepRecord(step_id, 0, 0, 0, StepResult(step_id), **columns) for step_id in range(64)]
+    response, num_slices = counted(watch_response(records, 0, block_tables=False))
+    assert num_slices >= 4 * 64 * 1024 / SLICE_ITEMS
+    assert [record.step_id for record in response.records] == list(range(64))
+    assert all(list(getattr(record, name)) == ids for record in response.records for name in columns)

@@ -70,7 +70,7 @@ def test_the_prefix_cache_keeps_what_is_certain() -> None:
     bench.plan()
     assert bench.lane.blocks.num_cached == 3, "the first prompt but its last block"
     bench.cut_session()
-    cache = bench.lane.blocks._tiers.cache
+    cache = bench.lane.blocks.tiers.cache
     assert len(cache) == 3 + 4, "and the 16 tokens of the step with a result"
     bench.add("again", first, max_tokens=1)
     bench.run()
@@ -89,7 +89,7 @@ def test_what_another_request_hit_in_a_step_without_a_result_is_no_hit() -> None
     bench.plan()
     assert bench.core.prefix_counts.num_hits == 28
     bench.cut_session()
-    assert not len(bench.lane.blocks._tiers.cache)
+    assert not len(bench.lane.blocks.tiers.cache)
     bench.run()
     assert bench.tokens["early"] == bench.known("early")
     assert bench.tokens["late"] == bench.known("late")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from scheduler_svc.core.types import StepResult
+from scheduler_svc.engine.lane_views import current_load, step_load
 from scheduler_svc.engine.step_watch import StepWatch
 from scheduler_svc.plan_loop.ports import StepRecord
+from tests.helpers.core_bench import Bench
 
 
 def record(step_id: int) -> StepRecord:
@@ -27,3 +31,17 @@ async def test_a_watcher_that_is_far_behind_gets_its_records_in_small_messages()
         watch.put(record(5000))
         records, _ = await anext(watch)
         assert [each.step_id for each in records] == [5000]
+
+
+def test_a_steps_load_is_that_of_the_service() -> None:
+    bench = Bench(max_num_seqs=2)
+    for index in range(5):
+        bench.add(str(index), [index + 3] * 9, max_tokens=8)
+    for _ in range(4):
+        bench.step()
+    whole, found = current_load(bench.core), step_load(bench.core)
+    assert (found.num_waiting, found.num_running) == (3, 2)
+    for each in fields(found):
+        if getattr(found, each.name):
+            assert getattr(found, each.name) == getattr(whole, each.name), each.name
+    assert min(found.num_device_blocks, found.num_used_device_blocks, found.num_stored_tokens) > 0

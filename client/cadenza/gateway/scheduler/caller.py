@@ -7,8 +7,11 @@ import contextlib
 import hashlib
 import posixpath
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
 
 from cadenza import convert
 from cadenza.adapters import AdapterInfo, adapter_from_proto
@@ -16,20 +19,18 @@ from cadenza.credentials import authorized, call_metadata
 from cadenza.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from cadenza.gateway.scheduler.calls import Calls
 from cadenza.gateway.scheduler.session import GatewaySession, LiveRequest
-from cadenza.info import ModelInfo
+from cadenza.info import ModelInfo, ServerInfo
 from cadenza.prompts import Prompt
 from cadenza.v1 import admin_pb2, generation_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
-
-if TYPE_CHECKING:
-    import grpc
 
 _MODEL_AGE_S = 10.0
 """The model's description is asked for again after so long: another one may be served after a restart."""
 _CALL_TIMEOUT_S = 30.0
 _POLL_S = 0.1
 """Between looks at an adapter that is being loaded."""
+_FILES_S = 120.0
 
 
 class Caller:
@@ -143,6 +144,40 @@ class Caller:
         """Take an adapter's name away."""
         request = admin_pb2.UnloadAdapterRequest(name=name)
         await self._calls.changed(lambda: self._admin.UnloadAdapter(request), NotFoundError)
+
+    async def server_info(self) -> ServerInfo:
+        """The scheduler's state, as far as this key may see it."""
+        request = generation_pb2.GetServerInfoRequest()
+        return convert.server_info_from_proto(await self._call(self._generation.GetServerInfo, request))
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files by name; raises FailedPreconditionError without a tokenizer."""
+        files: defaultdict[str, bytearray] = defaultdict(bytearray)
+
+        async def read() -> None:
+            call = self._generation.GetTokenizerFiles(generation_pb2.GetTokenizerFilesRequest(), timeout=_FILES_S)
+            async for piece in call:
+                files[piece.name] += piece.data
+
+        await self._calls.once(read())
+        return {name: bytes(content) for name, content in files.items()}
+
+    async def kv_events(self, start: int) -> AsyncGenerator[admin_pb2.SubscribeKvEventsResponse, None]:
+        """Batches of KV events, from this number on or with the present state first, while the stream lasts.
+
+        Raises UnavailableError when the scheduler goes, as other calls do.
+        """
+        call = self._admin.SubscribeKvEvents(admin_pb2.SubscribeKvEventsRequest(start_sequence_number=start))
+        try:
+            while (batch := await self._calls.once(call.read())) is not grpc.aio.EOF:
+                yield batch
+        finally:
+            call.cancel()
+
+    async def flush_prefix_cache(self) -> None:
+        """Empty the prefix caches; raises FailedPreconditionError while requests run."""
+        request = admin_pb2.FlushPrefixCacheRequest()
+        await self._calls.once(self._admin.FlushPrefixCache(request, timeout=_CALL_TIMEOUT_S))
 
     async def metrics(self) -> bytes:
         """The scheduler's metrics in Prometheus' text format."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from cadenza import convert
-from cadenza.errors import InvalidRequestError
+from cadenza.errors import CadenzaError, InvalidRequestError
 from cadenza.gateway.scheduler.caller import Caller
 from cadenza.gateway.scheduler.inbox import Inbox, Taken
 from cadenza.gateway.scheduler.session import LiveRequest
@@ -83,6 +83,11 @@ class Generation:
         for each in self._live:
             self._caller.abort(each)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """The scheduler's ids of the prompts' requests."""
+        return [each.request.request_id for each in self._live]
+
     async def take(self) -> Taken | None:
         """New deltas of all prompts; None: all have ended. Raises the CadenzaError of a prompt that failed."""
         return await self._inbox.take()
@@ -91,6 +96,12 @@ class Generation:
         """The results in the order of the prompts, once all have ended; raises as `take`."""
         await self._inbox.wait()
         return self.totals()
+
+    def end(self, error: CadenzaError) -> None:
+        """End what runs: `take` raises the error, after what has arrived."""
+        for each in self._live:
+            self._caller.abort(each)
+        self._inbox.fail(error)
 
     def totals(self) -> list[RequestOutput]:
         """What there is so far of each prompt."""

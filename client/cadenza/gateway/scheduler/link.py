@@ -21,6 +21,7 @@ from cadenza.errors import CadenzaError, OptionError, UnauthenticatedError, Unav
 from cadenza.gateway.scheduler.caller import Caller, close_all
 from cadenza.gateway.scheduler.calls import Calls
 from cadenza.gateway.scheduler.session import GatewaySession
+from cadenza.gateway.scheduler.watching import Watching
 from cadenza.tls_client import client_files, client_tls
 from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
 
@@ -70,6 +71,7 @@ class SchedulerLink:
         self.is_serving = False
         """Whether the scheduler serves, by its own health."""
         self._unserved_since = time.monotonic()
+        self._changed = asyncio.Event()
 
     def start(self) -> None:
         """Watch the scheduler's health from now on."""
@@ -87,6 +89,11 @@ class SchedulerLink:
     def unserved_s(self) -> float:
         """For how long the scheduler has not served; 0 while it does."""
         return 0.0 if self.is_serving else time.monotonic() - self._unserved_since
+
+    async def serving_changed(self) -> None:
+        """Wait until `is_serving` changes."""
+        self._changed.clear()
+        await self._changed.wait()
 
     @property
     def is_away(self) -> bool:
@@ -129,6 +136,15 @@ class SchedulerLink:
             self._keep(key, caller)
         self._callers.move_to_end(key)
         return caller
+
+    def watching(self) -> Watching:
+        """The gateway's own look at the engine."""
+        return Watching(self._channel, self.target, self._tls, self._own_token)
+
+    async def needs_key(self) -> bool:
+        """Whether callers need a key, asked for now; raises UnavailableError while nobody can say."""
+        await self._find_tenants()
+        return bool(self._has_tenants)
 
     # ---------------------------------------------------------------------------------------------------------------
 
@@ -206,6 +222,7 @@ class SchedulerLink:
     def _set_serving(self, serving: bool) -> None:
         if serving != self.is_serving:
             self.is_serving, self._unserved_since = serving, time.monotonic()
+            self._changed.set()
             _LOG.info("the scheduler at %s %s", self.target, "serves" if serving else "does not serve")
 
 

@@ -317,7 +317,7 @@ def test_host_blocks_at_the_end_are_used_while_moving_is_cheaper_than_computing(
     taken = make([9] * 12)
     blocks.allocate(taken, 12)
     blocks.take_moves()
-    blocks._tiers._rates = measured
+    blocks.tiers._rates = measured
     found = blocks.find_cached_prefix(make([1] * 13))
     assert (found.num_tokens, found.num_host) == (expected, expected // 4 - 1)
 

@@ -1,0 +1,65 @@
+"""One request of a stream: what it asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cadenza.dialects import inference_pb2 as pb
+from cadenza.gateway.http.errors import bad_request
+from cadenza.gateway.kserve.model import INPUT_KINDS, OUTPUT_KINDS, VERSION
+from cadenza.gateway.kserve.parameters import as_params, of_request, of_tensor
+from cadenza.gateway.kserve.tensors import read_inputs
+from cadenza.sampling_params import SamplingParams
+
+_RETURNS = {f"return_{name}": name for name in OUTPUT_KINDS if name != "text_output"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for."""
+
+    model: str
+    prompt: str
+    params: SamplingParams
+    adapter: str
+    """A LoRA adapter by `lora_name`; empty: none."""
+    is_streamed: bool
+    echoes: bool
+    """Whether the output begins with the prompt."""
+    outputs: frozenset[str]
+    """Beside text_output."""
+
+
+def read_request(request: pb.ModelInferRequest) -> Asked:
+    """Read a request; raises ApiError."""
+    if request.model_version not in ("", VERSION):
+        raise bad_request(f"there is no version {request.model_version[:16]!a} of the model: it has {VERSION}")
+    values = read_inputs(request, INPUT_KINDS)
+    for name, value in values.items():
+        if len(value) != 1:
+            raise bad_request(f"input {name} must have one value, not {len(value)}")
+    texts = {name: value[0] for name, value in values.items() if isinstance(value[0], bytes)}
+    flags = {name: value[0] for name, value in values.items() if isinstance(value[0], bool)}
+    if "text_input" not in texts:
+        raise bad_request("input text_input is missing")
+    prompt = _text(texts["text_input"], "text_input")
+    is_streamed = flags.get("stream", False)
+    echoes = not flags.get("exclude_input_in_output", is_streamed)
+    if echoes and is_streamed:
+        raise bad_request("exclude_input_in_output=false is for requests without stream")
+    given = texts.get("sampling_parameters")
+    params, adapter = as_params(of_request(request.parameters) if given is None else of_tensor(given))
+    outputs = frozenset(name for flag, name in _RETURNS.items() if flags.get(flag)) & OUTPUT_KINDS.keys()
+    for asked in request.outputs:
+        if asked.name not in OUTPUT_KINDS:
+            raise bad_request(f"there is no output {asked.name[:64]!a}: there are {', '.join(OUTPUT_KINDS)}")
+    if params.logprobs is None and outputs & {"cumulative_logprob"}:
+        params = replace(params, logprobs=0)
+    return Asked(request.model_name, prompt, params, adapter, is_streamed, echoes, outputs)
+
+
+def _text(raw: bytes, name: str) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise bad_request(f"{name} is no UTF-8") from None

@@ -1,0 +1,82 @@
+"""ModelStreamInfer: the requests of one stream, each with its answers as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from cadenza.dialects import inference_pb2 as pb
+from cadenza.gateway.kserve.answers import Answers, failed
+from cadenza.gateway.kserve.requests import read_request
+from cadenza.gateway.kserve.statistics import Statistics
+from cadenza.gateway.rpc.calls import Context, SlowClientError, counted, explained, key_of, write
+from cadenza.gateway.scheduler.generation import Generation, Job
+from cadenza.gateway.state import State
+from cadenza.outputs import RequestMetrics
+from cadenza.prompts import Prompt
+
+_PATH = "ModelStreamInfer"
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+
+
+class InferStream:
+    """One stream: its end ends its requests, an error of one does not."""
+
+    def __init__(self, state: State, statistics: Statistics, context: Context) -> None:
+        self._state = state
+        self._statistics = statistics
+        self._context = context
+        self._key = key_of(context)
+        self._turn = asyncio.Lock()
+        """One writes at a time."""
+
+    async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
+        """Serve all requests of the stream; returns once the client has ended it and all are answered."""
+        async with asyncio.TaskGroup() as running:
+            async for request in requests:
+                running.create_task(self._serve(request), name="kserve-request")
+
+    async def _serve(self, request: pb.ModelInferRequest) -> None:
+        """Answer one request, if need be with an error."""
+        try:
+            async with counted(self._state, _PATH):
+                metrics = await self._answer(request)
+            self._statistics.succeeded(metrics)
+        except SlowClientError:
+            raise
+        except Exception as error:
+            await self._fail(request, error)
+
+    async def _fail(self, request: pb.ModelInferRequest, error: Exception) -> None:
+        self._statistics.failed()
+        await self._write(failed(request.id, request.model_name, explained(error, _PATH).message))
+
+    async def _answer(self, request: pb.ModelInferRequest) -> RequestMetrics | None:
+        state = self._state
+        caller = await state.generating_with(self._key)
+        asked = read_request(request)
+        chosen = state.names.choose(asked.model, await caller.model())
+        job = Job([Prompt(text=asked.prompt)], asked.params, adapter=asked.adapter or chosen.adapter)
+        answers = Answers(request.id, asked)
+        ends_empty = request.parameters[_EMPTY_FINAL].bool_param if _EMPTY_FINAL in request.parameters else False
+        async with Generation(caller, job, is_streamed=asked.is_streamed) as generation:
+            if not asked.is_streamed:
+                (result,) = await generation.results()
+                await self._write(answers.whole(result, is_final=not ends_empty))
+            else:
+                await self._stream(generation, answers, ends_empty=ends_empty)
+        if ends_empty:
+            await self._write(answers.empty_final())
+        return generation.total(0).metrics
+
+    async def _stream(self, generation: Generation, answers: Answers, *, ends_empty: bool) -> None:
+        """Send what arrives; the last answer says that it is the last, unless an empty one follows."""
+        while (taken := await generation.take()) is not None:
+            deltas = [delta for _, delta in taken]
+            self._state.counts.num_deltas += len(deltas)
+            is_final = not ends_empty and any(delta.finished for delta in deltas)
+            await self._write(answers.part(deltas, len(generation.prompt_token_ids(0)), is_final=is_final))
+
+    async def _write(self, response: pb.ModelStreamInferResponse) -> None:
+        async with self._turn:
+            await write(self._state, self._context, response)

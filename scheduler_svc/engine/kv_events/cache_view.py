@@ -1,0 +1,140 @@
+"""What the prefix caches of all lanes hold together, block by block: made from what they note."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.memory import prefix_cache
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
+from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
+from scheduler_svc.engine.kv_events.events import Change
+
+_SLICE = 256
+"""Changes that are taken before the event loop runs other callbacks."""
+
+
+class _LaneView:
+    """The nodes of one prefix cache that a lookup can reach, as blocks."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+        self.blocks: dict[int, Block] = {}
+        self.tiers: dict[int, Tier] = {}
+
+
+class CacheView:
+    """Blocks by hash, each with how often each tier holds it: several lanes may, and count as one cache.
+
+    A node whose chain was cut when it was first seen is left out: no lookup reaches it.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, _LaneView] = {}
+        self._blocks: dict[bytes, Block] = {}
+        self._counts: Counter[tuple[bytes, Tier]] = Counter()
+        """By hash and tier."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, each counted in every tier that has it."""
+        return len(self._counts)
+
+    def present(self) -> list[Change]:
+        """All blocks as stored now, parents before children."""
+        found = [(self._blocks[digest], tier, True) for digest, tier in self._counts]
+        depths: dict[Block, int] = {}
+        for block, _, _ in found:
+            _note_depth(block, depths)
+        return sorted(found, key=lambda change: (change[1].value, depths[change[0]]))
+
+    def collect(self, lanes: Mapping[int, Lane]) -> Iterator[list[Change]]:
+        """Take what the lanes' caches have noted; yields what changes for all of them together, slice by slice."""
+        for lane_id in list(self._lanes):
+            lane = lanes.get(lane_id)
+            if lane is None or lane.blocks.tiers.cache is not self._lanes[lane_id].cache:
+                yield from self._forget(lane_id)
+        for lane_id, lane in list(lanes.items()):
+            view, cache = self._lanes.get(lane_id), lane.blocks.tiers.cache
+            if view is None:
+                view = self._lanes[lane_id] = _LaneView(cache)
+                first_uncertain = lane.inflight[0].first_node if lane.inflight else cache.next_node
+                noted = cache.watch(first_uncertain)
+            else:
+                noted = cache.take_noted(lane.inflight[0].first_change if lane.inflight else cache.num_noted)
+            for start in range(0, len(noted), _SLICE):
+                yield list(self._apply(view, noted[start : start + _SLICE]))
+
+    def end(self) -> None:
+        """Let the caches note nothing any more."""
+        for view in self._lanes.values():
+            view.cache.end_watch()
+
+    def _forget(self, lane_id: int) -> Iterator[list[Change]]:
+        """A lane has gone, or its cache was emptied at once."""
+        view = self._lanes.pop(lane_id)
+        view.cache.end_watch()
+        nodes = list(view.blocks)[::-1]
+        for start in range(0, len(nodes), _SLICE):
+            yield [change for node in nodes[start : start + _SLICE] for change in self._remove(view, node)]
+
+    def _apply(self, view: _LaneView, noted: Sequence[prefix_cache.Change]) -> Iterator[Change]:
+        for node, key, place in noted:
+            if place is None:
+                yield from self._remove(view, node)
+                continue
+            tier = Tier.DEVICE if place >= 0 else Tier.HOST
+            if key is not None:
+                block = _block_of(key, view.blocks)
+                if block is not None:
+                    view.blocks[node] = block = self._blocks.setdefault(block.digest, block)
+                    view.tiers[node] = tier
+                    yield from self._count(block, tier)
+            elif node in view.blocks and tier is not view.tiers[node]:
+                block, before = view.blocks[node], view.tiers[node]
+                view.tiers[node] = tier
+                yield from self._count(block, tier)
+                yield from self._uncount(block, before)
+
+    def _remove(self, view: _LaneView, node: int) -> Iterator[Change]:
+        block = view.blocks.pop(node, None)
+        if block is not None:
+            yield from self._uncount(block, view.tiers.pop(node))
+
+    def _count(self, block: Block, tier: Tier) -> Iterator[Change]:
+        self._counts[block.digest, tier] += 1
+        self._blocks[block.digest] = block
+        if self._counts[block.digest, tier] == 1:
+            yield block, tier, True
+
+    def _uncount(self, block: Block, tier: Tier) -> Iterator[Change]:
+        name = block.digest, tier
+        self._counts[name] -= 1
+        if self._counts[name]:
+            return
+        del self._counts[name]
+        if not any((block.digest, each) in self._counts for each in Tier):
+            del self._blocks[block.digest]
+        yield block, tier, False
+
+
+def _block_of(key: prefix_cache.Key, blocks: Mapping[int, Block]) -> Block | None:
+    """The block of a new node; None if its chain is cut."""
+    before, content = key
+    if isinstance(before, tuple):
+        return first_block(before, content)
+    parent = blocks.get(before)
+    return None if parent is None else next_block(parent, content)
+
+
+def _note_depth(block: Block, depths: dict[Block, int]) -> None:
+    """Note how many blocks come before a block, and before each of these."""
+    chain = [block]
+    while (parent := chain[-1].parent) is not None and parent not in depths:
+        chain.append(parent)
+    before = chain[-1].parent
+    depth = -1 if before is None else depths[before]
+    for each in reversed(chain):
+        depth += 1
+        depths.setdefault(each, depth)

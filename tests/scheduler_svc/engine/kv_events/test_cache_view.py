@@ -1,0 +1,157 @@
+"""What routers are told the prefix caches hold, against the caches themselves, whatever happens to steps and lanes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
+from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
+from scheduler_svc.engine.kv_events.cache_view import CacheView
+from scheduler_svc.engine.kv_events.events import net
+from tests.helpers.core_bench import Bench
+
+PLAIN = ("", b"", b"")
+
+
+class Follower:
+    """A router that applies changes, and checks each."""
+
+    def __init__(self) -> None:
+        self.view = CacheView()
+        self.blocks: set[tuple[bytes, Tier]] = set()
+
+    def collect(self, *benches: Bench) -> list[tuple[Block, Tier, bool]]:
+        lanes = {index: bench.lane for index, bench in enumerate(benches)}
+        changes = net([change for part in self.view.collect(lanes) for change in part])
+        for block, tier, is_stored in changes:
+            name = block.digest, tier
+            assert (name in self.blocks) is not is_stored
+            (self.blocks.add if is_stored else self.blocks.discard)(name)
+        return changes
+
+
+def reachable(cache: PrefixCache) -> set[tuple[bytes, Tier]]:
+    """What the cache holds that a lookup can reach, made from its own keys."""
+    found: dict[int, Block] = {}
+    for node, (parent, content) in cache._keys.items():
+        if isinstance(parent, tuple):
+            found[node] = first_block(parent, content)
+        elif parent in found:
+            found[node] = next_block(found[parent], content)
+    return {(block.digest, Tier.DEVICE if cache.place(node) >= 0 else Tier.HOST) for node, block in found.items()}
+
+
+def bench_of(**changes: int | float) -> Bench:
+    return Bench(Policies(prefix_caching=True), **{"max_num_batched_tokens": 16, **changes})
+
+
+def test_blocks_are_told_once_their_step_has_a_result() -> None:
+    bench, follower = bench_of(), Follower()
+    assert not follower.collect(bench)
+    bench.add("r", list(range(48)), max_tokens=2)
+    bench.plan()
+    assert not follower.collect(bench), "a plan in flight may fail"
+    bench.plan()
+    bench.apply()
+    assert len(follower.collect(bench)) == 16 // bench.lane.spec.block_size
+    bench.apply()
+    bench.run()
+    follower.collect(bench)
+    assert follower.blocks == reachable(bench.lane.blocks.tiers.cache)
+
+
+def test_a_step_that_is_lost_was_never_told() -> None:
+    bench, follower = bench_of(), Follower()
+    follower.collect(bench)
+    bench.add("r", list(range(48)), max_tokens=2)
+    bench.plan()
+    bench.apply()
+    told = {block.digest for block, _, _ in follower.collect(bench)}
+    bench.plan()
+    bench.plan()
+    bench.cut_session()
+    assert {block.digest for block, _, is_stored in follower.collect(bench) if is_stored} == set()
+    assert {digest for digest, _ in follower.blocks} == told
+    bench.run()
+    follower.collect(bench)
+    assert follower.blocks == reachable(bench.lane.blocks.tiers.cache)
+
+
+def test_another_incarnation_has_nothing() -> None:
+    bench, follower = bench_of(), Follower()
+    bench.add("r", list(range(48)), max_tokens=2)
+    bench.run()
+    follower.collect(bench)
+    assert follower.blocks
+    bench.die(is_known=False)
+    follower.collect(bench)
+    assert not follower.blocks
+
+
+def test_blocks_of_two_executors_count_as_one_cache() -> None:
+    first, second, follower = bench_of(), bench_of(), Follower()
+    for bench in (first, second):
+        bench.add("r", list(range(48)), max_tokens=2)
+        bench.run()
+    follower.collect(first)
+    assert not follower.collect(first, second), "the second holds nothing that the first has not"
+    first.die(is_known=False)
+    assert not follower.collect(first, second)
+    assert follower.blocks == reachable(second.lane.blocks.tiers.cache)
+    follower.collect(first)
+    assert not follower.blocks
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_agrees_with_the_caches_through_evictions_swaps_and_lost_sessions(seed: int) -> None:
+    draw = random.Random(seed)
+    bench = bench_of(num_blocks=24, num_host_blocks=16, max_num_batched_tokens=24)
+    follower = Follower()
+    if seed % 2:
+        follower.collect(bench)
+    for number in range(30):
+        ids = [draw.randrange(3) for _ in range(draw.choice((4, 8, 20, 40)))]
+        bench.add(f"r{number}", ids, max_tokens=draw.randrange(1, 12))
+        for _ in range(draw.randrange(6)):
+            bench.plan() if len(bench.plans) < 2 and draw.random() < 0.6 else bench.step()
+            if draw.random() < 0.3:
+                follower.collect(bench)
+        if draw.random() < 0.1:
+            bench.cut_session()
+    bench.run()
+    follower.collect(bench)
+    assert follower.blocks == reachable(bench.lane.blocks.tiers.cache)
+    assert {(block.digest, tier) for block, tier, _ in follower.view.present()} == follower.blocks
+    follower.view.end()
+    assert bench.lane.blocks.tiers.cache._noted is None
+
+
+def test_the_present_state_has_parents_before_children() -> None:
+    bench, follower = bench_of(num_blocks=24, num_host_blocks=16), Follower()
+    for name in range(4):
+        bench.add(str(name), [name] * 60, max_tokens=2)
+        bench.run()
+    follower.collect(bench)
+    seen: set[tuple[bytes, Tier]] = set()
+    for block, tier, is_stored in follower.view.present():
+        assert is_stored
+        parent = block.parent
+        if parent is not None and (parent.digest, tier) in follower.blocks:
+            assert (parent.digest, tier) in seen
+        seen.add((block.digest, tier))
+    assert seen == follower.blocks
+
+
+def test_hashes_depend_on_the_text_adapter_salt_and_owner_alone() -> None:
+    content = bytes(range(16))
+    roots = [PLAIN, ("t", b"", b""), ("", b"t", b""), ("", b"", b"t"), ("\0t", b"", b"")]
+    hashes = [first_block(root, content).block_hash for root in roots]
+    assert len(set(hashes)) == len(roots)
+    # Recorded: another process, and the next version, must make the same.
+    second = next_block(first_block(PLAIN, content), content)
+    assert (hashes[0], second.block_hash) == (6626867251077369387, 6899230734068582989)
+    assert first_block(("t", b"s", b"a"), content).block_hash == 4718316118394278961
+    assert second.token_ids == [50462976, 117835012, 185207048, 252579084]

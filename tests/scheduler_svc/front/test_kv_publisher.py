@@ -1,0 +1,158 @@
+"""KV events over ZeroMQ: bytes that vLLM's own classes read, numbers without holes, and replays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
+from scheduler_svc.engine.kv_events.events import Batch, Cleared, Event, Removed, Stored
+from scheduler_svc.engine.kv_events.hub import KvEvents
+from tests.helpers.core_bench import Bench
+from tests.helpers.fake_clock import FakeClock
+from tests.helpers.kv_exchange import RECORDED as EXCHANGE
+from tests.helpers.paths import ROOT
+
+msgpack = pytest.importorskip("msgpack", reason="the extra kv-events")
+RECORDED = ROOT / "tests" / "data" / "kv_events" / "payloads.json"
+"""Batches as vLLM 0.32.0 encodes them: made by tests/data/kv_events/record.py."""
+VLLM = Path(os.environ.get("VLLM_PYTHON", "/tmp/vllm/bin/python"))
+ADAPTERS = {b"content": "poet"}
+
+
+def chain(root: tuple[str, bytes, bytes], *contents: tuple[int, ...]) -> list[Block]:
+    """Blocks with these token ids, one after the other."""
+    blocks: list[Block] = []
+    for ids in contents:
+        content = b"".join(each.to_bytes(4, "little") for each in ids)
+        blocks.append(next_block(blocks[-1], content) if blocks else first_block(root, content))
+    return blocks
+
+
+def batches() -> list[Batch]:
+    """One of each kind."""
+    plain = chain(("", b"", b""), (1, 2, 3, 4), (5, 6, 7, 70_000), (9, 9, 9, 9))
+    salted = chain(("team", b"salt", b"content"), (1, 2, 3, 4), (5, 6, 7, 8))
+    kinds: list[list[Event]] = [
+        [Cleared()],
+        [Stored(plain[:2], Tier.DEVICE)],
+        [Stored(plain[2:], Tier.HOST), Removed(plain[:2], Tier.DEVICE)],
+        [Stored(salted, Tier.DEVICE)],
+    ]
+    return [Batch(number, 1_700_000_000_250_000_000 + number, events) for number, events in enumerate(kinds)]
+
+
+def payloads() -> list[bytes]:
+    from scheduler_svc.convert.kv_payload import kv_payload
+
+    return [kv_payload(batch, ADAPTERS) for batch in batches()]
+
+
+def test_payloads_are_those_that_vllm_makes() -> None:
+    recorded = json.loads(RECORDED.read_text())
+    assert [payload.hex() for payload in payloads()] == recorded["payloads"]
+
+
+@pytest.mark.skipif(not VLLM.exists(), reason="no vLLM: VLLM_PYTHON names its interpreter")
+@pytest.mark.slow
+def test_vllm_s_own_classes_read_them() -> None:
+    program = ROOT / "tests" / "data" / "kv_events" / "record.py"
+    exchange = [step["zmq"] for step in json.loads(EXCHANGE.read_text())]
+    given = json.dumps([payload.hex() for payload in payloads()] + exchange)
+    done = subprocess.run([VLLM, program, given], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1])["payloads"] == json.loads(given)
+
+
+class Rig:
+    """A core, its events and their publisher over sockets of this machine."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        from scheduler_svc.front.kv_publisher import KvPublisher
+
+        self.num_requests = 0
+        self.bench = Bench(Policies(prefix_caching=True))
+        self.hub = KvEvents(self.bench.core, FakeClock())
+        self.endpoint, self.replay = f"ipc://{folder}/pub", f"ipc://{folder}/replay"
+        config = SchedulerConfig(
+            executor=["127.0.0.1:1"],
+            kv_events_endpoint=self.endpoint,
+            kv_events_replay_endpoint=self.replay,
+            kv_events_topic="kv@pod@model",
+            **options,  # type: ignore[arg-type]
+        )
+        self.publisher = KvPublisher(self.hub, dict, config)
+
+    def serve(self, token_id: int) -> None:
+        self.num_requests += 1
+        self.bench.add(str(self.num_requests), [token_id] * 17, max_tokens=1)
+        self.bench.run()
+        self.hub.on_change()
+
+
+async def frames(socket) -> list[bytes]:
+    async with asyncio.timeout(10):
+        return await socket.recv_multipart()
+
+
+async def test_a_subscriber_reads_them_and_asks_for_what_it_has_missed(tmp_path: Path) -> None:
+    zmq = pytest.importorskip("zmq", reason="the extra kv-events")
+    sockets = pytest.importorskip("zmq.asyncio")
+    rig = Rig(tmp_path, kv_events_buffer_steps=2)
+    rig.publisher.start()
+    context = sockets.Context()
+    subscriber, dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@")
+    subscriber.connect(rig.endpoint)
+    dealer.connect(rig.replay)
+    try:
+        async with asyncio.timeout(10):
+            while True:  # until the subscription has reached the publisher: the first ones may be missed
+                rig.serve(rig.bench.lane.counts.num_steps % 40 + 1)
+                if await subscriber.poll(50):
+                    break
+        seen = [await frames(subscriber)]
+        rig.serve(49)
+        while len(seen) < 2 or msgpack.unpackb(seen[-1][2])[1][0]["token_ids"][0] != 49:
+            seen.append(await frames(subscriber))
+        numbers = [int.from_bytes(each[1], "big") for each in seen]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        assert {each[0] for each in seen} == {b"kv@pod@model"}
+        (event,) = msgpack.unpackb(seen[-1][2])[1]
+        assert (event["type"], event["medium"], event["block_size"]) == ("BlockStored", "GPU", 4)
+        assert event["token_ids"] == [49] * 16
+        await dealer.send_multipart((b"", (0).to_bytes(8, "big")))
+        answers = []
+        while not answers or answers[-1][2] != (-1).to_bytes(8, "big", signed=True):
+            answers.append(await frames(dealer))
+        kept = [(each[1], each[2], each[3]) for each in answers[:-1]]
+        assert len(kept) == 2, "as many as --kv-events-buffer-steps"
+        assert kept[-1] == tuple(seen[-1])
+    finally:
+        await rig.publisher.stop()
+        rig.hub.stop()
+        for socket in (subscriber, dealer):
+            socket.close(linger=0)
+        context.term()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_events_endpoint": "tcp://*:5557"}, "token ids of prompts"),
+        ({"kv_events_replay_endpoint": "tcp://*:5558"}, "token ids of prompts"),
+        ({"kv_events_endpoint": "5557"}, "pattern"),
+    ],
+)
+def test_endpoints_that_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SchedulerConfig(executor=["127.0.0.1:1"], **options)  # type: ignore[arg-type]
+    if "pattern" not in message:
+        SchedulerConfig(executor=["127.0.0.1:1"], insecure=True, **options)  # type: ignore[arg-type]

@@ -1,0 +1,135 @@
+"""The live page in a real Chromium: a load runs, an executor is killed from the page, and the streams go on.
+
+CADENZA_PICTURES=docs/figures keeps the pictures that it makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza import Client, LocalServices, SamplingParams
+from tests.helpers.node_packages import need_node, with_packages
+from tests.helpers.paths import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_PROMPTS = ["Tell me a story about a fox.", "Count from 3 to 21.", "给我讲一个故事，主角是小猫"]
+_GREEDY = SamplingParams(temperature=0, max_tokens=200)
+
+
+class Load:
+    """Chats in a thread of their own, whose texts must always be the same."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.texts: set[tuple[str, ...]] = set()
+        self.num_rounds = 0
+        self.errors: list[Exception] = []
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        chats = [[{"role": "user", "content": prompt}] for prompt in _PROMPTS]
+        with Client(self._target) as client:
+            while not self._stop.is_set():
+                try:
+                    outputs = client.chat(chats, _GREEDY)
+                except Exception as error:
+                    self.errors.append(error)
+                    return
+                self.texts.add(tuple(output.outputs[0].text for output in outputs))
+                self.num_rounds += 1
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    found = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if found is None:
+        pytest.skip("there is no Chromium: apt-get install chromium")
+    return found
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the program that drives it, with playwright-core."""
+    need_node()
+    folder = tmp_path_factory.mktemp("browser") / "page"
+    shutil.copytree(ROOT / "tests" / "service" / "browser", folder, ignore=shutil.ignore_patterns("node_modules"))
+    return with_packages(folder)
+
+
+@pytest.fixture(scope="module")
+def seen(browser: str, driver: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the program saw, what was asked for and what the load got."""
+    pictures = Path(os.environ.get("CADENZA_PICTURES", tmp_path_factory.mktemp("pictures"))).resolve()
+    events: list[str] = []
+    options = {"device": "cpu", "executors": 2, "max_num_seqs": 4, "num_gpu_blocks": 96}
+    page = {"http": "0", "page": True, "page_demo": True}
+    with LocalServices(str(ROOT / "models" / "cadenza-demo"), on_event=events.append, **options, **page) as services:
+        url = services.page_url
+        assert url is not None
+        with Load(services.target) as load:
+            command = ["node", "page.js", browser, url, str(pictures)]
+            result = subprocess.run(command, cwd=driver, capture_output=True, text=True, check=False, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return {**json.loads(result.stdout), "url": url, "service": events, "load": load, "pictures": pictures}
+
+
+def test_nothing_fails_in_the_page_and_it_asks_nobody_else(seen: dict[str, Any]) -> None:
+    assert seen["problems"] == []
+    assert len(seen["hosts"]) == 1
+    assert "token" not in seen["address"], "it is taken out of the address"
+
+
+def test_a_chat_by_the_keyboard_shows_its_requests_journey(seen: dict[str, Any]) -> None:
+    chat = seen["chat"]
+    assert "75" in chat["text"]
+    assert chat["facts"] == ["waited", "prefix hit", "steps", "preempted", "first token", "total", "ended by"]
+    assert chat["events"] == ["joined", "first", "left"]
+
+
+def test_streams_go_on_when_an_executor_is_killed(seen: dict[str, Any]) -> None:
+    assert any("killed from the live page" in event for event in seen["service"]), seen["service"]
+    # That it was lost is known from the server's state of each second: a move may come before.
+    assert any("moved" in answer["events"] for answer in seen["killed"]), seen["killed"]
+    for answer in seen["killed"]:
+        assert answer["error"] is None
+        assert answer["ended"] in ("eos", "max_tokens"), answer
+    load = seen["load"]
+    assert load.errors == []
+    assert load.num_rounds >= 2
+    assert len(load.texts) == 1, "a killed executor changes no token"
+
+
+def test_it_fits_a_phone_and_has_names_for_all(seen: dict[str, Any]) -> None:
+    assert seen["fits"] == [True, True, True]
+    assert seen["names"]["unnamed"] == []
+    assert len(seen["names"]["canvases"]) == 4
+    assert all(seen["names"]["canvases"])
+    assert seen["block"].startswith("block 0: ")
+    assert seen["columns"] == 4, "charts"
+
+
+def test_it_speaks_the_browsers_language_and_the_other_one(seen: dict[str, Any]) -> None:
+    assert (seen["chinese"], seen["english"]) == (["zh-CN", "试用"], ["en", "Playground"])
+
+
+def test_pictures_are_of_both_themes_and_a_phone(seen: dict[str, Any]) -> None:
+    for name in ("light", "dark", "phone"):
+        assert (seen["pictures"] / f"page-{name}.png").stat().st_size > 10_000

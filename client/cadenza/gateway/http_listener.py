@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from cadenza.errors import OptionError
 from cadenza.gateway.app import make_app
@@ -21,6 +23,15 @@ _SEND_BUFFER_BYTES = 128 * 1024
 _GRACE_S = 1.0
 
 
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether an error is not just a client's: it sent what is no HTTP, and gets 400, or has gone."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError | ConnectionError)
+
+
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(_is_ours)
+
+
 class HttpListener:
     """Serves the paths of the application until `close`."""
 
@@ -31,6 +42,7 @@ class HttpListener:
             make_app(state),
             handler_cancellation=True,  # a client that goes away ends its request
             access_log=None,
+            logger=_LOG,
             keepalive_timeout=_KEEPALIVE_S,
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,23 @@ async def stream_burst(
 
 
 async def generate_burst(
-    target: str, requests: Sequence[Request], adapters: Sequence[str | None] | None = None
+    target: str,
+    requests: Sequence[Request],
+    adapters: Sequence[str | None] | None = None,
+    forced_token: int | None = None,
 ) -> tuple[list[list[int]], float]:
     """Send all requests at once over one session; returns the output tokens, and the seconds until all have ended.
 
-    adapters: the LoRA adapter of each request, None for none; None: no request has one.
+    adapters: the LoRA adapter of each request, None for none; None: no request has one. forced_token: what all outputs
+    consist of, by a bias.
     """
     async with AsyncClient(target) as client:
         await client.model_info()
         start = time.perf_counter()
         prompts = [request.prompt for request in requests]
-        outputs = await client.generate(prompts, [_params(request) for request in requests], adapter=adapters)
+        bias = None if forced_token is None else {forced_token: 100.0}
+        params = [replace(_params(request), logit_bias=bias) for request in requests]
+        outputs = await client.generate(prompts, params, adapter=adapters)
         wall_s = time.perf_counter() - start
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     for request, made in zip(requests, tokens, strict=True):

@@ -26,12 +26,16 @@ _CRDS = ROOT / "tests" / "data" / "crds"
 
 
 def validate(manifest: Manifest) -> None:
-    """Raises jsonschema.ValidationError with the first wrong field; SchemaNotFoundError for a kind without schema."""
+    """Raises jsonschema.ValidationError for a wrong field; SchemaNotFoundError for a kind without schema.
+
+    A misspelt field may be a missing one too: the error names the one that is there.
+    """
     if not is_custom(manifest):
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
         return
-    for error in custom_errors(manifest):
-        raise error
+    errors = sorted(custom_errors(manifest), key=lambda error: error.validator != "additionalProperties")
+    if errors:
+        raise errors[0]
     named = {"apiVersion": "v1", "metadata": manifest["metadata"]}
     kubernetes_validate.validate({**named, "kind": "ConfigMap"}, KUBERNETES, strict=True)
     for template in _pod_templates(manifest["spec"]):

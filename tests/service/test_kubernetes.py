@@ -1,4 +1,4 @@
-"""The manifests in deploy/: schemas, options, and what refers to what. test_kubernetes_rollouts.py runs them."""
+"""The manifests in deploy/: options, and what refers to what. test_kubernetes_rollouts.py runs them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
 
 from cadenza.settings.service import ServiceSettings, read_config
@@ -20,11 +18,10 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.executors.addresses import ExecutorEntries, executor_entries
 from scheduler_svc.metrics.definitions import DEFINITIONS
 from tests.helpers.compose import last_instruction, read_dockerfile
-from tests.helpers.crds import CRD_SCHEMAS, published_crds
+from tests.helpers.manifest_schemas import validate
 from tests.helpers.manifests import (
     KUBECTL,
     OVERLAYS,
-    RAY,
     Manifest,
     PodTemplate,
     build,
@@ -34,18 +31,13 @@ from tests.helpers.manifests import (
     needs_kubectl,
     of_kind,
     pod_templates,
-    rendered,
     worker_template,
 )
 from tests.helpers.paths import ROOT
 
 pytestmark = needs_kubectl
-KUBERNETES = "1.34"
 CONFIGS: dict[str, type[ServiceSettings]] = {"scheduler": SchedulerConfig, "executor": ExecutorConfig}
 PODS = {(overlay, pod.name): pod for overlay in OVERLAYS for pod in pod_templates(overlay)} if KUBECTL else {}
-CRDS = os.environ.get("CADENZA_CRDS")
-"""A folder of published CustomResourceDefinitions: the manifests are checked against these too."""
-
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 every_pod = pytest.mark.parametrize(("overlay", "name"), PODS)
 
@@ -68,59 +60,6 @@ def options_of(overlay: str, pod: PodTemplate, monkeypatch: pytest.MonkeyPatch) 
 
 def own_entries(config: SchedulerConfig) -> ExecutorEntries:
     return executor_entries(config.executor)
-
-
-# ---------------------------------------------------------------- schemas
-
-
-@pytest.mark.parametrize("overlay", [*OVERLAYS, RAY])
-def test_resources_of_kubernetes_are_valid(overlay: str) -> None:
-    """By the schemas of the API itself; unknown fields are refused."""
-    seen = 0
-    for manifest in rendered(overlay):
-        if (manifest["apiVersion"], manifest["kind"]) in CRD_SCHEMAS:
-            continue
-        assert kubernetes_validate.validate(manifest, KUBERNETES, strict=True) == KUBERNETES
-        seen += 1
-    assert seen > 5
-    sets = [each["spec"]["leaderWorkerTemplate"] for each in of_kind(overlay, "LeaderWorkerSet")]
-    templates = [each[kind] for each in sets for kind in ("leaderTemplate", "workerTemplate")]
-    for cluster in of_kind(overlay, "RayCluster"):
-        groups = (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"])
-        templates += [group["template"] for group in groups]
-    for template in templates:
-        wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
-        kubernetes_validate.validate(wrapped, KUBERNETES, strict=True)
-
-
-def test_the_schemas_refuse_what_is_wrong() -> None:
-    group = named("ranks", "LeaderWorkerSet", "cadenza-group")
-    schema = CRD_SCHEMAS["leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"]
-    for change in ({"leaderWorkerTemplate": {"size": 1}}, {"restartPolicy": "Default"}, {"replicas": "2"}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**group, "spec": {**group["spec"], **change}}, schema)
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Service", "spec": {"prots": []}}, KUBERNETES, True)
-
-
-@pytest.mark.parametrize("overlay", [*OVERLAYS, RAY])
-def test_custom_resources_are_valid(overlay: str) -> None:
-    for manifest in rendered(overlay):
-        schema = CRD_SCHEMAS.get((manifest["apiVersion"], manifest["kind"]))
-        if schema is not None:
-            jsonschema.Draft202012Validator(schema).validate(manifest)
-
-
-@pytest.mark.skipif(CRDS is None, reason="CADENZA_CRDS names no folder of published CRDs")
-def test_custom_resources_are_valid_by_the_published_schemas() -> None:
-    assert CRDS
-    schemas = published_crds(Path(CRDS))
-    assert set(CRD_SCHEMAS) <= set(schemas)
-    for overlay in (*OVERLAYS, RAY):
-        for manifest in rendered(overlay):
-            schema = schemas.get((manifest["apiVersion"], manifest["kind"]))
-            if schema is not None:
-                jsonschema.Draft202012Validator(schema).validate(manifest)
 
 
 # ---------------------------------------------------------------- options
@@ -273,7 +212,7 @@ def test_the_hpa_scales_as_keda_does(tmp_path: Path) -> None:
     (overlay / "kustomization.yaml").write_text(text + components)
     made = {each["kind"]: each for each in build(overlay) if each["metadata"]["name"] == "cadenza-executor"}
     scaler, owner = made["HorizontalPodAutoscaler"], made["Deployment"]
-    assert kubernetes_validate.validate(scaler, KUBERNETES, strict=True) == KUBERNETES
+    validate(scaler)
     assert scaler["spec"]["scaleTargetRef"]["kind"] == owner["kind"]
     assert "replicas" not in owner["spec"], "applying the manifests would undo the scaler's work"
     (keda,) = of_kind("ranks", "ScaledObject")

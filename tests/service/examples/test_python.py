@@ -86,7 +86,7 @@ async def test_python_reflection(target: str, answers: dict[str, str]) -> None:
     assert lines == [
         "cadenza.v1.AdminService cadenza.v1.GenerationService grpc.health.v1.Health "
         "grpc.reflection.v1alpha.ServerReflection",
-        "Generate Session Abort GetModelInfo GetServerInfo Tokenize Detokenize",
+        "Generate Session Abort GetModelInfo GetServerInfo Tokenize Detokenize GetTokenizerFiles",
         answers[PROMPT],
         f"[INVALID_ARGUMENT] {REFUSED_TOP_P}",
         "[deadline] DEADLINE_EXCEEDED",

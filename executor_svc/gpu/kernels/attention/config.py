@@ -29,9 +29,9 @@ class Phase(StrEnum):
     PREFILL = "prefill"
     """Any mixture of sequences: many query tokens in a tile."""
     DECODE = "decode"
-    """Batches of one token per sequence."""
+    """Batches of one token per sequence, where a program reads all keys of a sequence's KV head."""
     SPLIT = "split"
-    """Batches of one token per sequence, where several programs share the keys of a sequence."""
+    """Batches of one token per sequence, where several programs share these keys."""
     DRAFTS = "drafts"
     """Batches of a few tokens per sequence, which fit a tile; 16-bit queries only."""
 
@@ -136,6 +136,8 @@ _DRAFTS = {
     ("fp8", 256): AttentionConfig(DRAFTS_ROWS, 32, 8, 3),
 }
 """With 4 warps, most of them spill."""
+_DRAFTS_COPIED = _DRAFTS | {("fp8", 64): AttentionConfig(DRAFTS_ROWS, 64, 4, 3)}
+"""With 8 warps, these spill."""
 _HOPPER_WIDE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 64, 8, 2),
@@ -191,7 +193,7 @@ def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
 
 def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mapping[tuple[str, int], AttentionConfig]:
     if phase is Phase.DRAFTS:
-        return _DRAFTS
+        return _DRAFTS_COPIED if copies else _DRAFTS
     if phase in _DECODES and not kind.wide:
         if arch // 10 == 9 and not kind.softcap:
             spills = kind.window or kind.dtype != torch.bfloat16

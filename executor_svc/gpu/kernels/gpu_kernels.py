@@ -66,7 +66,7 @@ class GpuKernels:
     places from the start, and are packed by any thread.
     """
 
-    name = "gpu-1"
+    name = "gpu-2"
 
     def __init__(self, device: torch.device, arch: int, num_sms: int) -> None:
         """arch: compute capability of the device, such as 90; num_sms: its number of multiprocessors."""

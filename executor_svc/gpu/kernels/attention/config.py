@@ -29,9 +29,14 @@ class Phase(StrEnum):
     PREFILL = "prefill"
     """Any mixture of sequences: many query tokens in a tile."""
     DECODE = "decode"
-    """Batches of one token per sequence."""
+    """Batches of one token per sequence, where a program reads all keys of a sequence's KV head."""
+    SPLIT = "split"
+    """Batches of one token per sequence, where several programs share these keys."""
     DRAFTS = "drafts"
     """Batches of a few tokens per sequence, which fit a tile; 16-bit queries only."""
+
+
+_DECODES = (Phase.DECODE, Phase.SPLIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +119,14 @@ _DECODE_SOFTCAP = _DECODE | {
     ("16", 128): AttentionConfig(DECODE_ROWS, 64, 8, 3),
 }
 """With 4 warps, some kernels spill 4 bytes."""
-_HOPPER_DECODE = _DECODE | {("16", 128): AttentionConfig(DECODE_ROWS, 64, 4, 4)}
-"""Measured on an H100, as the next two: `tune-decode` in benchmarks/results/gpu_kernels.jsonl."""
-_HOPPER_DECODE_BF16 = _HOPPER_DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 32, 2, 4)}
-"""With a window or in float16 these tiles spill registers."""
-_HOPPER_DECODE_COPIED = _HOPPER_DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 64, 4, 3)}
+_HOPPER_DECODE_BF16 = _DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 32, 2, 4)}
+"""Measured on an H100, as the next two: `tune-decode` in benchmarks/results/gpu_kernels.jsonl.
+
+With a window or in float16 these tiles spill registers.
+"""
+_HOPPER_DECODE_COPIED = _DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 64, 4, 3)}
+_HOPPER_UNSPLIT = {("16", 128): AttentionConfig(DECODE_ROWS, 64, 4, 4)}
+"""For decodes that are not split: split ones were faster with 3 stages on an H200 (`tune-split` in the same rows)."""
 _DRAFTS = {
     ("16", 64): AttentionConfig(DRAFTS_ROWS, 64, 8, 3),
     ("16", 128): AttentionConfig(DRAFTS_ROWS, 64, 8, 3),
@@ -128,6 +136,8 @@ _DRAFTS = {
     ("fp8", 256): AttentionConfig(DRAFTS_ROWS, 32, 8, 3),
 }
 """With 4 warps, most of them spill."""
+_DRAFTS_COPIED = _DRAFTS | {("fp8", 64): AttentionConfig(DRAFTS_ROWS, 64, 4, 3)}
+"""With 8 warps, these spill."""
 _HOPPER_WIDE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 64, 8, 2),
@@ -140,6 +150,8 @@ _HOPPER_WIDE = _HOPPER | {
     ("32", 256): AttentionConfig(32, 16, 32, 2),
 }
 """For decodes with more query heads per KV head than rows of a decode tile: the split kernel needs more registers."""
+_SPLIT_WIDE = {("32", 128): AttentionConfig(32, 16, 8, 2)}
+"""For split decodes of as many heads before Hopper: with 4 warps some kernels spill."""
 _HOPPER_COPIED = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(64, 64, 4, 3),
@@ -176,22 +188,22 @@ def attention_config(kind: AttentionKind, phase: Phase, arch: int) -> AttentionC
 def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
     """Return whether the copy engine loads tiles; not for wide decodes, which have few registers left."""
     fits = kind.block_size == COPIED_BLOCK and kind.dtype.itemsize == 2 and not kind.window
-    return fits and arch // 10 == 9 and not (phase is Phase.DECODE and kind.wide)
+    return fits and arch // 10 == 9 and not (phase in _DECODES and kind.wide)
 
 
 def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mapping[tuple[str, int], AttentionConfig]:
     if phase is Phase.DRAFTS:
-        return _DRAFTS
-    if phase is Phase.DECODE and not kind.wide:
+        return _DRAFTS_COPIED if copies else _DRAFTS
+    if phase in _DECODES and not kind.wide:
         if arch // 10 == 9 and not kind.softcap:
             spills = kind.window or kind.dtype != torch.bfloat16
-            return _HOPPER_DECODE_COPIED if copies else _HOPPER_DECODE if spills else _HOPPER_DECODE_BF16
+            table = _HOPPER_DECODE_COPIED if copies else _DECODE if spills else _HOPPER_DECODE_BF16
+            return table if phase is Phase.SPLIT else table | _HOPPER_UNSPLIT
         return _DECODE_SOFTCAP if kind.softcap else _DECODE
-    if arch in _SMALL_ARCHS:
-        return _SMALL
-    if arch < 90:
-        return _AMPERE
-    if phase is Phase.DECODE:
+    if arch in _SMALL_ARCHS or arch < 90:
+        table = _SMALL if arch in _SMALL_ARCHS else _AMPERE
+        return table | _SPLIT_WIDE if phase is Phase.SPLIT else table
+    if phase in _DECODES:
         return _HOPPER_WIDE
     if copies:
         return _HOPPER_COPIED_MANY if kind.group > _HOPPER_COPIED["16", 128].rows else _HOPPER_COPIED

@@ -10,7 +10,7 @@ from torch import Tensor
 from executor_svc.device.kernels import AttentionShape, KVScales
 from executor_svc.gpu.kernels.attention.attention import attention
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.segments import SEGMENTS, Scratch
+from executor_svc.gpu.kernels.attention.segments import Scratch, default_segments
 from executor_svc.gpu.kernels.attention.split import split_attention, split_tokens
 from executor_svc.gpu.kernels.slots.slots import StepBuffers
 
@@ -96,8 +96,8 @@ class GpuAttentionPlan:
             None if scales is None else scales.k,
             None if scales is None else scales.v,
         )
-        lengths = self._max_query_len, self._max_seq_len
-        if SEGMENTS.wants_split(seqs, shape.num_kv_heads, *lengths, self._num_sms, split_tokens(call.kind)):
+        kind, lengths = call.kind, (self._max_query_len, self._max_seq_len)
+        if default_segments(kind).wants_split(seqs, shape.num_kv_heads, *lengths, self._num_sms, split_tokens(kind)):
             split_attention(call, self._arch, self._scratch, self._num_sms)
         else:
             attention(call, self._arch)

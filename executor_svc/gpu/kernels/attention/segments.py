@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from executor_svc.gpu.kernels.attention.config import AttentionKind
+
 MAX_SEGMENTS = 128
 """Maximum segments of a sequence: all their weights are held at once to merge them."""
-
-
-class Merging(StrEnum):
-    """Who merges the segments of a sequence."""
-
-    SECOND = "second"
-    """A second kernel."""
-    EARLY = "early"
-    """A second kernel, which a Hopper GPU starts before the first has ended (programmatic dependent launch)."""
-    LAST = "last"
-    """The last of the programs that share a sequence's KV head."""
+_MAX_PROGRAMS_PER_SM = 4
+"""A batch is split as long as two programs for each of its KV heads are no more than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
     """Segments depend on a sequence's length, the model and the GPU; the number of programs on the batch too."""
 
-    least_keys: int = 256
+    least_keys: int = 128
     """Minimum keys of a segment: its results are small compared to these keys."""
-    programs_per_sm: int = 4
-    """Target number of programs per SM: for enough concurrent loads, and short last programs."""
+    programs_per_sm: int = 2
+    """Target number of programs per SM: as many as run at once."""
     most: int = MAX_SEGMENTS
     """Maximum segments of a sequence; a power of 2."""
-    merging: Merging = Merging.SECOND
 
     def max_segments(self, num_kv_heads: int, num_sms: int) -> int:
         """Return the maximum segments of a sequence, a power of 2 with which one sequence fills the GPU."""
@@ -43,8 +34,10 @@ class Segments:
 
     def parts(self, num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
         """Return the number of programs that share the segments of a sequence's KV head."""
-        wanted = self.programs_per_sm * num_sms // (num_seqs * num_kv_heads)
-        return max(1, min(wanted, self.max_segments(num_kv_heads, num_sms)))
+        heads = num_seqs * num_kv_heads
+        least = 2 if 2 * heads <= _MAX_PROGRAMS_PER_SM * num_sms else 1
+        wanted = max(least, self.programs_per_sm * num_sms // heads)
+        return min(wanted, self.max_segments(num_kv_heads, num_sms))
 
     def wants_split(
         self, num_seqs: int, num_kv_heads: int, max_query_len: int, max_seq_len: int, num_sms: int, tile_tokens: int = 1
@@ -59,10 +52,18 @@ class Segments:
 
     def max_tokens(self, num_kv_heads: int, num_sms: int) -> int:
         """Return the most tokens of a batch that is split: as many as sequences of one token, in the same memory."""
-        return self.programs_per_sm * num_sms // (2 * num_kv_heads)
+        return _MAX_PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
 
 
 SEGMENTS = Segments()
+"""Measured on an H200 with a bf16 cache: `tune-split` in benchmarks/results/gpu_kernels.jsonl."""
+FP8_SEGMENTS = Segments(programs_per_sm=4)
+"""For caches in fp8: some of their tiles have 2 warps only, and they were never measured with fewer programs."""
+
+
+def default_segments(kind: AttentionKind) -> Segments:
+    """Return the default numbers."""
+    return FP8_SEGMENTS if kind.scales else SEGMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ class Scratch:
         head_size: int,
         num_sms: int,
         device: torch.device,
-        segments: Segments = SEGMENTS,
+        segments: Segments = FP8_SEGMENTS,
     ) -> Self:
-        """Allocate what any batch with `Segments.wants_split` needs at most."""
+        """Allocate what any batch with `Segments.wants_split` needs at most; by default with any cache."""
         tokens = segments.max_tokens(num_kv_heads, num_sms)
         size = tokens * num_heads * segments.max_segments(num_kv_heads, num_sms) * (head_size + 2)
         return cls(

@@ -1,4 +1,4 @@
-"""Decode attention for few sequences: keys are split into segments, whose results are merged.
+"""Decode attention for few sequences: keys are split into segments, whose results the last program merges.
 
 As in Flash-Decoding (Dao et al., 2023); a sequence has one token, or as many as fit a tile, such as drafts. Segments
 depend on the sequence's length, the model and the GPU, not on the batch; the number of programs depends on the batch.
@@ -14,15 +14,11 @@ import triton
 import triton.language as tl
 
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.config import (
-    COPIED_BLOCK,
-    DRAFTS_ROWS,
-    AttentionKind,
-    Phase,
-)
+from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS, AttentionKind, Phase
 from executor_svc.gpu.kernels.attention.keys import attend
+from executor_svc.gpu.kernels.attention.merge import write_merged
 from executor_svc.gpu.kernels.attention.records import record, segments_of
-from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, SEGMENTS, Merging, Scratch, Segments
+from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, Scratch, Segments, default_segments
 from executor_svc.gpu.kernels.attention.tile import (
     as_multiplied,
     divided,
@@ -30,7 +26,6 @@ from executor_svc.gpu.kernels.attention.tile import (
     query_places,
     rows_and_columns,
 )
-from executor_svc.gpu.kernels.attention.unite import UNITE_WARPS, unite, unite_constants, unite_kernel, write_merged
 from executor_svc.gpu.kernels.attention.variants import cases, variants_of
 from executor_svc.gpu.kernels.variant import Variant
 
@@ -91,17 +86,13 @@ def split_kernel(
     STAGES: tl.constexpr,
     MANY: tl.constexpr,
     MOST: tl.constexpr,
-    EARLY: tl.constexpr,
-    LAST: tl.constexpr,
 ):
     """Process one of `parts` runs of segments of one sequence's KV head.
 
     Writes weighted values to sums [S, KVH, segments, max_tokens * H / KVH, D], and maximum and sum of the weights to
-    stats [the same, 2]. A sequence of one segment is finished here; with LAST the others too, by the last of their
-    programs, which counters [S, KVH] find. Without MANY max_tokens is 1. EARLY lets the second kernel start.
+    stats [the same, 2]. The last of a KV head's programs to end, found by counters [S, KVH], merges the segments.
+    Without MANY max_tokens is 1.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     head = program % num_kv_heads
     part = program // num_kv_heads % parts
@@ -165,45 +156,26 @@ def split_kernel(
         tl.store(places, result.to(out.dtype.element_ty), mask=there)
     else:
         record((acc, greatest, total), after - 1, kept, HEAD_SIZE, PADDED)
-        if LAST:
-            counter = counters + sequence * num_kv_heads + head
-            # Records of all threads are written before one thread counts, and read after.
-            tl.debug_barrier()
-            if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(count, parts) - 1:
-                tl.store(counter, 0)
-                at_once: tl.constexpr = 512 // PADDED
-                for row in range(0, num_rows, at_once):
-                    some = row + tl.arange(0, at_once)
-                    write_merged(
-                        values,
-                        weights,
-                        records,
-                        some,
-                        some // group,
-                        some < num_rows,
-                        count,
-                        out,
-                        v_scale,
-                        head,
-                        start,
-                        num_kv_heads,
-                        group,
-                        at_once,
-                        HEAD_SIZE,
-                        PADDED,
-                        MOST,
-                        HAS_SCALES,
-                    )
+        counter = counters + sequence * num_kv_heads + head
+        # Records of all threads are written before one thread counts, and read after.
+        tl.debug_barrier()
+        if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(count, parts) - 1:
+            tl.store(counter, 0)
+            write_merged(
+                values, weights, records, num_rows, count, out, v_scale, head, start, num_kv_heads, group,
+                HEAD_SIZE, PADDED, MOST, HAS_SCALES,
+            )  # fmt: skip
 
 
 def split_attention(
-    call: AttentionCall, arch: int, scratch: Scratch, num_sms: int, segments: Segments = SEGMENTS
+    call: AttentionCall, arch: int, scratch: Scratch, num_sms: int, segments: Segments | None = None
 ) -> None:
     """Write `call.out` for a batch of few tokens per sequence, on a GPU of this capability and number of SMs.
 
-    scratch: of the same segments. Raises ValueError.
+    `segments`, for measurements and tests, replaces the default ones. Raises ValueError.
     """
     call.check()
+    segments = segments or default_segments(call.kind)
     tokens = split_tokens(call.kind)
     if call.max_query_len > tokens:
         raise ValueError(f"max_query_len must be at most {tokens} for attention to be split")
@@ -213,7 +185,7 @@ def split_attention(
     if not call.num_seqs:
         return
     many = call.max_query_len > 1
-    config = call.config(Phase.DRAFTS if many else Phase.DECODE, arch)
+    config = call.config(Phase.DRAFTS if many else Phase.SPLIT, arch)
     sums, stats = scratch.floats, scratch.floats[records * call.head_size :]
     parts = segments.parts(call.num_seqs, call.num_kv_heads, num_sms)
     least_tiles = max(1, segments.least_keys // config.tile)
@@ -243,40 +215,25 @@ def split_attention(
         scale,
         softcap,
         call.window or 0,
-        **_split_constants(many, segments.merging),
+        **_split_constants(many),
         **call.constants(config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
-    if segments.merging is not Merging.LAST:
-        unite(call, config, sums, stats, most, least_tiles, segments.merging)
 
 
-def _split_constants(many: bool, merging: Merging = SEGMENTS.merging) -> dict[str, Any]:
-    return {"MANY": many, "MOST": MAX_SEGMENTS, "EARLY": merging is Merging.EARLY, "LAST": merging is Merging.LAST}
+def _split_constants(many: bool) -> dict[str, Any]:
+    return {"MANY": many, "MOST": MAX_SEGMENTS}
 
 
 def variants() -> list[Variant]:
-    """Return the variants compiled ahead of time: both kernels for each of `variants.cases`."""
-    return [*_variants(Phase.DECODE, ""), *_variants(Phase.DRAFTS, " drafts")]
+    """Return the variants compiled ahead of time: for one token and for several, each of `variants.cases`."""
+    drafts = _variants(Phase.DRAFTS, " drafts")
+    return [*_variants(Phase.SPLIT, ""), *(replace(each, quick=False) for each in drafts)]
 
 
 def _variants(phase: Phase, mark: str) -> list[Variant]:
-    floats = {"sums": "*fp32", "stats": "*fp32"}
-    many = phase is Phase.DRAFTS
-    # The second kernel reads no cache: it does not depend on how keys are loaded, nor on a softcap.
-    few = (case for case in cases(phase) if case.block_size != COPIED_BLOCK and not case.softcap)
-    split = variants_of(
-        split_kernel,
-        f"attention split{mark}",
-        phase,
-        cases(phase),
-        lambda _: _split_constants(many),
-        floats | {"counters": "*i32"},
-    )
-    unite_of_tiles = variants_of(
-        unite_kernel, f"attention unite{mark}", phase, few, lambda _: unite_constants(many), floats
-    )
-    found = split + [replace(each, num_warps=UNITE_WARPS, num_stages=1) for each in unite_of_tiles]
-    return [replace(each, quick=each.quick and not many) for each in found]
+    scratch = {"sums": "*fp32", "stats": "*fp32", "counters": "*i32"}
+    fixed = _split_constants(phase is Phase.DRAFTS)
+    return variants_of(split_kernel, f"attention split{mark}", phase, cases(phase), lambda _: fixed, scratch)

@@ -45,7 +45,7 @@ def name_of(kind: AttentionKind) -> str:
 def cases(phase: Phase) -> Iterator[AttentionKind]:
     """Yield all kinds of attention: for any block size, and for the one that the copy engine loads."""
     # Prefill has the same tiles for wide groups.
-    groups = (1, _WIDE_GROUP) if phase is Phase.DECODE else (1,)
+    groups = (1, _WIDE_GROUP) if phase in (Phase.DECODE, Phase.SPLIT) else (1,)
     for head_size, (dtype, kv_dtype), group in product(HEAD_SIZES, _dtypes(), groups):
         if phase is Phase.DRAFTS and dtype == torch.float32:
             continue

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from executor_svc.gpu.kernels.attention.attention import attention
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, HEAD_SIZES, AttentionKind
-from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, SEGMENTS, Merging, Scratch, Segments
+from executor_svc.gpu.kernels.attention.segments import (
+    FP8_SEGMENTS,
+    MAX_SEGMENTS,
+    SEGMENTS,
+    Scratch,
+    Segments,
+    default_segments,
+)
 from executor_svc.gpu.kernels.attention.split import split_attention, split_tokens, variants
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH, F8, Chunks, Sizes, check, make_call
 
@@ -20,8 +27,9 @@ SMS = 4
 """Of a GPU so small that short sequences are enough for several segments to a program."""
 
 
-def scratch_for(call: AttentionCall, num_sms: int = SMS, segments: Segments = SEGMENTS) -> Scratch:
+def scratch_for(call: AttentionCall, num_sms: int = SMS, segments: Segments | None = None) -> Scratch:
     """NaN wherever nothing was written."""
+    segments = segments or default_segments(call.kind)
     most = segments.max_segments(call.num_kv_heads, num_sms)
     records = call.num_seqs * call.max_query_len * call.num_heads * most
     floats = torch.full((records * (call.head_size + 2),), float("nan"), device=call.q.device)
@@ -29,7 +37,7 @@ def scratch_for(call: AttentionCall, num_sms: int = SMS, segments: Segments = SE
 
 
 def compare(
-    chunks: Chunks, sizes: Sizes, device: torch.device, num_sms: int = SMS, segments: Segments = SEGMENTS
+    chunks: Chunks, sizes: Sizes, device: torch.device, num_sms: int = SMS, segments: Segments | None = None
 ) -> AttentionCall:
     """Run it and compare all rows."""
     call = make_call(chunks, sizes, device)
@@ -55,7 +63,7 @@ def test_groups_and_dtypes(group: int, dtype: torch.dtype, device: torch.device)
 
 
 @pytest.mark.parametrize("block_size", [16, COPIED_BLOCK])
-@pytest.mark.parametrize("length", [1, 255, 256, 257, 511, 512, 513])
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 255, 256, 257])
 def test_edges_of_segments(length: int, block_size: int, device: torch.device) -> None:
     compare([(length - 1, 1)], Sizes(block_size=block_size), device)
 
@@ -76,11 +84,11 @@ def test_fp8_cache(head_size: int, block_size: int, device: torch.device) -> Non
 
 
 def test_long_decode(device: torch.device) -> None:
-    """More keys than the segments have at least: 8,192 in 16."""
+    """More keys than the segments have at least: 8,192 in 8."""
     compare([(8191, 1)], Sizes(1, 4, 64, 32), device)
 
 
-@pytest.mark.parametrize(("merging", "programs_per_sm"), [(Merging.SECOND, 7), (Merging.LAST, 1), (Merging.LAST, 7)])
+@pytest.mark.parametrize("programs_per_sm", [1, 7])
 @pytest.mark.parametrize(
     ("sizes", "chunks"),
     [
@@ -90,11 +98,9 @@ def test_long_decode(device: torch.device) -> None:
         (Sizes(1, 4, window=100), [(299, 3), (126, 5), (255, 0), (100, 3)]),
     ],
 )
-def test_other_segments(
-    sizes: Sizes, chunks: Chunks, merging: Merging, programs_per_sm: int, device: torch.device
-) -> None:
-    """Runs of segments, uneven among programs, whoever merges them."""
-    compare(chunks, sizes, device, segments=Segments(64, programs_per_sm, 16, merging))
+def test_other_segments(sizes: Sizes, chunks: Chunks, programs_per_sm: int, device: torch.device) -> None:
+    """Runs of segments, uneven among programs."""
+    compare(chunks, sizes, device, segments=Segments(64, programs_per_sm, 16))
 
 
 def test_padding_and_sequences_without_tokens(device: torch.device) -> None:
@@ -146,11 +152,9 @@ def test_it_agrees_with_the_unsplit_kernel(device: torch.device) -> None:
     torch.testing.assert_close(call.out[:2], whole.out[:2], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("merging", [Merging.SECOND, Merging.LAST])
-def test_a_row_does_not_depend_on_its_batch(merging: Merging, device: torch.device) -> None:
+def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
     """Bit for bit, though other numbers of programs share the segments."""
-    segments = Segments(merging=merging)
-    together = compare([(899, 1), (450, 1), (700, 1)], Sizes(), device, segments=segments)
+    together = compare([(899, 1), (450, 1), (700, 1)], Sizes(), device)
     alone = replace(
         together,
         q=together.q[2:3],
@@ -159,31 +163,40 @@ def test_a_row_does_not_depend_on_its_batch(merging: Merging, device: torch.devi
         block_tables=together.block_tables[2:],
         out=torch.empty_like(together.out[2:3]),
     )
-    split_attention(alone, ARCH, scratch_for(alone, segments=segments), SMS, segments)
+    split_attention(alone, ARCH, scratch_for(alone), SMS)
     assert torch.equal(alone.out, together.out[2:3])
 
 
 def test_when_to_split() -> None:
     assert SEGMENTS.wants_split(1, 8, 1, 1024, 132)
     assert SEGMENTS.wants_split(33, 8, 1, 1024, 132)
-    assert not SEGMENTS.wants_split(34, 8, 1, 1024, 132)  # a second program for each would be more than wanted
+    assert not SEGMENTS.wants_split(34, 8, 1, 1024, 132)  # two programs for each KV head would be over 4 per SM
     assert not SEGMENTS.wants_split(1, 8, 2, 1024, 132)
     assert SEGMENTS.wants_split(1, 8, 6, 1024, 132, 6)
     assert SEGMENTS.wants_split(5, 8, 6, 1024, 132, 6)
     assert not SEGMENTS.wants_split(6, 8, 6, 1024, 132, 6)  # over the scratch memory of 33 tokens
-    assert not SEGMENTS.wants_split(1, 8, 1, 256, 132)
+    assert not SEGMENTS.wants_split(1, 8, 1, 128, 132)
     assert not SEGMENTS.wants_split(0, 8, 1, 1024, 132)
+
+
+@pytest.mark.parametrize(
+    ("segments", "parts"),
+    [(SEGMENTS, {1: 32, 4: 8, 16: 2, 17: 2, 33: 2, 34: 1}), (FP8_SEGMENTS, {1: 64, 4: 16, 16: 4, 33: 2, 34: 1})],
+)
+def test_how_many_programs_share_a_sequence(segments: Segments, parts: dict[int, int]) -> None:
+    assert {num_seqs: segments.parts(num_seqs, 8, 132) for num_seqs in parts} == parts
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8, 32, 300])
 def test_scratch_is_enough_for_each_batch_that_is_split(num_kv_heads: int, device: torch.device) -> None:
     enough = Scratch.of(num_kv_heads * 4, num_kv_heads, 128, 132, device)
-    split = [seqs for seqs in range(1, 600) if SEGMENTS.wants_split(seqs, num_kv_heads, 1, 10_000, 132)]
-    most = max(split, default=0)
-    assert split == list(range(1, most + 1))
-    segments = SEGMENTS.max_segments(num_kv_heads, 132)
-    enough.check(most * num_kv_heads * 4 * segments * 130, most * num_kv_heads)
-    assert 1 <= segments <= MAX_SEGMENTS
+    for segments in (SEGMENTS, FP8_SEGMENTS):
+        split = [seqs for seqs in range(1, 600) if segments.wants_split(seqs, num_kv_heads, 1, 10_000, 132)]
+        most = max(split, default=0)
+        assert split == list(range(1, most + 1))
+        max_segments = segments.max_segments(num_kv_heads, 132)
+        enough.check(most * num_kv_heads * 4 * max_segments * 130, most * num_kv_heads)
+        assert 1 <= max_segments <= MAX_SEGMENTS
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

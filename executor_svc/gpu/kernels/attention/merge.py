@@ -1,0 +1,86 @@
+"""The segments of split attention, merged in a fixed order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from executor_svc.gpu.kernels.attention.tile import query_places, rows_and_columns
+
+
+@triton.jit
+def merged(
+    values,
+    stats,
+    num_rows,
+    rows,
+    there,
+    count,
+    HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    MOST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Return the values [ROWS, PADDED] of some rows of a KV head, divided by their weights: segments in a fixed order.
+
+    Args:
+        values, stats, num_rows: as in `record`.
+        rows, there: [ROWS] rows of a record, and whether they exist.
+        count: segments, at most MOST.
+        CHUNK: segments that are loaded at once.
+    """
+    # Past the L1 cache: other programs have just written them.
+    every = tl.arange(0, MOST)
+    places = stats + ((every * num_rows)[:, None] + rows[None, :]) * 2
+    known = (every < count)[:, None] & there[None, :]
+    greatest = tl.load(places, mask=known, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(places + 1, mask=known, other=0.0, cache_modifier=".cg")
+    highest = tl.max(greatest, 0)
+    highest = tl.where(there, highest, 0.0)
+    total = tl.sum(totals * tl.exp2(greatest - highest[None, :]), 0)
+    columns = tl.arange(0, PADDED)
+    acc = tl.zeros([rows.shape[0], PADDED], tl.float32)
+    for first in range(0, count, CHUNK):
+        some = first + tl.arange(0, CHUNK)
+        # Rows come first: each warp has rows of its own then, where there are several, and adds without the others.
+        at = (some * num_rows)[None, :] + rows[:, None]
+        loaded = (some < count)[None, :] & there[:, None]
+        most = tl.load(stats + at * 2, mask=loaded, other=float("-inf"), cache_modifier=".cg")
+        wanted = loaded[:, :, None] & (columns < HEAD_SIZE)[None, None, :]
+        addresses = values + ((at * HEAD_SIZE)[:, :, None] + columns[None, None, :])
+        numbers = tl.load(addresses, mask=wanted, other=0.0, cache_modifier=".cg")
+        acc += tl.sum(numbers * tl.exp2(most - highest[:, None])[:, :, None], 1)
+    return acc / tl.where(there, total, 1.0)[:, None]
+
+
+@triton.jit
+def write_merged(
+    values,
+    stats,
+    num_rows,
+    num_there,
+    count,
+    out,
+    v_scale,
+    head,
+    start,
+    num_kv_heads,
+    group,
+    HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    MOST: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    """Write the results of the first num_there rows of a KV head; other arguments as in `merged` and `query_places`."""
+    # More would spill: the other loop of such kernels needs more registers.
+    chunk: tl.constexpr = 2 if out.dtype.element_ty == tl.float32 else 4 if HAS_SCALES else 8
+    at_once: tl.constexpr = 512 // PADDED
+    for first in range(0, num_there, at_once):
+        rows = first + tl.arange(0, at_once)
+        there = rows < num_there
+        result = merged(values, stats, num_rows, rows, there, count, HEAD_SIZE, PADDED, MOST, chunk)
+        if HAS_SCALES:
+            result *= tl.load(v_scale + head)
+        stride = num_kv_heads * group * HEAD_SIZE
+        places = query_places(out, rows, rows // group, head, start, stride, group, HEAD_SIZE, PADDED)
+        tl.store(places, result.to(out.dtype.element_ty), mask=rows_and_columns(there, HEAD_SIZE, PADDED))

@@ -17,6 +17,7 @@ def test_litellm(server, answers, tmp_path):
         assert seen["tokens"] == seen["streamed_tokens"] > 0
         assert seen["finish"] in ("stop", "length")
     assert found["completion"] == answers.texts[PROMPTS[0]]
+    assert found["is_too_long"]
 
 
 def test_langchain(server, answers, tmp_path):
@@ -25,3 +26,4 @@ def test_langchain(server, answers, tmp_path):
     assert found["tokens"] == found["streamed_tokens"] > 0
     assert found["finish"] in ("stop", "length")
     assert found["completion"] == answers.texts[PROMPTS[0]]
+    assert found["is_too_long"]

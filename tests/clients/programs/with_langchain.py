@@ -3,6 +3,7 @@
 import json
 import sys
 
+from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI, OpenAI
 
 asked = json.loads(sys.argv[1])
@@ -26,4 +27,8 @@ found = {
     "responses": by_responses.text if isinstance(by_responses.text, str) else by_responses.text(),
     "completion": OpenAI(**server).invoke(asked["prompt"]),
 }
+try:
+    chat.invoke("5 " * 5000)
+except ContextOverflowError:
+    found["is_too_long"] = True
 print(json.dumps(found))

@@ -22,4 +22,8 @@ for provider in ("openai", "hosted_vllm"):
     }
 completion = litellm.text_completion(model=f"text-completion-openai/{asked['model']}", prompt=asked["prompt"], **server)
 found["completion"] = completion.choices[0].text
+try:
+    litellm.completion(model=f"openai/{asked['model']}", **server, messages=[{"role": "user", "content": "5 " * 5000}])
+except litellm.ContextWindowExceededError:
+    found["is_too_long"] = True
 print(json.dumps(found))

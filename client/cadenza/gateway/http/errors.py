@@ -114,7 +114,7 @@ def api_error(error: CadenzaError, params: Mapping[str, str] | None = None) -> A
         case NotFoundError() | FailedPreconditionError() if error.message.startswith(_ADAPTER):
             # A name that is not the model's was taken for an adapter's.
             detail = error.message.removeprefix(_ADAPTER)
-            message = f"there is no such model: the served one has another name, and {detail} (see /v1/models)"
+            message = f"there is no such model: the served one has another name, and {detail}"
             return ApiError(404, message, param="model", code="model_not_found")
         case InvalidRequestError() if (found := _TOO_LONG.fullmatch(error.message)) is not None:
             message = f"the prompt is too long: this model's maximum context length is {found[2]} tokens, and it has "

@@ -39,9 +39,8 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from None
     except RequestPayloadError:
-        encoding = request.headers.get("Content-Encoding", "")[:_MAX_SHOWN]
-        about = f"what its Content-Encoding says, {encoding!a}" if encoding else "one that HTTP knows"
-        raise bad_request(f"the body is not {about}") from None
+        encoding = request.headers.get("Content-Encoding", "identity")[:_MAX_SHOWN]
+        raise bad_request(f"the body cannot be decoded: its Content-Encoding is said to be {encoding!a}") from None
     if len(raw) > _LONG_BYTES:
         value = await asyncio.to_thread(_parse, raw)
     else:

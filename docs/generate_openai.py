@@ -74,7 +74,8 @@ Each API has its own shape: `{"error": {"message", "type", "param", "code"}}`, a
 
 | status | when |
 |---|---|
-| 400 | a field is wrong, unknown or refused; `param` names it. Also when the constraints leave no token to choose |
+| 400 | a field is wrong, unknown or refused: `param` names it; or the constraints leave no token to choose |
+| 400, code `context_length_exceeded` | the prompt is too long |
 | 401 | the key is missing or unknown |
 | 403 | the tenant may not use this adapter |
 | 404 | no such path, model or adapter |

@@ -16,6 +16,7 @@ JsonObjects = Sequence[Mapping[str, Any]] | None
 _CALL_FORM = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
 _IGNORED = frozenset(("refusal", "annotations"))
 """What OpenAI's client writes into a message of the assistant, and no template reads."""
+_MAX_KIND = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,14 @@ def _content(content: object, spot: str) -> str:
         elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
         else:
-            raise ValueError(f"{spot}: only text parts are supported, not {short(part)}")
+            raise ValueError(f"{spot}: only text parts are supported, not {kind_of_part(part) or short(part)}")
     return "".join(texts)
+
+
+def kind_of_part(part: object) -> str:
+    """What a part is that has no text, for messages: its data may be a whole picture; empty: it does not say."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return f"one of type {kind[:_MAX_KIND]!a}" if isinstance(kind, str) and "text" not in kind else ""
 
 
 def _text(value: object, spot: str, what: str = "a str") -> str | None:

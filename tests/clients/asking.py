@@ -18,6 +18,18 @@ MODEL = ROOT / "models" / "cadenza-demo"
 PROGRAMS = Path(__file__).with_name("programs")
 MAX_TOKENS = 16
 QUESTION = "What is 27 + 48?"
+TOOL = {
+    "name": "turn",
+    "description": "Turn a lamp.",
+    "parameters": {
+        "type": "object",
+        "properties": {"to": {"enum": ["on", "off"]}},
+        "required": ["to"],
+        "additionalProperties": False,
+    },
+}
+CALLS = [{"name": "turn", "arguments": {"to": to}} for to in ("on", "off")]
+"""What a model that must call TOOL may answer."""
 PROMPTS = ("12+34=", "5+5=", "90-45=", "The number after 7 is")
 
 
@@ -50,6 +62,7 @@ def asked(server: Server) -> dict[str, Any]:
         "model": server.name,
         "question": QUESTION,
         "prompt": PROMPTS[0],
+        "tool": TOOL,
         "max_tokens": MAX_TOKENS,
     }
 

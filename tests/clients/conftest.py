@@ -12,7 +12,13 @@ from tests.clients.asking import MAX_TOKENS, MODEL, PROMPTS, QUESTION, Answers, 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    options = {"http": "0", "device": "cpu", "max_num_seqs": 16, "served_model_name": "demo"}
+    options = {
+        "http": "0",
+        "device": "cpu",
+        "max_num_seqs": 16,
+        "served_model_name": "demo",
+        "tool_call_parser": "hermes",
+    }
     with LocalServices(str(MODEL), port=0, **options) as running:
         yield Server(f"http://{running.http}", running.target, "demo")
 

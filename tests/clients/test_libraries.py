@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.clients.asking import PROMPTS, python_of, run_program
+from tests.clients.asking import CALLS, PROMPTS, python_of, run_program
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
@@ -16,7 +16,10 @@ def test_litellm(server, answers, tmp_path):
         assert (seen["text"], seen["streamed"]) == (answers.chat, answers.chat), provider
         assert seen["tokens"] == seen["streamed_tokens"] > 0
         assert seen["finish"] in ("stop", "length")
+    assert len(found["calls"]) == 2
+    assert all(call in CALLS for call in found["calls"])
     assert found["completion"] == answers.texts[PROMPTS[0]]
+    assert found["is_too_long"]
 
 
 def test_langchain(server, answers, tmp_path):
@@ -24,4 +27,7 @@ def test_langchain(server, answers, tmp_path):
     assert (found["text"], found["streamed"], found["responses"]) == (answers.chat,) * 3
     assert found["tokens"] == found["streamed_tokens"] > 0
     assert found["finish"] in ("stop", "length")
+    assert len(found["calls"]) == 2
+    assert all(call in CALLS for call in found["calls"])
     assert found["completion"] == answers.texts[PROMPTS[0]]
+    assert found["is_too_long"]

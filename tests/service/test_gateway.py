@@ -165,7 +165,10 @@ def test_constraints_in_the_words_of_each_api(url):
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**options, response_format=bad)
-    assert refused.value.param == "structured_outputs"
+    assert refused.value.param == "response_format"
+    assert refused.value.body["message"].startswith("response_format: ")
+    with pytest.raises(openai.BadRequestError, match="response_format: "):
+        client.completions.create(model="demo", prompt="5+5=", extra_body={"response_format": bad})
     other = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
     config = {"format": {"type": "json_schema", "schema": ANSWERS}}
     message = other.messages.create(model="demo", max_tokens=60, messages=USER, output_config=config)

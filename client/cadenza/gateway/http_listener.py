@@ -8,6 +8,7 @@ import ssl
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestPayloadError
 
 from cadenza.errors import OptionError
 from cadenza.gateway.app import make_app
@@ -21,11 +22,12 @@ _KEEPALIVE_S = 75.0
 _SEND_BUFFER_BYTES = 128 * 1024
 """What the system holds for a client that reads slowly; by itself it takes megabytes for each."""
 _GRACE_S = 1.0
+_OF_CLIENTS = (HttpProcessingError, RequestPayloadError, ConnectionError)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
     """Whether an error is not just a client's: it sent what is no HTTP, and gets 400, or has gone."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError | ConnectionError)
+    return record.exc_info is None or not isinstance(record.exc_info[1], _OF_CLIENTS)
 
 
 _LOG = logging.getLogger(__name__)

@@ -53,6 +53,7 @@ async def test_models_are_named_as_clients_know_them(w, g):
     assert (await g.get("/v1/models/other", 404))["error"]["code"] == "model_not_found"
     error = (await g.post(CHAT, {**HELLO, "model": "other"}, 404))["error"]
     assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "the served one has another name" in error["message"]
     async with gateway(w.target, served_model_name=["a", "b"]) as named:
         assert [model["id"] for model in (await named.get("/v1/models"))["data"]] == ["a", "b"]
         assert (await named.post(CHAT, {**HELLO, "model": "b"}))["model"] == "b"
@@ -89,6 +90,45 @@ async def test_unknown_paths_and_methods_have_the_apis_errors(g):
 )
 async def test_a_body_that_is_no_json_object_is_refused(g, body):
     assert (await g.post(CHAT, body, 400))["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_is_not_encoded_as_it_says_is_the_clients_error(g, caplog, encoding):
+    async with g.http.post(CHAT, data=b'{"messages": []}', headers={"Content-Encoding": encoding}) as response:
+        assert response.status == 400
+        assert "Content-Encoding" in (await response.json())["error"]["message"]
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("/v1/completions", "prompt"), (CHAT, "messages"), ("/v1/responses", "input"), ("/v1/messages", "messages")],
+)
+async def test_a_prompt_over_the_models_length_is_said_in_the_words_that_agents_know(g, path, name):
+    text = "a" * 300
+    value = [{"role": "user", "content": text}] if name == "messages" else text
+    error = (await g.post(path, {name: value, **({"max_tokens": 1} if path == "/v1/messages" else {})}, 400))["error"]
+    assert "prompt is too long: this model's maximum context length is 256 tokens" in error["message"]
+    if path != "/v1/messages":
+        assert (error["param"], error["code"]) == (name, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "part"),
+    [
+        (CHAT, "messages", {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}),
+        ("/v1/responses", "input", {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}),
+        ("/v1/messages", "messages", {"type": "image", "source": {"type": "base64", "data": "AAAA"}}),
+    ],
+)
+async def test_pictures_are_refused_by_their_type_alone(g, path, name, part):
+    body = {name: [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}], "max_tokens": 1}
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+        body["input"][0]["content"][0]["type"] = "input_text"
+    message = (await g.post(path, body, 400))["error"]["message"]
+    assert part["type"] in message
+    assert "AAAA" not in message
 
 
 async def test_limits_of_bodies_heads_and_requests(w, tokenizer_folder):

@@ -3,6 +3,7 @@
 import json
 import sys
 
+from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI, OpenAI
 
 asked = json.loads(sys.argv[1])
@@ -17,7 +18,15 @@ chat = ChatOpenAI(**server, stream_usage=True)
 whole = chat.invoke(asked["question"])
 chunks = list(chat.stream(asked["question"]))
 by_responses = ChatOpenAI(**server, use_responses_api=True).invoke(asked["question"])
+must_call = chat.bind_tools([asked["tool"]], tool_choice="any", parallel_tool_calls=False, max_tokens=120)
+called = must_call.invoke(asked["question"])
+streamed_calls = None
+for chunk in must_call.stream(asked["question"]):
+    streamed_calls = chunk if streamed_calls is None else streamed_calls + chunk
 found = {
+    "calls": [
+        {"name": each["name"], "arguments": each["args"]} for each in (*called.tool_calls, *streamed_calls.tool_calls)
+    ],
     "text": whole.content,
     "tokens": whole.usage_metadata["output_tokens"],
     "finish": whole.response_metadata["finish_reason"],
@@ -26,4 +35,8 @@ found = {
     "responses": by_responses.text if isinstance(by_responses.text, str) else by_responses.text(),
     "completion": OpenAI(**server).invoke(asked["prompt"]),
 }
+try:
+    chat.invoke("5 " * 5000)
+except ContextOverflowError:
+    found["is_too_long"] = True
 print(json.dumps(found))

@@ -20,6 +20,25 @@ for provider in ("openai", "hosted_vllm"):
         "tokens": whole.usage.completion_tokens,
         "streamed_tokens": chunks[-1].usage.completion_tokens,
     }
+# Not as hosted_vllm, which takes additionalProperties out of schemas.
+tools = {
+    "model": f"openai/{asked['model']}",
+    "tools": [{"type": "function", "function": asked["tool"]}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "max_tokens": 120,
+}
+called = litellm.completion(**chat | tools)
+streamed = litellm.stream_chunk_builder(list(litellm.completion(**chat | tools, stream=True)))
+found["calls"] = [
+    {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+    for answer in (called, streamed)
+    for call in answer.choices[0].message.tool_calls
+]
 completion = litellm.text_completion(model=f"text-completion-openai/{asked['model']}", prompt=asked["prompt"], **server)
 found["completion"] = completion.choices[0].text
+try:
+    litellm.completion(model=f"openai/{asked['model']}", **server, messages=[{"role": "user", "content": "5 " * 5000}])
+except litellm.ContextWindowExceededError:
+    found["is_too_long"] = True
 print(json.dumps(found))

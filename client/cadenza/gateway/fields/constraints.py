@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cadenza.errors import InvalidRequestError
 from cadenza.gateway.fields.field import check_keys, shown
 from cadenza.gateway.http.errors import bad_request
 
 _OF_SCHEMAS = ("name", "description", "schema", "strict")
 """Keys beside a schema; name and description change nothing, and every schema is strict."""
+_ON_THE_WIRE = "sampling_params.grammar"
 _PLACES = ("structured_outputs", "response_format", "text", "output_config", "output_format")
 
 
@@ -23,6 +26,30 @@ def output_constraint(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]] |
         first, second = list(found)[:2]
         raise bad_request(f"{first} and {second} exclude each other", second)
     return next(iter(found.items()), None)
+
+
+def field_of_constraint(values: Mapping[str, Any]) -> str:
+    """The field that has the constraint, or would have it."""
+    found = output_constraint(values)
+    return "structured_outputs" if found is None else found[0]
+
+
+def field_of_grammar(error: InvalidRequestError) -> str:
+    """The field on the wire that an error is about if it is a constraint's; else empty."""
+    field = error.field_violations[0].field if error.field_violations else ""
+    return field if field.startswith(_ON_THE_WIRE) else ""
+
+
+@contextlib.contextmanager
+def errors_of_constraint(name: str) -> Iterator[None]:
+    """Errors of the scheduler about a constraint become those of the field that the caller gave; raises ApiError."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        field = field_of_grammar(error)
+        if not field:
+            raise
+        raise bad_request(f"{name}: {error.message.removeprefix(f'{field}: ')}", name) from None
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:

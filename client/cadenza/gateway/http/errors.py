@@ -24,6 +24,8 @@ from cadenza.errors import (
 
 _DEFAULT_RETRY_S = 1.0
 _ADAPTER = "adapter: "
+_TOO_LONG = re.compile(r"prompt: has (\d+) tokens; with one for the output that exceeds max_model_len = (\d+)")
+"""Agents shorten their chats when they read what this becomes: LangChain the code, LiteLLM the words."""
 
 
 class ApiError(Exception):
@@ -111,8 +113,13 @@ def api_error(error: CadenzaError, params: Mapping[str, str] | None = None) -> A
     match error:
         case NotFoundError() | FailedPreconditionError() if error.message.startswith(_ADAPTER):
             # A name that is not the model's was taken for an adapter's.
-            message = f"there is no such model: {error.message.removeprefix(_ADAPTER)}"
+            detail = error.message.removeprefix(_ADAPTER)
+            message = f"there is no such model: the served one has another name, and {detail}"
             return ApiError(404, message, param="model", code="model_not_found")
+        case InvalidRequestError() if (found := _TOO_LONG.fullmatch(error.message)) is not None:
+            message = f"the prompt is too long: this model's maximum context length is {found[2]} tokens, and it has "
+            param = _param("prompt", params or {})
+            return ApiError(400, message + found[1], param=param, code="context_length_exceeded")
         case InvalidRequestError():
             param = error.field_violations[0].field if error.field_violations else None
             status = 413 if "bytes" in error.message and param in (None, "message") else 400

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 
 from cadenza.gateway.http.errors import ApiError, bad_request
 
@@ -17,6 +18,7 @@ T = TypeVar("T")
 ANSWER_HEADERS = web.RequestKey("answer_headers", dict[str, str])
 """Of a request: what every answer to it has in its head."""
 _BODY_TIMEOUT_S = 60.0
+_MAX_SHOWN = 40
 _LONG_BYTES = 64 * 1024
 """A longer body is parsed in a thread: 1 MB of token ids takes 20 ms, and a chat of it several times as long."""
 
@@ -36,6 +38,9 @@ async def read_object(request: web.Request) -> dict[str, Any]:
             raw = await request.read()
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from None
+    except RequestPayloadError:
+        encoding = request.headers.get("Content-Encoding", "identity")[:_MAX_SHOWN]
+        raise bad_request(f"the body cannot be decoded: its Content-Encoding is said to be {encoding!a}") from None
     if len(raw) > _LONG_BYTES:
         value = await asyncio.to_thread(_parse, raw)
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from cadenza.gateway.fields.constraints import errors_of_constraint, field_of_constraint
 from cadenza.gateway.fields.field import read_fields, wrong_value
 from cadenza.gateway.fields.sampling import answer_id, number_of_choices, require, sampling_params, stream_options
 from cadenza.gateway.fields.tables import COMPLETIONS
@@ -83,11 +84,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
     read = _Completion(head, values, number_of_choices(values), params, is_prompt_alone)
     prompts = await _prepared(caller, prompts, read)
     generation = Generation(caller, Job(prompts, params, chosen.adapter), is_streamed=bool(values.get("stream")))
-    async with generation:
-        if values.get("stream"):
-            chunks = _CompletionChunks(read, generation)
-            return await stream_answer(request, generation, events_of=chunks.events, end=chunks.end, failed=failed)
-        results = whole(await generation.results())
+    with errors_of_constraint(field_of_constraint(values)):
+        async with generation:
+            if values.get("stream"):
+                chunks = _CompletionChunks(read, generation)
+                return await stream_answer(request, generation, events_of=chunks.events, end=chunks.end, failed=failed)
+            results = whole(await generation.results())
     choices = [each for index, result in enumerate(results) for each in _choices(read, index, result)]
     hidden = sum(len(each.token_ids) for result in results for each in result.outputs) if is_prompt_alone else 0
     usage = final_usage(results, num_hidden=hidden)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cadenza.chats import kind_of_part
 from cadenza.gateway.fields.field import shown
 from cadenza.gateway.http.errors import ApiError, bad_request
 from cadenza.gateway.openai.prompts import chat_prompt
@@ -115,4 +116,4 @@ def _content(content: Any, where: str) -> Any:
 def _part(part: Any, where: str) -> Any:
     if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    raise bad_request(f"{where}: only text parts are supported, not {shown(part)}", "input")
+    raise bad_request(f"{where}: only text parts are supported, not {kind_of_part(part) or shown(part)}", "input")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cadenza.errors import InvalidRequestError
-from cadenza.gateway.fields.constraints import output_constraint
+from cadenza.gateway.fields.constraints import errors_of_constraint, field_of_constraint, field_of_grammar
 from cadenza.gateway.http.errors import ApiError, bad_request
 from cadenza.gateway.parsing.formats import Formats
 from cadenza.gateway.parsing.output import Reading
@@ -37,19 +37,21 @@ class Prepared:
     reading: Reading
     params: SamplingParams
     use: ToolUse
+    constrained_by: str
+    """The field that has the caller's constraint, or would have it."""
     grammar: str = ""
     """That of the tools; empty: the constraint is the caller's own, or there is none."""
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Errors of the grammar that was made here are those of a tool; raises ApiError for them."""
-        try:
-            yield
-        except InvalidRequestError as error:
-            field = error.field_violations[0].field if error.field_violations else ""
-            if not self.grammar or not field.startswith("sampling_params.grammar"):
-                raise
-            raise self._of_tool(error.message) from None
+        """Errors of the constraint are the caller's field's, or a tool's if it was made here; raises ApiError."""
+        with errors_of_constraint(self.constrained_by):
+            try:
+                yield
+            except InvalidRequestError as error:
+                if not self.grammar or not field_of_grammar(error):
+                    raise
+                raise self._of_tool(error.message) from None
 
     def _of_tool(self, message: str) -> ApiError:
         message = message.rpartition("sampling_params.grammar.grammar: ")[2]
@@ -70,7 +72,7 @@ async def prepare(
             "--tool-call-parser can name one"
         )
         raise bad_request(f"tools cannot be called: {message}", "tools")
-    given = params.structured_outputs
+    name, given = field_of_constraint(values), params.structured_outputs
     is_constrained = given is not None or use.is_constrained
     opening = await _opening(caller, prompt, formats, is_needed=is_constrained)
     reading = Reading(
@@ -82,15 +84,15 @@ async def prepare(
         kinds=argument_kinds(use.callable) if formats.tools == "qwen3_coder" else {},
     )
     if not is_constrained:
-        return Prepared(reading, params, use)
+        return Prepared(reading, params, use, name)
     if use.callable:
         schema = None if given is None else _schema_beside(use, given, values)
         grammar = grammar_of(use, formats, opening, schema)
         constraint = StructuredOutputsParams(grammar=grammar)
-        return Prepared(reading, replace(params, structured_outputs=constraint), use, grammar)
+        return Prepared(reading, replace(params, structured_outputs=constraint), use, name, grammar)
     if given is not None and opening is not None:
         params = replace(params, structured_outputs=_behind_thought(given, formats, opening, values))
-    return Prepared(reading, params, use)
+    return Prepared(reading, params, use, name)
 
 
 async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_needed: bool) -> Opening | None:
@@ -122,7 +124,7 @@ def _schema_beside(use: ToolUse, given: StructuredOutputsParams, values: Mapping
 
     An answer that must be calls has no content, which keeps to any format of content.
     """
-    name = _field_of_constraint(values)
+    name = field_of_constraint(values)
     schema = schema_of(given)
     if schema is None:
         raise bad_request(
@@ -131,11 +133,6 @@ def _schema_beside(use: ToolUse, given: StructuredOutputsParams, values: Mapping
     if use.mode == "required" and name == "structured_outputs":
         raise bad_request(f"{name} and a tool_choice that demands a call exclude each other", name)
     return schema
-
-
-def _field_of_constraint(values: Mapping[str, Any]) -> str:
-    found = output_constraint(values)
-    return "structured_outputs" if found is None else found[0]
 
 
 def _behind_thought(
@@ -152,7 +149,7 @@ def _behind_thought(
     if must_think and end is not None:
         return replace(given, start_after_token_ids=[end])
     if must_think:
-        name = _field_of_constraint(values)
+        name = field_of_constraint(values)
         raise bad_request(
             f"{name}: the model's thought ends with no token of its own, behind which this could begin", name
         )

@@ -86,20 +86,39 @@ def grouped(changes: Iterable[Change]) -> Iterator[list[Event]]:
         yield events
 
 
-def net(changes: Sequence[Change]) -> list[Change]:
-    """The changes without blocks that came and went, or went and came: those of a lost step were never certain."""
+def net(changes: Iterable[Change]) -> list[Change]:
+    """What the changes come to: what is stored, parents first, then what is removed, children first.
+
+    Without blocks that came and went, or went and came: those of a lost step were never certain. Where the blocks have
+    their parents, in whatever tier, before and after all changes, they have them after each of these.
+    """
     first: dict[tuple[bytes, str], bool] = {}
-    begun: dict[tuple[bytes, str], int] = {}
-    last: dict[tuple[bytes, str], int] = {}
-    for index, (block, tier, is_stored) in enumerate(changes):
-        name = block.digest, tier.value
-        first.setdefault(name, is_stored)
-        begun.setdefault(name, index)
-        last[name] = index
-    # A block is stored where it first came, so before its children; it is removed where it went for good.
-    return [
-        change
-        for index, change in enumerate(changes)
-        for name in [(change[0].digest, change[1].value)]
-        if first[name] == changes[last[name]][2] and index == (begun[name] if first[name] else last[name])
-    ]
+    last: dict[tuple[bytes, str], Change] = {}
+    for change in changes:
+        name = change[0].digest, change[1].value
+        first.setdefault(name, change[2])
+        last[name] = change
+    kept = [change for name, change in last.items() if first[name] is change[2]]
+    stored = parents_first([change for change in kept if change[2]])
+    return stored + parents_first([change for change in kept if not change[2]])[::-1]
+
+
+def parents_first(changes: Iterable[Change]) -> list[Change]:
+    """The changes, those of a block after those of its parent, and chains together where they can be."""
+    by_digest: dict[bytes, list[Change]] = {}
+    for change in changes:
+        by_digest.setdefault(change[0].digest, []).append(change)
+    ready: list[list[Change]] = []
+    children: dict[bytes, list[list[Change]]] = {}
+    for own in reversed(by_digest.values()):
+        parent = own[0][0].parent
+        if parent is not None and parent.digest in by_digest:
+            children.setdefault(parent.digest, []).append(own)
+        else:
+            ready.append(own)
+    ordered: list[Change] = []
+    while ready:
+        own = ready.pop()
+        ordered += own
+        ready += children.get(own[0][0].digest, ())
+    return ordered

@@ -17,7 +17,7 @@ PLAIN = ("", b"", b"")
 
 
 class Follower:
-    """A router that applies changes, and checks each."""
+    """A router that applies changes, and checks each: what a block follows is there, in whatever tier."""
 
     def __init__(self) -> None:
         self.view = CacheView()
@@ -29,8 +29,12 @@ class Follower:
         for block, tier, is_stored in changes:
             name = block.digest, tier
             assert (name in self.blocks) is not is_stored
+            assert not is_stored or self._has(block.parent), "its parent is not known"
             (self.blocks.add if is_stored else self.blocks.discard)(name)
         return changes
+
+    def _has(self, block: Block | None) -> bool:
+        return block is None or any((block.digest, tier) in self.blocks for tier in Tier)
 
 
 def reachable(cache: PrefixCache) -> set[tuple[bytes, Tier]]:

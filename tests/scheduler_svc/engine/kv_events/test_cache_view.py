@@ -149,6 +149,29 @@ def test_the_present_state_has_parents_before_children() -> None:
     assert seen == follower.blocks
 
 
+def test_what_follows_a_block_that_has_left_is_removed_and_stored_again_once_it_is_reached() -> None:
+    bench, follower = bench_of(num_blocks=24), Follower()
+    follower.collect(bench)
+    text, cache = list(range(41)), bench.lane.blocks.tiers.cache
+    bench.add("first", text, max_tokens=1)
+    bench.run()
+    follower.collect(bench)
+    told = set(follower.blocks)
+    assert len(told) == 10
+    first = next(node for node, (parent, _) in cache._keys.items() if isinstance(parent, tuple))
+    bench.lane.blocks.remove_uncertain(cache.next_node, [cache.place(first)], [])
+    assert len(cache) == 9, "the others stay until their blocks are needed"
+    assert {(block.digest, tier) for block, tier, _ in follower.collect(bench)} == told
+    assert not follower.blocks
+    bench.add("again", text, max_tokens=1)
+    bench.run()
+    follower.collect(bench)
+    assert follower.blocks == told
+    bench.core.flush_prefix_caches(100)
+    follower.collect(bench)
+    assert not follower.blocks
+
+
 def test_hashes_depend_on_the_text_adapter_salt_and_owner_alone() -> None:
     content = bytes(range(16))
     roots = [PLAIN, ("t", b"", b""), ("", b"t", b""), ("", b"", b"t"), ("\0t", b"", b"")]

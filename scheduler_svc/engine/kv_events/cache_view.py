@@ -10,7 +10,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.memory import prefix_cache
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
-from scheduler_svc.engine.kv_events.events import Change
+from scheduler_svc.engine.kv_events.events import Change, parents_first
 
 _SLICE = 256
 """Nodes that are looked at before the event loop runs other callbacks."""
@@ -71,11 +71,7 @@ class CacheView:
 
     def present(self) -> list[Change]:
         """All blocks as stored now, parents first."""
-        found = [(self._blocks[digest], tier, True) for digest, tier in self._counts]
-        depths: dict[Block, int] = {}
-        for block, _, _ in found:
-            _note_depth(block, depths)
-        return sorted(found, key=lambda change: (change[1].value, depths[change[0]]))
+        return parents_first((self._blocks[digest], tier, True) for digest, tier in self._counts)
 
     def collect(self, lanes: Mapping[int, Lane]) -> Iterator[list[Change]]:
         """Take what the lanes' caches have noted; yields what changes for all of them together, slice by slice."""
@@ -155,15 +151,3 @@ def _block_of(key: prefix_cache.Key, blocks: Mapping[int, Block]) -> Block | Non
         return first_block(before, content)
     parent = blocks.get(before)
     return None if parent is None else next_block(parent, content)
-
-
-def _note_depth(block: Block, depths: dict[Block, int]) -> None:
-    """Note how many blocks come before a block, and before each of these."""
-    chain = [block]
-    while (parent := chain[-1].parent) is not None and parent not in depths:
-        chain.append(parent)
-    before = chain[-1].parent
-    depth = -1 if before is None else depths[before]
-    for each in reversed(chain):
-        depth += 1
-        depths.setdefault(each, depth)

@@ -33,6 +33,15 @@ class Follower:
             (self.blocks.add if is_stored else self.blocks.discard)(name)
         return changes
 
+    def check(self) -> None:
+        """Check that the present state is what was told, parents first, and that all of it can be reached."""
+        seen: set[bytes] = set()
+        for block, _, is_stored in self.view.present():
+            assert is_stored
+            assert block.parent is None or block.parent.digest in seen
+            seen.add(block.digest)
+        assert {(block.digest, tier) for block, tier, _ in self.view.present()} == self.blocks
+
     def _has(self, block: Block | None) -> bool:
         return block is None or any((block.digest, tier) in self.blocks for tier in Tier)
 
@@ -123,30 +132,15 @@ def test_it_agrees_with_the_caches_through_evictions_swaps_and_lost_sessions(see
             bench.plan() if len(bench.plans) < 2 and draw.random() < 0.6 else bench.step()
             if draw.random() < 0.3:
                 follower.collect(bench)
+                follower.check()
         if draw.random() < 0.1:
             bench.cut_session()
     bench.run()
     follower.collect(bench)
     assert follower.blocks == reachable(bench.lane.blocks.tiers.cache)
-    assert {(block.digest, tier) for block, tier, _ in follower.view.present()} == follower.blocks
+    follower.check()
     follower.view.end()
     assert bench.lane.blocks.tiers.cache._noted is None
-
-
-def test_the_present_state_has_parents_before_children() -> None:
-    bench, follower = bench_of(num_blocks=24, num_host_blocks=16), Follower()
-    for name in range(4):
-        bench.add(str(name), [name] * 60, max_tokens=2)
-        bench.run()
-    follower.collect(bench)
-    seen: set[tuple[bytes, Tier]] = set()
-    for block, tier, is_stored in follower.view.present():
-        assert is_stored
-        parent = block.parent
-        if parent is not None and (parent.digest, tier) in follower.blocks:
-            assert (parent.digest, tier) in seen
-        seen.add((block.digest, tier))
-    assert seen == follower.blocks
 
 
 def test_what_follows_a_block_that_has_left_is_removed_and_stored_again_once_it_is_reached() -> None:

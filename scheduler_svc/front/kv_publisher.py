@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cadenza.settings.extras import install_command
+from cadenza.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine.kv_events.hub import KvEvents
 
@@ -94,7 +95,7 @@ class KvPublisher:
         subscription = self._events.subscribe()
         try:
             async for batch in subscription:
-                payload = self._payload(batch, self._adapter_names())
+                payload = await run_in_slices(self._payload(batch, self._adapter_names()))
                 number, self._next_number = self._next_number, self._next_number + 1
                 self._kept.append((number, payload))
                 await socket.send_multipart((self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload))

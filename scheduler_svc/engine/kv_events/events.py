@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from scheduler_svc.engine.kv_events.blocks import Block, Tier
 
 MAX_BATCH_BLOCKS = 1024
-"""Blocks in one batch: with 16 tokens in each, some 100 KB in a message."""
+"""Blocks in one batch."""
+MAX_BATCH_TOKENS = 16_384
+"""Tokens of the blocks that are stored in one batch, if these are several: its message has some 100 to 400 KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,11 @@ class Batch:
 
 
 def grouped(changes: Iterable[Change]) -> Iterator[list[Event]]:
-    """The changes as events, in their order, in lists of at most MAX_BATCH_BLOCKS blocks."""
+    """The changes as events, in their order, in lists of at most MAX_BATCH_BLOCKS blocks and MAX_BATCH_TOKENS."""
     events: list[Event] = []
     run: list[Block] = []
     kind: tuple[Tier, bool] | None = None
-    num_blocks = 0
+    num_blocks = num_tokens = 0
 
     def end_run() -> None:
         if kind is not None and run:
@@ -73,14 +75,17 @@ def grouped(changes: Iterable[Change]) -> Iterator[list[Event]]:
 
     for block, tier, is_stored in changes:
         follows = kind == (tier, is_stored) and (not is_stored or (bool(run) and block.parent is run[-1]))
-        if num_blocks == MAX_BATCH_BLOCKS or not follows:
+        num_own = block.num_tokens if is_stored else 0
+        is_full = num_blocks == MAX_BATCH_BLOCKS or (num_blocks > 0 and num_tokens + num_own > MAX_BATCH_TOKENS)
+        if is_full or not follows:
             end_run()
-        if num_blocks == MAX_BATCH_BLOCKS:
+        if is_full:
             yield events
-            events, num_blocks = [], 0
+            events, num_blocks, num_tokens = [], 0, 0
         kind = tier, is_stored
         run.append(block)
         num_blocks += 1
+        num_tokens += num_own
     end_run()
     if events:
         yield events

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cadenza.slices import run_at_once
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
@@ -52,7 +53,7 @@ def batches() -> list[Batch]:
 def payloads() -> list[bytes]:
     from scheduler_svc.convert.kv_payload import kv_payload
 
-    return [kv_payload(batch, ADAPTERS) for batch in batches()]
+    return [run_at_once(kv_payload(batch, ADAPTERS)) for batch in batches()]
 
 
 def test_payloads_are_those_that_vllm_makes() -> None:

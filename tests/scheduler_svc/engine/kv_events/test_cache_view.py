@@ -22,6 +22,8 @@ class Follower:
     def __init__(self) -> None:
         self.view = CacheView()
         self.blocks: set[tuple[bytes, Tier]] = set()
+        self._parents: dict[bytes, Block | None] = {}
+        """Of each block that was ever told."""
 
     def collect(self, *benches: Bench) -> list[tuple[Block, Tier, bool]]:
         lanes = {index: bench.lane for index, bench in enumerate(benches)}
@@ -31,6 +33,8 @@ class Follower:
             assert (name in self.blocks) is not is_stored
             assert not is_stored or self._has(block.parent), "its parent is not known"
             (self.blocks.add if is_stored else self.blocks.discard)(name)
+            self._parents[block.digest] = block.parent
+            assert is_stored or self._has_all_parents(), "what follows it is still there"
         return changes
 
     def check(self) -> None:
@@ -41,6 +45,9 @@ class Follower:
             assert block.parent is None or block.parent.digest in seen
             seen.add(block.digest)
         assert {(block.digest, tier) for block, tier, _ in self.view.present()} == self.blocks
+
+    def _has_all_parents(self) -> bool:
+        return all(self._has(self._parents[digest]) for digest, _ in self.blocks)
 
     def _has(self, block: Block | None) -> bool:
         return block is None or any((block.digest, tier) in self.blocks for tier in Tier)

@@ -10,7 +10,7 @@ from scheduler_svc.engine.kv_events.blocks import Block, Tier
 MAX_BATCH_BLOCKS = 1024
 """Blocks in one batch."""
 MAX_BATCH_TOKENS = 16_384
-"""Tokens of the blocks that are stored in one batch, if these are several: its message has some 100 to 400 KB."""
+"""Tokens of the blocks that are stored in one batch, unless one block has more: its message has 100 to 400 KB."""
 
 
 @dataclass(frozen=True, slots=True)

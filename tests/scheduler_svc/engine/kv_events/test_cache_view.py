@@ -150,6 +150,29 @@ def test_it_agrees_with_the_caches_through_evictions_swaps_and_lost_sessions(see
     assert bench.lane.blocks.tiers.cache._noted is None
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_two_caches_are_told_as_one_through_all_that_happens_to_each(seed: int) -> None:
+    draw = random.Random(seed)
+    benches = [bench_of(num_blocks=24, num_host_blocks=host, max_num_batched_tokens=24) for host in (0, 12)]
+    follower = Follower()
+    for number in range(40):
+        bench = draw.choice(benches)
+        ids = [draw.randrange(2) for _ in range(draw.choice((4, 8, 20, 40)))]
+        bench.add(f"r{number}", ids, max_tokens=draw.randrange(1, 12))
+        for _ in range(draw.randrange(6)):
+            bench.plan() if len(bench.plans) < 2 and draw.random() < 0.6 else bench.step()
+            if draw.random() < 0.3:
+                follower.collect(*benches)
+                follower.check()
+        if draw.random() < 0.1:
+            bench.die(is_known=False) if draw.random() < 0.5 else bench.cut_session()
+    for bench in benches:
+        bench.run()
+    follower.collect(*benches)
+    follower.check()
+    assert follower.blocks == set().union(*(reachable(bench.lane.blocks.tiers.cache) for bench in benches))
+
+
 def test_what_follows_a_block_that_has_left_is_removed_and_stored_again_once_it_is_reached() -> None:
     bench, follower = bench_of(num_blocks=24), Follower()
     follower.collect(bench)

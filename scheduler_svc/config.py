@@ -314,8 +314,7 @@ class SchedulerConfig(ServiceSettings):
     kv_events_hwm: int = Field(
         100_000,
         ge=1,
-        description="Batches of KV events, of at most about 400 KB each, that wait for a subscriber that does not "
-        "read; further ones are lost to it.",
+        description="KV event batches, of up to 400 KB, that wait for a subscriber that does not read; more are lost.",
         json_schema_extra=about("HTTP", "batches"),
     )
     record: str | None = Field(

@@ -370,8 +370,8 @@ class LLMOptions(TypedDict, total=False):
     10000]"""
 
     kv_events_hwm: int | None
-    """Batches of KV events, of at most about 400 KB each, that wait for a subscriber that does not read; further ones
-    are lost to it. [default: 100000]"""
+    """KV event batches, of up to 400 KB, that wait for a subscriber that does not read; more are lost. [default:
+    100000]"""
 
     record: str | None
     """File to write a plan log to: every call into the scheduler's core, every plan and result, for replay;

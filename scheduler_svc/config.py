@@ -308,13 +308,13 @@ class SchedulerConfig(ServiceSettings):
     kv_events_buffer_steps: int = Field(
         10_000,
         ge=1,
-        description="Batches of KV events that are kept for --kv-events-replay-endpoint.",
+        description="Batches of KV events that are kept for --kv-events-replay-endpoint, of at most 256 MiB together.",
         json_schema_extra=about("HTTP", "batches"),
     )
     kv_events_hwm: int = Field(
         100_000,
         ge=1,
-        description="Batches of KV events that wait for a subscriber that does not read; further ones are lost to it.",
+        description="KV event batches, of up to 400 KB, that wait for a subscriber that does not read; more are lost.",
         json_schema_extra=about("HTTP", "batches"),
     )
     record: str | None = Field(

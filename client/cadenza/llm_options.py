@@ -366,10 +366,11 @@ class LLMOptions(TypedDict, total=False):
     """Topic of published KV events; llm-d expects kv@POD@MODEL."""
 
     kv_events_buffer_steps: int | None
-    """Batches of KV events that are kept for --kv-events-replay-endpoint. [default: 10000]"""
+    """Batches of KV events that are kept for --kv-events-replay-endpoint, of at most 256 MiB together. [default:
+    10000]"""
 
     kv_events_hwm: int | None
-    """Batches of KV events that wait for a subscriber that does not read; further ones are lost to it. [default:
+    """KV event batches, of up to 400 KB, that wait for a subscriber that does not read; more are lost. [default:
     100000]"""
 
     record: str | None

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 
+from cadenza.slices import Work
 from cadenza.v1 import admin_pb2 as pb
-from scheduler_svc.engine.kv_events.blocks import Block, Tier, owner_of
+from scheduler_svc.engine.kv_events.blocks import Block, Tier, block_hashes, owner_of, token_ids_of
 from scheduler_svc.engine.kv_events.events import Batch, Event, Removed, Stored
 
+EVENTS_PER_SLICE = 64
+"""Events that are made before the event loop runs other callbacks. An event costs as much as tens of blocks."""
 _TIERS = {Tier.DEVICE: pb.KV_TIER_DEVICE, Tier.HOST: pb.KV_TIER_HOST}
 
 
-def kv_batch(batch: Batch, adapters: Mapping[bytes, str]) -> pb.SubscribeKvEventsResponse:
+def kv_batch(batch: Batch, adapters: Mapping[bytes, str]) -> Work[pb.SubscribeKvEventsResponse]:
     """A batch; adapters: names by the hash of their content."""
-    events = (_event(event, adapters) for event in batch.events)
-    response = pb.SubscribeKvEventsResponse(sequence_number=batch.number, time_ns=batch.time_ns, events=events)
+    response = pb.SubscribeKvEventsResponse(sequence_number=batch.number, time_ns=batch.time_ns)
+    for index, event in enumerate(batch.events):
+        if index and index % EVENTS_PER_SLICE == 0:
+            yield
+        response.events.append(_event(event, adapters))
     if batch.part is not None:
         part = batch.part
         response.state.CopyFrom(pb.KvState(index=part.index, count=part.count, num_blocks=part.num_blocks))
@@ -32,7 +37,7 @@ def _event(event: Event, adapters: Mapping[bytes, str]) -> pb.KvEvent:
     if isinstance(event, Stored):
         return pb.KvEvent(stored=_stored(event, adapters))
     if isinstance(event, Removed):
-        hashes = [block.block_hash for block in event.blocks]
+        hashes = block_hashes(event.blocks)
         return pb.KvEvent(removed=pb.KvBlocksRemoved(block_hashes=hashes, tier=_TIERS[event.tier]))
     return pb.KvEvent(cleared=pb.KvBlocksCleared())
 
@@ -40,10 +45,10 @@ def _event(event: Event, adapters: Mapping[bytes, str]) -> pb.KvEvent:
 def _stored(event: Stored, adapters: Mapping[bytes, str]) -> pb.KvBlocksStored:
     first = event.blocks[0]
     return pb.KvBlocksStored(
-        block_hashes=[block.block_hash for block in event.blocks],
-        parent_hash=None if first.parent is None else first.parent.block_hash,
-        token_ids=chain.from_iterable(block.token_ids for block in event.blocks),
-        block_size=len(first.content) // 4,
+        block_hashes=block_hashes(event.blocks),
+        parent_hash=None if first.parent is None else block_hashes((first.parent,))[0],
+        token_ids=token_ids_of(event.blocks),
+        block_size=first.num_tokens,
         tier=_TIERS[event.tier],
         adapter=adapter_name(first, adapters),
         cache_salt=first.root[1],

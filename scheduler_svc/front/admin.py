@@ -12,13 +12,13 @@ from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc as pb_grpc
 from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError
-from scheduler_svc.convert.kv_events import kv_batch
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
 from scheduler_svc.engine.adapters import AdapterInfo
 from scheduler_svc.executors.addresses import executor_address, is_same_listener
 from scheduler_svc.front.adapter_paths import adapter_name, adapter_path
 from scheduler_svc.front.front import Front, abort_with
+from scheduler_svc.front.kv_messages import KvMessages
 from scheduler_svc.front.metrics import SchedulerMetrics
 from scheduler_svc.tenants.errors import AdapterForbiddenError
 from scheduler_svc.tenants.registry import Caller
@@ -35,6 +35,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     def __init__(self, front: Front, metrics: SchedulerMetrics) -> None:
         self._front = front
         self._metrics = metrics
+        self._kv_messages = KvMessages(front.engine.adapters.names_by_hash)
 
     async def WatchSteps(self, request: pb.WatchStepsRequest, context: Any) -> None:  # type: ignore[override]
         """Stream step records from now on."""
@@ -210,7 +211,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         try:
             async for batch in subscription:
                 caller.check_admin()
-                await context.write(kv_batch(batch, self._front.engine.adapters.names_by_hash()))
+                await context.write(await self._kv_messages.message(batch))
         finally:
             subscription.close()
 

@@ -2,27 +2,56 @@
 
 A message of the PUB socket has three parts: the topic, its number (8 bytes, big-endian, from 0) and the payload. A
 request to the ROUTER socket is a number; the answers are the kept messages from it on, then one with the number -1.
+After a failure the publisher goes on with the present state, which begins with "cleared".
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from cadenza.settings.extras import install_command
+from cadenza.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine.kv_events.hub import KvEvents
 
+_LOG = logging.getLogger(__name__)
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _BINDING = ("ipc://", "inproc://")
+_MAX_KEPT_BYTES = 256 << 20
+"""Of the payloads that are kept for the ROUTER socket."""
+_RETRY_S = 5.0
+"""Pause after a failure."""
 
 
 class KvPublisherError(Exception):
     """Packages are missing, or an endpoint cannot be used; the message is for the user."""
+
+
+class KeptPayloads:
+    """The last payloads with their numbers, for subscribers that have missed some."""
+
+    def __init__(self, max_payloads: int, max_bytes: int = _MAX_KEPT_BYTES) -> None:
+        self._max_payloads = max_payloads
+        self._max_bytes = max_bytes
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._num_bytes = 0
+
+    def add(self, number: int, payload: bytes) -> None:
+        """Keep the next one, and drop the oldest that are too many or too large together."""
+        self._kept.append((number, payload))
+        self._num_bytes += len(payload)
+        while len(self._kept) > self._max_payloads or self._num_bytes > self._max_bytes:
+            self._num_bytes -= len(self._kept.popleft()[1])
+
+    def since(self, number: int) -> list[tuple[int, bytes]]:
+        """Those with this number or a later one."""
+        return [kept for kept in self._kept if kept[0] >= number]
 
 
 class KvPublisher:
@@ -49,7 +78,7 @@ class KvPublisher:
         self._replay_endpoint = config.kv_events_replay_endpoint
         self._topic = config.kv_events_topic.encode()
         self._hwm = config.kv_events_hwm
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.kv_events_buffer_steps)
+        self._kept = KeptPayloads(config.kv_events_buffer_steps)
         self._next_number = 0
         self._sockets: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -57,10 +86,10 @@ class KvPublisher:
     def start(self) -> None:
         """Open the sockets; from then on all events are published. Raises KvPublisherError."""
         publisher = self._socket(self._zmq.PUB, self._endpoint)
-        self._tasks.append(asyncio.create_task(self._publish(publisher), name="kv-publisher"))
+        self._begin("publisher", self._endpoint, lambda: self._publish(publisher))
         if self._replay_endpoint is not None:
             router = self._socket(self._zmq.ROUTER, self._replay_endpoint, binds=True)
-            self._tasks.append(asyncio.create_task(self._replay(router), name="kv-replay"))
+            self._begin("replay", self._replay_endpoint, lambda: self._replay(router))
 
     @property
     def endpoints(self) -> list[str]:
@@ -90,13 +119,16 @@ class KvPublisher:
             raise KvPublisherError(f"--kv-events-endpoint {endpoint}: {str(error).lower()}") from None
         return socket
 
+    def _begin(self, name: str, endpoint: str, work: Callable[[], Awaitable[None]]) -> None:
+        self._tasks.append(asyncio.create_task(_until_done(name, endpoint, work), name=f"kv-{name}"))
+
     async def _publish(self, socket: Any) -> None:
         subscription = self._events.subscribe()
         try:
             async for batch in subscription:
-                payload = self._payload(batch, self._adapter_names())
+                payload = await run_in_slices(self._payload(batch, self._adapter_names()))
                 number, self._next_number = self._next_number, self._next_number + 1
-                self._kept.append((number, payload))
+                self._kept.add(number, payload)
                 await socket.send_multipart((self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload))
         finally:
             subscription.close()
@@ -109,8 +141,18 @@ class KvPublisher:
             peer, _, asked = frames
             start = int.from_bytes(asked, "big")
             with contextlib.suppress(self._zmq.ZMQError):  # the peer has gone
-                for number, payload in [kept for kept in self._kept if kept[0] >= start]:
+                for number, payload in self._kept.since(start):
                     await socket.send_multipart(
                         (peer, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload)
                     )
                 await socket.send_multipart((peer, b"", b"", _END, b""))
+
+
+async def _until_done(name: str, endpoint: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Do the work; after a failure, log it and begin again."""
+    while True:
+        try:
+            return await work()
+        except Exception:
+            _LOG.exception("KV events: the %s at %s has failed, and begins again in %g s", name, endpoint, _RETRY_S)
+        await asyncio.sleep(_RETRY_S)

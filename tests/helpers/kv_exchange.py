@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from cadenza.gateway.vllm import kv_events as engine
+from cadenza.slices import run_at_once
 from scheduler_svc.convert.kv_events import kv_batch
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription
@@ -46,13 +47,13 @@ class Exchange:
             batch = await anext(subscription)
         await self.clock.advance(0)
         assert not subscription._pending, "one message for each step of the exchange"
-        ours = kv_batch(batch, _ADAPTERS)
+        ours = run_at_once(kv_batch(batch, _ADAPTERS))
         self.steps.append(
             {
                 "what": what,
                 "ours": MessageToDict(ours, preserving_proto_field_name=True),
                 "engine": MessageToDict(engine.kv_batch(ours), preserving_proto_field_name=True),
-                "zmq": kv_payload(batch, _ADAPTERS).hex(),
+                "zmq": run_at_once(kv_payload(batch, _ADAPTERS)).hex(),
             }
         )
         return batch.number

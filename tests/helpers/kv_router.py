@@ -35,6 +35,7 @@ class Router:
 
     def _store(self, stored: pb.KvBlocksStored) -> None:
         parent = stored.parent_hash if stored.HasField("parent_hash") else None
+        assert parent is None or any((parent, tier) in self.blocks for tier in pb.KvTier.values())
         size = stored.block_size
         assert len(stored.token_ids) == size * len(stored.block_hashes)
         for index, block_hash in enumerate(stored.block_hashes):

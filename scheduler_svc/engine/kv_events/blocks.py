@@ -7,6 +7,8 @@ over these, each with its length before it (docs/decisions/0050-kv-events.md).
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
@@ -14,6 +16,7 @@ from hashlib import blake2b
 from scheduler_svc.core.memory.prefix_cache import Root
 
 HASH_BYTES = 8
+_TOKEN_BYTES = 4
 _PLAIN: Root = ("", b"", b"")
 _SHARED = "\0"
 
@@ -37,14 +40,9 @@ class Block:
     """Its token ids, as `pack_blocks` returns them."""
 
     @property
-    def block_hash(self) -> int:
-        """As a signed number of 64 bits."""
-        return int.from_bytes(self.digest, "big", signed=True)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Its token ids."""
-        return list(memoryview(self.content).cast("I"))
+    def num_tokens(self) -> int:
+        """Number of its token ids."""
+        return len(self.content) // _TOKEN_BYTES
 
 
 def first_block(root: Root, content: bytes) -> Block:
@@ -55,6 +53,21 @@ def first_block(root: Root, content: bytes) -> Block:
 def next_block(parent: Block, content: bytes) -> Block:
     """The block that follows another one."""
     return Block(_digest(parent.digest + content), parent, parent.root, content)
+
+
+def block_hashes(blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Their hashes, as signed numbers of 64 bits."""
+    return struct.unpack(f">{len(blocks)}q", b"".join(block.digest for block in blocks))
+
+
+def unsigned_hashes(blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Their hashes, as numbers of 64 bits without a sign."""
+    return struct.unpack(f">{len(blocks)}Q", b"".join(block.digest for block in blocks))
+
+
+def token_ids_of(blocks: Sequence[Block]) -> list[int]:
+    """The token ids of all, one block after the other."""
+    return memoryview(b"".join(block.content for block in blocks)).cast("I").tolist()
 
 
 def owner_of(root: Root) -> str:

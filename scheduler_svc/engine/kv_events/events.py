@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from scheduler_svc.engine.kv_events.blocks import Block, Tier
 
 MAX_BATCH_BLOCKS = 1024
-"""Blocks in one batch: with 16 tokens in each, some 100 KB in a message."""
+"""Blocks in one batch."""
+MAX_BATCH_TOKENS = 16_384
+"""Tokens of the blocks that are stored in one batch, unless one block has more: its message has 100 to 400 KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,11 @@ class Batch:
 
 
 def grouped(changes: Iterable[Change]) -> Iterator[list[Event]]:
-    """The changes as events, in their order, in lists of at most MAX_BATCH_BLOCKS blocks."""
+    """The changes as events, in their order, in lists of at most MAX_BATCH_BLOCKS blocks and MAX_BATCH_TOKENS."""
     events: list[Event] = []
     run: list[Block] = []
     kind: tuple[Tier, bool] | None = None
-    num_blocks = 0
+    num_blocks = num_tokens = 0
 
     def end_run() -> None:
         if kind is not None and run:
@@ -73,33 +75,55 @@ def grouped(changes: Iterable[Change]) -> Iterator[list[Event]]:
 
     for block, tier, is_stored in changes:
         follows = kind == (tier, is_stored) and (not is_stored or (bool(run) and block.parent is run[-1]))
-        if num_blocks == MAX_BATCH_BLOCKS or not follows:
+        num_own = block.num_tokens if is_stored else 0
+        is_full = num_blocks == MAX_BATCH_BLOCKS or (num_blocks > 0 and num_tokens + num_own > MAX_BATCH_TOKENS)
+        if is_full or not follows:
             end_run()
-        if num_blocks == MAX_BATCH_BLOCKS:
+        if is_full:
             yield events
-            events, num_blocks = [], 0
+            events, num_blocks, num_tokens = [], 0, 0
         kind = tier, is_stored
         run.append(block)
         num_blocks += 1
+        num_tokens += num_own
     end_run()
     if events:
         yield events
 
 
-def net(changes: Sequence[Change]) -> list[Change]:
-    """The changes without blocks that came and went, or went and came: those of a lost step were never certain."""
+def net(changes: Iterable[Change]) -> list[Change]:
+    """What the changes come to: what is stored, parents first, then what is removed, children first.
+
+    Without blocks that came and went, or went and came: those of a lost step were never certain. Where the blocks have
+    their parents, in whatever tier, before and after all changes, they have them after each of these.
+    """
     first: dict[tuple[bytes, str], bool] = {}
-    begun: dict[tuple[bytes, str], int] = {}
-    last: dict[tuple[bytes, str], int] = {}
-    for index, (block, tier, is_stored) in enumerate(changes):
-        name = block.digest, tier.value
-        first.setdefault(name, is_stored)
-        begun.setdefault(name, index)
-        last[name] = index
-    # A block is stored where it first came, so before its children; it is removed where it went for good.
-    return [
-        change
-        for index, change in enumerate(changes)
-        for name in [(change[0].digest, change[1].value)]
-        if first[name] == changes[last[name]][2] and index == (begun[name] if first[name] else last[name])
-    ]
+    last: dict[tuple[bytes, str], Change] = {}
+    for change in changes:
+        name = change[0].digest, change[1].value
+        first.setdefault(name, change[2])
+        last[name] = change
+    kept = [change for name, change in last.items() if first[name] is change[2]]
+    stored = parents_first([change for change in kept if change[2]])
+    return stored + parents_first([change for change in kept if not change[2]])[::-1]
+
+
+def parents_first(changes: Iterable[Change]) -> list[Change]:
+    """The changes, those of a block after those of its parent, and chains together where they can be."""
+    by_digest: dict[bytes, list[Change]] = {}
+    for change in changes:
+        by_digest.setdefault(change[0].digest, []).append(change)
+    ready: list[list[Change]] = []
+    children: dict[bytes, list[list[Change]]] = {}
+    for own in reversed(by_digest.values()):
+        parent = own[0][0].parent
+        if parent is not None and parent.digest in by_digest:
+            children.setdefault(parent.digest, []).append(own)
+        else:
+            ready.append(own)
+    ordered: list[Change] = []
+    while ready:
+        own = ready.pop()
+        ordered += own
+        ready += children.get(own[0][0].digest, ())
+    return ordered

@@ -24,7 +24,7 @@ _MAX_KEPT_EVENTS = 65_536
 """Events of these batches."""
 _MAX_PENDING = 1024
 """Batches that wait for a subscriber; one with more gets the present state instead."""
-_MANY = 4096
+_MANY = 1024
 """More changes at a time are compared in a thread."""
 _FLUSH_SLICE = 512
 """Blocks that are removed before the event loop runs other callbacks."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cadenza.slices import Work, run_at_once
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
@@ -52,7 +53,7 @@ def batches() -> list[Batch]:
 def payloads() -> list[bytes]:
     from scheduler_svc.convert.kv_payload import kv_payload
 
-    return [kv_payload(batch, ADAPTERS) for batch in batches()]
+    return [run_at_once(kv_payload(batch, ADAPTERS)) for batch in batches()]
 
 
 def test_payloads_are_those_that_vllm_makes() -> None:
@@ -141,6 +142,65 @@ async def test_a_subscriber_reads_them_and_asks_for_what_it_has_missed(tmp_path:
         for socket in (subscriber, dealer):
             socket.close(linger=0)
         context.term()
+
+
+async def test_after_a_failure_it_goes_on_with_the_present_state_and_logs_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    zmq = pytest.importorskip("zmq", reason="the extra kv-events")
+    sockets = pytest.importorskip("zmq.asyncio")
+    from scheduler_svc.front import kv_publisher
+
+    monkeypatch.setattr(kv_publisher, "_RETRY_S", 0.0)
+    rig = Rig(tmp_path)
+    rig.publisher.start()
+    context = sockets.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    subscriber.connect(rig.endpoint)
+    try:
+        async with asyncio.timeout(10):
+            while not await subscriber.poll(50):
+                rig.serve(rig.num_requests % 40 + 1)
+        while await subscriber.poll(50):
+            last = await frames(subscriber)
+        sends = rig.publisher._payload
+
+        def fails_once(*given: object) -> Work[bytes]:
+            rig.publisher._payload = sends
+            raise ValueError("no such batch")
+
+        rig.publisher._payload = fails_once
+        rig.serve(49)
+        after = await frames(subscriber)
+        assert int.from_bytes(after[1], "big") == int.from_bytes(last[1], "big") + 1
+        events = msgpack.unpackb(after[2])[1]
+        assert events[0] == {"type": "AllBlocksCleared"}
+        assert any(event["token_ids"] == [49] * 16 for event in events[1:])
+        (record,) = [record for record in caplog.records if record.name == kv_publisher.__name__]
+        assert rig.endpoint in record.message
+        assert record.exc_info is not None
+        assert "no such batch" in str(record.exc_info[1])
+    finally:
+        await rig.publisher.stop()
+        rig.hub.stop()
+        subscriber.close(linger=0)
+        context.term()
+
+
+def test_what_is_kept_is_bounded_in_number_and_bytes() -> None:
+    from scheduler_svc.front.kv_publisher import KeptPayloads
+
+    kept = KeptPayloads(3, max_bytes=100)
+    for number in range(5):
+        kept.add(number, b"x" * 20)
+    assert [number for number, _ in kept.since(0)] == [2, 3, 4]
+    kept.add(5, b"x" * 70)
+    assert [number for number, _ in kept.since(0)] == [4, 5]
+    assert kept.since(5) == [(5, b"x" * 70)]
+    kept.add(6, b"x" * 101)
+    kept.add(7, b"x" * 100)
+    assert [number for number, _ in kept.since(0)] == [7]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
+from scheduler_svc.engine.kv_events.blocks import Block, Tier, block_hashes, first_block, next_block, token_ids_of
 from scheduler_svc.engine.kv_events.cache_view import CacheView
 from scheduler_svc.engine.kv_events.events import net
 from tests.helpers.core_bench import Bench
@@ -17,11 +17,13 @@ PLAIN = ("", b"", b"")
 
 
 class Follower:
-    """A router that applies changes, and checks each."""
+    """A router that applies changes, and checks each: what a block follows is there, in whatever tier."""
 
     def __init__(self) -> None:
         self.view = CacheView()
         self.blocks: set[tuple[bytes, Tier]] = set()
+        self._parents: dict[bytes, Block | None] = {}
+        """Of each block that was ever told."""
 
     def collect(self, *benches: Bench) -> list[tuple[Block, Tier, bool]]:
         lanes = {index: bench.lane for index, bench in enumerate(benches)}
@@ -29,8 +31,26 @@ class Follower:
         for block, tier, is_stored in changes:
             name = block.digest, tier
             assert (name in self.blocks) is not is_stored
+            assert not is_stored or self._has(block.parent), "its parent is not known"
             (self.blocks.add if is_stored else self.blocks.discard)(name)
+            self._parents[block.digest] = block.parent
+            assert is_stored or self._has_all_parents(), "what follows it is still there"
         return changes
+
+    def check(self) -> None:
+        """Check that the present state is what was told, parents first, and that all of it can be reached."""
+        seen: set[bytes] = set()
+        for block, _, is_stored in self.view.present():
+            assert is_stored
+            assert block.parent is None or block.parent.digest in seen
+            seen.add(block.digest)
+        assert {(block.digest, tier) for block, tier, _ in self.view.present()} == self.blocks
+
+    def _has_all_parents(self) -> bool:
+        return all(self._has(self._parents[digest]) for digest, _ in self.blocks)
+
+    def _has(self, block: Block | None) -> bool:
+        return block is None or any((block.digest, tier) in self.blocks for tier in Tier)
 
 
 def reachable(cache: PrefixCache) -> set[tuple[bytes, Tier]]:
@@ -119,39 +139,70 @@ def test_it_agrees_with_the_caches_through_evictions_swaps_and_lost_sessions(see
             bench.plan() if len(bench.plans) < 2 and draw.random() < 0.6 else bench.step()
             if draw.random() < 0.3:
                 follower.collect(bench)
+                follower.check()
         if draw.random() < 0.1:
             bench.cut_session()
     bench.run()
     follower.collect(bench)
     assert follower.blocks == reachable(bench.lane.blocks.tiers.cache)
-    assert {(block.digest, tier) for block, tier, _ in follower.view.present()} == follower.blocks
+    follower.check()
     follower.view.end()
     assert bench.lane.blocks.tiers.cache._noted is None
 
 
-def test_the_present_state_has_parents_before_children() -> None:
-    bench, follower = bench_of(num_blocks=24, num_host_blocks=16), Follower()
-    for name in range(4):
-        bench.add(str(name), [name] * 60, max_tokens=2)
+@pytest.mark.parametrize("seed", range(4))
+def test_two_caches_are_told_as_one_through_all_that_happens_to_each(seed: int) -> None:
+    draw = random.Random(seed)
+    benches = [bench_of(num_blocks=24, num_host_blocks=host, max_num_batched_tokens=24) for host in (0, 12)]
+    follower = Follower()
+    for number in range(40):
+        bench = draw.choice(benches)
+        ids = [draw.randrange(2) for _ in range(draw.choice((4, 8, 20, 40)))]
+        bench.add(f"r{number}", ids, max_tokens=draw.randrange(1, 12))
+        for _ in range(draw.randrange(6)):
+            bench.plan() if len(bench.plans) < 2 and draw.random() < 0.6 else bench.step()
+            if draw.random() < 0.3:
+                follower.collect(*benches)
+                follower.check()
+        if draw.random() < 0.1:
+            bench.die(is_known=False) if draw.random() < 0.5 else bench.cut_session()
+    for bench in benches:
         bench.run()
+    follower.collect(*benches)
+    follower.check()
+    assert follower.blocks == set().union(*(reachable(bench.lane.blocks.tiers.cache) for bench in benches))
+
+
+def test_what_follows_a_block_that_has_left_is_removed_and_stored_again_once_it_is_reached() -> None:
+    bench, follower = bench_of(num_blocks=24), Follower()
     follower.collect(bench)
-    seen: set[tuple[bytes, Tier]] = set()
-    for block, tier, is_stored in follower.view.present():
-        assert is_stored
-        parent = block.parent
-        if parent is not None and (parent.digest, tier) in follower.blocks:
-            assert (parent.digest, tier) in seen
-        seen.add((block.digest, tier))
-    assert seen == follower.blocks
+    text, cache = list(range(41)), bench.lane.blocks.tiers.cache
+    bench.add("first", text, max_tokens=1)
+    bench.run()
+    follower.collect(bench)
+    told = set(follower.blocks)
+    assert len(told) == 10
+    first = next(node for node, (parent, _) in cache._keys.items() if isinstance(parent, tuple))
+    bench.lane.blocks.remove_uncertain(cache.next_node, [cache.place(first)], [])
+    assert len(cache) == 9, "the others stay until their blocks are needed"
+    assert {(block.digest, tier) for block, tier, _ in follower.collect(bench)} == told
+    assert not follower.blocks
+    bench.add("again", text, max_tokens=1)
+    bench.run()
+    follower.collect(bench)
+    assert follower.blocks == told
+    bench.core.flush_prefix_caches(100)
+    follower.collect(bench)
+    assert not follower.blocks
 
 
 def test_hashes_depend_on_the_text_adapter_salt_and_owner_alone() -> None:
     content = bytes(range(16))
     roots = [PLAIN, ("t", b"", b""), ("", b"t", b""), ("", b"", b"t"), ("\0t", b"", b"")]
-    hashes = [first_block(root, content).block_hash for root in roots]
+    hashes = block_hashes([first_block(root, content) for root in roots])
     assert len(set(hashes)) == len(roots)
     # Recorded: another process, and the next version, must make the same.
     second = next_block(first_block(PLAIN, content), content)
-    assert (hashes[0], second.block_hash) == (6626867251077369387, 6899230734068582989)
-    assert first_block(("t", b"s", b"a"), content).block_hash == 4718316118394278961
-    assert second.token_ids == [50462976, 117835012, 185207048, 252579084]
+    assert (hashes[0], *block_hashes([second])) == (6626867251077369387, 6899230734068582989)
+    assert block_hashes([first_block(("t", b"s", b"a"), content)]) == (4718316118394278961,)
+    assert token_ids_of([second]) == [50462976, 117835012, 185207048, 252579084]

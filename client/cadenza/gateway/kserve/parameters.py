@@ -9,7 +9,7 @@ from typing import Any
 
 from cadenza.dialects import inference_pb2 as pb
 from cadenza.gateway.fields.field import shown
-from cadenza.gateway.fields.sampling import sampling_params, utf8
+from cadenza.gateway.fields.sampling import check_number_of_choices, sampling_params, utf8
 from cadenza.gateway.http.errors import bad_request
 from cadenza.sampling_params import SamplingParams
 from cadenza.spelling import suggestion
@@ -57,7 +57,9 @@ def as_params(values: Mapping[str, Any]) -> tuple[SamplingParams, str]:
     if structured is not None and not isinstance(structured, dict):
         raise bad_request(f"structured_outputs must be an object, not {shown(structured)}")
     own = {name: given[name] for name in _OWN if name in given}
-    return sampling_params(given, **own), utf8(adapter, LORA_NAME)
+    params = sampling_params(given, **own)
+    check_number_of_choices(params.n)
+    return params, utf8(adapter, LORA_NAME)
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -144,6 +144,7 @@ async def test_parameters_of_the_request_hold_without_the_tensor(w, k):
         ({"sampling_parameters": {"temprature": 1}}, "did you mean temperature?"),
         ({"sampling_parameters": {"lora_name": "poet"}}, "no LoRA adapters"),
         ({"sampling_parameters": {"logprobs": 200}}, "logprobs must be 0 to 20"),
+        ({"sampling_parameters": {"n": 2**32 - 1}}, "n must be 1 to 64, not 4294967295"),
     ],
 )
 async def test_what_is_wrong_is_said_in_the_stream(k, inputs, message):

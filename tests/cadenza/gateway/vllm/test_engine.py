@@ -149,6 +149,7 @@ async def test_a_router_that_leaves_ends_its_request(w, stub):
         ({"tokenized": pb.TokenizedInput(input_ids=[10**6])}, "INVALID_ARGUMENT", "1000000"),
         ({"sampling_params": pb.SamplingParams(temperature=-1)}, "INVALID_ARGUMENT", "temperature"),
         ({"sampling_params": pb.SamplingParams(json_schema="no")}, "INVALID_ARGUMENT", "json"),
+        ({"sampling_params": pb.SamplingParams(n=2**32 - 1)}, "INVALID_ARGUMENT", "sampling_params.n must be 1 to 64"),
     ],
 )
 async def test_what_is_refused_is_named(stub, change, code, message):

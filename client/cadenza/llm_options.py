@@ -404,8 +404,9 @@ class LLMOptions(TypedDict, total=False):
     keys are the tenants' tokens, and this is not needed."""
 
     http_admin_key_file: str | None
-    """File with the key for /v1/load_lora_adapter and /v1/unload_lora_adapter, in one line; without it there are no
-    such paths. It is read again when it changes."""
+    """File with the key of admins, in one line: for /v1/load_lora_adapter and /v1/unload_lora_adapter, which there are
+    with it alone, and with --http-api-key-file for KV events and FlushCache of --vllm-grpc. It is read again when it
+    changes."""
 
     http_token_file: str | None
     """File with the gateway's own token for a scheduler with --tenants. Of a tenant with admin: for the scheduler's

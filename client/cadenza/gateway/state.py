@@ -72,6 +72,18 @@ class State:
             self.keys.check(key)
         return await self.link.caller(key)
 
+    async def watcher_with(self, key: str | None) -> Caller:
+        """Who may see, and empty, the caches that all share; raises as `caller_with`.
+
+        Where clients need keys of the gateway's, a key of its admins; of tenants the scheduler knows the admins.
+        """
+        if self.keys is None:
+            return await self.caller_with(key)
+        if self.admin_keys is not None and self.admin_keys.holds(key):
+            return self.link.own
+        self.keys.check(key)
+        raise ApiError(403, "what the caches hold is for a key of --http-admin-key-file")
+
     async def generating(self, request: web.Request) -> Caller:
         """The same for a request that generates: raises ApiError while none can be served."""
         return await self.generating_with(api_key(request))

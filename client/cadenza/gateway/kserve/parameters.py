@@ -19,7 +19,10 @@ _OWN = ("n", "logprobs", "max_tokens", "beam_width")
 _KNOWN = [each.name for each in fields(SamplingParams)]
 _SCALARS = {each.name: str(each.type).split(" ")[0] for each in fields(SamplingParams)}
 _TRITON = "triton_"
-"""Begins the parameters that are not the model's."""
+"""Begins parameters of the protocol."""
+_OF_PROTOCOL = frozenset({"timeout", "priority", "sequence_id", "sequence_start", "sequence_end"})
+"""These are the protocol's too, from arguments of tritonclient's calls: its priority is that of Triton's queues, not
+the sampling parameter."""
 
 
 def of_tensor(text: bytes) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def of_request(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     values = {}
     for name, value in parameters.items():
         kind = value.WhichOneof("parameter_choice")
-        if kind is not None and not name.startswith(_TRITON):
+        if kind is not None and not (name.startswith(_TRITON) or name in _OF_PROTOCOL):
             values[name] = getattr(value, kind)
     return values
 

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from cadenza.dialects import inference_pb2 as pb
+from cadenza.gateway.kserve.requests import read_request
 from cadenza.gateway.kserve.statistics import Statistics
 from cadenza.gateway.kserve.stream import MAX_BYTES, InferStream
 from tests.helpers.gateway import gateway
@@ -132,9 +133,18 @@ async def test_parameters_of_the_request_hold_without_the_tensor(w, k):
     message = request("Hi", "1", exclude_input_in_output=True)
     message.parameters["seed"].int64_param = 1
     message.parameters["max_tokens"].int64_param = 50
+    message.parameters["triton_request_id"].string_param = "1"
+    for name in ("timeout", "sequence_id"):  # as tritonclient sends its own arguments
+        message.parameters[name].int64_param = 7
+    for name in ("sequence_start", "sequence_end"):
+        message.parameters[name].bool_param = True
+    message.parameters["priority"].uint64_param = 7
     await stream.send(message)
     await stream.collect("1")
     assert stream.text("1") == TEXT
+    assert read_request(message).params.priority == 0
+    tensor = request("Hi", sampling_parameters={"priority": 7})
+    assert read_request(tensor).params.priority == 7
 
 
 @pytest.mark.parametrize(

@@ -439,5 +439,5 @@ class LLMOptions(TypedDict, total=False):
     start, and logged with the address."""
 
     page_host: list[str] | None
-    """Name by which browsers may ask for the page, besides addresses, localhost and that of --http; several times, or
-    with commas, for several ones."""
+    """Name by which browsers may ask for the page, and on loopback without API keys for all paths, as behind a proxy,
+    besides addresses, localhost and that of --http; several times, or with commas, for several ones."""

@@ -169,8 +169,9 @@ class GatewayConfig(Settings):
     )
     page_host: Annotated[list[str], NoDecode] = Field(
         [],
-        description="Name by which browsers may ask for the page, besides addresses, localhost and that of --http; "
-        "several times, or with commas, for several ones.",
+        description="Name by which browsers may ask for the page, and on loopback without API keys for all paths, as "
+        "behind a proxy, besides addresses, localhost and that of --http; several times, or with commas, for several "
+        "ones.",
         json_schema_extra=about("HTTP"),
     )
     drain_timeout_s: float = Field(

@@ -211,6 +211,19 @@ def test_after_lost_records_nothing_is_known_of_blocks():
     assert board.take() is None
 
 
+def test_sequences_whose_ends_were_lost_are_forgotten():
+    board = Board()
+    journey = board.follow("mine")
+    for number in range(1, 101):
+        joined = record(1.0, [(number, 4, 0, 1)], step_id=number)
+        joined.joined.append(join(number, 4, "mine" if number == 100 else f"r{number}"))
+        board.add(joined)
+        board.lose(number)
+    assert list(board._sequences) == [100]
+    board.add(record(2.0, [(100, 1, 4, 1)], left=[100], step_id=101))
+    assert journey.fields()["events"][-1][1] == "left", "one that is followed is not"
+
+
 def test_points_are_rates_and_percentiles_between_two_looks():
     board = Board()
     assert "point" not in board.look(server(10.0, num_output_tokens=100))

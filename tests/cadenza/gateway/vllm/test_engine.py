@@ -176,6 +176,7 @@ async def test_model_server_and_load(w, g, stub):
     model = await stub.GetModelInfo(pb.GetModelInfoRequest())
     assert model.is_generation
     assert model.vocab_size == 512
+    assert (list(model.architectures), model.model_type) == (["Toy"], "toy_text")
     server = await stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (server.server_type, server.data_parallel_size) == ("vllm-grpc", 1)
     assert server.block_size == w.engine.model.block_size

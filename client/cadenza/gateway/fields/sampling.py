@@ -70,7 +70,7 @@ def number_of_choices(values: Mapping[str, Any]) -> int:
 
 
 def check_number_of_choices(n: int, field: str = "n") -> None:
-    """Raise ApiError for more choices than the scheduler draws: an answer has a place for each before it is asked."""
+    """Raise ApiError for a number that the scheduler refuses: answers have a place for each choice from the start."""
     if not 1 <= n <= MAX_CHOICES:
         raise wrong_value(field, f"must be 1 to {MAX_CHOICES}", n)
 

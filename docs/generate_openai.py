@@ -64,6 +64,12 @@ A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 - **Without tenants** any key will do, and none. `--http-api-key-file` names a file of keys, one a line, of which a
   request needs one.
 
+Where the gateway listens on loopback and asks for no keys, any page in a browser of this machine could use the model
+([page](page.md#who-sees-what)). So it answers requests for its own names alone: addresses, `localhost`, names in
+`.localhost` and `.internal` (`host.docker.internal`), that of `--http`, and those of `--page-host`; and none with an
+`Origin` of another site, unless `--http-cors-origin` has it. Others get 403. A proxy whose requests ask for
+another name, as tunnels' and those of an nginx with a named upstream do, wants that name in `--page-host`.
+
 Beyond loopback the gateway wants `--http-tls-cert` and `--http-tls-key`, or `--insecure`. Keys go to a scheduler on
 another machine only with TLS ([security](security.md)), or with `--insecure`.
 

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza.settings.help import about
-from cadenza.settings.service import ServiceSettings, split_list
+from cadenza.settings.service import ServiceSettings, is_loopback, split_list
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 
 
@@ -359,11 +359,12 @@ class SchedulerConfig(ServiceSettings):
     @field_validator("kv_events_endpoint", "kv_events_replay_endpoint")
     @classmethod
     def _check_kv_events(cls, value: str | None, info: ValidationInfo) -> str | None:
-        listens = value is not None and value.startswith("tcp://") and ("*" in value or "::" in value)
-        if listens and not info.data.get("insecure"):
+        if value is None or not value.startswith("tcp://") or info.data.get("insecure"):
+            return value
+        if not is_loopback(value.removeprefix("tcp://").rpartition(":")[0]):
             raise ValueError(
-                f"{value}: other machines could read the token ids of prompts, without TLS: use ipc://, or --insecure "
-                "where the network is safe"
+                f"{value}: other machines could read the token ids of prompts, without TLS: use ipc://, an address of "
+                "loopback, or --insecure where the network is safe"
             )
         return value
 

@@ -207,6 +207,7 @@ def model_info_from_proto(message: generation_pb2.GetModelInfoResponse) -> Model
     return ModelInfo(
         model=message.model,
         architecture=message.architecture,
+        model_type=message.model_type,
         vocab_size=message.vocab_size,
         max_model_len=message.max_model_len,
         dtype=message.dtype,

@@ -32,6 +32,7 @@ class ModelInfo:
     fingerprint: bytes  # digest of everything that determines output bits; empty if the server does not report it
     chat_template: str = ""  # Jinja; empty: none
     added_tokens: list[AddedToken] = field(default_factory=list)  # beside the vocabulary, in order of their ids
+    model_type: str = ""  # by the model's config.json, such as "llama"; empty: none
 
 
 @dataclass(frozen=True, slots=True)

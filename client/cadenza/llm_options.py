@@ -405,8 +405,9 @@ class LLMOptions(TypedDict, total=False):
     keys are the tenants' tokens, and this is not needed."""
 
     http_admin_key_file: str | None
-    """File with the key for /v1/load_lora_adapter and /v1/unload_lora_adapter, in one line; without it there are no
-    such paths. It is read again when it changes."""
+    """File with the key of admins, in one line: for /v1/load_lora_adapter and /v1/unload_lora_adapter, which there are
+    with it alone, and with --http-api-key-file for KV events and FlushCache of --vllm-grpc. It is read again when it
+    changes."""
 
     http_token_file: str | None
     """File with the gateway's own token for a scheduler with --tenants. Of a tenant with admin: for the scheduler's
@@ -439,5 +440,5 @@ class LLMOptions(TypedDict, total=False):
     start, and logged with the address."""
 
     page_host: list[str] | None
-    """Name by which browsers may ask for the page, besides addresses, localhost and that of --http; several times, or
-    with commas, for several ones."""
+    """Name by which browsers may ask for the page, and on loopback without API keys for all paths, as behind a proxy,
+    besides addresses, localhost and that of --http; several times, or with commas, for several ones."""

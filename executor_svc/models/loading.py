@@ -151,7 +151,8 @@ def _load_own(
     model, weights = load_decoder(config, device, checkpoint, spec, max_model_len, adapters, ranks)
     _check_activations(config, device)
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
-    geometry = replace(geometry, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
+    model_type = _model_type(checkpoint.content)
+    geometry = replace(geometry, model_type=model_type, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
     _probe(device, max(config.max_num_batched_tokens, config.max_num_seqs))
     return LoadedModel(
         model=model,
@@ -216,7 +217,7 @@ def load_through_transformers(
     geometry = _geometry(config, architecture, model, built.hidden_size, max_model_len, device, built.num_parameters)
     return LoadedModel(
         model=model,
-        geometry=geometry,
+        geometry=replace(geometry, model_type=_model_type(content)),
         eos_token_ids=tuple(token for token in eos if token < geometry.vocab_size),
         bos_token_id=bos,
         tokenizer=tokenizer_of(config.model, folder),
@@ -242,6 +243,12 @@ def _special_tokens(
     }
     eos, bos = token_ids_of(folder, files, "eos_token_id"), token_ids_of(folder, files, "bos_token_id")
     return sorted(set(eos)), bos[0] if bos else None
+
+
+def _model_type(content: dict[str, Any]) -> str:
+    """The kind of model that config.json names; empty: none."""
+    named = content.get("model_type")
+    return named if isinstance(named, str) else ""
 
 
 def _geometry(

@@ -34,6 +34,8 @@ class ModelGeometry:
     """The number of parameters; tied weights count once."""
     weight_bytes: int
     """Bytes that they take on the device: in the model's dtype, or in few bits with scales."""
+    model_type: str = ""
+    """As in config.json; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
             dtype=geometry.dtype,
             num_parameters=geometry.num_parameters,
             weight_bytes=geometry.weight_bytes,
+            model_type=geometry.model_type,
         ),
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,

@@ -16,6 +16,7 @@ def model_info(model: ModelDescription, tokenizer: Tokenizer | None, *, max_mode
     message = pb.GetModelInfoResponse(
         model=model.name,
         architecture=model.architecture,
+        model_type=model.model_type,
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         dtype=model.dtype,

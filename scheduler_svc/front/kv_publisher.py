@@ -110,6 +110,8 @@ class KvPublisher:
         socket = self._context.socket(kind)
         self._sockets.append(socket)
         socket.set_hwm(self._hwm)
+        if "::" in endpoint:  # not for *, which would be the addresses of both kinds
+            socket.setsockopt(self._zmq.IPV6, 1)
         try:
             if binds or "*" in endpoint or "::" in endpoint or endpoint.startswith(_BINDING):
                 socket.bind(endpoint)

@@ -40,6 +40,8 @@ class ModelDescription:
     """Whether its numerics are exact: equal fingerprints then mean equal tokens."""
     numerics: tuple[tuple[str, str], ...] = ()
     """The parts of the fingerprint as (name, value), to say what differs."""
+    model_type: str = ""
+    """The kind of model by its config.json; empty: none."""
     gives_prompt_logprobs: bool = True
     has_logits_processors: bool = True
     """Whether it supports penalties, logit bias, allowed tokens and bad words."""

@@ -252,6 +252,7 @@ def _description(model: ModelDescription) -> execution_pb2.DescribeResponse:
             max_model_len=model.max_model_len,
             dtype=model.dtype,
             num_parameters=model.num_parameters,
+            model_type=model.model_type,
         ),
         tokenizer=model.tokenizer,
         eos_token_ids=model.eos_token_ids,

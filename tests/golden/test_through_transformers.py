@@ -189,7 +189,8 @@ async def test_through_both_services(folders: dict[str, Path]) -> None:
 def test_description_and_fingerprint(folders: dict[str, Path], tmp_path: Path) -> None:
     _, found = build_model(options(folders["opt"], numerics="auto"))
     geometry = found.loaded.geometry
-    assert (geometry.architecture, geometry.vocab_size, geometry.hidden_size) == ("OPTForCausalLM", 131, 24)
+    assert (geometry.architecture, geometry.model_type) == ("OPTForCausalLM", "opt")
+    assert (geometry.vocab_size, geometry.hidden_size) == (131, 24)
     assert (geometry.num_layers, geometry.num_heads, geometry.num_kv_heads, geometry.head_size) == (2, 4, 4, 10)
     assert (geometry.max_model_len, geometry.dtype, found.fingerprint.mode) == (512, "float32", "fast")
     assert geometry.num_parameters == sum(p.numel() for p in transformers_model(folders["opt"]).parameters())

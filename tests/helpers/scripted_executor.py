@@ -76,7 +76,7 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             incarnation=self.incarnation,
             model=pb.ModelGeometry(
                 name=self.name, architecture="Toy", vocab_size=self.vocab_size, max_model_len=self.max_model_len,
-                dtype="float32", num_parameters=11,
+                dtype="float32", num_parameters=11, model_type="toy_text",
             ),
             tokenizer=self.tokenizer,
             eos_token_ids=[EOS],

@@ -47,6 +47,7 @@ async def test_describe(fake: Harness) -> None:
     described = await fake.stub.Describe(pb.DescribeRequest())
     assert described.protocol_version == 1
     assert described.incarnation == INCARNATION
+    assert (described.model.architecture, described.model.model_type) == ("Counting", "counts")
     assert described.eos_token_ids == [1, 2]
     assert described.HasField("bos_token_id")
     assert described.bos_token_id == 0

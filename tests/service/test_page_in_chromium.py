@@ -128,6 +128,8 @@ def test_it_fits_a_phone_and_has_names_for_all(seen: dict[str, Any]) -> None:
 
 def test_it_speaks_the_browsers_language_and_the_other_one(seen: dict[str, Any]) -> None:
     assert (seen["chinese"], seen["english"]) == (["zh-CN", "试用"], ["en", "Playground"])
+    assert seen["answer"][0] == "你", "answers that are there follow the button"
+    assert seen["answer"][-1] == "结束原因"
 
 
 def test_pictures_are_of_both_themes_and_a_phone(seen: dict[str, Any]) -> None:

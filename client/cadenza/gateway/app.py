@@ -14,6 +14,7 @@ from cadenza.gateway.anthropic import messages
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.http.cors import Cors
 from cadenza.gateway.http.keys import KeyFile
+from cadenza.gateway.http.sites import Sites
 from cadenza.gateway.middleware import answers
 from cadenza.gateway.models import Names
 from cadenza.gateway.openai import chat, completions, models, responses, tokens
@@ -28,6 +29,7 @@ def make_state(config: GatewayConfig, page_rights: PageRights | None = None) -> 
     page_rights: as whoever started this process gives them; a file with a token overrides theirs.
     """
     own_token = None if config.http_token_file is None else read_token(config.http_token_file)
+    cors = Cors(config.http_cors_origin)
     keys = _keys("http-api-key-file", config.http_api_key_file)
     admin_keys = _keys("http-admin-key-file", config.http_admin_key_file)
     return State(
@@ -41,7 +43,8 @@ def make_state(config: GatewayConfig, page_rights: PageRights | None = None) -> 
         keys=keys,
         admin_keys=admin_keys,
         names=Names(config.served_model_name),
-        cors=Cors(config.http_cors_origin),
+        cors=cors,
+        sites=Sites(config, cors),
         page_rights=_page_rights(config, page_rights),
     )
 

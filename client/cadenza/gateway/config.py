@@ -108,8 +108,9 @@ class GatewayConfig(Settings):
     http_admin_key_file: str | None = Field(
         None,
         min_length=1,
-        description="File with the key for /v1/load_lora_adapter and /v1/unload_lora_adapter, in one line; without it "
-        "there are no such paths. It is read again when it changes.",
+        description="File with the key of admins, in one line: for /v1/load_lora_adapter and /v1/unload_lora_adapter, "
+        "which there are with it alone, and with --http-api-key-file for KV events and FlushCache of --vllm-grpc. It "
+        "is read again when it changes.",
         json_schema_extra=about("HTTP"),
     )
     http_token_file: str | None = Field(
@@ -168,8 +169,9 @@ class GatewayConfig(Settings):
     )
     page_host: Annotated[list[str], NoDecode] = Field(
         [],
-        description="Name by which browsers may ask for the page, besides addresses, localhost and that of --http; "
-        "several times, or with commas, for several ones.",
+        description="Name by which browsers may ask for the page, and on loopback without API keys for all paths, as "
+        "behind a proxy, besides addresses, localhost and that of --http; several times, or with commas, for several "
+        "ones.",
         json_schema_extra=about("HTTP"),
     )
     drain_timeout_s: float = Field(

@@ -53,6 +53,7 @@ async def answers(request: web.Request, handler: _Handler) -> web.StreamResponse
 async def _answered(request: web.Request, handler: _Handler) -> web.StreamResponse:
     state = request.app[STATE]
     try:
+        await state.check_site(request)
         if request.method == "OPTIONS":
             response: web.StreamResponse = state.cors.preflight(request)
         else:

@@ -13,6 +13,7 @@ from cadenza.gateway.http.cors import Cors
 from cadenza.gateway.http.errors import ApiError
 from cadenza.gateway.http.keys import KeyFile
 from cadenza.gateway.http.reading import api_key
+from cadenza.gateway.http.sites import Sites
 from cadenza.gateway.metrics import Counts
 from cadenza.gateway.models import Names
 from cadenza.gateway.parsing.formats import Formats, find_formats
@@ -35,6 +36,7 @@ class State:
     admin_keys: KeyFile | None
     names: Names
     cors: Cors
+    sites: Sites
     page_rights: PageRights
     counts: Counts = field(default_factory=Counts)
     is_stopping: bool = False
@@ -62,6 +64,16 @@ class State:
         self._formats = info, found
         return found
 
+    async def check_site(self, request: web.Request) -> None:
+        """Raise the ApiError of a request that a page of another site can have made, where nothing else is asked for.
+
+        Loopback without keys trusts every program of this machine, and a browser is one. Raises UnavailableError while
+        nobody can say whether keys are asked for.
+        """
+        refusal = self.sites.refusal(request)
+        if refusal is not None and self.sites.is_local and self.keys is None and not await self.link.has_tenants():
+            raise refusal
+
     async def caller(self, request: web.Request) -> Caller:
         """Who a request is from; raises ApiError and CadenzaError."""
         return await self.caller_with(api_key(request))
@@ -71,6 +83,18 @@ class State:
         if self.keys is not None:
             self.keys.check(key)
         return await self.link.caller(key)
+
+    async def watcher_with(self, key: str | None) -> Caller:
+        """Who may see, and empty, the caches that all share; raises as `caller_with`.
+
+        Where clients need keys of the gateway's, a key of its admins; of tenants the scheduler knows the admins.
+        """
+        if self.keys is None:
+            return await self.caller_with(key)
+        if self.admin_keys is not None and self.admin_keys.holds(key):
+            return self.link.own
+        self.keys.check(key)
+        raise ApiError(403, "what the caches hold is for a key of --http-admin-key-file")
 
     async def generating(self, request: web.Request) -> Caller:
         """The same for a request that generates: raises ApiError while none can be served."""

@@ -109,7 +109,7 @@ class ServiceSettings(Settings):
     @field_validator("metrics_host")
     @classmethod
     def _check_metrics_host(cls, value: str, info: ValidationInfo) -> str:
-        if info.data.get("metrics_port") is None or _is_loopback(value):
+        if info.data.get("metrics_port") is None or is_loopback(value):
             return value
         if info.data.get("metrics_token_file") is None and not info.data.get("metrics_insecure"):
             raise ValueError(
@@ -230,7 +230,8 @@ def ignored_settings(config: Settings, environment: Mapping[str, str]) -> Iterat
         yield f"ignored, not options of the {config.service}: {', '.join(others)}"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine; a name other than localhost counts as another one, and [::1] as ::1."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:  # a name

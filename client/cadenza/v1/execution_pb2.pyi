@@ -334,6 +334,7 @@ class ModelGeometry(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    MODEL_TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Folder or hub id, as given to the executor."""
     architecture: _builtins.str
@@ -358,6 +359,8 @@ class ModelGeometry(_message.Message):
     """Number of parameters."""
     weight_bytes: _builtins.int
     """Bytes of the weights on the device."""
+    model_type: _builtins.str
+    """Kind of model by its config.json, such as "llama"; empty: none."""
     def __init__(
         self,
         *,
@@ -373,10 +376,11 @@ class ModelGeometry(_message.Message):
         dtype: _builtins.str = ...,
         num_parameters: _builtins.int = ...,
         weight_bytes: _builtins.int = ...,
+        model_type: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "head_size", b"head_size", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "name", b"name", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "head_size", b"head_size", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "model_type", b"model_type", "name", b"name", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -690,6 +690,7 @@ class GetModelInfoResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     ADDED_TOKENS_FIELD_NUMBER: _builtins.int
+    MODEL_TYPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Folder or hub id, as given to the executor."""
     architecture: _builtins.str
@@ -710,6 +711,8 @@ class GetModelInfoResponse(_message.Message):
     """Number of parameters."""
     chat_template: _builtins.str
     """The chat template: it shows how the model writes tool calls and thoughts; empty: none."""
+    model_type: _builtins.str
+    """Kind of model by its config.json, such as "llama"; empty: none."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end an output."""
@@ -738,10 +741,11 @@ class GetModelInfoResponse(_message.Message):
         fingerprint: _types_pb2.NumericsFingerprint | None = ...,
         chat_template: _builtins.str = ...,
         added_tokens: _abc.Iterable[Global___AddedToken] | None = ...,
+        model_type: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "added_tokens", b"added_tokens", "architecture", b"architecture", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "model", b"model", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "added_tokens", b"added_tokens", "architecture", b"architecture", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "model", b"model", "model_type", b"model_type", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -22,6 +22,8 @@ _ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
 }
+_MODEL_TYPES = {"gemma3": "gemma3_text"}
+"""Where config.json has another model_type than the name in GGUF."""
 _TABLE = "token_embd.weight"
 _MAX_LAYERS = 10_000
 """As many as a config.json may have."""
@@ -50,6 +52,7 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
         raise metadata.error(f"{architecture}.attention.value_length", f"must be the key length, {head_size}")
     content = {
         "architectures": [_ARCHITECTURES[architecture]],
+        "model_type": _MODEL_TYPES.get(architecture, architecture),
         "dtype": "bfloat16",
         "vocab_size": read.vocabulary(),
         "hidden_size": hidden,
@@ -124,7 +127,8 @@ def _family_content(read: _Reader, content: dict[str, Any]) -> dict[str, Any]:
     match read.architecture:
         case "llama":
             # Converters store Mistral under this name; llama.cpp ignores its window.
-            return {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
+            mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+            return {**mistral, "sliding_window": window} if window else {}
         case "gemma2" | "gemma3":
             return _gemma_content(read, content, window)
         case "phi3":

@@ -6,9 +6,10 @@ import pytest
 
 from cadenza.gateway.fields.constraints import output_constraint
 from cadenza.gateway.fields.field import KINDS, Use, read_fields
-from cadenza.gateway.fields.sampling import check_stream_options, sampling_params
+from cadenza.gateway.fields.sampling import MAX_CHOICES, check_stream_options, sampling_params
 from cadenza.gateway.fields.tables import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from cadenza.gateway.http.errors import ApiError
+from scheduler_svc.requests.sample_counts import MAX_SAMPLES
 
 # What vLLM 0.33 takes on chat beside OpenAI's fields (its protocol.py), and what the benchmarks of the field send.
 VLLM_CHAT = (
@@ -113,6 +114,10 @@ def test_a_format_may_have_a_name_and_nulls():
     schema = {"name": "x", "description": "y", "strict": True, "schema": {"type": "null"}}
     format_ = {"type": "json_schema", "json_schema": schema, "unused": None}
     assert output_constraint({"response_format": format_}) == ("response_format", {"json": {"type": "null"}})
+
+
+def test_as_many_choices_as_the_scheduler_draws():
+    assert MAX_CHOICES == MAX_SAMPLES
 
 
 def test_fields_of_beams_need_beams():

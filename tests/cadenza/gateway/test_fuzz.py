@@ -207,7 +207,9 @@ def test_every_path_answers_every_method(door, no_error_is_logged, method):
 
 
 BODY = json.dumps({"model": "toy", "prompt": [5, 6, 7], "max_tokens": 40, "stream": True, "logprobs": 2}).encode()
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
 WHOLE = HEAD % len(BODY) + BODY
 _PATIENCE_S = 0.03
 PIECES = st.sampled_from(

@@ -107,6 +107,30 @@ async def test_a_request_that_is_always_unavailable_ends_beside_others_that_run(
     await session.close()
 
 
+async def test_a_request_that_was_ended_is_not_sent_again_after_a_lost_connection(monkeypatch):
+    monkeypatch.setattr("cadenza.reconnect.random.uniform", lambda low, high: 0.0)
+    written = []
+
+    def answer(message):
+        written.append(message)
+        return [token("a")] if message.HasField("generate") else [UnavailableError("the connection is lost")]
+
+    session = session_of(answer)
+    live = started(session, "a")
+    async with asyncio.timeout(10):
+        assert await live.inbox.take() is not None
+        session.end(live, InvalidRequestError("ended"))
+        with pytest.raises(InvalidRequestError, match="ended"):
+            await live.inbox.take()
+    assert [message.WhichOneof("action") for message in written] == ["generate", "abort"]
+    assert live.collector.result().outputs[0].token_ids == [7]
+    unsent = started(session, "b")
+    session.end(unsent, InvalidRequestError("ended"))
+    with pytest.raises(InvalidRequestError, match="ended"):
+        await unsent.inbox.take()
+    await session.close()
+
+
 class Lost(grpc.aio.AioRpcError):
     def __init__(self, code: grpc.StatusCode) -> None:
         super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="")

@@ -55,7 +55,7 @@ async def test_a_client_that_does_not_read_is_disconnected_and_harms_nobody(toke
         )
         reader = socket.create_connection(parse_address(g.address, default_port=0))
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         with contextlib.closing(reader):
             reader.sendall((head + body).encode())
             await w.until(lambda: w.engine._live)
@@ -79,7 +79,9 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_disconnected(tokeni
         reader = socket.create_connection(parse_address(g.address, default_port=0))
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with contextlib.closing(reader):
-            reader.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            reader.sendall(
+                f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            )
             await w.until(lambda: g.state.counts.num_slow_readers == 1)
         await w.until(lambda: not g.state.counts.num_running)
         assert g.state.counts.ended_requests[PATH, 499] == 1

@@ -275,6 +275,12 @@ def test_numbers_are_those_of_config_json(tmp_path: Path) -> None:
     assert (spec.qkv_bias, spec.mlp_bias, spec.tied, spec.residual_scale) == (True, True, False, 0.22)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3"])
+def test_the_kind_of_model_is_that_of_config_json(tmp_path: Path, family: str) -> None:
+    _, content = content_of(tmp_path, family)
+    assert content["model_type"] == family
+
+
 @pytest.mark.parametrize(
     ("family", "layers", "scalar"), [("gemma2", 46, 16), ("gemma3_text", 62, 16), ("gemma2", 4, 12)]
 )

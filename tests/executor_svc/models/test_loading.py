@@ -44,7 +44,7 @@ def load(folder: Path | str, **options: Any) -> LoadedModel:
 def test_geometry(folder: Path) -> None:
     loaded = load(folder)
     g = loaded.geometry
-    assert (g.name, g.architecture, g.dtype) == (str(folder), "LlamaForCausalLM", "float32")
+    assert (g.name, g.architecture, g.model_type, g.dtype) == (str(folder), "LlamaForCausalLM", "llama", "float32")
     assert (g.vocab_size, g.hidden_size, g.num_layers, g.num_heads, g.num_kv_heads) == (270, 40, 2, 4, 2)
     assert (g.head_size, g.max_model_len) == (10, 512)
     per_layer = 40 * 40 * 2 + 2 * 20 * 40 + 3 * 72 * 40 + 2 * 40

@@ -82,13 +82,9 @@ class Rig:
         self.bench = Bench(Policies(prefix_caching=True))
         self.hub = KvEvents(self.bench.core, FakeClock())
         self.endpoint, self.replay = f"ipc://{folder}/pub", f"ipc://{folder}/replay"
-        config = SchedulerConfig(
-            executor=["127.0.0.1:1"],
-            kv_events_endpoint=self.endpoint,
-            kv_events_replay_endpoint=self.replay,
-            kv_events_topic="kv@pod@model",
-            **options,  # type: ignore[arg-type]
-        )
+        own = {"kv_events_endpoint": self.endpoint, "kv_events_replay_endpoint": self.replay}
+        given = {**own, "kv_events_topic": "kv@pod@model", **options}
+        config = SchedulerConfig(executor=["127.0.0.1:1"], **given)  # type: ignore[arg-type]
         self.publisher = KvPublisher(self.hub, dict, config)
 
     def serve(self, token_id: int) -> None:
@@ -208,6 +204,11 @@ def test_what_is_kept_is_bounded_in_number_and_bytes() -> None:
     [
         ({"kv_events_endpoint": "tcp://*:5557"}, "token ids of prompts"),
         ({"kv_events_replay_endpoint": "tcp://*:5558"}, "token ids of prompts"),
+        ({"kv_events_replay_endpoint": "tcp://0.0.0.0:5558"}, "token ids of prompts"),
+        ({"kv_events_endpoint": "tcp://[::]:5557"}, "token ids of prompts"),
+        ({"kv_events_endpoint": "tcp://10.1.2.3:5557"}, "token ids of prompts"),
+        ({"kv_events_endpoint": "tcp://router.example:5557"}, "token ids of prompts"),
+        ({"kv_events_endpoint": "tcp://127.0.0.1;10.1.2.3:5557"}, "token ids of prompts"),
         ({"kv_events_endpoint": "5557"}, "pattern"),
     ],
 )
@@ -216,3 +217,20 @@ def test_endpoints_that_are_refused(options: dict[str, str], message: str) -> No
         SchedulerConfig(executor=["127.0.0.1:1"], **options)  # type: ignore[arg-type]
     if "pattern" not in message:
         SchedulerConfig(executor=["127.0.0.1:1"], insecure=True, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_this_machine_needs_no_insecure(host: str) -> None:
+    options = {f"kv_events_{name}": f"tcp://{host}:5557" for name in ("endpoint", "replay_endpoint")}
+    SchedulerConfig(executor=["127.0.0.1:1"], **options)  # type: ignore[arg-type]
+
+
+async def test_an_address_of_ipv6_can_be_listened_on(tmp_path: Path) -> None:
+    pytest.importorskip("zmq", reason="the extra kv-events")
+    rig = Rig(tmp_path, kv_events_replay_endpoint="tcp://[::1]:*")
+    try:
+        rig.publisher.start()
+        assert rig.publisher.endpoints[1].startswith("tcp://[::1]:")
+    finally:
+        await rig.publisher.stop()
+        rig.hub.stop()

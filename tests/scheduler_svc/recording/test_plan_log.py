@@ -64,7 +64,13 @@ DESCRIPTION = execution_pb2.DescribeResponse(
     protocol_version=1,
     incarnation=2**63 + 1,
     model=execution_pb2.ModelGeometry(
-        name="toy", architecture="Toy", vocab_size=99, max_model_len=64, dtype="float32", num_parameters=11
+        name="toy",
+        architecture="Toy",
+        vocab_size=99,
+        max_model_len=64,
+        dtype="float32",
+        num_parameters=11,
+        model_type="toy_text",
     ),
     tokenizer="folder",
     eos_token_ids=[3, 9],

@@ -89,6 +89,11 @@ const light = await open({ colorScheme: "light", locale: "en-US" }, "light");
 await drive(light);
 await lookAtNames(light);
 seen.address = light.url();
+await light.click("#language");
+seen.answer = await light.evaluate(() => [
+  document.querySelector(".answer .you").textContent.split(" ")[0],
+  ...[...document.querySelectorAll(".answer:first-child dt")].map((each) => each.textContent),
+]);
 const dark = await open({ colorScheme: "dark", locale: "zh-CN" }, "dark");
 await dark.waitForTimeout(2500); // for the picture: a few columns and points
 seen.chinese = [await dark.getAttribute("html", "lang"), await dark.textContent("#h-chat")];

@@ -19,7 +19,7 @@ MAX_LOGPROBS = 20
 would have gigabytes."""
 _OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False}
 """Fields for beams alone, with their defaults."""
-_MAX_CHOICES = 64
+MAX_CHOICES = 64
 """As the scheduler has it (scheduler_svc/requests/sample_counts.py)."""
 
 
@@ -64,10 +64,15 @@ def _beams(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
 
 def number_of_choices(values: Mapping[str, Any]) -> int:
     """n; raises ApiError."""
-    n = values.get("n", 1)
-    if not 1 <= n <= _MAX_CHOICES:
-        raise wrong_value("n", f"must be 1 to {_MAX_CHOICES}", n)
-    return int(n)
+    n = int(values.get("n", 1))
+    check_number_of_choices(n)
+    return n
+
+
+def check_number_of_choices(n: int, field: str = "n") -> None:
+    """Raise ApiError for a number that the scheduler refuses: answers have a place for each choice from the start."""
+    if not 1 <= n <= MAX_CHOICES:
+        raise wrong_value(field, f"must be 1 to {MAX_CHOICES}", n)
 
 
 def stream_options(values: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -18,10 +18,14 @@ class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
         self._origins = frozenset(origins)
 
+    def allows(self, origin: str) -> bool:
+        """Whether pages of an origin may call."""
+        return bool({origin, _ANY} & self._origins)
+
     def headers(self, request: web.Request) -> dict[str, str]:
         """What an answer says of cross-origin calls; nothing for an origin that may not call."""
         origin = request.headers.get("Origin")
-        if origin is None or not ({origin, _ANY} & self._origins):
+        if origin is None or not self.allows(origin):
             return {}
         allowed = _ANY if _ANY in self._origins else origin
         return {

@@ -9,7 +9,7 @@ from typing import Any
 
 from cadenza.dialects import inference_pb2 as pb
 from cadenza.gateway.fields.field import shown
-from cadenza.gateway.fields.sampling import sampling_params, utf8
+from cadenza.gateway.fields.sampling import check_number_of_choices, sampling_params, utf8
 from cadenza.gateway.http.errors import bad_request
 from cadenza.sampling_params import SamplingParams
 from cadenza.spelling import suggestion
@@ -19,7 +19,10 @@ _OWN = ("n", "logprobs", "max_tokens", "beam_width")
 _KNOWN = [each.name for each in fields(SamplingParams)]
 _SCALARS = {each.name: str(each.type).split(" ")[0] for each in fields(SamplingParams)}
 _TRITON = "triton_"
-"""Begins the parameters that are not the model's."""
+"""Begins parameters of the protocol."""
+_OF_PROTOCOL = frozenset({"timeout", "priority", "sequence_id", "sequence_start", "sequence_end"})
+"""These are the protocol's too, from arguments of tritonclient's calls: its priority is that of Triton's queues, not
+the sampling parameter."""
 
 
 def of_tensor(text: bytes) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def of_request(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     values = {}
     for name, value in parameters.items():
         kind = value.WhichOneof("parameter_choice")
-        if kind is not None and not name.startswith(_TRITON):
+        if kind is not None and not (name.startswith(_TRITON) or name in _OF_PROTOCOL):
             values[name] = getattr(value, kind)
     return values
 
@@ -57,7 +60,9 @@ def as_params(values: Mapping[str, Any]) -> tuple[SamplingParams, str]:
     if structured is not None and not isinstance(structured, dict):
         raise bad_request(f"structured_outputs must be an object, not {shown(structured)}")
     own = {name: given[name] for name in _OWN if name in given}
-    return sampling_params(given, **own), utf8(adapter, LORA_NAME)
+    params = sampling_params(given, **own)
+    check_number_of_choices(params.n)
+    return params, utf8(adapter, LORA_NAME)
 
 
 def _typed(name: str, value: Any) -> Any:

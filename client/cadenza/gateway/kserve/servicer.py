@@ -17,7 +17,7 @@ from cadenza.gateway.http.errors import ApiError
 from cadenza.gateway.kserve.model import VERSION, model_config, model_metadata, server_metadata
 from cadenza.gateway.kserve.statistics import Statistics
 from cadenza.gateway.kserve.stream import InferStream
-from cadenza.gateway.rpc.calls import Context, SlowClientError, abort_with, key_of
+from cadenza.gateway.rpc.calls import Context, abort_with, key_of
 from cadenza.gateway.state import State
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
@@ -95,10 +95,13 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> None:
         """Many requests over one stream."""
+        ended_by: list[Exception] = []
         try:
             await InferStream(self._state, self._statistics, context).run(requests)
-        except* SlowClientError as errors:
-            await abort_with(context, errors.exceptions[0], "ModelStreamInfer")
+        except* (ApiError, CadenzaError) as errors:
+            ended_by += errors.exceptions
+        if ended_by:
+            await abort_with(context, ended_by[0], "ModelStreamInfer")
 
     @property
     def _is_ready(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 from cadenza.dialects import inference_pb2 as pb
 from cadenza.gateway.kserve.answers import Answers, failed
@@ -17,6 +18,10 @@ from cadenza.prompts import Prompt
 
 _PATH = "ModelStreamInfer"
 _EMPTY_FINAL = "triton_enable_empty_final_response"
+MAX_BYTES = 16 * 1024 * 1024
+"""Of the requests of one stream that have not been answered; further ones are not read before some have."""
+_OWN_BYTES = 4096
+"""What a request takes beside its message."""
 
 
 class InferStream:
@@ -29,27 +34,44 @@ class InferStream:
         self._key = key_of(context)
         self._turn = asyncio.Lock()
         """One writes at a time."""
+        self._num_bytes = 0
+        self._has_room = asyncio.Event()
 
     async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
-        """Serve all requests of the stream; returns once the client has ended it and all are answered."""
+        """Serve all requests of the stream; returns once the client has ended it and all are answered.
+
+        Raises ApiError and CadenzaError for a key that may send none.
+        """
+        await self._state.caller_with(self._key)
         async with asyncio.TaskGroup() as running:
             async for request in requests:
-                running.create_task(self._serve(request), name="kserve-request")
+                size = request.ByteSize() + _OWN_BYTES
+                self._num_bytes += size
+                task = running.create_task(self._serve(request), name="kserve-request")
+                task.add_done_callback(partial(self._answered, size))
+                while self._num_bytes > MAX_BYTES:
+                    self._has_room.clear()
+                    await self._has_room.wait()
+
+    def _answered(self, num_bytes: int, _: asyncio.Task[None]) -> None:
+        self._num_bytes -= num_bytes
+        self._has_room.set()
 
     async def _serve(self, request: pb.ModelInferRequest) -> None:
         """Answer one request, if need be with an error."""
+        request_id, model = request.id, request.model_name
         try:
             async with counted(self._state, _PATH):
                 metrics = await self._answer(request)
             self._statistics.succeeded(metrics)
+            return
         except SlowClientError:
             raise
         except Exception as error:
-            await self._fail(request, error)
-
-    async def _fail(self, request: pb.ModelInferRequest, error: Exception) -> None:
+            message = explained(error, _PATH).message
+        del request  # its prompt need not wait with the error
         self._statistics.failed()
-        await self._write(failed(request.id, request.model_name, explained(error, _PATH).message))
+        await self._write(failed(request_id, model, message))
 
     async def _answer(self, request: pb.ModelInferRequest) -> RequestMetrics | None:
         state = self._state

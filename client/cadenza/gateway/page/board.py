@@ -88,6 +88,8 @@ class Board:
         """So many records were lost to this watch, in all: what sequences hold is not known any more."""
         if num_dropped > self._num_dropped:
             self._num_dropped = num_dropped
+            followed = self._journeys.keys()  # the ends of others may be among what was lost
+            self._sequences = {key: each for key, each in self._sequences.items() if each.request_id in followed}
             for lane in self._lanes.values():
                 lane.blocks.clear()
                 lane.rows.leave_all()

@@ -1,20 +1,17 @@
 """Who may open the page, see its data, and act by it.
 
-A page of another site can make a browser send requests here, and by DNS rebinding it can even read the answers: its
-name is made to resolve to 127.0.0.1, and to the browser this gateway is then a server of that site. So the name by
-which a request asks for the page must be one of ours, and a request of a page must come from our own
-(https://fetch.spec.whatwg.org/#origin-header, https://www.w3.org/TR/fetch-metadata/).
+Requests for the page's data must come from the page itself, whatever else may call the gateway
+(https://www.w3.org/TR/fetch-metadata/); `cadenza.gateway.http.sites` says why.
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
-from collections.abc import Sequence
 
 from aiohttp import web
 
 from cadenza.gateway.http.errors import ApiError
+from cadenza.gateway.http.sites import is_own_origin
 from cadenza.gateway.state import State
 
 TOKEN_HEADER = "X-Cadenza-Page-Token"
@@ -24,27 +21,20 @@ TOKEN_HEADER = "X-Cadenza-Page-Token"
 class Doors:
     """Checks the requests for one gateway's page."""
 
-    def __init__(self, state: State, token: str, hosts: Sequence[str]) -> None:
-        """hosts: names by which the page may be asked for, besides addresses and that of --http."""
+    def __init__(self, state: State, token: str) -> None:
         self._state = state
         self._token = token.encode()
-        own = state.config.listeners["http"][0]
-        self._hosts = {name.lower().rstrip(".") for name in (*hosts, own, "localhost")}
 
     def check_host(self, request: web.Request) -> None:
         """Raise the ApiError of a request that asks for another site."""
-        name = _host_name(request.headers.get("Host", ""))
-        if not (name in self._hosts or _is_address(name)):
-            message = "the page is not served by this name: use its address, or --page-host"
-            raise ApiError(403, message, code="wrong_host")
+        if (refusal := self._state.sites.wrong_host(request)) is not None:
+            raise refusal
 
     def check_origin(self, request: web.Request) -> None:
         """Raise the ApiError of a request that a page of another site has made."""
         self.check_host(request)
         site = request.headers.get("Sec-Fetch-Site", "none")
-        origin = request.headers.get("Origin")
-        host = request.headers.get("Host", "").lower()
-        if site not in ("none", "same-origin") or (origin is not None and origin.lower().partition("://")[2] != host):
+        if site not in ("none", "same-origin") or not is_own_origin(request):
             raise ApiError(403, "the page's data are for the page itself", code="wrong_origin")
 
     def has_right(self, request: web.Request) -> bool:
@@ -72,19 +62,3 @@ class Doors:
         if self._state.keys is not None or await self._state.link.needs_key():
             raise ApiError(401, "the page's token is missing or wrong", code="page_token")
         return False
-
-
-def _host_name(host: str) -> str:
-    """The name or address of a Host header, without port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower().rstrip(".")
-
-
-def _is_address(name: str) -> bool:
-    """Whether it is an IP address, which no other site's name can be."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

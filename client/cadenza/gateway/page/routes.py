@@ -37,7 +37,7 @@ PAGE = web.AppKey("page", Page)
 def add_page(app: web.Application, state: State) -> None:
     """Add the page's paths."""
     rights = state.page_rights
-    doors = Doors(state, rights.token, state.config.page_host)
+    doors = Doors(state, rights.token)
     app[PAGE] = Page(page_files(), doors, Feed(state.link.watching()), rights.kill)
     app.add_routes(
         [

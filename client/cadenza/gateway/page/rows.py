@@ -56,14 +56,22 @@ class ScheduleRows:
         self._columns: deque[list[Any]] = deque(maxlen=MAX_COLUMNS)
         self._next_column = 0
         self._is_changed = False
-        self.num_hidden = 0
-        """Sequences that joined while all rows were taken."""
+        self._hidden: set[int] = set()
+        """Sequences that joined while all rows were taken, and have not left."""
+
+    @property
+    def num_hidden(self) -> int:
+        """Sequences without a row."""
+        return len(self._hidden)
 
     def join(self, sequence_id: int, label: str, num_prompt_tokens: int) -> None:
         """A sequence comes into the batch, or comes back."""
-        if sequence_id in self._rows or (place := self._free_place()) is None:
-            self.num_hidden += sequence_id not in self._rows
+        if sequence_id in self._rows:
             return
+        if (place := self._free_place()) is None:
+            self._hidden.add(sequence_id)
+            return
+        self._hidden.discard(sequence_id)
         self._rows[sequence_id] = ScheduleRow(place, sequence_id, label, num_prompt_tokens, self._next_column)
         self._is_changed = True
 
@@ -74,6 +82,9 @@ class ScheduleRows:
 
     def leave(self, sequence_id: int, num_output_tokens: int | None = None) -> None:
         """A sequence has ended, or runs elsewhere."""
+        if sequence_id in self._hidden:
+            self._hidden.remove(sequence_id)
+            self._is_changed = True
         row = self._rows.get(sequence_id)
         if row is None or row.has_ended:
             return
@@ -83,7 +94,7 @@ class ScheduleRows:
 
     def leave_all(self) -> None:
         """The executor has lost its sequences."""
-        for sequence_id in self._rows:
+        for sequence_id in (*self._rows, *self._hidden):
             self.leave(sequence_id)
 
     def step(self, record: admin_pb2.StepRecord) -> None:

@@ -16,7 +16,7 @@ import grpc
 from cadenza import convert
 from cadenza.adapters import AdapterInfo, adapter_from_proto
 from cadenza.credentials import authorized, call_metadata
-from cadenza.errors import AlreadyExistsError, NotFoundError, UnavailableError
+from cadenza.errors import AlreadyExistsError, CadenzaError, NotFoundError, UnavailableError
 from cadenza.gateway.scheduler.calls import Calls
 from cadenza.gateway.scheduler.session import GatewaySession, LiveRequest
 from cadenza.info import ModelInfo, ServerInfo
@@ -189,6 +189,11 @@ class Caller:
         """End a request that nobody waits for any more; does nothing if it has ended."""
         self.session.abort(live)
         self._own.abort(live)
+
+    def end(self, live: LiveRequest, error: CadenzaError) -> None:
+        """End a request early whose output so far is wanted: it ends with its last output, or else with the error."""
+        self.session.end(live, error)
+        self._own.end(live, error)
 
     @property
     def num_own_requests(self) -> int:

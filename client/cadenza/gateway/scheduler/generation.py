@@ -98,10 +98,9 @@ class Generation:
         return self.totals()
 
     def end(self, error: CadenzaError) -> None:
-        """End what runs: `take` raises the error, after what has arrived."""
+        """End what runs: its last output still comes, or else `take` raises the error."""
         for each in self._live:
-            self._caller.abort(each)
-        self._inbox.fail(error)
+            self._caller.end(each, error)
 
     def totals(self) -> list[RequestOutput]:
         """What there is so far of each prompt."""

@@ -120,8 +120,6 @@ class SchedulerLink:
         """
         if not self._is_sure:
             await self._find_tenants()
-            if self._has_tenants and self._own_token is not None:
-                await self._find_right()
         if not self._has_tenants:
             key = None
         elif key is None or not _is_token(key):
@@ -141,6 +139,12 @@ class SchedulerLink:
         """The gateway's own look at the engine."""
         return Watching(self._channel, self.target, self._tls, self._own_token)
 
+    async def has_tenants(self) -> bool:
+        """Whether callers need a key, as far as is known; raises UnavailableError while nobody can say."""
+        if not self._is_sure:
+            await self._find_tenants()
+        return bool(self._has_tenants)
+
     async def needs_key(self) -> bool:
         """Whether callers need a key, asked for now; raises UnavailableError while nobody can say."""
         await self._find_tenants()
@@ -155,6 +159,8 @@ class SchedulerLink:
             await anonymous.check_model(waits=False)
         except UnauthenticatedError:
             self._has_tenants = self._is_sure = True
+            if self._own_token is not None:
+                await self._find_right()
             return
         except UnavailableError:
             if self._has_tenants is None:

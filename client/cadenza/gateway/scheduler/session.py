@@ -58,6 +58,8 @@ class LiveRequest:
     """Whether the last message about it was a resume."""
     run_alone: Callable[[LiveRequest], None] | None = None
     """Runs it in a session of its own key, for when this one may not name its tenant."""
+    ended_by: CadenzaError | None = None
+    """Why it was ended early: it fails with it unless its last output comes."""
     attempts: Attempts = field(init=False)
     """Its own: how long it is tried does not depend on other requests."""
 
@@ -119,6 +121,17 @@ class GatewaySession:
         if self._live.pop(request_id, None) is not None and live.is_sent:
             self._to_abort.append(live)
             self._wake.set()
+
+    def end(self, live: LiveRequest, error: CadenzaError) -> None:
+        """End a request early whose output so far is wanted: it ends with its last output, or else with the error."""
+        if live.request.request_id not in self._live or live.ended_by is not None:
+            return
+        live.ended_by = error
+        if live.is_sent:
+            self._to_abort.append(live)
+            self._wake.set()
+        else:
+            self._fail(error, [live])
 
     async def close(self) -> None:
         """End the stream; requests that still run end with UnavailableError, and are aborted by the lost stream."""
@@ -193,7 +206,9 @@ class GatewaySession:
                     self._to_abort.popleft()
                 if self._to_start:
                     live = self._live.get(self._to_start.popleft())
-                    if live is not None:
+                    if live is not None and live.ended_by is not None:
+                        self._fail(live.ended_by, [live])
+                    elif live is not None:
                         message = resume_to_proto(live.request, live.collector)
                         live.is_sent, live.is_resumed = True, message.HasField("resume")
                         await call.write(
@@ -244,7 +259,7 @@ class GatewaySession:
     def _take_error(self, live: LiveRequest, error: CadenzaError) -> None:
         """Send a request again that may go on, else report the error to its client."""
         request_id, collector = live.request.request_id, live.collector
-        if live.run_alone is not None and _may_be_naming(error):
+        if live.ended_by is not None or (live.run_alone is not None and _may_be_naming(error)):
             self._fail(error, [live])
             return
         if isinstance(error, UnavailableError):
@@ -275,8 +290,8 @@ class GatewaySession:
         for live in requests:
             del self._live[live.request.request_id]
             run_alone, live.run_alone = live.run_alone, None
-            if run_alone is None or not _may_be_naming(error):
-                live.inbox.fail(error)
+            if live.ended_by is not None or run_alone is None or not _may_be_naming(error):
+                live.inbox.fail(live.ended_by or error)
                 continue
             self._on_loss()
             live.tenant, live.is_sent = b"", False

@@ -16,14 +16,14 @@ _WINDOW_S = 10.0
 
 
 def model_info(info: ModelInfo, name: str) -> pb.GetModelInfoResponse:
-    """The model. Its type is that of the architecture's name, which transformers derives it from too."""
+    """The model."""
     return pb.GetModelInfoResponse(
         model_path=info.model,
         is_generation=True,
         max_context_length=info.max_model_len,
         vocab_size=info.vocab_size,
         served_model_name=name,
-        model_type=info.architecture.partition("For")[0].lower(),
+        model_type=info.model_type,
         architectures=[info.architecture],
         eos_token_ids=info.eos_token_ids,
         pad_token_id=info.eos_token_ids[0] if info.eos_token_ids else 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from cadenza.dialects import vllm_engine_pb2 as pb
+from cadenza.gateway.fields.sampling import check_number_of_choices
 from cadenza.gateway.http.errors import bad_request
 from cadenza.sampling_params import SamplingParams
 
@@ -38,9 +39,11 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     if constraint is not None:
         values["structured_outputs"] = _constraint(message, constraint)
     try:
-        return SamplingParams(**values)
+        params = SamplingParams(**values)
     except ValueError as error:
         raise bad_request(f"sampling_params.{error}"[:500]) from None
+    check_number_of_choices(params.n, "sampling_params.n")
+    return params
 
 
 def _constraint(message: pb.SamplingParams, name: str) -> dict[str, Any]:

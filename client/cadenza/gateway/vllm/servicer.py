@@ -61,7 +61,7 @@ class EngineServicer(pb_grpc.VllmEngineServicer):
     async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:
         """Empty the prefix caches, once no request runs."""
         try:
-            caller = await self._caller(context)
+            caller = await self._state.watcher_with(key_of(context))
             await _flush(caller, request.timeout_s)
         except FailedPreconditionError as error:
             return common.FlushCacheResponse(message=error.message)
@@ -121,7 +121,7 @@ class EngineServicer(pb_grpc.VllmEngineServicer):
     ) -> None:
         """What the prefix caches hold."""
         try:
-            caller = await self._caller(context)
+            caller = await self._state.watcher_with(key_of(context))
             async with contextlib.aclosing(caller.kv_events(request.start_sequence_number)) as batches:
                 async for batch in batches:
                     await write(self._state, context, kv_batch(batch))

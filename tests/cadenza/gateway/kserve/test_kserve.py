@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import grpc
 import pytest
 
 from cadenza.dialects import inference_pb2 as pb
+from cadenza.gateway.kserve.requests import read_request
+from cadenza.gateway.kserve.statistics import Statistics
+from cadenza.gateway.kserve.stream import MAX_BYTES, InferStream
 from tests.helpers.gateway import gateway
 from tests.helpers.kserve import kserve, outputs, request, texts
 from tests.helpers.scheduler_world import script
@@ -129,9 +133,18 @@ async def test_parameters_of_the_request_hold_without_the_tensor(w, k):
     message = request("Hi", "1", exclude_input_in_output=True)
     message.parameters["seed"].int64_param = 1
     message.parameters["max_tokens"].int64_param = 50
+    message.parameters["triton_request_id"].string_param = "1"
+    for name in ("timeout", "sequence_id"):  # as tritonclient sends its own arguments
+        message.parameters[name].int64_param = 7
+    for name in ("sequence_start", "sequence_end"):
+        message.parameters[name].bool_param = True
+    message.parameters["priority"].uint64_param = 7
     await stream.send(message)
     await stream.collect("1")
     assert stream.text("1") == TEXT
+    assert read_request(message).params.priority == 0
+    tensor = request("Hi", sampling_parameters={"priority": 7})
+    assert read_request(tensor).params.priority == 7
 
 
 @pytest.mark.parametrize(
@@ -144,6 +157,7 @@ async def test_parameters_of_the_request_hold_without_the_tensor(w, k):
         ({"sampling_parameters": {"temprature": 1}}, "did you mean temperature?"),
         ({"sampling_parameters": {"lora_name": "poet"}}, "no LoRA adapters"),
         ({"sampling_parameters": {"logprobs": 200}}, "logprobs must be 0 to 20"),
+        ({"sampling_parameters": {"n": 2**32 - 1}}, "n must be 1 to 64, not 4294967295"),
     ],
 )
 async def test_what_is_wrong_is_said_in_the_stream(k, inputs, message):
@@ -213,8 +227,46 @@ async def test_a_key_is_asked_for_as_over_http(w, tmp_path):
     keys.write_text("secret\n")
     script(w, TEXT)
     async with gateway(w.target, kserve="127.0.0.1:0", http_api_key_file=str(keys)) as g:
-        for metadata, ends_well in (((), False), ((("authorization", "Bearer secret"),), True)):
-            async with kserve(g.addresses["kserve"], *metadata) as (_, stream):
-                await stream.send(request("Hi", "1", stream=True, sampling_parameters=PARAMS))
-                await stream.collect("1")
-                assert ("1" in stream.errors) is not ends_well
+        async with kserve(g.addresses["kserve"], ("authorization", "Bearer secret")) as (_, stream):
+            await stream.send(request("Hi", "1", stream=True, sampling_parameters=PARAMS))
+            await stream.collect("1")
+            assert not stream.errors
+        async with kserve(g.addresses["kserve"]) as (_, stream):
+            async with asyncio.timeout(20):
+                assert await stream.call.code() is grpc.StatusCode.UNAUTHENTICATED, "before a request is read"
+
+
+async def test_a_client_that_does_not_read_is_not_read_either(g):
+    context = Unread()
+    num_read = 0
+
+    async def requests():
+        nonlocal num_read
+        for number in range(64):
+            num_read = number + 1
+            yield request("a" * 1_000_000, str(number), model="other")
+
+    running = asyncio.create_task(InferStream(g.state, Statistics(), context).run(requests()))
+    await asyncio.wait([running, asyncio.create_task(context.is_writing.wait())], return_when=asyncio.FIRST_COMPLETED)
+    for _ in range(1000):  # turns of the event loop
+        await asyncio.sleep(0)
+    assert num_read * 1_000_000 <= MAX_BYTES + 2_000_000
+    context.reads.set()
+    async with asyncio.timeout(20):
+        await running
+    assert sorted(int(each.infer_response.id) for each in context.answers) == list(range(64))
+
+
+class Unread:
+    """A call whose client takes no answer until it reads."""
+
+    def __init__(self):
+        self.answers, self.reads, self.is_writing = [], asyncio.Event(), asyncio.Event()
+
+    def invocation_metadata(self):
+        return ()
+
+    async def write(self, answer):
+        self.is_writing.set()
+        await self.reads.wait()
+        self.answers.append(answer)

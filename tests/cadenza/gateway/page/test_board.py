@@ -114,6 +114,24 @@ def test_a_row_is_taken_again_after_its_sequence_has_ended():
     assert len(rows.snapshot()["rows"]) == MAX_ROWS
 
 
+def test_sequences_without_a_row_are_counted_while_they_are_there():
+    rows = ScheduleRows()
+    for sequence in range(1, MAX_ROWS + 4):
+        rows.join(sequence, f"s{sequence}", 1)
+    rows.take()
+    last = MAX_ROWS + 3
+    rows.preempt(last)
+    rows.join(last, "again", 1)
+    assert rows.num_hidden == 3, "one that comes back is the same"
+    rows.leave(last)
+    assert rows.take()["hidden"] == 2
+    rows.leave(1)
+    rows.join(last - 1, "again", 1)
+    assert rows.take()["hidden"] == 1, "it has come back to a row"
+    rows.leave_all()
+    assert rows.take()["hidden"] == 0
+
+
 def test_sequences_that_joined_before_the_watch_have_rows_too():
     rows = ScheduleRows()
     rows.step(record(1.0, [(7, 1, 20, 1)]))
@@ -191,6 +209,19 @@ def test_after_lost_records_nothing_is_known_of_blocks():
     assert (frame["dropped"], frame["lanes"][0]["held"]) == (3, 0)
     board.lose(3)
     assert board.take() is None
+
+
+def test_sequences_whose_ends_were_lost_are_forgotten():
+    board = Board()
+    journey = board.follow("mine")
+    for number in range(1, 101):
+        joined = record(1.0, [(number, 4, 0, 1)], step_id=number)
+        joined.joined.append(join(number, 4, "mine" if number == 100 else f"r{number}"))
+        board.add(joined)
+        board.lose(number)
+    assert list(board._sequences) == [100]
+    board.add(record(2.0, [(100, 1, 4, 1)], left=[100], step_id=101))
+    assert journey.fields()["events"][-1][1] == "left", "one that is followed is not"
 
 
 def test_points_are_rates_and_percentiles_between_two_looks():

@@ -106,23 +106,29 @@ async def test_n_samples_each_have_their_own_end(simulated):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_abort_ends_a_request_with_what_there_is(w, stub, stream):
-    script(w, TEXT, end=False)
-    w.executor.pause_after = 3
+    ids = script(w, TEXT, end=False)
+    w.executor.pause_after = 4
     call = stub.Generate(asked(stream=stream, max_tokens=200, ignore_eos=True))
-    if stream:
-        await call.read()
-    else:
-        await w.until(lambda: w.engine._live)
+    await w.until(lambda: w.engine.load().num_output_tokens == 4)
     await stub.Abort(pb.AbortRequest(request_ids=["other", "r"]))
-    async with asyncio.timeout(20):
-        rest = []
-        while (answer := await call.read()) is not grpc.aio.EOF:
-            rest.append(answer)
-    assert rest[-1].complete.finish_reason == "abort"
+    got = await rest_of(call)
+    complete = got[-1].complete
+    tokens = [each for answer in got for each in answer.chunk.token_ids] if stream else list(complete.output_ids)
+    assert tokens == ids[:4]
+    assert (complete.finish_reason, complete.prompt_tokens) == ("abort", len(IDS))
     await w.until(lambda: not w.engine._live)
     w.executor.pause_after = None
     w.executor.going.set()
     await w.idle()
+
+
+async def rest_of(call):
+    """What is still to come of a call."""
+    async with asyncio.timeout(20):
+        rest = []
+        while (answer := await call.read()) is not grpc.aio.EOF:
+            rest.append(answer)
+        return rest
 
 
 async def test_a_router_that_leaves_ends_its_request(w, stub):
@@ -149,6 +155,7 @@ async def test_a_router_that_leaves_ends_its_request(w, stub):
         ({"tokenized": pb.TokenizedInput(input_ids=[10**6])}, "INVALID_ARGUMENT", "1000000"),
         ({"sampling_params": pb.SamplingParams(temperature=-1)}, "INVALID_ARGUMENT", "temperature"),
         ({"sampling_params": pb.SamplingParams(json_schema="no")}, "INVALID_ARGUMENT", "json"),
+        ({"sampling_params": pb.SamplingParams(n=2**32 - 1)}, "INVALID_ARGUMENT", "sampling_params.n must be 1 to 64"),
     ],
 )
 async def test_what_is_refused_is_named(stub, change, code, message):
@@ -169,6 +176,7 @@ async def test_model_server_and_load(w, g, stub):
     model = await stub.GetModelInfo(pb.GetModelInfoRequest())
     assert model.is_generation
     assert model.vocab_size == 512
+    assert (list(model.architectures), model.model_type) == (["Toy"], "toy_text")
     server = await stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (server.server_type, server.data_parallel_size) == ("vllm-grpc", 1)
     assert server.block_size == w.engine.model.block_size

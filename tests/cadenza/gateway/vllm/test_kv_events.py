@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import grpc
 import pytest
 
 from cadenza.dialects import smg_common_pb2 as common
@@ -84,9 +85,17 @@ async def test_equal_texts_have_equal_hashes_in_two_services(tokenizer_folder, w
         assert hashes[0] == hashes[1]
 
 
+@contextlib.asynccontextmanager
+async def gatewayed(w, **options):
+    """A stub of the engine protocol at a gateway."""
+    served = gateway(w.target, vllm_grpc="127.0.0.1:0", **options)
+    async with served as g, vllm_engine.engine(g.addresses["vllm_grpc"]) as stub:
+        yield stub
+
+
 @pytest.fixture
 async def engine(w):
-    async with gateway(w.target, vllm_grpc="127.0.0.1:0") as g, vllm_engine.engine(g.addresses["vllm_grpc"]) as stub:
+    async with gatewayed(w) as stub:
         yield stub
 
 
@@ -131,3 +140,25 @@ async def test_the_cache_is_not_emptied_under_a_request(w, engine):
     w.executor.going.set()
     await w.idle()
     assert (await engine.FlushCache(common.FlushCacheRequest(timeout_s=5))).success
+
+
+async def test_where_clients_need_keys_the_caches_are_for_an_admin_alone(w, tmp_path):
+    (tmp_path / "keys").write_text("secret\n")
+    (tmp_path / "admin").write_text("admins\n")
+    await serve(w, FIRST)
+    files = {"http_api_key_file": str(tmp_path / "keys"), "http_admin_key_file": str(tmp_path / "admin")}
+    calls = (("SubscribeKvEvents", common.SubscribeKvEventsRequest()), ("FlushCache", common.FlushCacheRequest()))
+    async with gatewayed(w, **files) as stub:
+        for key, code in (("", "UNAUTHENTICATED"), ("other", "UNAUTHENTICATED"), ("secret", "PERMISSION_DENIED")):
+            for name, message in calls:
+                call = getattr(stub, name)(message, metadata=(("authorization", f"Bearer {key}"),))
+                assert (await call.code()).name == code, (key, name)
+        admin = (("authorization", "Bearer admins"),)
+        events = stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), metadata=admin)
+        assert (await events.read()).snapshot.blocks == 3
+        events.cancel()
+        assert (await stub.FlushCache(common.FlushCacheRequest(), metadata=admin)).success
+    del files["http_admin_key_file"]
+    async with gatewayed(w, **files) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match="http-admin-key-file"):
+            await stub.FlushCache(common.FlushCacheRequest(), metadata=(("authorization", "Bearer secret"),))

@@ -1,6 +1,6 @@
 // The playground: chats whose requests can be followed through the engine.
 import { stream } from "./api.js";
-import { number, word } from "./words.js";
+import { number, word, yours } from "./words.js";
 
 const FOUR = ["Tell me a story about a fox.", "Count from 3 to 21.", "给我讲一个故事，主角是小猫", "What is continuous batching?"];
 
@@ -9,9 +9,9 @@ function seconds(value) {
 }
 
 class Answer {
-  constructor(place, prompt, name) {
+  constructor(place, prompt, count) {
     this.prompt = prompt;
-    this.name = name;
+    this.count = count;
     this.text = "";
     this.stopping = new AbortController();
     this.panel = document.createElement("article");
@@ -19,9 +19,9 @@ class Answer {
     this.head = this.part("div", "head");
     this.you = document.createElement("p");
     this.you.className = "you";
-    this.you.textContent = `${name} · ${prompt}`;
     this.stop = document.createElement("button");
     this.stop.type = "button";
+    this.stop.dataset.w = "stop";
     this.stop.textContent = word("stop");
     this.stop.addEventListener("click", () => this.stopping.abort());
     this.head.append(this.you, this.stop);
@@ -29,6 +29,7 @@ class Answer {
     this.body.setAttribute("aria-live", "polite");
     this.facts = this.part("dl", "");
     this.steps = this.part("ol", "");
+    this.tell();
     place.prepend(this.panel);
   }
 
@@ -41,7 +42,7 @@ class Answer {
 
   on(event, names) {
     switch (event.type) {
-      case "begin": names.set(event.request_id, this.name); break;
+      case "begin": names.set(event.request_id, this.count); break;
       case "text":
         this.text += event.text;
         this.body.textContent = this.text;
@@ -52,8 +53,10 @@ class Answer {
     }
   }
 
+  /** All of it that has words of the page's language. */
   tell() {
     const { journey, end } = this;
+    this.you.textContent = `${yours(this.count)} · ${this.prompt}`;
     const facts = [];
     if (end?.total_s !== undefined) {
       facts.push(["waited", seconds(end.queue_s)], ["prefix", word("of_tokens", end.cached_tokens, end.prompt_tokens)]);
@@ -89,7 +92,7 @@ class Answer {
 
 export class Chat {
   constructor({ form, answers, four, fresh, names }) {
-    Object.assign(this, { form, answers, names, messages: [], count: 0 });
+    Object.assign(this, { form, answers, names, messages: [], shown: [], count: 0 });
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
@@ -105,8 +108,14 @@ export class Chat {
 
   clear() {
     this.messages = [];
+    this.shown = [];
     this.answers.replaceChildren();
     this.form.prompt.focus();
+  }
+
+  /** Write the answers in the other language. */
+  translate() {
+    for (const answer of this.shown) answer.tell();
   }
 
   async send() {
@@ -119,7 +128,8 @@ export class Chat {
   }
 
   async run(prompt, messages) {
-    const answer = new Answer(this.answers, prompt, `${word("you")} ${++this.count}`);
+    const answer = new Answer(this.answers, prompt, ++this.count);
+    this.shown.push(answer);
     const body = {
       messages,
       max_tokens: Number(this.form.max_tokens.value),

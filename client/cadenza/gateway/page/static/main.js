@@ -7,7 +7,7 @@ import { number, switchLanguage, translate, word } from "./words.js";
 
 const NUM_NAMES = 200; // of the page's own requests that are remembered
 const by = (id) => document.getElementById(id);
-const names = new Map();
+const names = new Map(); // request id: number of the page's own request
 const link = { name: "connecting", values: [] };
 let about = { has_right: false, can_kill: false };
 let state = null;
@@ -17,7 +17,7 @@ translate();
 const lanes = new Lanes(by("lanes"), { names, canKill: () => about.can_kill && about.has_right });
 const charts = new Charts(by("charts"));
 const form = by("chat");
-new Chat({ form, answers: by("answers"), four: by("four"), fresh: by("new"), names });
+const chat = new Chat({ form, answers: by("answers"), four: by("four"), fresh: by("new"), names });
 
 function say(name, ...values) {
   Object.assign(link, { name, values });
@@ -100,6 +100,7 @@ by("language").addEventListener("click", () => {
   switchLanguage();
   show();
   charts.build();
+  chat.translate();
   lanes.touchAll();
 });
 show();

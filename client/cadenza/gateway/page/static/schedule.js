@@ -1,6 +1,6 @@
 // The schedule of one executor, drawn as the README draws it: rows are sequences, columns are steps.
 import { colour, context } from "./colours.js";
-import { word } from "./words.js";
+import { word, yours } from "./words.js";
 
 const [WAITING, IDLE, UNUSED, DECODE, SEVERAL, PREFILL] = [1, 2, 3, 4, 5, 6]; // cadenza.schedule.Cell
 const ROW = 15;
@@ -12,7 +12,7 @@ const [PLACE, SEQUENCE, LABEL, PROMPT, OUTPUT, ENDED, SINCE] = [0, 1, 2, 3, 4, 5
 export class Schedule {
   constructor(canvas, names) {
     this.canvas = canvas;
-    this.names = names; // of the page's own requests
+    this.names = names; // the numbers of the page's own requests
     this.clear();
   }
 
@@ -41,7 +41,8 @@ export class Schedule {
   }
 
   short(label) {
-    return this.names.get(label) ?? (/^[0-9a-f]{32}/.test(label) ? label.slice(0, 8) + label.slice(32) : label);
+    if (this.names.has(label)) return yours(this.names.get(label));
+    return /^[0-9a-f]{32}/.test(label) ? label.slice(0, 8) + label.slice(32) : label;
   }
 
   get batch() {

@@ -100,6 +100,11 @@ export function word(name, ...values) {
   return text.replace(/\{(\d)\}/g, (_, place) => values[place] ?? "");
 }
 
+/** The name of one of the page's own requests, by its number. */
+export function yours(count) {
+  return `${word("you")} ${count}`;
+}
+
 /** Write the words of all elements with data-w, and the language of the document. */
 export function translate() {
   document.documentElement.lang = language === "zh" ? "zh-CN" : "en";

@@ -30,7 +30,7 @@ _BASES: dict[str, list[bytes]] = {
     "Detokenize": [pb.DetokenizeRequest(token_ids=[77, 110]).SerializeToString()],
 }
 _WEIGHTS = {"Generate": 6, "Session": 6, "Tokenize": 2, "Detokenize": 2}
-_ENDLESS = ("WatchSteps", "Watch")
+_ENDLESS = ("WatchSteps", "SubscribeKvEvents", "Watch")
 """Calls that do not end by themselves."""
 _WATCH_S = 0.05
 

@@ -74,7 +74,7 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class ServiceArguments:
     """Checked command lines of the services, without --listen, --executor, --target and where the gateway listens, and
-    what the starter is told."""
+    what the starter gets."""
 
     executor: list[str]
     scheduler: list[str]

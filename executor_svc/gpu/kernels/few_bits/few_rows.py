@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from executor_svc.gpu.kernels.few_bits.numbers import pair, scales_and_offsets
-from executor_svc.gpu.kernels.few_bits.unpacking import values_of
+from executor_svc.gpu.kernels.few_bits.unpacking import codes_of, values_of
 
 _BFLOAT16_TWO = tl.constexpr((tl.bfloat16, tl.bfloat16))
 _BFLOAT16_THREE = tl.constexpr((tl.bfloat16, tl.bfloat16, tl.bfloat16))
@@ -63,11 +63,7 @@ def _of_nibbles(
         more = tl.load(high + row[:, None] * count + column[None, :] % count)
         shift = column[None, :] // count * (BITS - 4)
     if ASSEMBLY == "":
-        low, up = both.to(tl.int32) & 0xF, both.to(tl.int32) >> 4
-        if BITS != 4:
-            mask: tl.constexpr = (1 << (BITS - 4)) - 1
-            bits = more.to(tl.int32) >> shift
-            low, up = low | (bits & mask) << 4, up | (bits >> 4 & mask) << 4
+        low, up = codes_of(both, more, shift, BITS)
         first, second = values_of(low, CENTER * 1.0, VALUES).to(DTYPE), values_of(up, CENTER * 1.0, VALUES).to(DTYPE)
         ones = (low.to(tl.float32) * 0.0 + 1.0).to(DTYPE)
     elif BITS == 4:

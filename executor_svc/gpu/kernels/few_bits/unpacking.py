@@ -126,19 +126,29 @@ def _of_nibbles(codes, high, row, BITS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def codes_of(both, bits, shift, BITS: tl.constexpr):
+    """Return the codes int32 in the low and in the high halves of bytes; bits: of the high plane, to be shifted."""
+    first, second = both.to(tl.int32) & 0xF, both.to(tl.int32) >> 4
+    if BITS != 4:
+        mask: tl.constexpr = (1 << (BITS - 4)) - 1
+        more = bits.to(tl.int32) >> shift
+        first, second = first | (more & mask) << 4, second | (more >> 4 & mask) << 4
+    return first, second
+
+
+@triton.jit
 def _one_by_one(
     codes, high, row, BITS: tl.constexpr, VALUES: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
     """Return the numbers of codes of less than 8 bits, without instructions of a GPU."""
     column = tl.arange(0, HALF)[None, :]
-    both = tl.load(codes + row[:, None] * HALF + column).to(tl.int32)
-    first, second = both & 0xF, both >> 4
+    both = tl.load(codes + row[:, None] * HALF + column)
+    bits, shift = both, column
     if BITS != 4:
         count: tl.constexpr = 2 * HALF * (BITS - 4) // 8
-        bits = tl.load(high + row[:, None] * count + column % count).to(tl.int32)
-        bits = bits >> (column // count * (BITS - 4))
-        mask: tl.constexpr = (1 << (BITS - 4)) - 1
-        first, second = first | (bits & mask) << 4, second | (bits >> 4 & mask) << 4
+        bits = tl.load(high + row[:, None] * count + column % count)
+        shift = column // count * (BITS - 4)
+    first, second = codes_of(both, bits, shift, BITS)
     return values_of(first, -128.0, VALUES), values_of(second, -128.0, VALUES)
 
 

@@ -14,11 +14,10 @@ that they have alone. `vocabulary` is the same with 131,072 tokens.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.metadata
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +28,7 @@ from benchmarks.common.checkpoints import vocab_size
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from benchmarks.common.stats import percentile
+from benchmarks.grammars.batches import RECORDS, Batches
 from benchmarks.grammars.outputs import Judge, outputs_of
 from benchmarks.grammars.schemas import Source, evenly, found_sources, shares_of
 from benchmarks.grammars.tokenizer import checkpoint_with_tokenizer
@@ -37,23 +37,6 @@ from benchmarks.serving.opening import names_type
 NAME = "structured"
 MEASURES = ("schemas", "masks", "batch", "vocabulary")
 _SHAPES = {"schemas": "10m", "masks": "135m-131k", "batch": "135m", "vocabulary": "135m-131k"}
-_RECORDS: dict[str, Any] = {
-    "type": "array",
-    "minItems": 100_000,
-    "items": {
-        "type": "object",
-        "properties": {
-            "id": {"type": "integer"},
-            "name": {"type": "string", "maxLength": 40},
-            "kind": {"enum": ["book", "film", "song", "picture"]},
-            "price": {"type": "number"},
-            "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
-            "owner": {"type": "object", "properties": {"mail": {"type": "string"}, "active": {"type": "boolean"}}},
-        },
-        "required": ["id", "name", "kind", "price", "tags", "owner"],
-        "additionalProperties": False,
-    },
-}
 _BATCH, _PROMPT = 16, 16
 _EOS = 1
 _JUDGED = ("ended_valid", "ended_invalid", "cut_valid", "cut_invalid", "not_completed")
@@ -150,7 +133,7 @@ def _walk(compiler: Any, num_tokens: int, seed: int) -> dict[str, float]:
     from executor_svc.structured.matcher import GrammarState
 
     rng, output, taken = Random(seed), list[int](), list[float]()
-    spec, source = GrammarSpec("json_schema", json.dumps(_RECORDS)), compiler.source
+    spec, source = GrammarSpec("json_schema", json.dumps(RECORDS)), compiler.source
     state = GrammarState(spec, compiler, 0)
     began = time.perf_counter()
     state.begin(())
@@ -189,7 +172,7 @@ def _run_batch(measure: str, model: Path, temperature: float, options: argparse.
     kinds = {"none": [], "all": list(range(_BATCH)), "half": list(range(0, _BATCH, 2))}
     sizes = {"enable_prefix_caching": False, "max_num_seqs": _BATCH, "max_model_len": 1024}
     with running_services(model, skip_tokenizer_init=False, **sizes) as target:
-        run = _Batches(target, prompts, temperature, options.output)
+        run = Batches(target, prompts, temperature, options.output)
         expected = {name: run.serve(structured)[0] for name, structured in kinds.items()}
         for index in range(_BATCH):
             mixed = expected["half"][index]
@@ -221,43 +204,6 @@ def _run_batch(measure: str, model: Path, temperature: float, options: argparse.
         "prompt_tokens": _PROMPT, "output_tokens": options.output,
     }  # fmt: skip
     return make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=others)
-
-
-class _Batches:
-    """Sends batches of which some requests have the grammar."""
-
-    def __init__(self, target: str, prompts: Sequence[list[int]], temperature: float, output: int) -> None:
-        self._target, self._prompts, self._temperature, self._output = target, prompts, temperature, output
-
-    def serve(self, structured: Sequence[int]) -> tuple[list[list[int]], list[float]]:
-        """The tokens of each request, and its TPOT in ms; raises BenchmarkError for an output of another length."""
-        return asyncio.run(self._serve(set(structured)))
-
-    async def _serve(self, structured: set[int]) -> tuple[list[list[int]], list[float]]:
-        from cadenza import AsyncClient, SamplingParams
-        from cadenza.structured_outputs import StructuredOutputsParams
-
-        params = [
-            SamplingParams(
-                temperature=self._temperature,
-                seed=index,
-                max_tokens=self._output,
-                ignore_eos=True,
-                detokenize=False,
-                structured_outputs=StructuredOutputsParams(json=_RECORDS) if index in structured else None,
-            )
-            for index in range(len(self._prompts))
-        ]
-        async with AsyncClient(self._target) as client:
-            results = await client.generate(list(self._prompts), params)
-        tokens, tpots = [], []
-        for index, result in enumerate(results):
-            (output,), times = result.outputs, result.metrics
-            if len(output.token_ids) != self._output or times is None:
-                raise BenchmarkError(f"request {index} ended after {len(output.token_ids)}: {output.finish_detail}")
-            tokens.append(list(output.token_ids))
-            tpots.append(1e3 * (times.total_s - times.first_token_s) / (self._output - 1))
-        return tokens, tpots
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ PARTS = {
     "kernels": "kernels and whole steps beside references and the limits of the hardware",
     "serve": "both services under 1,000 requests at once, beside transformers' continuous batching",
 }
+FEATURES = ("drafts", "adapters", "grammars")
 SECONDS = 510.0
 NUM_REQUESTS, NUM_PEER_REQUESTS = 1000, 200
 _NUM_TRIAL_REQUESTS, _NUM_TRIAL_PEER_REQUESTS = 6, 3
@@ -34,7 +35,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.trial:
         options.shapes = [TINY]
         options.requests, options.peer_requests = _NUM_TRIAL_REQUESTS, _NUM_TRIAL_PEER_REQUESTS
-    options.no_peer |= options.fp8 or options.drafts
+    options.features = _chosen(parser, "--features", options.features, {each: each for each in FEATURES})
+    options.no_peer |= options.fp8 or bool(options.features)
     return options
 
 
@@ -64,12 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--peer-requests", type=positive, default=NUM_PEER_REQUESTS, help="default %(default)s")
     group.add_argument("--no-peer", action="store_true", help="without transformers")
     group.add_argument("--fp8", action="store_true", help="linears, keys and values in fp8; without transformers")
-    group.add_argument("--drafts", action="store_true", help="n-gram drafts beside none, in place of all else")
+    group.add_argument(
+        "--features",
+        metavar="NAMES",
+        help=f"of {','.join(FEATURES)}: batches with each beside none, in place of all else",
+    )
     return parser
 
 
-def _chosen(parser: argparse.ArgumentParser, option: str, text: str, known: dict[str, T]) -> list[T]:
-    names = text.split(",")
+def _chosen(parser: argparse.ArgumentParser, option: str, text: str | None, known: dict[str, T]) -> list[T]:
+    names = text.split(",") if text else []
     if unknown := sorted(set(names) - set(known)):
         parser.error(f"{option}: there is no {unknown[0]!r}; there are {', '.join(known)}")
     return [known[name] for name in names]

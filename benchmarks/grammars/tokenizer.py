@@ -29,6 +29,15 @@ def checkpoint_with_tokenizer(shape: str) -> Path:
     return folder
 
 
+def tokenizer_files(size: int) -> list[Path]:
+    """The files of a tokenizer of so many tokens; trained once, then read from the cache."""
+    folder = CACHE / f"tokenizer-{size}"
+    if not (folder / "tokenizer.json").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        train(size, folder)
+    return sorted(folder.iterdir())
+
+
 def train(size: int, folder: Path) -> None:
     """Save a byte-level BPE tokenizer of so many tokens; takes minutes for 131,072."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

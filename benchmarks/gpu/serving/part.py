@@ -20,12 +20,15 @@ from benchmarks.gpu.common.shapes import write_config
 from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
 from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.part import measure
+from benchmarks.gpu.serving.adapters import serve_adapters
 from benchmarks.gpu.serving.drafts import serve_drafts
+from benchmarks.gpu.serving.grammars import serve_grammars
 from benchmarks.gpu.serving.load import equal_requests, make_requests, sample_of
 from benchmarks.gpu.serving.peer import MIN_PEER_S, serve_peer
 from benchmarks.gpu.serving.run import ROWS, Load, Run
 from benchmarks.gpu.serving.stages import serve_all
 
+_FEATURES = {"drafts": serve_drafts, "adapters": serve_adapters, "grammars": serve_grammars}
 _RATIO_GOAL = 4.0
 _FIRST_SHARE = 0.7
 """Share of the time for the first, larger shape of two."""
@@ -47,8 +50,9 @@ def serve_shape(run: Run, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="cadenza-shape-") as folder:
         model, ours = write_config(run.shape, Path(folder)), Metrics()
         try:
-            if options.drafts:
-                serve_drafts(run, model, options.trial)
+            if options.features:
+                for name in options.features:
+                    _FEATURES[name](run, model, options.trial)
                 return
             ours = serve_all(run, model, options.trial, not options.no_peer)
         except BenchmarkError as error:

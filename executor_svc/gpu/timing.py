@@ -31,8 +31,12 @@ class StepClock:
         return self._on_gpu and not self._marks[-1].query()
 
     def elapsed_ns(self) -> int:
-        """Return the nanoseconds since the first mark was enqueued."""
-        return time.monotonic_ns() - self._began_ns
+        """Return the nanoseconds from the first mark to the last; to now, from its enqueueing, if it is running."""
+        if self.is_running():
+            return time.monotonic_ns() - self._began_ns
+        if self._on_gpu:
+            return int(1e6 * self._marks[0].elapsed_time(self._marks[-1]))
+        return self._stamps[-1] - self._stamps[0]
 
     def between(self) -> list[int]:
         """Wait for the last mark; return the nanoseconds from each mark to the next."""

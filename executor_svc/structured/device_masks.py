@@ -1,7 +1,8 @@
 """Grammars of slots whose tokens a device samples: masks go there as the slots' allowed tokens, before it samples.
 
-The host has to know a sequence's last token to make its mask. So a step with grammars is launched when all earlier ones
-are settled; the masks are made while the device runs the model, and a row without one is marked as late on the device.
+The host has to know a sequence's last token to make its mask. So a step with grammars is launched ahead, but samples
+when all earlier ones are settled: the masks are made while the device runs the model, and a row without one is marked
+as late on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from executor_svc.batch.step_result import LATE, SampledTokens
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import SlotError, StepPlan
 from executor_svc.sampling.masks import RowMasks, Words, num_mask_words
-from executor_svc.structured.slot_grammars import SlotGrammars
+from executor_svc.structured.slot_grammars import IsLate, SlotGrammars
 
 Send = Callable[[NDArray[Any]], Tensor]
 """Enqueues the copy of an array to the device."""
@@ -34,7 +35,7 @@ class ModelClock(Protocol):
         ...
 
     def elapsed_ns(self) -> int:
-        """Nanoseconds since it began."""
+        """Nanoseconds that it took, or has taken so far."""
         ...
 
 
@@ -82,13 +83,27 @@ class DeviceMasks:
         """[num_slots]: whether each slot has a grammar."""
         return self._none if self._grammars is None else self._grammars.have(self._all)
 
+    @property
+    def recorded(self) -> IsLate | None:
+        """As in `SlotGrammars`."""
+        return None if self._grammars is None else self._grammars.recorded
+
+    def reads_tokens(self, plan: StepPlan) -> bool:
+        """Whether `follow` needs the tokens of earlier steps: a grammar begins, which none of theirs may reach."""
+        if self._grammars is None:
+            return False
+        return any(each.grammar is not None or each.source is not None for each in plan.admitted)
+
     def clear(self) -> None:
         """Forget all sequences."""
         if self._grammars is not None:
             self._grammars.clear()
 
     def follow(self, plan: StepPlan, slots: Slots, vocab: int) -> None:
-        """Take over the changes of a plan that the slots have applied; all earlier steps must be settled."""
+        """Take over the changes of a plan that the slots have applied.
+
+        All earlier steps are sampled, and settled if it `reads_tokens`.
+        """
         if self._grammars is None:
             return
         self._grammars.follow(plan, slots)
@@ -99,16 +114,21 @@ class DeviceMasks:
                 bits[allowed] = True
                 self._own[sequence.slot] = np.packbits(bits, bitorder="little").view(np.uint32)
 
-    def send(self, scheduled: Scheduled, model: ModelClock) -> StepMasks | None:
+    def are_there(self, scheduled: Scheduled) -> bool:
+        """Whether the step's masks are made, so that `send` would not wait."""
+        return self._grammars is None or self._grammars.are_ready(scheduled.sampling_slots)
+
+    def send(self, scheduled: Scheduled, model: ModelClock, is_late: IsLate | None) -> StepMasks | None:
         """Enqueue the step's masks, as far as they are there once the device has run the model; None if it has none.
 
-        scheduled: without drafts. model: of this step.
+        scheduled: without drafts. model: of this step. is_late: which rows are late, for a replay.
         """
         if self._grammars is None or not self._grammars.have(scheduled.sampling_slots).any():
             return None
         plain = replace(scheduled, num_drafts=None, drafted=None)
-        self._grammars.wait_while(plain, model.is_running)
-        masks = self._grammars.masks(plain, model.elapsed_ns())
+        if is_late is None:
+            self._grammars.wait_while(plain, model.is_running)
+        masks = self._grammars.masks(plain, model.elapsed_ns(), is_late)
         if masks is None:
             return None
         (rows,) = (self._grammars.have(scheduled.sampling_slots) & ~masks.late & ~masks.failed).nonzero()

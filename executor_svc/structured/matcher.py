@@ -47,7 +47,7 @@ class GrammarState:
         self.is_abandoned = False
         """Whether nobody needs it any more: work on it ends early. Set by the device thread."""
         self._compiler = compiler
-        self._eos = np.array(compiler.source.eos_token_ids, np.int64)
+        self._eos = compiler.source.eos_token_ids
         self._compiled: Compiled | None = None
         self._matcher: Any = None
         self._is_alone = False
@@ -210,7 +210,8 @@ class GrammarState:
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         # The library knows one id that ends an output; a model may have several.
-        words, places = self._eos // 32, np.uint32(1) << (self._eos % 32).astype(np.uint32)
-        np.bitwise_and.at(bits, words, ~places)
+        for eos in self._eos:
+            bits[eos // 32] &= ~np.uint32(1 << eos % 32)
         if matcher.is_accepting() and not (self.spec.eos_last_only and bits.any()):
-            np.bitwise_or.at(bits, words, places)
+            for eos in self._eos:
+                bits[eos // 32] |= np.uint32(1 << eos % 32)

@@ -9,9 +9,11 @@ same noise: the token is the same, and no other row waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -29,7 +31,8 @@ from executor_svc.structured.matcher import GrammarState
 _SHORT_OUTPUT = 64
 """Tokens that a state takes at once without holding up the masks of others."""
 
-_POLL_S = 0.0002
+_POLL_S = 0.0005
+"""Interval at which a step that waits for masks looks whether it has waited long enough."""
 
 IsLate = Callable[[int], bool]
 """Says of a slot whether its row is late in this step: for a replay of what was recorded."""
@@ -76,9 +79,8 @@ class SlotGrammars:
         for sequence in plan.admitted:
             self._admit(sequence, slots)
         if self._slots and len(plan.given.slots):
-            for slot, token_id in zip(plan.given.slots.tolist(), plan.given.values.tolist(), strict=True):
-                if self._has[slot]:
-                    self._take(slot, [token_id])
+            given = zip(plan.given.slots.tolist(), plan.given.values.tolist(), strict=True)
+            self._take({slot: [token_id] for slot, token_id in given if self._has[slot]})
 
     def _release(self, slot: int) -> None:
         held = self._slots.pop(slot, None)
@@ -149,21 +151,31 @@ class SlotGrammars:
             drafts = slots.token_ids[slot, known : known + count].tolist()
             self._run(held, lambda state=held.state, drafts=drafts: state.look_ahead(drafts))  # type: ignore[misc]
 
+    def are_ready(self, slots: IntArray) -> bool:
+        """Whether no thread works for these slots any more, as far as they have grammars."""
+        # The last one first: threads work in the order of the slots.
+        return all(self._slots[slot].work.done() for slot in slots[self._has[slots]].tolist()[::-1])
+
     def wait_while(self, scheduled: Scheduled, is_running: Callable[[], bool]) -> None:
         """Wait for the step's masks while a device runs the model: that costs nobody anything."""
-        if self.recorded is None and self._slots:
-            slots = [slot for slot in scheduled.rows.slots.tolist() if self._has[slot]]
-            while (late := self._pending(slots)) and is_running():
-                wait([self._slots[slot].work for slot in late], timeout=_POLL_S, return_when=FIRST_COMPLETED)
+        for slot in scheduled.rows.slots.tolist()[::-1]:
+            if self._has[slot]:
+                work = self._slots[slot].work
+                while not work.done() and is_running():
+                    _wait_for(work, _POLL_S)
 
-    def masks(self, scheduled: Scheduled, elapsed_ns: int) -> RowMasks | None:
-        """Return the masks of scheduled.rows [Q]; None if none has a grammar. elapsed_ns: of the step so far."""
+    def masks(self, scheduled: Scheduled, elapsed_ns: int, is_late: IsLate | None) -> RowMasks | None:
+        """Return the masks of scheduled.rows [Q]; None if none has a grammar.
+
+        elapsed_ns: of the step so far. is_late: which rows are late, for a replay.
+        """
         rows = scheduled.rows
         if not self._slots or not (has := self._has[rows.slots]).any():
             return None
         self._last_s = elapsed_ns * 1e-9
         (with_grammar,) = has.nonzero()
-        late_slots = self._late(np.unique(rows.slots[with_grammar]).tolist(), elapsed_ns, all_have=bool(has.all()))
+        slots, all_have = list(dict.fromkeys(rows.slots[with_grammar].tolist())), bool(has.all())
+        late_slots = self._late(slots, elapsed_ns, all_have, is_late)
         late, failed = np.isin(rows.slots, list(late_slots)), np.zeros(len(rows.slots), np.bool_)
         masked, bits = list[int](), list[Words]()
         for row in with_grammar[~late[with_grammar]].tolist():
@@ -191,30 +203,33 @@ class SlotGrammars:
         tokens: dict[int, list[int]] = {}
         for slot, token_id in zip(rows.slots[taken].tolist(), sampled.token_ids[taken].tolist(), strict=True):
             tokens.setdefault(slot, []).append(token_id)
-        for slot, token_ids in tokens.items():
-            if not slots.stopped[slot]:
-                self._take(slot, token_ids)
+        self._take({slot: token_ids for slot, token_ids in tokens.items() if not slots.stopped[slot]})
 
-    def _take(self, slot: int, token_ids: list[int]) -> None:
-        held = self._slots[slot]
-        held.work.result()  # Its mask was there when it sampled, or gave candidates.
-        self._run(held, lambda: held.state.take(token_ids))
+    def _take(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Let threads take the next tokens of each slot."""
+        held = [self._slots[slot] for slot in tokens]
+        for each in held:
+            each.work.result()  # Its mask was there when it sampled, or gave candidates.
+        parts = [(each.state, partial(each.state.take, next)) for each, next in zip(held, tokens.values(), strict=True)]
+        for each, work in zip(held, self._threads.run_each(parts), strict=True):
+            each.work, each.was_late = work, False
 
     def _run(self, held: _Slot, work: Callable[[], None]) -> None:
         held.work, held.was_late = self._threads.run(held.state, work), False
 
-    def _late(self, slots: list[int], elapsed_ns: int, *, all_have: bool) -> set[int]:
+    def _late(self, slots: list[int], elapsed_ns: int, all_have: bool, is_late: IsLate | None) -> list[int]:
         """Return those of some slots whose masks are late, after the time that the step waits for them."""
-        if self.recorded is not None:
-            wait([self._slots[slot].work for slot in slots])
-            return {slot for slot in slots if self.recorded(slot)}
+        if is_late is not None:
+            for slot in slots:
+                self._slots[slot].work.result()
+            return [slot for slot in slots if is_late(slot)]
         late = self._pending(slots)
         if late and all_have:
             late = self._wait(slots, len(slots), elapsed_ns * 1e-9)
         self.num_late += len(late)
         return late
 
-    def _wait(self, slots: list[int], num_slots: int, elapsed_s: float) -> set[int]:
+    def _wait(self, slots: list[int], num_slots: int, elapsed_s: float) -> list[int]:
         """Wait for masks while that is cheaper than to compute their rows again; returns the slots that are late.
 
         Every one of the step's num_slots has a grammar (rows without one wait for nobody). To leave p of n out costs p
@@ -226,14 +241,21 @@ class SlotGrammars:
         began = time.monotonic()
         while late := self._pending(slots):
             num_others = num_slots - len(late)
-            hoped = {slot for slot in late if not (num_others and self._slots[slot].was_late)}
+            hoped = [slot for slot in late if not (num_others and self._slots[slot].was_late)]
             left = began + elapsed_s * min(1.0, len(hoped) / max(1, num_others)) - time.monotonic()
             if left <= 0:
                 break
-            wait([self._slots[slot].work for slot in hoped], timeout=left, return_when=FIRST_COMPLETED)
+            # The last one: threads work in the order of the slots. The more are done, the shorter is the wait.
+            _wait_for(self._slots[hoped[-1]].work, min(left, _POLL_S))
         for slot in late:
             self._slots[slot].was_late = True
         return late
 
-    def _pending(self, slots: list[int]) -> set[int]:
-        return {slot for slot in slots if not self._slots[slot].work.done()}
+    def _pending(self, slots: list[int]) -> list[int]:
+        return [slot for slot in slots if not self._slots[slot].work.done()]
+
+
+def _wait_for(work: Future[None], seconds: float) -> None:
+    """Wait until a part of the work is done, for so long at most."""
+    with suppress(TimeoutError):
+        work.result(seconds)

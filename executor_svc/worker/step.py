@@ -171,7 +171,9 @@ class StepExecutor:
         forward_done = time.monotonic_ns()
         prompts = self._prompt_logprobs(scheduled, hidden)
         if len(batch.logits_rows):
-            masks = None if self.grammars is None else self.grammars.masks(scheduled, forward_done - began)
+            masks = None
+            if self.grammars is not None:
+                masks = self.grammars.masks(scheduled, forward_done - began, self.grammars.recorded)
             with self._span("sample"):
                 rows = scheduled.rows
                 positions = self.slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead)

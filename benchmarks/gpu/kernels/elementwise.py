@@ -160,7 +160,7 @@ def _sampling(
     """All launches that sample a step; bytes count the logits once, though some launches read them again."""
     from executor_svc.gpu.kernels.sampling.sampling import sample
     from executor_svc.gpu.kernels.sampling.state import SamplingState, SamplingWorkspace
-    from executor_svc.gpu.sampling_records import pack_record
+    from executor_svc.gpu.sampling.records import pack_record
     from executor_svc.plan.sampling import SequenceSampling
 
     device, vocab = bench.device, widths.vocab

@@ -14,7 +14,7 @@ from executor_svc.gpu.graphs import Replayer
 from executor_svc.gpu.kernels.slots.draft_passes import FIRST_TOKENS
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.runner import GpuRunner
-from executor_svc.gpu.sampling import GpuSampler, SamplingMetadata
+from executor_svc.gpu.sampling.sampler import GpuSampler, SamplingMetadata
 
 
 class DraftPasses:

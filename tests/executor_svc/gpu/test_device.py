@@ -11,7 +11,7 @@ import torch
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.gpu import device as gpu_device
-from executor_svc.gpu.sampling import GpuSampler
+from executor_svc.gpu.sampling.sampler import GpuSampler
 from executor_svc.plan.plan import StepStatus
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.device_errors import is_out_of_memory

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor_svc.gpu import sampling_state as gpu_sampling_state
 from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.sampling import state as gpu_sampling_state
 from executor_svc.gpu.staging import Upload
 from executor_svc.plan.plan import Limits, StepResult
 from executor_svc.plan.sampling import SequenceSampling

@@ -115,6 +115,21 @@ def test_tokens_are_those_of_the_cpu(cpu: Model, gpu: Model) -> None:
     assert tokens[5][0] == 7
 
 
+def test_a_step_is_launched_ahead_of_its_masks(gpu: Model) -> None:
+    """Its model needs no mask, and the token that a mask follows from is on the device."""
+    grammars = find_grammars(gpu.loaded)
+    assert grammars is not None
+    executor = Stepper(gpu, grammars=grammars).executor
+    steps = [executor.launch(plan(step_id=index, **fields), 0) for index, fields in enumerate(plans(1), 1)]
+    assert [step.waits_for_masks for step in steps] == [False, True]
+    steps[0].result()
+    for held in executor.grammars._slots.values():
+        held.work.result(30)
+    steps[1].is_done()
+    assert not steps[1].waits_for_masks
+    assert set(outputs([steps[1].result()])) == {0, 1, 2, 3, 5}
+
+
 def test_late_rows_sample_in_the_next_step(cpu: Model, gpu: Model) -> None:
     """The first ones too; others have the bits that they have without."""
     late = {(1, 0), (1, 3), (3, 0), (3, 1), (4, 1), (6, 3)}

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from executor_svc.gpu import sampling_state as gpu_sampling_state
-from executor_svc.gpu.sampling_state import ListRanges
-from executor_svc.gpu.step import GpuStep, GpuStepExecutor
+from executor_svc.gpu.enqueued_step import GpuStep
+from executor_svc.gpu.sampling import state as gpu_sampling_state
+from executor_svc.gpu.sampling.state import ListRanges
+from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.plan.plan import SlotError, SlotLogprobs, StepResult
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched

@@ -14,7 +14,7 @@ from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.sampling.penalties import add_tokens, restart_counts
 from executor_svc.gpu.kernels.sampling.state import RECORD_WORDS, SamplingLists, SamplingState, num_words
 from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
-from executor_svc.gpu.sampling_records import following, pack_bits, pack_record
+from executor_svc.gpu.sampling.records import following, pack_bits, pack_record
 from executor_svc.gpu.slot_changes import Applied
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import Limits, StepPlan

@@ -18,7 +18,7 @@ from executor_svc.gpu.kernels.sampling.sampling import sample
 from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace
 from executor_svc.gpu.kernels.sampling.state import field as place
 from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
-from executor_svc.gpu.sampling_state import SlotSamplingState
+from executor_svc.gpu.sampling.state import SlotSamplingState
 from executor_svc.gpu.staging import Download, Fetched, Words
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import Limits

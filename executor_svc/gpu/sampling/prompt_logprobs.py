@@ -15,7 +15,7 @@ from torch import Tensor
 from executor_svc.batch.prompt_rows import PromptColumns, PromptRows, by_slot
 from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, row_logprobs
 from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace
-from executor_svc.gpu.sampling import most_top
+from executor_svc.gpu.sampling.sampler import most_top
 from executor_svc.gpu.staging import Download, Fetched, sent
 from executor_svc.gpu.step_ranks import GpuStepRanks
 from executor_svc.plan.plan import SlotLogprobs

@@ -31,8 +31,9 @@ from cadenza.v1 import generation_pb2
 if TYPE_CHECKING:
     from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
-# More in flight than any executor computes at once, less than the server's queue holds by default (1,024).
-MAX_IN_FLIGHT = 512
+_MAX_WAITING = 512
+"""Requests in flight beyond what the executors compute at once: half of what the server's queue holds by default."""
+_INFO_TIMEOUT_S = 5.0
 _DEFAULT_RETRY_S = 0.2
 _ENVELOPE_BYTES = 16  # at most, of the SessionRequest around a request
 OnOutput = Callable[[RequestOutput], None]
@@ -58,7 +59,8 @@ class _Window:
     """Limits the requests in flight: shrinks to the number that the queue accepted, grows by one with each that
     ends."""
 
-    size: int = MAX_IN_FLIGHT
+    most: int = _MAX_WAITING
+    size: int = _MAX_WAITING
     pending: deque[int] = field(default_factory=deque)
     in_flight: set[int] = field(default_factory=set)
     not_before: float = 0.0  # on the event loop's clock
@@ -83,7 +85,7 @@ class _Window:
 
     def ended(self, index: int) -> None:
         self.in_flight.discard(index)
-        self.size = min(MAX_IN_FLIGHT, self.size + 1)
+        self.size = min(self.most, self.size + 1)
 
 
 class SessionBatch:
@@ -121,6 +123,8 @@ class SessionBatch:
         for item in self._items:
             if item.done:
                 self._report(item)
+        if self._num_open > _MAX_WAITING:
+            self._window.most = self._window.size = _MAX_WAITING + await self._num_running_at_once()
         try:
             while self._num_open > 0:
                 try:
@@ -165,6 +169,14 @@ class SessionBatch:
             call.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
+
+    async def _num_running_at_once(self) -> int:
+        """Return how many sequences the server's executors compute at once; 0 if it does not say."""
+        try:
+            info = await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_INFO_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return 0
+        return sum(executor.max_num_seqs for executor in info.executors)
 
     async def _write(self, call: _SessionCall) -> None:
         window, loop = self._window, asyncio.get_running_loop()

@@ -7,10 +7,47 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 
 Words = NDArray[np.uint32]
 _WORD_BITS = 32
+
+
+_FEW_WORDS = 256
+"""Up to so many words with a bit it is faster to look at their tokens alone."""
+_MOST_PASSED = 4
+"""Largest numbers without a bit that are passed over before all are looked at."""
+
+
+def best_allowed(x: FloatArray, words: Words) -> int:
+    """Return the lowest id of the largest number that has a bit; -1 if all of these are -inf, or there are none.
+
+    x: [vocab] float32, without NaN and +inf; unchanged when this returns. words: [num_mask_words].
+    """
+    (places,) = words.nonzero()
+    best = _first_allowed(x, words) if len(places) > _FEW_WORDS else -1
+    if best < 0:
+        (at,) = np.unpackbits(words[places].view(np.uint8), bitorder="little").view(np.bool_).nonzero()
+        ids = places[at // _WORD_BITS] * _WORD_BITS + at % _WORD_BITS
+        ids = ids[: np.searchsorted(ids, len(x))]
+        best = int(ids[x[ids].argmax()]) if len(ids) else -1
+    return best if best >= 0 and np.isfinite(x[best]) else -1
+
+
+def _first_allowed(x: FloatArray, words: Words) -> int:
+    """Return the largest number's id if it is among the largest few of all; else -1. Most bits are set in a text."""
+    passed: list[tuple[int, np.float32]] = []
+    found = -1
+    for _ in range(_MOST_PASSED):
+        best = int(x.argmax())
+        if words[best // _WORD_BITS] >> np.uint32(best % _WORD_BITS) & 1:
+            found = best
+            break
+        passed.append((best, x[best]))
+        x[best] = -np.inf
+    for best, value in passed:
+        x[best] = value
+    return found
 
 
 def num_mask_words(vocab_size: int) -> int:

@@ -15,9 +15,7 @@ from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.candidates import best_candidates
 from executor_svc.sampling.columns import candidate_columns, sampling_columns
 from executor_svc.sampling.functions import RowFunctions
-from executor_svc.sampling.logits_processors import rule_out
-from executor_svc.sampling.masks import RowMasks
-from executor_svc.sampling.row_math import argmax
+from executor_svc.sampling.masks import RowMasks, best_allowed
 from executor_svc.sampling.sampler import sample, sample_greedy
 
 
@@ -73,12 +71,11 @@ def _choose_allowed(logits: Tensor, sampled: SampledTokens, sources: IntArray | 
     """Replace the most likely token of each masked row by the most likely one that its mask allows."""
     tokens = sampled.token_ids
     (others,) = (~masks.allow(tokens[masks.rows]) & (sampled.errors[masks.rows] == 0)).nonzero()
+    x = logits.numpy()
     for index in others.tolist():
         row = int(masks.rows[index])
         source = row if sources is None else int(sources[row])
-        x = logits[source : source + 1].clone()
-        rule_out(x, np.zeros(1, np.int64), masks.bits[index : index + 1])
-        tokens[row] = argmax(x)[0]
+        tokens[row] = best_allowed(x[source], masks.bits[index])
         if tokens[row] < 0:
             sampled.errors[row] = int(SlotError.NO_ALLOWED_TOKEN)
 

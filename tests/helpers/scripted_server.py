@@ -59,6 +59,10 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
 
     def __init__(self) -> None:
         self.capacity = 10**9
+        self.max_num_seqs = 4
+        """Of its executor."""
+        self.all_have_come: asyncio.Event | None = None
+        """Answers to requests "wait" come when it is set."""
         self.active = 0
         self.most_active = 0
         self.num_refused = 0
@@ -137,6 +141,8 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
     async def _serve(self, request, out):
         text = text_of(request)
         await asyncio.sleep(0.03 if text.startswith("slow") else 0.002)
+        if text == "wait" and self.all_have_come is not None:
+            await self.all_have_come.wait()
         if text == "hang":
             self.hanging.set()
             await asyncio.sleep(60)
@@ -171,7 +177,9 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
             version="1",
             options={"max_num_seqs": "4"},
             load=pb.SchedulerLoad(num_running=3),
-            executors=[pb.ExecutorInfo(target="t", block_size=16, resident_bytes=2**33)],
+            executors=[
+                pb.ExecutorInfo(target="t", block_size=16, resident_bytes=2**33, max_num_seqs=self.max_num_seqs)
+            ],
             resident_bytes=2**27,
         )
 

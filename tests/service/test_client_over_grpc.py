@@ -204,6 +204,16 @@ async def test_a_full_queue_is_waited_for(client, script):
     assert 0 < script.num_refused < 60 + 60
 
 
+async def test_a_batch_fills_the_executors_and_half_of_the_default_queue(client, script):
+    script.max_num_seqs, script.all_have_come = 200, asyncio.Event()
+    batch = asyncio.create_task(client.generate(["wait"] * 720))
+    await until(lambda: script.active >= 712)
+    assert script.active == 712
+    script.all_have_come.set()
+    assert len(await batch) == 720
+    assert script.most_active == 712
+
+
 async def test_cancelling_a_batch_aborts_it(client, script):
     task = asyncio.create_task(client.generate(["a", "hang"]))
     await until(script.hanging.is_set)

@@ -37,14 +37,20 @@ def current_load(core: Scheduler) -> Load:
 
 def step_load(core: Scheduler) -> Load:
     """What a step's record says of `current_load`, and nothing else: it is made for each step that is watched."""
-    lanes, num_swapped = core.lanes.values(), core.num_swapped
+    num_swapped = core.num_swapped
+    num_running = num_blocks = num_used_blocks = num_stored_tokens = 0
+    for lane in core.lanes.values():
+        num_running += lane.num_running_groups
+        num_blocks += lane.spec.num_blocks
+        num_used_blocks += lane.spec.num_blocks - lane.blocks.num_free
+        num_stored_tokens += lane.num_stored_tokens
     return Load(
         num_waiting=num_queued(core) - num_swapped,
-        num_running=sum(lane.num_running_groups for lane in lanes),
+        num_running=num_running,
         num_swapped=num_swapped,
-        num_device_blocks=sum(lane.spec.num_blocks for lane in lanes),
-        num_used_device_blocks=sum(lane.spec.num_blocks - lane.blocks.num_free for lane in lanes),
-        num_stored_tokens=sum(lane.num_stored_tokens for lane in lanes),
+        num_device_blocks=num_blocks,
+        num_used_device_blocks=num_used_blocks,
+        num_stored_tokens=num_stored_tokens,
     )
 
 

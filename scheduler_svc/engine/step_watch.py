@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from functools import partial
 
@@ -106,7 +106,10 @@ class StepRecorder:
         """The call that records a step whose result was applied, after its outputs are delivered; None: no watch."""
         if not self.watches:
             return None
-        contexts = context_lens(lane, step, applied=Counter(outputs.sequences))
+        applied: Mapping[Sequence, int] = dict.fromkeys(outputs.sequences, 1)
+        if len(applied) < len(outputs.sequences):
+            applied = Counter(outputs.sequences)
+        contexts = context_lens(lane, step, applied=applied)
         return partial(self.on_applied, step, contexts, result, now)
 
     def on_applied(

@@ -346,9 +346,11 @@ class Lane:
     @property
     def num_running_groups(self) -> int:
         """Number of groups with a sequence that runs, or whose last results are awaited."""
-        several = self.running.shared_groups.keys()
-        num_alone = len(self.running) - sum(self.running.shared_groups.values())
-        return num_alone + len(several | {sequence.group for sequence in self.finishing})
+        several = self.running.shared_groups
+        if not several and not self.finishing:
+            return len(self.running)
+        num_alone = len(self.running) - sum(several.values())
+        return num_alone + len(several.keys() | {sequence.group for sequence in self.finishing})
 
     def update_rates(self, step: PlannedStep, result: StepResult) -> None:
         """Update the measured rates with a result's timings."""

@@ -227,7 +227,9 @@ class GpuStepExecutor:
             logits, _ = self._runner.forward(layout.scheduled, layout.sizes, longest, layout.most_drafts, make_drafts)
         self.sampling.state.count_admitted()
         clock.mark()
-        forward = Forward(scheduled, layout, prompts, logits, clock, self.sampling.masks.recorded)
+        forward = Forward(
+            scheduled, layout.scheduled, layout.sizes, prompts, logits, clock, self.sampling.masks.recorded
+        )
         waits = self.sampling.waits_for_masks(scheduled.sampling_slots)
         return forward if waits else self.sample(forward), layout.sizes.num_drafts
 

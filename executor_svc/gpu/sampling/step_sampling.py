@@ -15,7 +15,6 @@ from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import RowCandidates
 from executor_svc.device.interface import Device
 from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
-from executor_svc.gpu.drafts.drafting import Layout
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling.prompt_logprobs import GpuPromptLogprobs, PendingPrompts
@@ -39,7 +38,9 @@ class Forward:
 
     scheduled: Scheduled
     """Without drafts."""
-    layout: Layout
+    laid_out: Scheduled
+    """With places for drafts."""
+    sizes: StepSizes
     prompts: PromptRows | None
     logits: Tensor
     clock: StepClock
@@ -135,7 +136,7 @@ class StepSampling:
 
     def _sample(self, forward: Forward, masks: StepMasks | None) -> Enqueued:
         """Enqueue sampling from a step's logits, and what the host gets."""
-        scheduled, layout, sizes = forward.scheduled, forward.layout, forward.layout.sizes
+        scheduled, sizes = forward.scheduled, forward.sizes
         inputs, metadata = self._device_slots.inputs(sizes), self.metadata_of(scheduled.sampling_slots)
         # Logits of prompts have their own memory; those of sampling rows stay.
         prompts = None if forward.prompts is None else self._prompts.compute(forward.prompts)
@@ -143,7 +144,7 @@ class StepSampling:
         if samples:
             logprobs = self.sampler.new_logprobs(inputs, metadata)
         if samples and (len(metadata.host_rows) or masks is not None):
-            on_host = partial(self._choose_on_host, layout.scheduled, metadata.host_rows, inputs, forward.logits, masks)
+            on_host = partial(self._choose_on_host, forward.laid_out, metadata.host_rows, inputs, forward.logits, masks)
         candidates = self._rounds.enqueue(sizes, metadata, logprobs, on_host)
         if masks is not None:
             self.masks.take_back(masks)

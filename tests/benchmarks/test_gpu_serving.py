@@ -159,7 +159,7 @@ def test_all_stages_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_drafts_run_beside_none(tmp_path: Path) -> None:
-    assert part.run(parse(["serve", "--trial", "--drafts", "--out", str(tmp_path)])) == 0
+    assert part.run(parse(["serve", "--trial", "--features", "drafts", "--out", str(tmp_path)])) == 0
     rows = [json.loads(line) for line in (tmp_path / "gpu_serving.jsonl").read_text(encoding="utf-8").splitlines()]
     counts = (1, 4, 16)
     names = [f"{count} sequences, {kind}" for kind in ("off", "ngram", "drafts beside none") for count in counts]
@@ -168,3 +168,23 @@ def test_drafts_run_beside_none(tmp_path: Path) -> None:
     drafted = rows[3]["medians"]
     assert 0 < drafted["acceptance"] <= 1
     assert drafted["tokens_per_step"] > rows[0]["medians"]["tokens_per_step"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_adapters_and_grammars_run_beside_none(tmp_path: Path) -> None:
+    assert part.run(parse(["serve", "--trial", "--features", "adapters,grammars", "--out", str(tmp_path)])) == 0
+    rows = [json.loads(line) for line in (tmp_path / "gpu_serving.jsonl").read_text(encoding="utf-8").splitlines()]
+    names = [row["params"]["case"].removeprefix("4 sequences, ") for row in rows]
+    kinds = ("unused", "1 adapter", "16")
+    expected = [f"adapters: {each}" for each in ("base", *kinds)]
+    expected += [f"adapters: {each} beside base" for each in kinds]
+    expected += [f"grammars: {each}" for each in ("none", "all", "half")]
+    assert names == [*expected, "grammars beside none"]
+    assert all(row["medians"] for row in rows)
+
+
+def test_a_feature_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["serve", "--features", "beams"])
+    assert "--features: there is no 'beams'; there are drafts, adapters, grammars" in capsys.readouterr().err

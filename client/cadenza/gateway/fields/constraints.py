@@ -80,10 +80,10 @@ def _text(value: Any) -> dict[str, Any] | None:
 
 
 def _output_config(value: Any) -> dict[str, Any] | None:
-    """Anthropic's: {"format": {"type": "json_schema", "schema": …}}."""
+    """Anthropic's: {"format": {"type": "json_schema", "schema": …}}; effort beside it is no constraint."""
     if value is None:
         return None
-    check_keys("output_config", value, ("format",), "output_config")
+    check_keys("output_config", value, ("format", "effort"), "output_config")
     return None if value.get("format") is None else _flat(value["format"], "output_config.format", "output_config")
 
 

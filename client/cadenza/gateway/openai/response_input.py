@@ -8,6 +8,7 @@ from typing import Any
 from cadenza.chats import kind_of_part
 from cadenza.gateway.fields.field import shown
 from cadenza.gateway.http.errors import ApiError, bad_request
+from cadenza.gateway.openai.carried_thoughts import brought_back
 from cadenza.gateway.openai.prompts import chat_prompt
 from cadenza.gateway.tools.definitions import ToolUse
 from cadenza.prompts import Prompt
@@ -90,14 +91,16 @@ class _Chat:
         self._turn().setdefault("tool_calls", []).append(call)
 
     def _thought(self, item: Mapping[str, Any], where: str) -> None:
-        if item.get("encrypted_content") is not None:
-            raise bad_request(f"{where}.encrypted_content is not supported: nothing here is encrypted", "input")
+        sealed = item.get("encrypted_content")
+        thought = None if sealed is None else brought_back(sealed)
+        if sealed is not None and thought is None:
+            raise bad_request(f"{where}.encrypted_content is not of this server, and cannot be read", "input")
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list) or not all(
             isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
         ):
             raise bad_request(f"{where} must have text parts", "input")
-        text = "".join(part["text"] for part in parts)
+        text = "".join(part["text"] for part in parts) if thought is None else thought
         turn = self._turn(is_new=self._is_turn and self.messages[-1]["content"] is not None)
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 

@@ -80,6 +80,19 @@ async def test_the_last_message_can_be_continued_and_repeated(w, g):
     assert chat_text(await g.events(PATH, body)) == answer["choices"][0]["message"]["content"]
 
 
+async def test_what_clients_send_back_of_an_answer_changes_nothing(g):
+    """LiteLLM repeats an answer with its own notes (https://github.com/BerriAI/litellm/issues/25595)."""
+    plain = {"role": "assistant", "content": "Hi"}
+    notes = {
+        "refusal": None, "annotations": [], "provider_specific_fields": {"refusal": None}, "thinking_blocks": [],
+        "cache_control": {"type": "ephemeral"}, "audio": None, "function_call": None, "images": None, "tool_calls": None,
+    }  # fmt: skip
+    texts = []
+    for turn in (plain, plain | notes):
+        texts.append(await g.post("/tokenize", {"messages": [USER, turn, USER]}))
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -17,12 +17,12 @@ _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "
 _BILLING = "x-anthropic-billing-header:"
 """So begins a block of the system's that Claude Code makes anew for each request: no prefix could be cached behind it
 (https://github.com/vllm-project/vllm/pull/36829)."""
-_KEYS: Mapping[str, frozenset[str]] = {
-    "text": frozenset(("type", "text", "cache_control", "citations")),
-    "tool_use": frozenset(("type", "id", "name", "input", "cache_control", "caller")),
-    "tool_result": frozenset(("type", "tool_use_id", "content", "is_error", "cache_control")),
-    "thinking": frozenset(("type", "thinking", "signature")),
-    "redacted_thinking": frozenset(("type", "data")),
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "text": ("type", "text", "cache_control", "citations"),
+    "tool_use": ("type", "id", "name", "input", "cache_control", "caller"),
+    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control"),
+    "thinking": ("type", "thinking", "signature"),
+    "redacted_thinking": ("type", "data"),
 }
 """By the type of a block: its fields."""
 _OF_ROLE = {
@@ -42,7 +42,11 @@ def messages_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
     if system:
         messages.append({"role": "system", "content": system})
     for index, each in enumerate(values["messages"]):
-        messages += _messages(each, f"messages[{index}]")
+        for message in _messages(each, f"messages[{index}]"):
+            if messages and messages[-1]["role"] == message["role"] == "user":  # one turn, as Anthropic has it
+                messages[-1]["content"] += f"\n\n{message['content']}"
+            else:
+                messages.append(message)
     is_continued = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     thinks = thinking(values)
     _check_context(values.get("context_management", {}))
@@ -69,9 +73,7 @@ def thinking(values: Mapping[str, Any]) -> bool | None:
     kind = given.get("type")
     if not isinstance(kind, str) or kind not in _THINKING:
         raise bad_request(f"thinking.type must be enabled, adaptive or disabled, not {shown(kind)}", "thinking")
-    for name in given:
-        if name not in ("type", "budget_tokens", "display"):
-            raise bad_request(f"thinking.{shown(name)}: there is no such field", "thinking")
+    check_keys("thinking", given, ("type", "budget_tokens", "display"), "thinking")
     return _THINKING[kind]
 
 
@@ -113,9 +115,7 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
     """A message as one of a chat, or as several: each result of a tool is a message of its own there."""
     if not isinstance(message, Mapping):
         raise bad_request(f"{where} must be an object, not {shown(message)}", "messages")
-    for name in message:
-        if name not in ("role", "content"):
-            raise bad_request(f"{where}.{shown(name)}: there is no such field", "messages")
+    check_keys(where, message, ("role", "content"), "messages")
     given, content = message.get("role"), message.get("content")
     role = _ROLES.get(given) if isinstance(given, str) else None
     if role is None:
@@ -177,9 +177,7 @@ def _block(block: Any, where: str, kinds: Sequence[str]) -> Mapping[str, Any]:
     if not isinstance(block, Mapping) or not isinstance(kind, str) or kind not in kinds:
         what = shown(block if kind is None else kind)
         raise bad_request(f"{where}: blocks of type {', '.join(kinds)} are supported, not {what}", "messages")
-    for name in block:
-        if name not in _KEYS[kind]:
-            raise bad_request(f"{where}.{shown(name)}: there is no such field", "messages")
+    check_keys(where, block, _KEYS[kind], "messages")
     if kind in ("text", "thinking") and not isinstance(block.get(kind), str):
         raise bad_request(f"{where}: a {kind} block must have a string as {kind}", "messages")
     return block

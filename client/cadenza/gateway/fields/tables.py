@@ -108,7 +108,8 @@ CHAT = by_name(
         honoured(
             "messages",
             "a list",
-            "role, content (a text or text parts), name, tool_calls, tool_call_id, reasoning_content or reasoning",
+            "role, content (a text or text parts), name, tool_calls, tool_call_id, reasoning_content or reasoning; "
+            "refusal, annotations, provider_specific_fields, thinking_blocks and cache_control have no effect",
         ),
         honoured("max_tokens", "an integer", "the old name of max_completion_tokens"),
         honoured("max_completion_tokens", "an integer", "default: as many as fit"),

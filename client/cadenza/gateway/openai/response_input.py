@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cadenza.chats import kind_of_part
-from cadenza.gateway.fields.field import shown
+from cadenza.gateway.fields.field import check_keys, shown
 from cadenza.gateway.http.errors import ApiError, bad_request
 from cadenza.gateway.openai.carried_thoughts import brought_back
 from cadenza.gateway.openai.prompts import chat_prompt
@@ -15,10 +15,10 @@ from cadenza.prompts import Prompt
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _KEYS = {
-    "message": frozenset(("type", "role", "content", "id", "status", "phase")),
-    "function_call": frozenset(("type", "id", "call_id", "name", "arguments", "status")),
-    "function_call_output": frozenset(("type", "id", "call_id", "output", "status")),
-    "reasoning": frozenset(("type", "id", "summary", "content", "status", "encrypted_content")),
+    "message": ("type", "role", "content", "id", "status", "phase"),
+    "function_call": ("type", "id", "call_id", "name", "arguments", "status"),
+    "function_call_output": ("type", "id", "call_id", "output", "status"),
+    "reasoning": ("type", "id", "summary", "content", "status", "encrypted_content"),
 }
 """By the type of an item: its fields."""
 
@@ -57,9 +57,7 @@ class _Chat:
         keys = _KEYS.get(kind) if isinstance(kind, str) else None
         if keys is None:
             raise bad_request(f"{where} is of type {shown(kind)}; {', '.join(_KEYS)} are supported", "input")
-        for name in item:
-            if name not in keys:
-                raise bad_request(f"{where}.{shown(name)}: there is no such field", "input")
+        check_keys(where, item, keys, "input")
         match kind:
             case "message":
                 self._message(item, where)

@@ -55,8 +55,10 @@ async def test_a_mark_that_changes_leaves_the_prefix_as_it_is(hermes):
 def test_effort_is_an_argument_of_the_template():
     prompt = messages_prompt(claude_code("0"), ToolUse())
     assert json.loads(prompt.chat.chat_template_kwargs) == {"reasoning_effort": "high", "enable_thinking": True}
-    assert [message.role for message in prompt.messages] == ["system", "user", "user", "user"]
-    assert prompt.messages[0].content == "You are an agent.Be brief, and use the tools that you are given."
+    system, user = prompt.messages
+    assert (system.role, user.role) == ("system", "user")
+    assert system.content == "You are an agent.Be brief, and use the tools that you are given."
+    assert user.content == "Hello\n\nA note.\n\nGo on", "templates refuse turns that do not alternate"
 
 
 def test_a_thought_that_nobody_can_read_is_left_out():

@@ -163,9 +163,9 @@ What coding agents send beside the APIs' fields is read as they mean it.
 
 - **Claude Code** (`ANTHROPIC_BASE_URL=http://127.0.0.1:8000`): a block of the system's that begins with
   `x-anthropic-billing-header:` is left out, as it changes with each request and no prefix could be cached behind it.
-  Roles `ctx` and `msg` are the user's, and turns of the user that follow each other are one. `output_config.effort` is the template's `reasoning_effort`, and
-  `context_management` is accepted where it changes nothing, as Claude Code's does. Thoughts have a signature, without
-  which clients do not send them back.
+  Roles `ctx` and `msg` are the user's, and turns of the user that follow each other are one. `output_config.effort` is
+  the template's `reasoning_effort`, and `context_management` is accepted where it changes nothing, as Claude Code's
+  does. Thoughts have a signature, without which clients do not send them back.
 - **Codex** (`wire_api = "responses"`): with `reasoning.encrypted_content` in `include` each thought has a string that
   brings it back in the next request, as nothing is kept here. The string holds the thought, and is not encrypted. A
   string of another server is refused. Tools that a server would call, such as `web_search`, are to be switched off.

@@ -32,7 +32,11 @@ _ERRORS = {
         "type": "object",
         "properties": {
             "type": {"const": "error"},
-            "error": {"type": "object", "properties": {"type": _TEXT, "message": _TEXT}, "required": ["type", "message"]},
+            "error": {
+                "type": "object",
+                "properties": {"type": _TEXT, "message": _TEXT},
+                "required": ["type", "message"],
+            },
             "request_id": _TEXT,
         },
         "required": ["type", "error"],

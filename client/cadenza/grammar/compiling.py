@@ -45,7 +45,9 @@ def new_matcher(spec: GrammarSpec, table: Any) -> Any:
     """
     import llguidance
 
-    matcher = llguidance.LLMatcher(table, to_grammar(spec, table), log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
+    matcher = llguidance.LLMatcher(
+        table, to_grammar(spec, table), log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
+    )
     if matcher.is_error():
         raise GrammarError(short(matcher.get_error()))
     return matcher

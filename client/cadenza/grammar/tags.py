@@ -1,8 +1,8 @@
 """Free text with tagged parts: vLLM's structures and triggers, and the newer form that vLLM and SGLang take too.
 
-See https://docs.vllm.ai/en/latest/features/structured_outputs.html and, for `format`,
-https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html, of which triggered tags are supported. In llguidance's Lark a
-trigger ends a lazy lexeme, so that it cannot be passed over as text
+See https://docs.vllm.ai/en/latest/features/structured_outputs.html and, for `format`, of which triggered tags are
+supported, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html. In llguidance's Lark a trigger ends a lazy
+lexeme, so that it cannot be passed over as text
 (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md#tool-calling).
 """
 
@@ -103,7 +103,8 @@ def _lists(value: Any, names: Sequence[str], form: str, others: Sequence[str]) -
 
 
 def _tag(triggers: Sequence[str], begin: str, body: str | None, end: str) -> _Tag:
-    trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+    # A longer one cannot appear before the shorter one that it begins with.
+    trigger = min((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
     if trigger is None:
         raise ValueError(f"no trigger is the beginning of the tag {begin!r}")
     if body is None and not end:

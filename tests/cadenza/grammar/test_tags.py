@@ -39,7 +39,8 @@ def new(*tags, triggers=("<f",), **more):
     "content",
     [
         {"structures": [TAG, OTHER], "triggers": ["<f"]},
-        {"type": "structural_tag", "structures": [TAG | {"schema": json.dumps(ONE_TO_NINE)}, OTHER], "triggers": ["<f=a>", "<f"]},
+        {"type": "structural_tag", "structures": [TAG | {"schema": json.dumps(ONE_TO_NINE)}, OTHER],
+         "triggers": ["<f=a>", "<f"]},
         new(NEW, {"type": "tag", "begin": "<f=b>", "content": {"type": "const_string", "value": '"x"'}, "end": ""}),
         new(NEW, {"begin": "<f=b>", "content": {"type": "json_schema", "json_schema": {"enum": ["x"]}}, "end": ""},
             at_least_one=False, stop_after_first=False, excludes=[]),
@@ -57,7 +58,10 @@ def test_a_trigger_in_angle_brackets_is_text_unless_it_is_a_special_token():
     assert accepts(text, "so <f>7</f>")
     assert not accepts(text, "so <f>x</f>")
     for trigger in ("[TOOL_CALLS]", "[TOOL"):
-        special = {"structures": [{"begin": "[TOOL_CALLS]", "schema": ONE_TO_NINE, "end": "[ARGS]"}], "triggers": [trigger]}
+        special = {
+            "structures": [{"begin": "[TOOL_CALLS]", "schema": ONE_TO_NINE, "end": "[ARGS]"}],
+            "triggers": [trigger],
+        }
         assert accepts(special, "so [TOOL_CALLS]7[ARGS] and [TOOL_CALLS]8[ARGS]")
         assert not accepts(special, "so [TOOL_CALLS]x[ARGS]")
         assert not accepts(special, "so [TOOL_CALLS]7")

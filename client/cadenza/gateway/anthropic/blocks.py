@@ -95,8 +95,8 @@ def _check_context(management: Mapping[str, Any]) -> None:
         where = f"{name}.edits[{index}]"
         kind = edit.get("type") if isinstance(edit, Mapping) else edit
         if not isinstance(edit, Mapping) or kind != "clear_thinking_20251015" or edit.get("keep") not in _KEPT:
-            message = f"is not supported, but for thoughts with keep=all: messages are used as they are, not {shown(kind)}"
-            raise bad_request(f"{where} {message}", name)
+            message = "only clear_thinking_20251015 with keep=all is supported, as messages are used as they are"
+            raise bad_request(f"{where}: {message}, not {shown(kind)}", name)
         check_keys(where, edit, ("type", "keep"), name)
 
 

@@ -243,7 +243,9 @@ MESSAGES = by_name(
         ),
         refused("container", "there are none", "ignored"),
         refused("mcp_servers", "no tools are called here", "ignored", ([],)),
-        honoured("context_management", "an object", "edits that change nothing: of thoughts, with keep: all", "ignored"),
+        honoured(
+            "context_management", "an object", "edits that change nothing: of thoughts, with keep: all", "ignored"
+        ),
         honoured("output_config", "an object", "format: json_schema; effort, an argument of the template"),
         honoured("output_format", "an object", "an old name of output_config.format"),
         refused("inference_geo", "the model runs where it runs", "ignored"),

@@ -1,7 +1,7 @@
 """Bodies that come compressed (https://www.rfc-editor.org/rfc/rfc9110#section-8.4.1).
 
-They are decoded here and not by aiohttp, whose parser ends the connection over an encoding that it does not know, before
-any handler could answer in the shape of its API.
+They are decoded here and not by aiohttp, whose parser ends the connection over an encoding that it does not know: no
+handler could answer in the shape of its API.
 """
 
 from __future__ import annotations

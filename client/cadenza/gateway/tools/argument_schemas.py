@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _SHARED = ("$defs", "definitions")
-_WHOLE = "the whole"
+_WHOLE = "cadenza-whole"
 """The name, among an argument's definitions, of the schema that it is taken from."""
 _MAX_DEPTH = 64
 """Schemas that are nested deeper are refused where they are rendered."""
@@ -14,7 +14,7 @@ _MAX_DEPTH = 64
 
 def argument_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of one argument as a document; whole: that of all arguments, which its references are about."""
-    found = {name: _moved(value) for name, value in schema.items()}
+    found: dict[str, Any] = _moved(dict(schema))
     found |= {name: _moved(whole[name]) for name in _SHARED if name in whole}
     if _refers(found):
         others = {name: _moved(value) for name, value in whole.items() if name not in _SHARED}

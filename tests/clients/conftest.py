@@ -8,6 +8,7 @@ import pytest
 
 from cadenza import Client, LocalServices, SamplingParams
 from tests.clients.asking import MAX_TOKENS, MODEL, PROMPTS, QUESTION, Answers, Server
+from tests.helpers.chat_templates import HERMES
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,7 @@ def server() -> Iterator[Server]:
         "device": "cpu",
         "max_num_seqs": 16,
         "served_model_name": "demo",
+        "chat_template": HERMES,  # the demo's own has no tools
         "tool_call_parser": "hermes",
     }
     with LocalServices(str(MODEL), port=0, **options) as running:

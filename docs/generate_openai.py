@@ -161,7 +161,7 @@ Where it sees no format, requests with tools are refused.
 
 What coding agents send beside the APIs' fields is read as they mean it.
 
-- **Claude Code** (`ANTHROPIC_BASE_URL=http://127.0.0.1:8000`): a block of the system's that begins with
+- **Claude Code** (`ANTHROPIC_BASE_URL=http://127.0.0.1:8000`): a line of the system's that begins with
   `x-anthropic-billing-header:` is left out, as it changes with each request and no prefix could be cached behind it.
   Roles `ctx` and `msg` are the user's, and turns of the user that follow each other are one. `output_config.effort` is
   the template's `reasoning_effort`, and `context_management` is accepted where it changes nothing, as Claude Code's

@@ -306,6 +306,9 @@ async def test_request_ids_come_back(g):
     async with g.http.post(CHAT, json={**HELLO, "request_id": "mine"}, headers={"X-Request-ID": "theirs"}) as response:
         assert response.headers["X-Request-ID"] == "theirs"
         assert (await response.json())["id"] == "chatcmpl-mine"
+        assert "request-id" not in response.headers
+    async with g.http.post("/v1/messages", json=HELLO, headers={"X-Request-ID": "theirs"}) as response:
+        assert response.headers["request-id"] == response.headers["X-Request-ID"] == "theirs"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from cadenza.prompts import Prompt
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user"}
 """What stands for which role: Claude Code has the last two (https://github.com/vllm-project/vllm/issues/44000)."""
 _BILLING = "x-anthropic-billing-header:"
-"""So begins a block of the system's that Claude Code makes anew for each request: no prefix could be cached behind it
+"""So begins a line of the system's that Claude Code makes anew for each request: no prefix could be cached behind it
 (https://github.com/vllm-project/vllm/pull/36829)."""
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "text": ("type", "text", "cache_control", "citations"),
@@ -101,14 +101,8 @@ def _check_context(management: Mapping[str, Any]) -> None:
 
 
 def _system(value: Any) -> str:
-    if isinstance(value, list):
-        value = [each for each in value if not _is_billing(each)]
-    return _text(value, "system")
-
-
-def _is_billing(block: Any) -> bool:
-    text = block.get("text") if isinstance(block, Mapping) else None
-    return isinstance(text, str) and text.startswith(_BILLING)
+    texts = [_text([block], "system") for block in value] if isinstance(value, list) else [_text(value, "system")]
+    return "".join(text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts)
 
 
 def _messages(message: Any, where: str) -> list[dict[str, Any]]:

@@ -60,6 +60,11 @@ async def test_what_claude_code_sends_is_answered(hermes):
 
 def test_a_mark_that_changes_leaves_the_prompt_as_it_is():
     assert messages_prompt(claude_code("fa690"), ToolUse()) == messages_prompt(claude_code("eb6c6"), ToolUse())
+    for system in ("x-anthropic-billing-header: a\nBe brief.", "Be brief.", [{"type": "text", "text": "Be brief."}]):
+        prompt = messages_prompt({"system": system, "messages": [USER]}, ToolUse())
+        assert prompt.messages[0].content == "Be brief."
+    (only,) = messages_prompt({"system": "x-anthropic-billing-header: a", "messages": [USER]}, ToolUse()).messages
+    assert only.role == "user"
 
 
 def test_effort_is_an_argument_of_the_template():

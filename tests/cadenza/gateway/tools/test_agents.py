@@ -14,6 +14,7 @@ from cadenza.gateway.anthropic.blocks import messages_prompt
 from cadenza.gateway.openai.carried_thoughts import brought_back, carried
 from cadenza.gateway.openai.response_input import response_prompt
 from cadenza.gateway.tools.definitions import ToolUse
+from tests.helpers.tool_models import call_text
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]}
@@ -154,3 +155,36 @@ async def test_a_thought_of_another_server_is_refused_by_name(hermes, given):
 @pytest.mark.parametrize("thought", ["", "a", "é\n\x00天"])
 def test_what_is_carried_is_brought_back(thought):
     assert brought_back(carried(thought)) == thought
+
+
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+ANSWER = f"<think>Well.</think>I look. {call_text('f', {'a': 1})}"
+
+
+async def test_an_answer_is_sent_back_as_it_is_by_a_chat(hermes):
+    hermes.script(ANSWER)
+    body = {"messages": [USER], "tools": [{"type": "function", "function": TOOL}]}
+    message = (await hermes.post("/v1/chat/completions", body))["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}
+    again = await hermes.post("/v1/chat/completions", {**body, "messages": [USER, message, result]})
+    assert again["choices"][0]["message"]["reasoning"] == "Well."
+
+
+async def test_an_answer_is_sent_back_as_it_is_by_a_response(hermes):
+    hermes.script(ANSWER)
+    body = {"input": [{"role": "user", "content": "Hello"}], "tools": [{"type": "function", **TOOL}]}
+    output = (await hermes.post(RESPONSES, body))["output"]
+    result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "1"}
+    again = await hermes.post(RESPONSES, {**body, "input": [*body["input"], *output, result]})
+    assert [item["type"] for item in again["output"]] == ["reasoning", "message", "function_call"]
+
+
+async def test_an_answer_is_sent_back_as_it_is_by_a_message(hermes):
+    hermes.script(ANSWER)
+    tool = {"name": "f", "input_schema": TOOL["parameters"]}
+    body = {"model": "toy", "max_tokens": 200, "messages": [USER], "tools": [tool], "thinking": {"type": "adaptive"}}
+    content = (await hermes.post(MESSAGES, body))["content"]
+    result = {"type": "tool_result", "tool_use_id": content[-1]["id"], "content": "1"}
+    turns = [USER, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+    again = await hermes.post(MESSAGES, {**body, "messages": turns})
+    assert [block["type"] for block in again["content"]] == ["thinking", "text", "tool_use"]

@@ -49,6 +49,7 @@ Its options are under [HTTP](options.md#http). `docker compose up` serves it at 
 | `POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter` | with the key of `--http-admin-key-file` alone |
 | `GET /health` | 200 while requests are served, else 503; needs no key |
 | `GET /version` | Cadenza's version |
+| `GET /openapi.json` | these paths and their fields, as OpenAPI 3.1 |
 | `GET /metrics`, also `HEAD` | the gateway's metrics, and the scheduler's below them ([metrics](metrics.md)) |
 | `POST /v1/embeddings` | refused with 400: the served model generates |
 
@@ -87,6 +88,7 @@ Each API has its own shape: `{"error": {"message", "type", "param", "code"}}`, a
 | 404 | no such path, model or adapter |
 | 409 | the id is in use |
 | 413 | the body is over `--http-max-body-mb`, or a prompt over 1.5 MB |
+| 415 | the body is compressed with something else than gzip or deflate |
 | 429, with `Retry-After` | the queue is full, a limit of the tenant is reached, or `--http-max-requests` |
 | 500 | the request failed while it ran, as by logits that are not finite; nothing of it is an answer |
 | 503, with `Retry-After` | the scheduler is away for over 10 s, has no executor, or the gateway stops |
@@ -154,6 +156,19 @@ Where it sees no format, requests with tools are refused.
 - **`is_error`** of a `tool_result` stands before its text, as `Error: `: templates have no field for it.
 - **The thought** is `reasoning` and `reasoning_content` of a chat's message (`include_reasoning=false` leaves it out),
   a `reasoning` item, or a `thinking` block where `thinking` is enabled. Its tokens are counted in `usage`.
+
+## Agents
+
+What coding agents send beside the APIs' fields is read as they mean it.
+
+- **Claude Code** (`ANTHROPIC_BASE_URL=http://127.0.0.1:8000`): a line of the system's that begins with
+  `x-anthropic-billing-header:` is left out, as it changes with each request and no prefix could be cached behind it.
+  Roles `ctx` and `msg` are the user's, and turns of the user that follow each other are one. `output_config.effort` is
+  the template's `reasoning_effort`, and `context_management` is accepted where it changes nothing, as Claude Code's
+  does. Thoughts have a signature, without which clients do not send them back.
+- **Codex** (`wire_api = "responses"`): with `reasoning.encrypted_content` in `include` each thought has a string that
+  brings it back in the next request, as nothing is kept here. The string holds the thought, and is not encrypted. A
+  string of another server is refused. Tools that a server would call, such as `web_search`, are to be switched off.
 
 ## Fields
 

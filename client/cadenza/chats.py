@@ -101,8 +101,9 @@ def _parse_message(message: object, spot: str) -> ChatMessage:
         raise ValueError(f"{spot} has no role")
     content = given.pop("content", None)
     tool_calls = _tool_calls(given.pop("tool_calls", ()), f"{spot}: tool_calls")
-    thought = _text(given.pop("reasoning_content", None), f"{spot}: reasoning_content")
-    thought = _text(given.pop("reasoning", None), f"{spot}: reasoning") if thought is None else thought
+    # Answers have both names, and clients send an answer back as it is.
+    thought, same = (_text(given.pop(key, None), f"{spot}: {key}") for key in ("reasoning_content", "reasoning"))
+    thought = same if thought is None else thought
     tool_call_id = _text(given.pop("tool_call_id", None), f"{spot}: tool_call_id") or ""
     name = _text(given.pop("name", None), f"{spot}: name") or ""
     if given:

@@ -21,6 +21,7 @@ def test_every_field_of_a_message():
             {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm"},
             {"role": "tool", "content": [{"type": "text", "text": "1"}, "2"], "tool_call_id": "c1"},
             {"role": "assistant", "reasoning": "Hm"},
+            {"role": "assistant", "reasoning": "Hm", "reasoning_content": "Hm", "content": "Yes"},
             {"role": "assistant", "content": "", "tool_calls": None},
             ChatMessage("user", "x"),
         ]
@@ -29,6 +30,7 @@ def test_every_field_of_a_message():
         ChatMessage("assistant", None, (ToolCall("f", '{"a": "é"}', "c1"),), reasoning_content="Hm"),
         ChatMessage("tool", "12", tool_call_id="c1"),
         ChatMessage("assistant", reasoning_content="Hm"),
+        ChatMessage("assistant", "Yes", reasoning_content="Hm"),
         ChatMessage("assistant", ""),
         ChatMessage("user", "x"),
     ]

@@ -9,6 +9,17 @@ import pytest
 from cadenza import Client, LocalServices, SamplingParams
 from tests.clients.asking import MAX_TOKENS, MODEL, PROMPTS, QUESTION, Answers, Server
 
+TEMPLATE = """
+{{- bos_token }}
+{%- for message in messages %}
+    {{- "<|" + ("user" if message.role == "tool" else message.role) + "|>" + (message.content or "") }}
+    {%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+    {{- eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|assistant|>" }}{% endif %}
+"""
+"""The demo's own, and results of tools, which it does not know."""
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
@@ -17,6 +28,7 @@ def server() -> Iterator[Server]:
         "device": "cpu",
         "max_num_seqs": 16,
         "served_model_name": "demo",
+        "chat_template": TEMPLATE,
         "tool_call_parser": "hermes",
     }
     with LocalServices(str(MODEL), port=0, **options) as running:

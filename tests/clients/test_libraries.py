@@ -18,6 +18,8 @@ def test_litellm(server, answers, tmp_path):
         assert seen["finish"] in ("stop", "length")
     assert len(found["calls"]) == 2
     assert all(call in CALLS for call in found["calls"])
+    assert set(found["ends"]) <= {"stop", "length", "tool_calls"}
+    assert len(found["ends"]) == 2
     assert found["completion"] == answers.texts[PROMPTS[0]]
     assert found["is_too_long"]
 
@@ -29,5 +31,6 @@ def test_langchain(server, answers, tmp_path):
     assert found["finish"] in ("stop", "length")
     assert len(found["calls"]) == 2
     assert all(call in CALLS for call in found["calls"])
+    assert found["num_ends"] == 2
     assert found["completion"] == answers.texts[PROMPTS[0]]
     assert found["is_too_long"]

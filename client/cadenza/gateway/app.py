@@ -18,6 +18,7 @@ from cadenza.gateway.http.sites import Sites
 from cadenza.gateway.middleware import answers
 from cadenza.gateway.models import Names
 from cadenza.gateway.openai import chat, completions, models, responses, tokens
+from cadenza.gateway.openapi import add_openapi
 from cadenza.gateway.page.routes import add_page
 from cadenza.gateway.scheduler.link import SchedulerLink
 from cadenza.gateway.state import STATE, State
@@ -72,6 +73,7 @@ def make_app(state: State) -> web.Application:
             web.post("/v1/unload_lora_adapter", models.unload_adapter),
         ]
     )
+    add_openapi(app)
     if state.config.page:
         add_page(app, state)
     return app

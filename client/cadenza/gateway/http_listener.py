@@ -48,6 +48,7 @@ class HttpListener:
             keepalive_timeout=_KEEPALIVE_S,
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
+            auto_decompress=False,  # http/decoding.py
             shutdown_timeout=_GRACE_S,
         )
 

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from cadenza.errors import CadenzaError
 from cadenza.gateway.fields.tables import RENAMED
-from cadenza.gateway.http.errors import ApiError, anthropic_body, api_error, openai_body
-from cadenza.gateway.http.reading import ANSWER_HEADERS, too_large
+from cadenza.gateway.http.errors import ApiError, anthropic_body, api_error, openai_body, too_large
+from cadenza.gateway.http.reading import ANSWER_HEADERS
 from cadenza.gateway.http.sending import SlowReaderError, send_whole
 from cadenza.gateway.state import STATE
 
@@ -33,6 +33,8 @@ async def answers(request: web.Request, handler: _Handler) -> web.StreamResponse
     given = request.headers.get("X-Request-ID", "")
     request_id = given if 0 < len(given) <= _MAX_ID and given.isprintable() and given.isascii() else uuid.uuid4().hex
     request[ANSWER_HEADERS] = {"X-Request-ID": request_id, **state.cors.headers(request)}
+    if request.path.startswith(_ANTHROPIC):
+        request[ANSWER_HEADERS]["request-id"] = request_id  # where Anthropic's clients look for it
     status = 499  # the client has gone
     try:
         response = await _answered(request, handler)

@@ -9,6 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from cadenza.grammar.spec import GrammarSpec
+from cadenza.grammar.tags import grammar_of_tags
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -44,13 +45,15 @@ def new_matcher(spec: GrammarSpec, table: Any) -> Any:
     """
     import llguidance
 
-    matcher = llguidance.LLMatcher(table, to_grammar(spec), log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
+    matcher = llguidance.LLMatcher(
+        table, to_grammar(spec, table), log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
+    )
     if matcher.is_error():
         raise GrammarError(short(matcher.get_error()))
     return matcher
 
 
-def to_grammar(spec: GrammarSpec) -> str:
+def to_grammar(spec: GrammarSpec, table: Any) -> str:
     """Return a constraint as llguidance's own form of a grammar; raises GrammarError."""
     from llguidance import LLMatcher, grammar_from
 
@@ -72,7 +75,7 @@ def to_grammar(spec: GrammarSpec) -> str:
         case "choices":
             return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, spec.choices))))
         case "structural_tag":
-            return _of_tags(spec)
+            return _of_tags(spec, table)
     raise GrammarError("must have one of json_schema, regex, grammar, choices, json_object, structural_tag")
 
 
@@ -111,39 +114,17 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def _of_tags(spec: GrammarSpec) -> str:
-    """Return the grammar of free text with tagged parts, in the form that vLLM takes: structures and triggers."""
-    from llguidance import StructTag
+def _of_tags(spec: GrammarSpec, table: Any) -> str:
+    """Return the grammar of free text with tagged parts."""
 
-    content = _json(spec.text, "the structural tag")
+    def special_id(text: str) -> int | None:
+        ids = table.tokenize_str(text, parse_special=True)
+        return int(ids[0]) if len(ids) == 1 and table.is_special_token(ids[0]) else None
+
     try:
-        triggers = [str(trigger) for trigger in content["triggers"]]
-        tags = [
-            StructTag(
-                trigger=_trigger(triggers, each["begin"]),
-                begin=each["begin"],
-                grammar=each["schema"],
-                end=each["end"],
-            )
-            for each in content["structures"]
-        ]
-    except (KeyError, TypeError) as error:
-        raise GrammarError(
-            "the structural tag must be an object with structures (each with begin, schema and end) and triggers"
-        ) from error
-    if not tags:
-        raise GrammarError("the structural tag has no structures")
-    try:
-        return str(StructTag.to_grammar(tags))
-    except Exception as error:
+        return grammar_of_tags(_json(spec.text, "the structural tag"), special_id)
+    except ValueError as error:
         raise GrammarError(short(str(error))) from error
-
-
-def _trigger(triggers: list[str], begin: str) -> str:
-    found = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
-    if found is None:
-        raise GrammarError(f"no trigger is the beginning of the tag {begin!r}")
-    return found
 
 
 def _json(text: str, what: str) -> Any:

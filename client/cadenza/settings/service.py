@@ -185,7 +185,7 @@ def read_config(config: type[_Config], arguments: list[str], fail: Callable[[str
         print(help_text(usage, inspect.cleandoc(config.__doc__ or ""), config.model_fields, config.exit_codes, columns))
         raise SystemExit(0)
     try:
-        return CliApp.run(config, cli_args=arguments, cli_exit_on_error=False)
+        return CliApp.run(config, cli_args=_whole_values(arguments), cli_exit_on_error=False)
     except ValidationError as exc:
         for error in exc.errors():
             name = str(error["loc"][0]) if error["loc"] else "options"
@@ -195,6 +195,18 @@ def read_config(config: type[_Config], arguments: list[str], fail: Callable[[str
     except SettingsError as exc:
         fail(_option_message(str(exc), config))
     return None
+
+
+def _whole_values(arguments: list[str]) -> list[str]:
+    """The arguments, where a value of several lines, as a chat template's, stands behind its option.
+
+    Behind "=" pydantic-settings 2.16 reads a value up to its first line break alone.
+    """
+    found: list[str] = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        found += [name, value] if equals and name.startswith("--") and "\n" in value else [argument]
+    return found
 
 
 def split_list(value: object) -> object:

@@ -80,6 +80,19 @@ async def test_the_last_message_can_be_continued_and_repeated(w, g):
     assert chat_text(await g.events(PATH, body)) == answer["choices"][0]["message"]["content"]
 
 
+async def test_what_clients_send_back_of_an_answer_changes_nothing(g):
+    """LiteLLM repeats an answer with its own notes (https://github.com/BerriAI/litellm/issues/25595)."""
+    plain = {"role": "assistant", "content": "Hi"}
+    notes = {
+        "refusal": None, "annotations": [], "provider_specific_fields": {"refusal": None}, "thinking_blocks": [],
+        "cache_control": {"type": "ephemeral"}, "audio": None, "function_call": None, "images": None,
+    }  # fmt: skip
+    texts = []
+    for turn in (plain, plain | notes):
+        texts.append(await g.post("/tokenize", {"messages": [USER, turn, USER]}))
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -114,6 +127,20 @@ async def test_the_last_message_can_be_continued_and_repeated(w, g):
 async def test_what_is_wrong_is_named(g, body, param):
     error = (await g.post(PATH, body, 400))["error"]
     assert error["param"] == param, error
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_a_constraint_that_nobody_can_follow_here_is_named_as_it_was_given(simulated, path):
+    asked = {
+        PATH: ("response_format", {"type": "json_object"}, {"messages": [USER]}),
+        "/v1/completions": ("structured_outputs", {"regex": "a"}, {"prompt": "a"}),
+        "/v1/responses": ("text", {"format": {"type": "json_object"}}, {"input": "a"}),
+        "/v1/messages": ("output_format", {"type": "json_schema", "schema": {}}, {"messages": [USER], "max_tokens": 1}),
+    }
+    name, value, body = asked[path]
+    error = (await simulated.post(path, {**body, name: value}, 400))["error"]
+    assert error["message"].startswith(f"{name}: the executor follows no grammars")
+    assert error.get("param", name) == name
 
 
 async def test_fields_that_ask_for_nothing_are_accepted(g):

@@ -100,7 +100,7 @@ def test_a_refused_value_is_not_mistaken_for_an_equal_one():
         {"response_format": {"type": "text", "schema": {}}},
         {"text": {"format": {"type": "json_schema", "schema": {}, "json_schema": {}}}},
         {"text": {"verbosity": "low"}},
-        {"output_config": {"effort": "low"}},
+        {"output_config": {"efort": "low"}},
         {"output_format": {"type": "json_object", "name": "x"}},
     ],
 )
@@ -118,6 +118,14 @@ def test_a_format_may_have_a_name_and_nulls():
 
 def test_as_many_choices_as_the_scheduler_draws():
     assert MAX_CHOICES == MAX_SAMPLES
+
+
+def test_seeds_may_have_a_sign():
+    for given, seed in ((-5, 2**64 - 5), (-(2**63), 2**63), (-1, None), (2**64 - 1, 2**64 - 1)):
+        assert sampling_params({"seed": given}).seed == seed
+    for wrong in (-(2**63) - 1, 2**64):
+        with pytest.raises(ApiError, match="seed"):
+            sampling_params({"seed": wrong})
 
 
 def test_fields_of_beams_need_beams():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from cadenza.gateway.fields.tables import APIS
+from cadenza.gateway.fields.tables import APIS, REQUIRED
 from cadenza.loop_thread import LoopThread
 from cadenza.transport import parse_address
 from tests.helpers.gateway import gateway
@@ -72,13 +72,14 @@ LIKELY = {
     "input": st.one_of(TEXTS, MESSAGES),
     "system": st.one_of(TEXTS, PARTS),
 }
-RIGHT = {"prompt": "Hello", "input": "Hello", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-NEEDED = {
-    "/v1/completions": ("prompt",),
-    "/v1/chat/completions": ("messages",),
-    "/v1/responses": ("input",),
-    "/v1/messages": ("messages", "max_tokens"),
-    "/v1/messages/count_tokens": ("messages",),
+RIGHT = {
+    "prompt": "Hello",
+    "input": "Hello",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 4,
+    "tokens": [5],
+    "lora_name": "a",
+    "lora_path": "/none",
 }
 
 
@@ -87,7 +88,7 @@ def requests(draw):
     """A path, and a body that is right but for a few fields."""
     path = draw(st.sampled_from(sorted(APIS)))
     table = APIS[path]
-    body = {name: RIGHT[name] for name in NEEDED.get(path, ())}
+    body = {name: RIGHT[name] for name in REQUIRED.get(path, ())}
     for name in draw(st.lists(st.sampled_from(sorted(table)), max_size=4, unique=True)):
         body[name] = draw(LIKELY.get(name, ANYTHING))
     if draw(st.integers(0, 9)) == 0:
@@ -175,7 +176,7 @@ def test_no_type_of_any_field_makes_the_gateway_fail(door, no_error_is_logged):
     """Each field of each API with a value of each type, some of them at a time."""
     bodies = []
     for path, table in APIS.items():
-        base = {name: RIGHT[name] for name in NEEDED.get(path, ())}
+        base = {name: RIGHT[name] for name in REQUIRED.get(path, ())}
         base |= {name: 2 for name in ("max_tokens", "max_output_tokens") if name in table}
         bodies += [(path, json.dumps({**base, name: value})) for name in table for value in OF_EACH_TYPE]
 

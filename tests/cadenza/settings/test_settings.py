@@ -16,8 +16,9 @@ from cadenza.local_options import config_classes, service_options
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import GROUPS, group_of
 from cadenza.settings.names import ENV_PREFIX, OF_OTHERS
-from cadenza.settings.service import ignored_settings
+from cadenza.settings.service import ignored_settings, read_config
 from cadenza.spelling import misspelling_of, suggestion
+from scheduler_svc.config import SchedulerConfig
 from tests.helpers.paths import ROOT
 
 SHARED = """
@@ -43,6 +44,16 @@ def file(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.mark.parametrize(
+    "template", ["\n{{ a }}", "{%- if a %}\n  {{ b }}, {{ c }}\n{%- endif %}\n", "{{ a }}=\n--b=c"]
+)
+def test_a_value_of_several_lines_is_read_as_a_whole(template):
+    """In both ways of writing it, and with options behind it."""
+    for given in ([f"--chat-template={template}"], ["--chat-template", template]):
+        found = read_config(SchedulerConfig, ["--executor=a:1", *given, "--log-format=json"], pytest.fail)
+        assert (found.chat_template, found.log_format) == (template, "json")
 
 
 def test_names_and_values_come_back_as_on_a_command_line(file):

@@ -4,6 +4,7 @@ import json
 import sys
 
 from langchain_core.exceptions import ContextOverflowError
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
 asked = json.loads(sys.argv[1])
@@ -23,7 +24,14 @@ called = must_call.invoke(asked["question"])
 streamed_calls = None
 for chunk in must_call.stream(asked["question"]):
     streamed_calls = chunk if streamed_calls is None else streamed_calls + chunk
+results = [ToolMessage("21", tool_call_id=call["id"]) for call in called.tool_calls]
+loop = [HumanMessage(asked["question"]), called, *results]
+ends = [
+    ChatOpenAI(**server, use_responses_api=is_newer).bind_tools([asked["tool"]]).invoke(loop)
+    for is_newer in (False, True)
+]
 found = {
+    "num_ends": len([end for end in ends if end.usage_metadata["output_tokens"]]),
     "calls": [
         {"name": each["name"], "arguments": each["args"]} for each in (*called.tool_calls, *streamed_calls.tool_calls)
     ],

@@ -35,6 +35,13 @@ found["calls"] = [
     for answer in (called, streamed)
     for call in answer.choices[0].message.tool_calls
 ]
+turn = called.choices[0].message  # as it is, with what litellm has noted in it
+results = [{"role": "tool", "tool_call_id": call.id, "content": "21"} for call in turn.tool_calls]
+loop = {**chat, "messages": [*chat["messages"], turn, *results], "tools": tools["tools"]}
+found["ends"] = [
+    litellm.completion(model=f"{provider}/{asked['model']}", **loop).choices[0].finish_reason
+    for provider in ("openai", "hosted_vllm")
+]
 completion = litellm.text_completion(model=f"text-completion-openai/{asked['model']}", prompt=asked["prompt"], **server)
 found["completion"] = completion.choices[0].text
 try:

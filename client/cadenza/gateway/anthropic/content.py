@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,6 +72,9 @@ class ContentBlocks:
         block = self.blocks[-1]
         if block["type"] == "tool_use":
             block["input"] = _object(self._arguments)
+        elif block["type"] == "thinking":  # clients forget a thought without one, and send others back
+            block["signature"] = uuid.uuid4().hex
+            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
     def _delta(self, delta: dict[str, Any]) -> Event:

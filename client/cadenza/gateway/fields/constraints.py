@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cadenza.errors import InvalidRequestError
+from cadenza.errors import FailedPreconditionError, InvalidRequestError
 from cadenza.gateway.fields.field import check_keys, shown
 from cadenza.gateway.http.errors import bad_request
 
@@ -34,9 +34,12 @@ def field_of_constraint(values: Mapping[str, Any]) -> str:
     return "structured_outputs" if found is None else found[0]
 
 
-def field_of_grammar(error: InvalidRequestError) -> str:
+def field_of_grammar(error: InvalidRequestError | FailedPreconditionError) -> str:
     """The field on the wire that an error is about if it is a constraint's; else empty."""
-    field = error.field_violations[0].field if error.field_violations else ""
+    if isinstance(error, FailedPreconditionError):
+        field = error.message.partition(": ")[0]
+    else:
+        field = error.field_violations[0].field if error.field_violations else ""
     return field if field.startswith(_ON_THE_WIRE) else ""
 
 
@@ -45,7 +48,7 @@ def errors_of_constraint(name: str) -> Iterator[None]:
     """Errors of the scheduler about a constraint become those of the field that the caller gave; raises ApiError."""
     try:
         yield
-    except InvalidRequestError as error:
+    except (InvalidRequestError, FailedPreconditionError) as error:
         field = field_of_grammar(error)
         if not field:
             raise
@@ -80,10 +83,10 @@ def _text(value: Any) -> dict[str, Any] | None:
 
 
 def _output_config(value: Any) -> dict[str, Any] | None:
-    """Anthropic's: {"format": {"type": "json_schema", "schema": …}}."""
+    """Anthropic's: {"format": {"type": "json_schema", "schema": …}}; effort beside it is no constraint."""
     if value is None:
         return None
-    check_keys("output_config", value, ("format",), "output_config")
+    check_keys("output_config", value, ("format", "effort"), "output_config")
     return None if value.get("format") is None else _flat(value["format"], "output_config.format", "output_config")
 
 

@@ -17,6 +17,8 @@ _SAME = frozenset(each.name for each in fields(SamplingParams)) - {
 MAX_LOGPROBS = 20
 """Most top logprobs of a token, as with OpenAI and by vLLM's default: with a whole vocabulary for each, an answer
 would have gigabytes."""
+_LEAST_SEED = -(2**63)
+"""OpenAI's seeds have signs: a negative one is the same bits without."""
 _OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False}
 """Fields for beams alone, with their defaults."""
 MAX_CHOICES = 64
@@ -38,6 +40,9 @@ def sampling_params(values: Mapping[str, Any], renamed: Mapping[str, str] | None
         number = given.get(name)
         if number is not None and not -1 < number <= MAX_LOGPROBS:
             raise wrong_value(renamed.get(name, name), f"must be 0 to {MAX_LOGPROBS}", number)
+    seed = given.get("seed")
+    if seed is not None and _LEAST_SEED <= seed < -1:
+        given["seed"] = seed + 2**64
     given |= _beams(values, given)
     try:
         return SamplingParams(**given)

@@ -35,7 +35,7 @@ _SAMPLING: tuple[Field, ...] = (
     honoured("temperature", "a number", "0 is greedy; default 1", "default: that of generation_config.json"),
     honoured("top_p", "a number", "default 1", "default: that of generation_config.json"),
     honoured("n", "an integer", "1 to 64, and 1 with greedy sampling; with use_beam_search, beams"),
-    honoured("seed", "an integer", "64 bits; absent or -1: drawn"),
+    honoured("seed", "an integer", "64 bits, with a sign or without; absent or -1: drawn"),
     honoured("stop", "a string or a list of strings", "at most 128, each of 1 to 256 characters"),
     honoured("presence_penalty", "a number", "-2 to 2"),
     honoured("frequency_penalty", "a number", "-2 to 2"),
@@ -108,7 +108,8 @@ CHAT = by_name(
         honoured(
             "messages",
             "a list",
-            "role, content (a text or text parts), name, tool_calls, tool_call_id, reasoning_content or reasoning",
+            "role, content (a text or text parts), name, tool_calls, tool_call_id, reasoning_content or reasoning; "
+            "refusal, annotations, provider_specific_fields, thinking_blocks and cache_control have no effect",
         ),
         honoured("max_tokens", "an integer", "the old name of max_completion_tokens"),
         honoured("max_completion_tokens", "an integer", "default: as many as fit"),
@@ -164,9 +165,15 @@ RESPONSES = by_name(
         honoured("top_p", "a number", "default 1"),
         honoured("stream", "a boolean", "events response.created to response.completed"),
         honoured("top_logprobs", "an integer", "with include message.output_text.logprobs"),
-        honoured("include", "a list of strings", "message.output_text.logprobs alone"),
+        honoured(
+            "include",
+            "a list of strings",
+            "message.output_text.logprobs; reasoning.encrypted_content, which brings the thought back",
+            "encrypted_content has no effect",
+        ),
         honoured("stream_options", "an object", "include_obfuscation: false alone, as chunks are not padded"),
         honoured("metadata", "an object of strings", "repeated in the answer; nothing is kept here"),
+        accepted("client_metadata", "an object of strings", _NO_EFFECT),
         honoured("user", "a string", "repeated in the answer"),
         honoured("safety_identifier", "a string", "repeated in the answer"),
         honoured("prompt_cache_key", "a string", "repeated in the answer; prefixes are found by their tokens"),
@@ -186,7 +193,7 @@ RESPONSES = by_name(
         honoured("cache_salt", "a string", "only requests with the same salt share cached prefixes"),
         honoured("top_k", "an integer", "-1 or 0: all"),
         honoured("min_p", "a number", "0 to 1"),
-        honoured("seed", "an integer", "64 bits; absent or -1: drawn"),
+        honoured("seed", "an integer", "64 bits, with a sign or without; absent or -1: drawn"),
         honoured("stop", "a string or a list of strings", "as on chat"),
         honoured("stop_token_ids", "a list of integers", "at most 1,024"),
         honoured("structured_outputs", "an object", "as on chat; not with text.format"),
@@ -214,7 +221,8 @@ MESSAGES = by_name(
         honoured(
             "messages",
             "a list",
-            "role user or assistant; content is a text, or blocks: text, tool_use, tool_result, thinking",
+            "role user, assistant or system; content is a text, or blocks: text, tool_use, tool_result, thinking; "
+            "redacted_thinking is left out",
         ),
         honoured("system", "a string or a list", "a text or text blocks"),
         honoured("max_tokens", "an integer", "required"),
@@ -235,8 +243,10 @@ MESSAGES = by_name(
         ),
         refused("container", "there are none", "ignored"),
         refused("mcp_servers", "no tools are called here", "ignored", ([],)),
-        refused("context_management", "the messages are used as they are", "ignored"),
-        honoured("output_config", "an object", "format: json_schema; no effort"),
+        honoured(
+            "context_management", "an object", "edits that change nothing: of thoughts, with keep: all", "ignored"
+        ),
+        honoured("output_config", "an object", "format: json_schema; effort, an argument of the template"),
         honoured("output_format", "an object", "an old name of output_config.format"),
         refused("inference_geo", "the model runs where it runs", "ignored"),
         refused("speed", "there is one", "ignored", ("standard",)),
@@ -252,7 +262,8 @@ COUNT_TOKENS = by_name(
         MESSAGES["thinking"],
         MESSAGES["mcp_servers"],
         MESSAGES["chat_template_kwargs"],
-        accepted("output_config", "an object", "it is no part of the prompt"),
+        MESSAGES["context_management"],
+        honoured("output_config", "an object", "effort; format is no part of the prompt"),
         accepted("output_format", "an object", "it is no part of the prompt"),
     ),
 )
@@ -328,3 +339,15 @@ APIS = {
     "/v1/unload_lora_adapter": UNLOAD_ADAPTER,
 }
 """The table of each path."""
+
+REQUIRED = {
+    "/v1/completions": ("prompt",),
+    "/v1/chat/completions": ("messages",),
+    "/v1/responses": ("input",),
+    "/v1/messages": ("messages", "max_tokens"),
+    "/v1/messages/count_tokens": ("messages",),
+    "/detokenize": ("tokens",),
+    "/v1/load_lora_adapter": ("lora_name", "lora_path"),
+    "/v1/unload_lora_adapter": ("lora_name",),
+}
+"""By path: the fields without which there is no request."""

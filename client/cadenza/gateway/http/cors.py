@@ -30,7 +30,7 @@ class Cors:
         allowed = _ANY if _ANY in self._origins else origin
         return {
             "Access-Control-Allow-Origin": allowed,
-            "Access-Control-Expose-Headers": "X-Request-ID",
+            "Access-Control-Expose-Headers": "X-Request-ID, request-id, Retry-After",
             "Vary": "Origin",
         }
 

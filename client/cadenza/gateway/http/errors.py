@@ -22,6 +22,8 @@ from cadenza.errors import (
     UnsupportedError,
 )
 
+ENCODINGS = ("gzip", "deflate")
+"""Of bodies (http/decoding.py)."""
 _DEFAULT_RETRY_S = 1.0
 _ADAPTER = "adapter: "
 _TOO_LONG = re.compile(r"prompt: has (\d+) tokens; with one for the output that exceeds max_model_len = (\d+)")
@@ -55,12 +57,19 @@ class ApiError(Exception):
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 415:
+            headers["Accept-Encoding"] = ", ".join(ENCODINGS)
         return headers
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """The error of a request that is wrong as it is."""
     return ApiError(400, message, param=param)
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    """The error of a body over the limit."""
+    return ApiError(413, f"the body has over {limit_bytes} bytes, which is the limit (--http-max-body-mb)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,7 @@ _NAMES: Mapping[int, _Names] = {
     408: _Names("timeout_error", "timeout_error"),
     409: _Names("conflict_error", "invalid_request_error"),
     413: _Names("invalid_request_error", "request_too_large"),
+    415: _Names("invalid_request_error", "invalid_request_error"),
     429: _Names("rate_limit_error", "rate_limit_error"),
     500: _Names("server_error", "api_error"),
     501: _Names("invalid_request_error", "invalid_request_error"),

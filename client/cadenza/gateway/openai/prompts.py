@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza.chats import chat_options
-from cadenza.gateway.fields.field import shown
+from cadenza.gateway.fields.field import check_keys, shown
 from cadenza.gateway.fields.sampling import utf8
 from cadenza.gateway.http.errors import bad_request
 from cadenza.gateway.tools.definitions import ToolUse
@@ -15,12 +15,11 @@ from cadenza.prompts import Prompt, parse_chat, parse_prompts
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
-_KEYS = frozenset(
-    (
-        "role", "content", "name", "refusal", "annotations", "audio", "tool_calls", "tool_call_id", "reasoning",
-        "reasoning_content", "function_call",
-    )
-)  # fmt: skip
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
+"""Of a message."""
+_WITHOUT_EFFECT = ("refusal", "annotations", "provider_specific_fields", "thinking_blocks", "cache_control")
+"""What clients write beside them: notes of an answer that they send back, as LiteLLM does, and marks for caches."""
+_REFUSED = {"function_call": "it is an old name of tool_calls", "audio": "the model reads text alone"}
 _ROLES = {"developer": "system"}
 """Roles that stand for another one: templates know system."""
 
@@ -86,14 +85,11 @@ def _message(message: Any, index: int) -> Any:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise bad_request(f"{where} must be an object with role and content, not {shown(message)}", "messages")
-    for name in message:
-        if name not in _KEYS:
-            raise bad_request(f"{where}.{shown(name)}: there is no such field", "messages")
-    if message.get("function_call") is not None:
-        raise bad_request(f"{where}.function_call is not supported: it is an old name of tool_calls", "messages")
-    if message.get("audio") is not None:
-        raise bad_request(f"{where}.audio is not supported: the model reads text alone", "messages")
-    given = {name: value for name, value in message.items() if name not in ("audio", "function_call")}
+    check_keys(where, message, (*_KEYS, *_WITHOUT_EFFECT, *_REFUSED), "messages")
+    for name, reason in _REFUSED.items():
+        if message.get(name) is not None:
+            raise bad_request(f"{where}.{name} is not supported: {reason}", "messages")
+    given = {name: message[name] for name in _KEYS if name in message}
     calls_or_thought = ("tool_calls", "reasoning_content", "reasoning")
     if given.get("role") == "assistant" and given.get("content") is None:
         given["content"] = None if any(given.get(name) for name in calls_or_thought) else ""

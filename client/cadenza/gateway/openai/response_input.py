@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from cadenza.chats import kind_of_part
-from cadenza.gateway.fields.field import shown
+from cadenza.gateway.fields.field import check_keys, shown
 from cadenza.gateway.http.errors import ApiError, bad_request
+from cadenza.gateway.openai.carried_thoughts import brought_back
 from cadenza.gateway.openai.prompts import chat_prompt
 from cadenza.gateway.tools.definitions import ToolUse
 from cadenza.prompts import Prompt
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _KEYS = {
-    "message": frozenset(("type", "role", "content", "id", "status", "phase")),
-    "function_call": frozenset(("type", "id", "call_id", "name", "arguments", "status")),
-    "function_call_output": frozenset(("type", "id", "call_id", "output", "status")),
-    "reasoning": frozenset(("type", "id", "summary", "content", "status", "encrypted_content")),
+    "message": ("type", "role", "content", "id", "status", "phase"),
+    "function_call": ("type", "id", "call_id", "name", "arguments", "status"),
+    "function_call_output": ("type", "id", "call_id", "output", "status"),
+    "reasoning": ("type", "id", "summary", "content", "status", "encrypted_content"),
 }
 """By the type of an item: its fields."""
 
@@ -56,9 +57,7 @@ class _Chat:
         keys = _KEYS.get(kind) if isinstance(kind, str) else None
         if keys is None:
             raise bad_request(f"{where} is of type {shown(kind)}; {', '.join(_KEYS)} are supported", "input")
-        for name in item:
-            if name not in keys:
-                raise bad_request(f"{where}.{shown(name)}: there is no such field", "input")
+        check_keys(where, item, keys, "input")
         match kind:
             case "message":
                 self._message(item, where)
@@ -90,14 +89,16 @@ class _Chat:
         self._turn().setdefault("tool_calls", []).append(call)
 
     def _thought(self, item: Mapping[str, Any], where: str) -> None:
-        if item.get("encrypted_content") is not None:
-            raise bad_request(f"{where}.encrypted_content is not supported: nothing here is encrypted", "input")
+        sealed = item.get("encrypted_content")
+        thought = None if sealed is None else brought_back(sealed)
+        if sealed is not None and thought is None:
+            raise bad_request(f"{where}.encrypted_content is not of this server, and cannot be read", "input")
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list) or not all(
             isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
         ):
             raise bad_request(f"{where} must have text parts", "input")
-        text = "".join(part["text"] for part in parts)
+        text = "".join(part["text"] for part in parts) if thought is None else thought
         turn = self._turn(is_new=self._is_turn and self.messages[-1]["content"] is not None)
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cadenza.gateway.openai.carried_thoughts import carried
 from cadenza.gateway.openai.chat_message import call_id
 from cadenza.gateway.parsing.formats import Formats
 from cadenza.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Thought
@@ -17,9 +18,11 @@ Event = dict[str, Any]
 class ResponseItems:
     """Makes items of the parts of an output, one after the other. Only the last one is open."""
 
-    def __init__(self, formats: Formats, *, shows_thought: bool) -> None:
+    def __init__(self, formats: Formats, *, shows_thought: bool, carries_thought: bool) -> None:
+        """carries_thought: whether reasoning has encrypted_content."""
         self._formats = formats
         self._shows_thought = shows_thought
+        self._carries_thought = carries_thought
         self._logprobs: list[dict[str, Any]] = []
         """Of all tokens."""
         self._is_open = False
@@ -113,6 +116,8 @@ class ResponseItems:
             text = {name: value for name, value in part.items() if name in ("text", "logprobs")}
             yield self._of_item(f"response.{part['type']}.done", content_index=0, **text)
             yield self._of_item("response.content_part.done", content_index=0, part=part)
+            if item["type"] == "reasoning" and self._carries_thought:
+                item["encrypted_content"] = carried(part["text"])
         yield {"type": "response.output_item.done", "output_index": len(self.output) - 1, "item": item}
 
     def _of_item(self, kind: str, **more: Any) -> Event:

@@ -32,6 +32,7 @@ from cadenza.gateway.tools.preparing import prepare
 from cadenza.outputs import CompletionOutput, RequestOutput
 
 _LOGPROBS = "message.output_text.logprobs"
+_THOUGHTS = "reasoning.encrypted_content"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,13 @@ class _Response:
         """A reader of its output."""
         return OutputParser(self.reading, prompt_ids, with_tokens=self.num_top is not None)
 
-    @property
-    def shows_thought(self) -> bool:
-        """Whether the thought is in the answer."""
-        return bool(self.values.get("include_reasoning", True))
+    def items(self) -> ResponseItems:
+        """Where its output is put together."""
+        return ResponseItems(
+            self.reading.formats,
+            shows_thought=bool(self.values.get("include_reasoning", True)),
+            carries_thought=_THOUGHTS in self.values.get("include", ()),
+        )
 
     def object(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
         """The response in a state."""
@@ -152,7 +156,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
 
 def _answer(read: _Response, result: RequestOutput) -> dict[str, Any]:
     (sample,) = result.outputs
-    items = ResponseItems(read.reading.formats, shows_thought=read.shows_thought)
+    items = read.items()
     parser = read.parser(result.prompt_token_ids or [])
     parts = [Content(sample.text)] if read.is_plain else parser.feed(sample)
     is_cut = sample.finish_reason == "length"
@@ -165,12 +169,13 @@ def _answer(read: _Response, result: RequestOutput) -> dict[str, Any]:
 def _num_top(values: Mapping[str, Any]) -> int | None:
     include = values.get("include", [])
     for index, name in enumerate(include):
-        if name != _LOGPROBS:
-            raise bad_request(f"include[{index}]: only {_LOGPROBS} is supported, not {name[:64]!a}", "include")
+        if name not in (_LOGPROBS, _THOUGHTS):
+            message = f"only {_LOGPROBS} and {_THOUGHTS} are supported, not {name[:64]!a}"
+            raise bad_request(f"include[{index}]: {message}", "include")
     number = values.get("top_logprobs")
     if number is not None and number < 0:
         raise wrong_value("top_logprobs", "must be 0 or more", number)
-    if not include:
+    if _LOGPROBS not in include:
         if number:
             raise bad_request(f"top_logprobs needs {_LOGPROBS} in include", "top_logprobs")
         return None
@@ -203,7 +208,7 @@ class _ResponseEvents:
         self._read = read
         self._generation = generation
         self._number = 0
-        self._items = ResponseItems(read.reading.formats, shows_thought=read.shows_thought)
+        self._items = read.items()
         self._parser: OutputParser | None = None
 
     def begin(self) -> bytes:

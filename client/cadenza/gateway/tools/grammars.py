@@ -17,6 +17,7 @@ from cadenza.gateway.parsing.parts import Marker, Role
 from cadenza.gateway.parsing.python_call import KEY
 from cadenza.gateway.parsing.qwen_coder import FUNCTION, FUNCTION_END
 from cadenza.gateway.parsing.reasoning import Opening
+from cadenza.gateway.tools.argument_schemas import argument_schema
 from cadenza.gateway.tools.definitions import Tool, ToolUse
 from cadenza.gateway.tools.lark import ANY_TEXT, compact_json, literal
 from cadenza.gateway.tools.xml_arguments import XML_KEY, any_arguments, argument_rules
@@ -185,10 +186,10 @@ class _Writer:
     def _python_call(self, tool: Tool, index: int, schema: Mapping[str, Any]) -> str:
         """name(key=value, …): the properties in their order, those that are not required may be left out."""
         properties, required = _arguments_of(schema, f"tools[{index}]", KEY)
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         for place, (name, value) in enumerate(properties.items()):
             value = value if isinstance(value, dict) else {} if value is True else {"not": {}}
-            self.rules.append(f"args_{index}_{place}: {literal(name + '=')} {compact_json({**value, **shared})}")
+            own = compact_json(argument_schema(value, schema))
+            self.rules.append(f"args_{index}_{place}: {literal(name + '=')} {own}")
         return f'call_{index}: {literal(tool.name + "(")} {_arguments(index, list(properties), set(required))} ")"'
 
     def _xml_call(self, tool: Tool, index: int, schema: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cadenza.errors import InvalidRequestError
+from cadenza.errors import FailedPreconditionError, InvalidRequestError
 from cadenza.gateway.fields.constraints import errors_of_constraint, field_of_constraint, field_of_grammar
 from cadenza.gateway.http.errors import ApiError, bad_request
 from cadenza.gateway.parsing.formats import Formats
@@ -48,13 +48,13 @@ class Prepared:
         with errors_of_constraint(self.constrained_by):
             try:
                 yield
-            except InvalidRequestError as error:
-                if not self.grammar or not field_of_grammar(error):
+            except (InvalidRequestError, FailedPreconditionError) as error:
+                field = field_of_grammar(error)
+                if not self.grammar or not field:
                     raise
-                raise self._of_tool(error.message) from None
+                raise self._of_tool(error.message.rpartition(f"{field}: ")[2]) from None
 
     def _of_tool(self, message: str) -> ApiError:
-        message = message.rpartition("sampling_params.grammar.grammar: ")[2]
         found = _LINE.fullmatch(message)
         index = None if found is None else tool_of_line(self.grammar, int(found[1]))
         if found is None or index is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cadenza.gateway.parsing.argument_kinds import TEXT, Kinds, kinds_of, resolved
 from cadenza.gateway.parsing.qwen_coder import PARAMETER, PARAMETER_END
+from cadenza.gateway.tools.argument_schemas import argument_schema
 from cadenza.gateway.tools.definitions import Tool
 from cadenza.gateway.tools.lark import ANY_TEXT, compact_json, literal
 
@@ -53,8 +54,7 @@ def argument_rules(number: str, name: str, schema: Any, root: Mapping[str, Any])
         raise ValueError("has a schema that allows nothing")
     kinds = kinds_of(schema, root)
     if kinds and "string" not in kinds:
-        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return [f"{head}{compact_json({**schema, **shared})} {literal(_LAST)}"]
+        return [f"{head}{compact_json(argument_schema(schema, root))} {literal(_LAST)}"]
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if kinds == TEXT and values is not None:
         return [head + _one_of(values)]

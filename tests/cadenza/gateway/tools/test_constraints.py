@@ -260,6 +260,43 @@ def test_forced_calls_of_qwen_coder():
         assert not accepts(grammar, f"so {good.replace('7', '31')}{end}", style)
 
 
+TREE = {
+    "type": "object",
+    "properties": {
+        "size": {"type": "integer"},
+        "children": {"type": "array", "items": {"$ref": "#"}},
+        "first": {"$ref": "#/properties/size"},
+        "same": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+    },
+    "required": ["children"],
+    "additionalProperties": False,
+    "$defs": {"node": {"type": "object", "properties": {"of": {"$ref": "#/properties/size"}}, "required": ["of"]}},
+}
+"""A schema that refers to itself, as a whole and in parts."""
+
+
+@pytest.mark.parametrize("tools", ["pythonic", "qwen3_coder"])
+def test_references_are_to_the_whole_schema_where_arguments_are_written_one_by_one(tools):
+    tool = Tool("f", None, TREE)
+    found = coder() if tools == "qwen3_coder" else Formats("pythonic")
+    grammar = grammar_of(ToolUse((tool,), "required", is_parallel=False), found, None, None)
+
+    def call(**arguments):
+        values = {name: json.dumps(value) for name, value in arguments.items()}
+        if tools == "pythonic":
+            return f"[f({', '.join(f'{name}={value}' for name, value in values.items())})]"
+        parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+        return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+
+    leaf = {"size": 1, "children": []}
+    for good in ({"children": [leaf, {"children": [leaf]}]}, {"children": [], "same": {"of": 3}}):
+        jsonschema.validate(good, TREE)
+        assert accepts(grammar, call(**good), "added")
+    for wrong in ({"children": [[]]}, {"children": [{"size": 1}]}, {"children": [], "same": {"of": "x"}}):
+        assert not jsonschema.Draft202012Validator(TREE).is_valid(wrong)
+        assert not accepts(grammar, call(**wrong), "added")
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [

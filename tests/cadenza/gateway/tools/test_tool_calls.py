@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import ANY
 
 import pytest
 
@@ -238,6 +239,9 @@ async def test_a_message_has_blocks(hermes):
     assert starts == ["thinking", "text", "tool_use", "tool_use"]
     for index, block in enumerate(answer["content"]):
         deltas = [e["delta"] for e in events if e["type"] == "content_block_delta" and e["index"] == index]
+        if block["type"] == "thinking":
+            assert deltas.pop() == {"type": "signature_delta", "signature": ANY}
+            assert block["signature"]
         text = "".join(next(value for name, value in delta.items() if name != "type") for delta in deltas)
         shown = json.loads(text) if block["type"] == "tool_use" else text
         assert shown == block[{"tool_use": "input"}.get(block["type"], block["type"])]

@@ -184,6 +184,47 @@ async def test_after_a_failure_it_goes_on_with_the_present_state_and_logs_why(
         context.term()
 
 
+async def test_a_replay_lets_other_callbacks_run_and_waits_once_for_a_peer_that_does_not_read(tmp_path: Path) -> None:
+    zmq = pytest.importorskip("zmq", reason="the extra kv-events")
+    sockets = pytest.importorskip("zmq.asyncio")
+    rig = Rig(tmp_path, kv_events_buffer_steps=200)
+    rig.publisher.start()
+    router = rig.publisher._sockets[1]
+    sends, in_a_row, most, num_sent = router.send_multipart, 0, 0, 0
+
+    def send(*given: object, **options: object) -> object:
+        nonlocal in_a_row, most, num_sent
+        in_a_row, num_sent = in_a_row + 1, num_sent + 1
+        most = max(most, in_a_row)
+        return sends(*given, **options)
+
+    router.send_multipart = send
+    for number in range(200):
+        rig.publisher._kept.add(number, number.to_bytes(2, "big") * 50_000)
+    context = sockets.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.set_hwm(1)
+    dealer.connect(rig.replay)
+    try:
+        async with asyncio.timeout(20):
+            for _ in range(5):
+                await dealer.send_multipart((b"", bytes(8)))
+            while num_sent < 5 * 201:
+                in_a_row = 0
+                await asyncio.sleep(0)
+        assert most <= 64
+        answers = []
+        while await dealer.poll(200):
+            answers.append(await frames(dealer))
+        assert [int.from_bytes(each[2], "big") for each in answers[:200]] == list(range(200))
+        assert len(answers) < 2.5 * 201, "of five answers of 20 MB"
+    finally:
+        await rig.publisher.stop()
+        rig.hub.stop()
+        dealer.close(linger=0)
+        context.term()
+
+
 def test_what_is_kept_is_bounded_in_number_and_bytes() -> None:
     from scheduler_svc.front.kv_publisher import KeptPayloads
 

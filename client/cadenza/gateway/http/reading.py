@@ -19,7 +19,7 @@ ANSWER_HEADERS = web.RequestKey("answer_headers", dict[str, str])
 """Of a request: what every answer to it has in its head."""
 _BODY_TIMEOUT_S = 60.0
 _MAX_SHOWN = 40
-_LONG_BYTES = 64 * 1024
+LONG_BYTES = 64 * 1024
 """A longer body is parsed in a thread: 1 MB of token ids takes 20 ms, and a chat of it several times as long."""
 
 
@@ -41,7 +41,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     except RequestPayloadError:
         encoding = request.headers.get("Content-Encoding", "identity")[:_MAX_SHOWN]
         raise bad_request(f"the body cannot be decoded: its Content-Encoding is said to be {encoding!a}") from None
-    if len(raw) > _LONG_BYTES:
+    if len(raw) > LONG_BYTES:
         value = await asyncio.to_thread(_parse, raw)
     else:
         value = _parse(raw)
@@ -52,7 +52,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
 
 async def off_loop(request: web.Request, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Return what `work` makes of a request whose body has been read: in a thread for a long one."""
-    if len(await request.read()) > _LONG_BYTES:
+    if len(await request.read()) > LONG_BYTES:
         return await asyncio.to_thread(work, *arguments, **named)
     return work(*arguments, **named)
 

@@ -34,12 +34,11 @@ def read_request(request: pb.ModelInferRequest) -> Asked:
     """Read a request; raises ApiError."""
     if request.model_version not in ("", VERSION):
         raise bad_request(f"there is no version {request.model_version[:16]!a} of the model: it has {VERSION}")
+    if len(request.outputs) > len(OUTPUT_KINDS):
+        raise bad_request(f"there are {len(request.outputs)} outputs, and can be {len(OUTPUT_KINDS)}")
     values = read_inputs(request, INPUT_KINDS)
-    for name, value in values.items():
-        if len(value) != 1:
-            raise bad_request(f"input {name} must have one value, not {len(value)}")
-    texts = {name: value[0] for name, value in values.items() if isinstance(value[0], bytes)}
-    flags = {name: value[0] for name, value in values.items() if isinstance(value[0], bool)}
+    texts = {name: value for name, value in values.items() if isinstance(value, bytes)}
+    flags = {name: value for name, value in values.items() if isinstance(value, bool)}
     if "text_input" not in texts:
         raise bad_request("input text_input is missing")
     prompt = _text(texts["text_input"], "text_input")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from cadenza.dialects import inference_pb2 as pb
+from cadenza.gateway.http.reading import LONG_BYTES
 from cadenza.gateway.kserve.answers import Answers, failed
 from cadenza.gateway.kserve.requests import read_request
 from cadenza.gateway.kserve.statistics import Statistics
@@ -76,7 +77,8 @@ class InferStream:
     async def _answer(self, request: pb.ModelInferRequest) -> RequestMetrics | None:
         state = self._state
         caller = await state.generating_with(self._key)
-        asked = read_request(request)
+        is_long = request.ByteSize() > LONG_BYTES
+        asked = await asyncio.to_thread(read_request, request) if is_long else read_request(request)
         chosen = state.names.choose(asked.model, await caller.model())
         job = Job([Prompt(text=asked.prompt)], asked.params, adapter=asked.adapter or chosen.adapter)
         answers = Answers(request.id, asked)

@@ -28,6 +28,8 @@ class Asked:
     """Whether the output begins with the prompt."""
     outputs: frozenset[str]
     """Beside text_output."""
+    has_logprobs: bool
+    """Whether its sampling parameters ask for logprobs; the cumulative one needs those of chosen tokens anyway."""
 
 
 def read_request(request: pb.ModelInferRequest) -> Asked:
@@ -52,9 +54,10 @@ def read_request(request: pb.ModelInferRequest) -> Asked:
     for asked in request.outputs:
         if asked.name not in OUTPUT_KINDS:
             raise bad_request(f"there is no output {asked.name[:64]!a}: there are {', '.join(OUTPUT_KINDS)}")
-    if params.logprobs is None and outputs & {"cumulative_logprob"}:
+    has_logprobs = params.logprobs is not None
+    if not has_logprobs and "cumulative_logprob" in outputs:
         params = replace(params, logprobs=0)
-    return Asked(request.model_name, prompt, params, adapter, is_streamed, echoes, outputs)
+    return Asked(request.model_name, prompt, params, adapter, is_streamed, echoes, outputs, has_logprobs)
 
 
 def _text(raw: bytes, name: str) -> str:

@@ -129,6 +129,17 @@ async def test_the_other_outputs_are_there_if_they_are_asked_for(w, k):
     assert answers[-1]["cumulative_logprob"][0] == pytest.approx(sum(chosen) + next(iter(rows[-1].values()))["logprob"])
 
 
+async def test_the_cumulative_logprob_asks_for_no_others(w, k):
+    script(w, TEXT)
+    _, stream = k
+    flags = {"return_cumulative_logprob": True, "return_logprobs": True}
+    await stream.send(request("Hello", "1", stream=True, sampling_parameters=PARAMS, **flags))
+    await stream.collect("1")
+    answers = [outputs(each) for each in stream.answers["1"]]
+    assert {each["logprobs"][0] for each in answers} == {"null"}
+    assert answers[-1]["cumulative_logprob"][0] < 0
+
+
 async def test_parameters_of_the_request_hold_without_the_tensor(w, k):
     script(w, TEXT)
     _, stream = k

@@ -2,7 +2,8 @@
 
 A message of the PUB socket has three parts: the topic, its number (8 bytes, big-endian, from 0) and the payload. A
 request to the ROUTER socket is a number; the answers are the kept messages from it on, then one with the number -1.
-After a failure the publisher goes on with the present state, which begins with "cleared".
+After a failure, and when a subscriber comes, the publisher goes on with the present state, which begins with "cleared":
+what it publishes before a subscription arrives is lost, and numbers alone may not tell that it was started again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from cadenza.settings.extras import install_command
 from cadenza.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.engine.kv_events.hub import KvEvents
+from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription
 
 _LOG = logging.getLogger(__name__)
 _NUMBER_BYTES = 8
@@ -27,6 +28,11 @@ _MAX_KEPT_BYTES = 256 << 20
 """Of the payloads that are kept for the ROUTER socket."""
 _RETRY_S = 5.0
 """Pause after a failure."""
+_SUBSCRIBED = 1
+"""The first byte of what the socket says of a subscription; 0 ends one."""
+_MAX_NEWS = 256
+_STATE_S = 1.0
+"""The least time between two states for those who come."""
 _ANSWERS_AT_ONCE = 32
 """Kept payloads that are sent before the event loop runs other callbacks: some 10 us each."""
 _MAX_RECEIVED_BYTES = 4096
@@ -89,7 +95,8 @@ class KvPublisher:
 
     def start(self) -> None:
         """Open the sockets; from then on all events are published. Raises KvPublisherError."""
-        publisher = self._socket(self._zmq.PUB, self._endpoint, self._hwm)
+        publisher = self._socket(self._zmq.XPUB, self._endpoint, self._hwm)  # a PUB that sees subscriptions
+        publisher.setsockopt(self._zmq.XPUB_VERBOSE, 1)
         self._begin("publisher", self._endpoint, lambda: self._publish(publisher))
         if self._replay_endpoint is not None:
             # For a subscriber that asks and does not read, one answer waits: all that is kept, and its end.
@@ -132,6 +139,7 @@ class KvPublisher:
 
     async def _publish(self, socket: Any) -> None:
         subscription = self._events.subscribe()
+        greeting = asyncio.create_task(self._greet(socket, subscription), name="kv-greeting")
         try:
             async for batch in subscription:
                 payload = await run_in_slices(self._payload(batch, self._adapter_names()))
@@ -139,7 +147,18 @@ class KvPublisher:
                 self._kept.add(number, payload)
                 await socket.send_multipart((self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload))
         finally:
+            greeting.cancel()
             subscription.close()
+
+    async def _greet(self, socket: Any, subscription: Subscription) -> None:
+        """Publish the present state for subscribers that come."""
+        while True:
+            news = [await socket.recv()]
+            while len(news) < _MAX_NEWS and await socket.poll(0):
+                news.append(await socket.recv())
+            if any(each[:1] == bytes([_SUBSCRIBED]) for each in news):
+                subscription.begin_again()
+            await asyncio.sleep(_STATE_S)
 
     async def _replay(self, socket: Any) -> None:
         while True:

@@ -184,6 +184,39 @@ async def test_after_a_failure_it_goes_on_with_the_present_state_and_logs_why(
         context.term()
 
 
+async def test_who_comes_later_gets_the_present_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zmq = pytest.importorskip("zmq", reason="the extra kv-events")
+    sockets = pytest.importorskip("zmq.asyncio")
+    from scheduler_svc.front import kv_publisher
+
+    monkeypatch.setattr(kv_publisher, "_STATE_S", 0.0)
+    rig = Rig(tmp_path)
+    rig.publisher.start()
+    context = sockets.Context()
+    subscribers = []
+    try:
+        async with asyncio.timeout(20):
+            for token_id in (48, 49):
+                while not rig.publisher._kept.since(0):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                rig.serve(token_id)
+                subscribers.append(subscriber := context.socket(zmq.SUB))
+                subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@")
+                subscriber.connect(rig.endpoint)
+                ids: set[int] = set()
+                while token_id not in ids:
+                    events = msgpack.unpackb((await frames(subscriber))[2])[1]
+                    if events[0]["type"] == "AllBlocksCleared":
+                        ids = {event["token_ids"][0] for event in events[1:]}
+        assert ids == {48, 49}
+    finally:
+        await rig.publisher.stop()
+        rig.hub.stop()
+        for subscriber in subscribers:
+            subscriber.close(linger=0)
+        context.term()
+
+
 async def test_a_replay_lets_other_callbacks_run_and_waits_once_for_a_peer_that_does_not_read(tmp_path: Path) -> None:
     zmq = pytest.importorskip("zmq", reason="the extra kv-events")
     sockets = pytest.importorskip("zmq.asyncio")

@@ -2,7 +2,8 @@
 
 A message of the PUB socket has three parts: the topic, its number (8 bytes, big-endian, from 0) and the payload. A
 request to the ROUTER socket is a number; the answers are the kept messages from it on, then one with the number -1.
-After a failure the publisher goes on with the present state, which begins with "cleared".
+After a failure, and when a subscriber comes, the publisher goes on with the present state, which begins with "cleared":
+what it publishes before a subscription arrives is lost, and numbers alone may not tell that it was started again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from cadenza.settings.extras import install_command
 from cadenza.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.engine.kv_events.hub import KvEvents
+from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription
 
 _LOG = logging.getLogger(__name__)
 _NUMBER_BYTES = 8
@@ -27,6 +28,15 @@ _MAX_KEPT_BYTES = 256 << 20
 """Of the payloads that are kept for the ROUTER socket."""
 _RETRY_S = 5.0
 """Pause after a failure."""
+_SUBSCRIBED = 1
+"""The first byte of what the socket says of a subscription; 0 ends one."""
+_MAX_NEWS = 256
+_STATE_S = 1.0
+"""The least time between two states for those who come."""
+_ANSWERS_AT_ONCE = 32
+"""Kept payloads that are sent before the event loop runs other callbacks: some 10 us each."""
+_MAX_RECEIVED_BYTES = 4096
+"""Of what subscribers send: topics, and numbers."""
 
 
 class KvPublisherError(Exception):
@@ -37,7 +47,7 @@ class KeptPayloads:
     """The last payloads with their numbers, for subscribers that have missed some."""
 
     def __init__(self, max_payloads: int, max_bytes: int = _MAX_KEPT_BYTES) -> None:
-        self._max_payloads = max_payloads
+        self.max_payloads = max_payloads
         self._max_bytes = max_bytes
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
@@ -46,7 +56,7 @@ class KeptPayloads:
         """Keep the next one, and drop the oldest that are too many or too large together."""
         self._kept.append((number, payload))
         self._num_bytes += len(payload)
-        while len(self._kept) > self._max_payloads or self._num_bytes > self._max_bytes:
+        while len(self._kept) > self.max_payloads or self._num_bytes > self._max_bytes:
             self._num_bytes -= len(self._kept.popleft()[1])
 
     def since(self, number: int) -> list[tuple[int, bytes]]:
@@ -85,10 +95,12 @@ class KvPublisher:
 
     def start(self) -> None:
         """Open the sockets; from then on all events are published. Raises KvPublisherError."""
-        publisher = self._socket(self._zmq.PUB, self._endpoint)
+        publisher = self._socket(self._zmq.XPUB, self._endpoint, self._hwm)  # a PUB that sees subscriptions
+        publisher.setsockopt(self._zmq.XPUB_VERBOSE, 1)
         self._begin("publisher", self._endpoint, lambda: self._publish(publisher))
         if self._replay_endpoint is not None:
-            router = self._socket(self._zmq.ROUTER, self._replay_endpoint, binds=True)
+            # For a subscriber that asks and does not read, one answer waits: all that is kept, and its end.
+            router = self._socket(self._zmq.ROUTER, self._replay_endpoint, self._kept.max_payloads + 1, binds=True)
             self._begin("replay", self._replay_endpoint, lambda: self._replay(router))
 
     @property
@@ -105,11 +117,12 @@ class KvPublisher:
             socket.close(linger=0)
         self._context.term()
 
-    def _socket(self, kind: int, endpoint: str, *, binds: bool = False) -> Any:
+    def _socket(self, kind: int, endpoint: str, hwm: int, *, binds: bool = False) -> Any:
         """A socket that is bound, or connected to an endpoint without * as vLLM's is."""
         socket = self._context.socket(kind)
         self._sockets.append(socket)
-        socket.set_hwm(self._hwm)
+        socket.set_hwm(hwm)
+        socket.setsockopt(self._zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
         if "::" in endpoint:  # not for *, which would be the addresses of both kinds
             socket.setsockopt(self._zmq.IPV6, 1)
         try:
@@ -126,6 +139,7 @@ class KvPublisher:
 
     async def _publish(self, socket: Any) -> None:
         subscription = self._events.subscribe()
+        greeting = asyncio.create_task(self._greet(socket, subscription), name="kv-greeting")
         try:
             async for batch in subscription:
                 payload = await run_in_slices(self._payload(batch, self._adapter_names()))
@@ -133,7 +147,18 @@ class KvPublisher:
                 self._kept.add(number, payload)
                 await socket.send_multipart((self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload))
         finally:
+            greeting.cancel()
             subscription.close()
+
+    async def _greet(self, socket: Any, subscription: Subscription) -> None:
+        """Publish the present state for subscribers that come."""
+        while True:
+            news = [await socket.recv()]
+            while len(news) < _MAX_NEWS and await socket.poll(0):
+                news.append(await socket.recv())
+            if any(each[:1] == bytes([_SUBSCRIBED]) for each in news):
+                subscription.begin_again()
+            await asyncio.sleep(_STATE_S)
 
     async def _replay(self, socket: Any) -> None:
         while True:
@@ -143,11 +168,16 @@ class KvPublisher:
             peer, _, asked = frames
             start = int.from_bytes(asked, "big")
             with contextlib.suppress(self._zmq.ZMQError):  # the peer has gone
-                for number, payload in self._kept.since(start):
-                    await socket.send_multipart(
-                        (peer, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload)
-                    )
-                await socket.send_multipart((peer, b"", b"", _END, b""))
+                await self._answer(socket, peer, start)
+
+    async def _answer(self, socket: Any, peer: bytes, start: int) -> None:
+        """Send a peer what is kept from a number on. Sending never waits: what is too much for a peer is dropped."""
+        for index, (number, payload) in enumerate(self._kept.since(start)):
+            if index % _ANSWERS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            frames = peer, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload
+            await socket.send_multipart(frames, copy=False)
+        await socket.send_multipart((peer, b"", b"", _END, b""))
 
 
 async def _until_done(name: str, endpoint: str, work: Callable[[], Awaitable[None]]) -> None:

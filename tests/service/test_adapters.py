@@ -14,6 +14,7 @@ import pytest
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from cadenza.errors import CadenzaError, FailedPreconditionError, InvalidRequestError, NotFoundError
 from cadenza.v1 import admin_pb2
+from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from tests.helpers.services import Running, cadenza_services, executor_service, scheduler_service
 from tests.helpers.simulated_adapters import content_hash, greedy_tokens, make_adapter
 
@@ -61,6 +62,31 @@ async def test_more_adapters_than_an_executor_holds(folders: dict[str, Path]) ->
     async with serving(folders, max_loras=1, max_cpu_loras=1) as (_, client):
         outputs = await client.generate([PROMPT] * len(names), PARAMS, adapter=names)
     assert tokens(outputs) == [greedy_tokens(PROMPT, NUM_TOKENS, folders[name]) for name in names]
+
+
+async def kv_hashes(running: Running, num_blocks: int) -> dict[str, set[int]]:
+    """The hashes of what is cached, by the adapter's name in KV events; waits for so many blocks."""
+    hashes: dict[str, set[int]] = {}
+    async with grpc.aio.insecure_channel(running.target) as channel:
+        events = AdminServiceStub(channel).SubscribeKvEvents(admin_pb2.SubscribeKvEventsRequest())
+        async with asyncio.timeout(10):
+            while sum(map(len, hashes.values())) < num_blocks:
+                for event in (await events.read()).events:
+                    hashes.setdefault(event.stored.adapter, set()).update(event.stored.block_hashes)
+        events.cancel()
+    return hashes
+
+
+async def test_kv_events_tell_adapters_apart_and_are_equal_in_two_services(folders: dict[str, Path]) -> None:
+    differing = {name: folders[name] for name in "abc"}
+    seen = []
+    for names in (("a", "b", None), (None, "b", "a")):
+        async with serving(differing) as (running, client):
+            await client.generate([PROMPT] * len(names), SamplingParams(max_tokens=1), adapter=list(names))
+            seen.append(await kv_hashes(running, 3 * (len(PROMPT) // 16)))
+    assert seen[0] == seen[1]
+    assert seen[0].keys() == {"a", "b", ""}
+    assert len(set().union(*seen[0].values())) == 3 * (len(PROMPT) // 16)
 
 
 async def test_the_prefix_cache_is_shared_by_content_alone(folders: dict[str, Path]) -> None:

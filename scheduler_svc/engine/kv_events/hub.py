@@ -80,12 +80,17 @@ class Subscription:
         if self._has_begun and not self._needs_state:
             self._add(batch)
             if self._num_live > _MAX_PENDING:
-                self._pending.clear()
-                self._needs_state = True
+                self.begin_again()
 
     def _add(self, batch: Batch) -> None:
         self._pending.append(batch)
         self._num_live += batch.part is None
+        self._wake.set()
+
+    def begin_again(self) -> None:
+        """Drop what waits: the present state comes next."""
+        self._pending.clear()
+        self._needs_state = True
         self._wake.set()
 
     def wake(self) -> None:

@@ -184,6 +184,91 @@ async def test_after_a_failure_it_goes_on_with_the_present_state_and_logs_why(
         context.term()
 
 
+async def test_who_comes_later_gets_the_present_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zmq = pytest.importorskip("zmq", reason="the extra kv-events")
+    sockets = pytest.importorskip("zmq.asyncio")
+    from scheduler_svc.front import kv_publisher
+
+    monkeypatch.setattr(kv_publisher, "_STATE_S", 0.0)
+    rig = Rig(tmp_path)
+    rig.publisher.start()
+    context = sockets.Context()
+    subscribers = []
+    try:
+        async with asyncio.timeout(20):
+            for token_id in (48, 49):
+                while not rig.publisher._kept.since(0):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                rig.serve(token_id)
+                subscribers.append(subscriber := context.socket(zmq.SUB))
+                subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@")
+                subscriber.connect(rig.endpoint)
+                ids: set[int] = set()
+                while token_id not in ids:
+                    events = msgpack.unpackb((await frames(subscriber))[2])[1]
+                    if events[0]["type"] == "AllBlocksCleared":
+                        ids = {event["token_ids"][0] for event in events[1:]}
+        assert ids == {48, 49}
+    finally:
+        await rig.publisher.stop()
+        rig.hub.stop()
+        for subscriber in subscribers:
+            subscriber.close(linger=0)
+        context.term()
+
+
+async def test_a_replay_lets_other_callbacks_run_and_waits_once_for_a_peer_that_does_not_read(tmp_path: Path) -> None:
+    zmq = pytest.importorskip("zmq", reason="the extra kv-events")
+    sockets = pytest.importorskip("zmq.asyncio")
+    rig = Rig(tmp_path, kv_events_buffer_steps=200)
+    rig.publisher.start()
+    router = rig.publisher._sockets[1]
+    sends, in_a_row, most, num_sent = router.send_multipart, 0, 0, 0
+
+    def send(*given: object, **options: object) -> object:
+        nonlocal in_a_row, most, num_sent
+        in_a_row, num_sent = in_a_row + 1, num_sent + 1
+        most = max(most, in_a_row)
+        return sends(*given, **options)
+
+    router.send_multipart = send
+    async with asyncio.timeout(10):
+        while not rig.publisher._kept.since(0):  # noqa: ASYNC110  # turns of the loop are what is counted
+            await asyncio.sleep(0)
+    for number in range(1, 200):
+        rig.publisher._kept.add(number, number.to_bytes(2, "big") * 50_000)
+
+    async def turns() -> None:
+        nonlocal in_a_row
+        while True:
+            in_a_row = 0
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(turns())
+    context = sockets.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.set_hwm(1)
+    dealer.connect(rig.replay)
+    try:
+        async with asyncio.timeout(20):
+            for _ in range(5):
+                await dealer.send_multipart((b"", bytes(8)))
+            while num_sent < 5 * 201:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        turning.cancel()
+        assert most <= 64
+        answers = []
+        while await dealer.poll(200):
+            answers.append(await frames(dealer))
+        assert [int.from_bytes(each[2], "big") for each in answers[:200]] == list(range(200))
+        assert len(answers) < 2.5 * 201, "of five answers of 20 MB"
+    finally:
+        await rig.publisher.stop()
+        rig.hub.stop()
+        dealer.close(linger=0)
+        context.term()
+
+
 def test_what_is_kept_is_bounded_in_number_and_bytes() -> None:
     from scheduler_svc.front.kv_publisher import KeptPayloads
 

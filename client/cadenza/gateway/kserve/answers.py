@@ -14,6 +14,7 @@ from cadenza.outputs import CompletionOutput, LogprobRow, RequestOutput
 FINAL = "triton_final_response"
 _RUNS = "None"
 """The backend's word for a sample that has not ended."""
+_NO_LOGPROBS = b"null"
 
 
 class Answers:
@@ -52,7 +53,7 @@ class Answers:
             "text_output": [(prefix + "".join(part.text for part in parts)).encode() for parts in news],
             "finish_reason": [reason.encode() for reason in self._reasons],
             "cumulative_logprob": self._sums,
-            "logprobs": [_logprobs(parts) for parts in news],
+            "logprobs": [_logprobs(parts) if self._asked.has_logprobs else _NO_LOGPROBS for parts in news],
             "num_input_tokens": [num_prompt_tokens],
             "num_output_tokens": [sum(len(part.token_ids) for part in parts) for parts in news],
         }
@@ -86,8 +87,6 @@ def _answer_of(request_id: str, model: str, *, is_final: bool) -> pb.ModelInferR
 
 def _logprobs(parts: Sequence[CompletionOutput]) -> bytes:
     rows = [row for part in parts for row in part.logprobs or ()]
-    if not rows and all(part.logprobs is None for part in parts):
-        return b"null"
     return json.dumps([_row(row) for row in rows], separators=(",", ":")).encode()
 
 

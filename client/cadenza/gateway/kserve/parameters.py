@@ -23,21 +23,18 @@ _TRITON = "triton_"
 _OF_PROTOCOL = frozenset({"timeout", "priority", "sequence_id", "sequence_start", "sequence_end"})
 """These are the protocol's too, from arguments of tritonclient's calls: its priority is that of Triton's queues, not
 the sampling parameter."""
+_MAX_PARAMETERS = 256
 
 
 def of_tensor(text: bytes) -> dict[str, Any]:
     """The JSON object of `sampling_parameters`; raises ApiError."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"sampling_parameters are no JSON: {error}"[:300]) from None
-    if not isinstance(values, dict):
-        raise bad_request(f"sampling_parameters must be a JSON object, not {shown(values)}")
-    return values
+    return _object("sampling_parameters", text)
 
 
 def of_request(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
-    """The request's own parameters, which hold where there is no tensor."""
+    """The request's own parameters, which hold where there is no tensor; raises ApiError for more than there can be."""
+    if len(parameters) > _MAX_PARAMETERS:
+        raise bad_request(f"there are {len(parameters)} parameters, and can be {_MAX_PARAMETERS}")
     values = {}
     for name, value in parameters.items():
         kind = value.WhichOneof("parameter_choice")
@@ -57,12 +54,25 @@ def as_params(values: Mapping[str, Any]) -> tuple[SamplingParams, str]:
             hint = suggestion(name[:64], [*_KNOWN, LORA_NAME])
             raise bad_request(f"sampling parameter {name[:64]!a}: there is no such one{hint}")
     structured = given.get("structured_outputs")
+    if isinstance(structured, str):  # a request's parameters have no objects, and the backend takes no other form
+        structured = given["structured_outputs"] = _object("structured_outputs", structured)
     if structured is not None and not isinstance(structured, dict):
         raise bad_request(f"structured_outputs must be an object, not {shown(structured)}")
     own = {name: given[name] for name in _OWN if name in given}
     params = sampling_params(given, **own)
     check_number_of_choices(params.n)
     return params, utf8(adapter, LORA_NAME)
+
+
+def _object(name: str, text: bytes | str) -> dict[str, Any]:
+    """A JSON object; raises ApiError that names the parameter."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"{name} is no JSON: {error}"[:300]) from None
+    if not isinstance(values, dict):
+        raise bad_request(f"{name} must be a JSON object, not {shown(values)}")
+    return values
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -28,18 +28,19 @@ class Asked:
     """Whether the output begins with the prompt."""
     outputs: frozenset[str]
     """Beside text_output."""
+    has_logprobs: bool
+    """Whether its sampling parameters ask for logprobs; the cumulative one needs those of chosen tokens anyway."""
 
 
 def read_request(request: pb.ModelInferRequest) -> Asked:
     """Read a request; raises ApiError."""
     if request.model_version not in ("", VERSION):
         raise bad_request(f"there is no version {request.model_version[:16]!a} of the model: it has {VERSION}")
+    if len(request.outputs) > len(OUTPUT_KINDS):
+        raise bad_request(f"there are {len(request.outputs)} outputs, and can be {len(OUTPUT_KINDS)}")
     values = read_inputs(request, INPUT_KINDS)
-    for name, value in values.items():
-        if len(value) != 1:
-            raise bad_request(f"input {name} must have one value, not {len(value)}")
-    texts = {name: value[0] for name, value in values.items() if isinstance(value[0], bytes)}
-    flags = {name: value[0] for name, value in values.items() if isinstance(value[0], bool)}
+    texts = {name: value for name, value in values.items() if isinstance(value, bytes)}
+    flags = {name: value for name, value in values.items() if isinstance(value, bool)}
     if "text_input" not in texts:
         raise bad_request("input text_input is missing")
     prompt = _text(texts["text_input"], "text_input")
@@ -53,9 +54,10 @@ def read_request(request: pb.ModelInferRequest) -> Asked:
     for asked in request.outputs:
         if asked.name not in OUTPUT_KINDS:
             raise bad_request(f"there is no output {asked.name[:64]!a}: there are {', '.join(OUTPUT_KINDS)}")
-    if params.logprobs is None and outputs & {"cumulative_logprob"}:
+    has_logprobs = params.logprobs is not None
+    if not has_logprobs and "cumulative_logprob" in outputs:
         params = replace(params, logprobs=0)
-    return Asked(request.model_name, prompt, params, adapter, is_streamed, echoes, outputs)
+    return Asked(request.model_name, prompt, params, adapter, is_streamed, echoes, outputs, has_logprobs)
 
 
 def _text(raw: bytes, name: str) -> str:

@@ -18,8 +18,10 @@ from cadenza.gateway.kserve.model import VERSION, model_config, model_metadata, 
 from cadenza.gateway.kserve.statistics import Statistics
 from cadenza.gateway.kserve.stream import InferStream
 from cadenza.gateway.rpc.calls import Context, abort_with, key_of
+from cadenza.gateway.scheduler.caller import Caller
 from cadenza.gateway.state import State
 
+_Named = pb.ModelReadyRequest | pb.ModelMetadataRequest | pb.ModelConfigRequest | pb.ModelStatisticsRequest
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
 
@@ -39,12 +41,16 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ServerReadyResponse(ready=self._is_ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        """Whether this is a name of the model, and requests are served."""
+        """Whether this is a name of the model, and requests are served; a probe needs no key, and never waits."""
+        if not self._is_ready:
+            return pb.ModelReadyResponse(ready=False)
+        key, link = key_of(context), self._state.link
         try:
-            await self._check_name(request, context)
+            caller = link.own if key is None else await self._state.caller_with(key)
+            await self._check_name(request, caller)
         except (ApiError, CadenzaError):
             return pb.ModelReadyResponse(ready=False)
-        return pb.ModelReadyResponse(ready=self._is_ready)
+        return pb.ModelReadyResponse(ready=True)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         """The server."""
@@ -53,21 +59,21 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         """The model's tensors."""
         try:
-            return model_metadata(await self._check_name(request, context))
+            return model_metadata(await self._name(request, context))
         except (ApiError, CadenzaError) as error:
             await abort_with(context, error, "ModelMetadata")
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         """The model's configuration."""
         try:
-            return model_config(await self._check_name(request, context))
+            return model_config(await self._name(request, context))
         except (ApiError, CadenzaError) as error:
             await abort_with(context, error, "ModelConfig")
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         """Counts of requests."""
         try:
-            return self._statistics.message(await self._check_name(request, context))
+            return self._statistics.message(await self._name(request, context))
         except (ApiError, CadenzaError) as error:
             await abort_with(context, error, "ModelStatistics")
 
@@ -107,13 +113,12 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     def _is_ready(self) -> bool:
         return self._state.link.is_serving and not self._state.is_stopping
 
-    async def _check_name(
-        self,
-        request: pb.ModelReadyRequest | pb.ModelMetadataRequest | pb.ModelConfigRequest | pb.ModelStatisticsRequest,
-        context: Context,
-    ) -> str:
-        """The model's name, as given or its first; raises ApiError and CadenzaError for one that it does not have."""
-        caller = await self._state.caller_with(key_of(context))
+    async def _name(self, request: _Named, context: Context) -> str:
+        """The model's name, as given or its first; raises as `_check_name`, and for a key that may not ask."""
+        return await self._check_name(request, await self._state.caller_with(key_of(context)))
+
+    async def _check_name(self, request: _Named, caller: Caller) -> str:
+        """The same for a caller; raises ApiError and CadenzaError for a name that the model does not have."""
         names = self._state.names.of_model(await caller.model())
         if (request.name and request.name not in names) or request.version not in ("", VERSION):
             raise ApiError(404, f"there is no model {request.name[:128]!a} with version {request.version[:16]!a}")

@@ -10,7 +10,7 @@ from cadenza.dialects import inference_pb2 as pb
 from cadenza.gateway.kserve.answers import Answers, failed
 from cadenza.gateway.kserve.requests import read_request
 from cadenza.gateway.kserve.statistics import Statistics
-from cadenza.gateway.rpc.calls import Context, SlowClientError, counted, explained, key_of, write
+from cadenza.gateway.rpc.calls import Context, SlowClientError, counted, explained, key_of, off_loop, write
 from cadenza.gateway.scheduler.generation import Generation, Job
 from cadenza.gateway.state import State
 from cadenza.outputs import RequestMetrics
@@ -76,7 +76,7 @@ class InferStream:
     async def _answer(self, request: pb.ModelInferRequest) -> RequestMetrics | None:
         state = self._state
         caller = await state.generating_with(self._key)
-        asked = read_request(request)
+        asked = await off_loop(request.ByteSize(), read_request, request)
         chosen = state.names.choose(asked.model, await caller.model())
         job = Job([Prompt(text=asked.prompt)], asked.params, adapter=asked.adapter or chosen.adapter)
         answers = Answers(request.id, asked)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 
 from cadenza.dialects import inference_pb2 as pb
 from cadenza.gateway.http.errors import ApiError, bad_request
 
 _LENGTH = struct.Struct("<I")
 _FORMATS = {"FP32": "f", "UINT32": "I", "BOOL": "?"}
+_MAX_DIMENSIONS = 8
 
 
-def read_inputs(request: pb.ModelInferRequest, kinds: dict[str, str]) -> dict[str, list[bytes] | list[bool]]:
-    """The values of each input; kinds: the data type of each that may be given. Raises ApiError."""
-    raw = list(request.raw_input_contents)
+def read_inputs(request: pb.ModelInferRequest, kinds: Mapping[str, str]) -> dict[str, bytes | bool]:
+    """The value of each input; kinds: the data type of each that may be given. Raises ApiError.
+
+    Looks at no more than one value of each, whatever a message has.
+    """
+    raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise bad_request(f"there are {len(raw)} raw_input_contents for {len(request.inputs)} inputs")
-    values: dict[str, list[bytes] | list[bool]] = {}
+    values: dict[str, bytes | bool] = {}
     for index, tensor in enumerate(request.inputs):
         name = tensor.name
         if name not in kinds:
@@ -27,11 +30,10 @@ def read_inputs(request: pb.ModelInferRequest, kinds: dict[str, str]) -> dict[st
             raise bad_request(f"input {name} is given twice")
         if tensor.datatype != kinds[name]:
             raise bad_request(f"input {name} must be {kinds[name]}, not {tensor.datatype[:16]!a}")
-        read = _read_texts if kinds[name] == "BYTES" else _read_booleans
+        if len(tensor.shape) > _MAX_DIMENSIONS or any(length != 1 for length in tensor.shape):
+            raise bad_request(f"input {name} must have the shape [1], not {list(tensor.shape[:_MAX_DIMENSIONS])}")
+        read = _read_text if kinds[name] == "BYTES" else _read_boolean
         values[name] = read(tensor, raw[index] if raw else None)
-        if len(values[name]) != prod(tensor.shape):
-            shape = list(tensor.shape)[:4]
-            raise bad_request(f"input {name} has {len(values[name])} values, which its shape {shape} does not say")
     return values
 
 
@@ -46,25 +48,28 @@ def output(
     return tensor, struct.pack(f"<{len(values)}{_FORMATS[kind]}", *values)
 
 
-def _read_texts(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> list[bytes]:
+def _read_text(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> bytes:
     if raw is None:
-        return list(tensor.contents.bytes_contents)
-    texts, at = [], 0
-    while at < len(raw):
-        if at + 4 > len(raw):
-            raise _cut(tensor.name)
-        (length,) = _LENGTH.unpack_from(raw, at)
-        at += 4
-        if at + length > len(raw):
-            raise _cut(tensor.name)
-        texts.append(raw[at : at + length])
-        at += length
-    return texts
+        given = tensor.contents.bytes_contents
+        if len(given) != 1:
+            raise _wrong_number(tensor.name, len(given))
+        return given[0]
+    end = _LENGTH.size
+    if len(raw) >= end:
+        end += _LENGTH.unpack_from(raw)[0]
+    if len(raw) < end:
+        raise bad_request(f"input {tensor.name}: a text ends after its contents")
+    if len(raw) > end:
+        raise bad_request(f"input {tensor.name} must have one value, and has more bytes than its first")
+    return raw[_LENGTH.size :]
 
 
-def _read_booleans(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> list[bool]:
-    return list(tensor.contents.bool_contents) if raw is None else [each != 0 for each in raw]
+def _read_boolean(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> bool:
+    given = tensor.contents.bool_contents if raw is None else raw
+    if len(given) != 1:
+        raise _wrong_number(tensor.name, len(given))
+    return given[0] != 0
 
 
-def _cut(name: str) -> ApiError:
-    return bad_request(f"input {name}: a text ends after its contents")
+def _wrong_number(name: str, count: int) -> ApiError:
+    return bad_request(f"input {name} must have one value, not {count}")

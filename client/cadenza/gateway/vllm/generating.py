@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 from cadenza.dialects import vllm_engine_pb2 as pb
 from cadenza.gateway.http.errors import ApiError, bad_request
-from cadenza.gateway.rpc.calls import Context, key_of, write
+from cadenza.gateway.rpc.calls import Context, key_of, off_loop, write
 from cadenza.gateway.scheduler.generation import Generation, Job
 from cadenza.gateway.state import State
 from cadenza.gateway.vllm.answers import Answers
 from cadenza.gateway.vllm.params import sampling_params
 from cadenza.gateway.vllm.running import AbortedError, Running
 from cadenza.prompts import Prompt
+from cadenza.transport import MAX_REQUEST_BYTES
 
 _REFUSED = {
     "kv_transfer_params": "prefill and decode are not split",
@@ -27,7 +28,12 @@ async def generate(state: State, running: Running, request: pb.GenerateRequest, 
     key = key_of(context)
     caller = await state.generating_with(key)
     _check_refused(request)
-    params = sampling_params(request.sampling_params)
+    if request.HasField("tokenized"):
+        request.tokenized.ClearField("original_text")  # what the ids stand for is not sent on
+    num_bytes = request.ByteSize()
+    if num_bytes > MAX_REQUEST_BYTES:
+        raise bad_request(f"the request has {num_bytes} bytes, and can have {MAX_REQUEST_BYTES} at most")
+    params = await off_loop(num_bytes, sampling_params, request.sampling_params)
     job = Job([_prompt(request)], params)
     answers = Answers(params)
     async with Generation(caller, job, is_streamed=request.stream) as generation:

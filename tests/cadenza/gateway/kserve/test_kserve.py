@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import grpc
 import pytest
 
 from cadenza.dialects import inference_pb2 as pb
+from cadenza.gateway.http.errors import ApiError
 from cadenza.gateway.kserve.requests import read_request
 from cadenza.gateway.kserve.statistics import Statistics
 from cadenza.gateway.kserve.stream import MAX_BYTES, InferStream
@@ -127,6 +129,17 @@ async def test_the_other_outputs_are_there_if_they_are_asked_for(w, k):
     assert answers[-1]["cumulative_logprob"][0] == pytest.approx(sum(chosen) + next(iter(rows[-1].values()))["logprob"])
 
 
+async def test_the_cumulative_logprob_asks_for_no_others(w, k):
+    script(w, TEXT)
+    _, stream = k
+    flags = {"return_cumulative_logprob": True, "return_logprobs": True}
+    await stream.send(request("Hello", "1", stream=True, sampling_parameters=PARAMS, **flags))
+    await stream.collect("1")
+    answers = [outputs(each) for each in stream.answers["1"]]
+    assert {each["logprobs"][0] for each in answers} == {"null"}
+    assert answers[-1]["cumulative_logprob"][0] < 0
+
+
 async def test_parameters_of_the_request_hold_without_the_tensor(w, k):
     script(w, TEXT)
     _, stream = k
@@ -147,14 +160,24 @@ async def test_parameters_of_the_request_hold_without_the_tensor(w, k):
     assert read_request(tensor).params.priority == 7
 
 
+def test_a_constraint_is_the_text_of_an_object_as_before_triton():
+    constraint = {"choice": ["yes", "no"]}
+    tensor = request("Hi", sampling_parameters={"structured_outputs": json.dumps(constraint)})
+    message = request("Hi")
+    message.parameters["structured_outputs"].string_param = json.dumps(constraint)
+    for each in (tensor, message, request("Hi", sampling_parameters={"structured_outputs": constraint})):
+        assert read_request(each).params.structured_outputs.choice == ["yes", "no"]
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
         ({"image": "x"}, "there is no input 'image'"),
         ({"stream": True, "exclude_input_in_output": False}, "is for requests without stream"),
-        ({"sampling_parameters": "no"}, "sampling_parameters are no JSON"),
+        ({"sampling_parameters": "no"}, "sampling_parameters is no JSON"),
         ({"sampling_parameters": [1]}, "must be a JSON object"),
         ({"sampling_parameters": {"temprature": 1}}, "did you mean temperature?"),
+        ({"sampling_parameters": {"structured_outputs": "json"}}, "structured_outputs is no JSON"),
         ({"sampling_parameters": {"lora_name": "poet"}}, "no LoRA adapters"),
         ({"sampling_parameters": {"logprobs": 200}}, "logprobs must be 0 to 20"),
         ({"sampling_parameters": {"n": 2**32 - 1}}, "n must be 1 to 64, not 4294967295"),
@@ -170,7 +193,8 @@ async def test_what_is_wrong_is_said_in_the_stream(k, inputs, message):
 async def test_malformed_tensors_are_refused(k):
     _, stream = k
     good = request("Hi", "7")
-    for index, change in enumerate(("cut", "short", "kind", "twice", "none", "number")):
+    changes = ("cut", "short", "long", "kind", "twice", "none", "number", "dimensions", "typed")
+    for index, change in enumerate(changes):
         message = pb.ModelInferRequest.FromString(good.SerializeToString())
         message.id = str(index)
         match change:
@@ -178,6 +202,8 @@ async def test_malformed_tensors_are_refused(k):
                 message.raw_input_contents[0] = message.raw_input_contents[0][:-1]
             case "short":
                 message.raw_input_contents[0] = b"\1\0"
+            case "long":
+                message.raw_input_contents[0] *= 2
             case "kind":
                 message.inputs[0].datatype = "FP32"
             case "twice":
@@ -188,9 +214,36 @@ async def test_malformed_tensors_are_refused(k):
                 message.raw_input_contents.pop()
             case "number":
                 message.inputs[0].shape[0] = 2
+            case "dimensions":
+                message.inputs[0].shape[:] = [1] * 100
+            case "typed":
+                message.raw_input_contents.pop()
+                message.inputs[0].contents.bytes_contents.extend([b"a", b"b"])
         await stream.send(message)
-    await stream.collect(*map(str, range(6)))
-    assert len(stream.errors) == 6
+    await stream.collect(*map(str, range(len(changes))))
+    assert len(stream.errors) == len(changes)
+
+
+@pytest.mark.parametrize("part", ["shape", "values", "parameters", "outputs", "contents"])
+def test_what_a_message_has_too_much_of_is_counted_and_not_read(part):
+    """Each would hold the event loop of all clients: the product of these lengths has 2 MB."""
+    message = request("Hi")
+    match part:
+        case "shape":
+            message.inputs[0].shape[:] = [2**62] * 300_000
+        case "values":
+            message.raw_input_contents[0] = bytes(4_000_000)
+        case "parameters":
+            for number in range(1000):
+                message.parameters[f"triton_{number}"].bool_param = True
+        case "outputs":
+            message.outputs.extend([pb.ModelInferRequest.InferRequestedOutputTensor(name="text_output")] * 1000)
+        case "contents":
+            message.raw_input_contents.extend([b""] * 1_000_000)
+    began = time.thread_time()
+    with pytest.raises(ApiError):
+        read_request(message)
+    assert time.thread_time() - began < 0.1
 
 
 async def test_the_stream_s_end_ends_its_requests(w, k):
@@ -231,7 +284,10 @@ async def test_a_key_is_asked_for_as_over_http(w, tmp_path):
             await stream.send(request("Hi", "1", stream=True, sampling_parameters=PARAMS))
             await stream.collect("1")
             assert not stream.errors
-        async with kserve(g.addresses["kserve"]) as (_, stream):
+        async with kserve(g.addresses["kserve"]) as (stub, stream):
+            await w.until(lambda: g.state.link.is_serving)
+            assert (await stub.ModelReady(pb.ModelReadyRequest())).ready, "a probe has no key"
+            assert not (await stub.ModelReady(pb.ModelReadyRequest(name="other"))).ready
             async with asyncio.timeout(20):
                 assert await stream.call.code() is grpc.StatusCode.UNAUTHENTICATED, "before a request is read"
 

@@ -64,6 +64,13 @@ async def test_tokens_are_those_of_our_own_client(w, stub, stream):
         assert complete.completion_tokens == len(tokens)
 
 
+async def test_the_text_beside_token_ids_does_not_count(w, stub):
+    script(w, TEXT)
+    request = asked()
+    request.tokenized.original_text = "a" * 2_000_000
+    assert (await answers(stub, request))[-1].complete.finish_reason == "stop"
+
+
 async def test_logprobs_and_what_the_output_stopped_at(w, stub):
     script(w, TEXT, end=False)
     got = await answers(stub, asked(stream=False, stop=["brown"], logprobs=2, skip_special_tokens=True))
@@ -153,6 +160,11 @@ async def test_a_router_that_leaves_ends_its_request(w, stub):
         ({"kv_transfer_params_json": '{"a": 1}'}, "UNIMPLEMENTED", "prefill and decode are not split"),
         ({"tokenized": pb.TokenizedInput()}, "INVALID_ARGUMENT", "no prompt"),
         ({"tokenized": pb.TokenizedInput(input_ids=[10**6])}, "INVALID_ARGUMENT", "1000000"),
+        (
+            {"sampling_params": pb.SamplingParams(stop_token_ids=[5] * 2_000_000)},
+            "INVALID_ARGUMENT",
+            "can have 1572864",
+        ),
         ({"sampling_params": pb.SamplingParams(temperature=-1)}, "INVALID_ARGUMENT", "temperature"),
         ({"sampling_params": pb.SamplingParams(json_schema="no")}, "INVALID_ARGUMENT", "json"),
         ({"sampling_params": pb.SamplingParams(n=2**32 - 1)}, "INVALID_ARGUMENT", "sampling_params.n must be 1 to 64"),

@@ -146,11 +146,12 @@ class ModelAdapterLoader:
     def _check_room(self, name: str, new: _Held) -> None:
         """Raise AdapterRefused for an adapter that would take memory which was not set aside."""
         taken = sum(held.packed.num_bytes for held in self._held.values())
-        if taken + new.packed.num_bytes > self.max_bytes:
+        left = max(0, self.max_bytes - taken)
+        if new.packed.num_bytes > left:
             raise AdapterRefused(
                 "full",
-                f"adapter {name} takes {new.packed.num_bytes} bytes: {max(0, self.max_bytes - taken)} are left of those "
-                "for --max-cpu-loras adapters of --max-lora-rank",
+                f"adapter {name} takes {new.packed.num_bytes} bytes: {left} are left of those for --max-cpu-loras "
+                "adapters of --max-lora-rank",
             )
 
     def _read(self, index: int, name: str, path: str) -> _Held:

@@ -145,7 +145,7 @@ def test_an_unload_does_not_wait_for_a_load_of_another_rank(
         loading = threads.submit(leader.load, 3, "three", folders["one"])
         assert other.take()["load"] == 3
         other.answer("no")
-        with pytest.raises(AdapterRefused, match="^rank 1: no$"):
+        with pytest.raises(AdapterRefused, match=r"^rank 1: no$"):
             loading.result()
         assert other.take() == {"unload": 3}
         other.answer()

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 MAX_LOOKED_AT = 1024
-"""Groups from the head of a queue that are looked at for one that is not passed over, in some 0.3 ms."""
+"""Groups from the head of a queue that are looked at for one that is not passed over."""
 
 
 class PassedOver:

@@ -19,6 +19,7 @@ from benchmarks.common.benchmark import Benchmark, positive
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import Row, make_row
 from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.queues.passed import NOTHING_PASSED
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling, StepResult
@@ -45,7 +46,7 @@ class _Core(Scheduler):
 
     def look_elsewhere(self, executor_id: int, now: float) -> None:
         """What a lane without a request of its own does in a plan."""
-        next(self._requests.placer.heads(self.lanes[executor_id], now, ()), None)
+        next(self._requests.placer.heads(self.lanes[executor_id], now, NOTHING_PASSED), None)
 
     def group(self, request_id: str) -> SequenceGroup:
         """An unfinished request."""

@@ -256,7 +256,7 @@ class SchedulerConfig(ServiceSettings):
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="How long a request waits for its LoRA adapter before it ends with FAILED_PRECONDITION.",
+        description="How long a request waits for its LoRA adapter's load; then it ends with FAILED_PRECONDITION.",
         json_schema_extra=about("Adapters", "s"),
     )
     executor_ca: str | None = Field(

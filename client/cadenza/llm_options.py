@@ -351,7 +351,7 @@ class LLMOptions(TypedDict, total=False):
     folder NAME."""
 
     lora_load_timeout_s: float | None
-    """How long a request waits for its LoRA adapter before it ends with FAILED_PRECONDITION. [default: 60.0]"""
+    """How long a request waits for its LoRA adapter's load; then it ends with FAILED_PRECONDITION. [default: 60.0]"""
 
     kv_events_endpoint: str | None
     """ZeroMQ endpoint to publish KV events at, for routers that send requests to where their prefix is cached:

@@ -107,6 +107,10 @@ class AdapterPlaces(Protocol):
 class EmbeddingPlaces(Protocol):
     """What the adapters in all places add to a table of embeddings."""
 
+    def bytes_of_rank(self, vocabulary: int, rank: int) -> int:
+        """Return the memory of an adapter with a pair of this rank for a table of so many rows."""
+        ...
+
     def packed_bytes(self, pair: EmbeddingPair | None, replaced: ReplacedRows | None = None) -> int:
         """As in `AdapterPlaces`."""
         ...

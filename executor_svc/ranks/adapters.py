@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from executor_svc.models.adapters.places import ModelAdapters
@@ -21,7 +20,7 @@ _log = logging.getLogger(__name__)
 class LeaderAdapters(ModelAdapterLoader):
     """The adapters of rank 0, which the other ranks load and unload when it does.
 
-    Steps do not wait for loads; an unload, which is done between steps, waits for a load that is under way.
+    One thread asks the others, in order: steps wait neither for a load nor for an unload behind one.
     """
 
     def __init__(
@@ -36,13 +35,14 @@ class LeaderAdapters(ModelAdapterLoader):
         """links: to ranks 1 and up, others than those of steps."""
         super().__init__(adapters, max_loaded, roots=roots, base_table=base_table)
         self._links = links
-        self._asking = threading.Lock()
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="adapters of ranks")
 
     def load(self, index: int, name: str, path: str) -> LoadedAdapter:
         """As in `AdapterLoader`."""
         found = super().load(index, name, path)
+        request = {"load": index, "name": name, "path": path, "hash": found.content_hash.hex()}
         try:
-            refusals = self._ask({"load": index, "name": name, "path": path, "hash": found.content_hash.hex()})
+            refusals = self._asking.submit(self._ask, request).result()
         except LinkClosed as error:
             raise AdapterRefused("invalid", f"adapter {name}: a rank is gone: {error}") from error
         for rank, refusal in enumerate(refusals, 1):
@@ -54,19 +54,18 @@ class LeaderAdapters(ModelAdapterLoader):
     def unload(self, index: int) -> None:
         """As in `AdapterLoader`."""
         super().unload(index)
-        with suppress(LinkClosed):  # the end of a rank is the end of this process
-            self._ask({"unload": index})
+        # A LinkClosed of it is of no interest: the end of a rank is the end of this process.
+        self._asking.submit(self._ask, {"unload": index})
 
     def _ask(self, request: dict[str, object]) -> list[str]:
         """Let all other ranks do something; return what each refuses, empty: nothing."""
-        with self._asking:
-            for link in self._links:
-                link.send(Frame.ADAPTER, json.dumps(request).encode())
-            return [link.receive()[1].decode() for link in self._links]
+        for link in self._links:
+            link.send(Frame.ADAPTER, json.dumps(request).encode())
+        return [link.receive()[1].decode() for link in self._links]
 
 
 def serve_adapters(loader: ModelAdapterLoader, link: Link) -> None:
-    """Load and unload as rank 0 does, until it is gone; in a thread of another rank. No step runs during unloads."""
+    """Load and unload as rank 0 does, until it is gone; in a thread of another rank, beside its steps."""
     while True:
         try:
             _, content = link.receive()
@@ -85,10 +84,10 @@ def serve_adapters(loader: ModelAdapterLoader, link: Link) -> None:
 
 def _carry_out(loader: ModelAdapterLoader, request: dict[str, object]) -> str:
     if "unload" in request:
-        loader.unload(int(str(request["unload"])))
+        loader.drop(int(str(request["unload"])))
         return ""
     found = loader.load(int(str(request["load"])), str(request["name"]), str(request["path"]))
     if found.content_hash.hex() == request["hash"]:
         return ""
-    loader.unload(found.index)
+    loader.drop(found.index)
     return f"adapter {request['name']}: its files were changed while ranks read them"

@@ -42,11 +42,13 @@ class ModelAdapterLoader:
         self.num_places = adapters.sizes.num_places
         self.max_loaded = max_loaded
         self.max_bytes = max_loaded * adapters.bytes_of_rank(adapters.sizes.max_rank)
-        """What so many adapters of the largest rank take, packed."""
+        """What so many adapters of the largest rank take, packed; more is never taken."""
         self._adapters = adapters
         self._roots = roots
         self._base_table = base_table
         self._held: dict[int, _Held] = {}
+        self._dropped: dict[int, _Held] = {}
+        """Those of `drop`, until a step finds that no slot has them."""
         self._lock = threading.Lock()
         self._places: dict[int, int] = {}
         """Places by index, the least recently used first."""
@@ -69,17 +71,23 @@ class ModelAdapterLoader:
         torch.set_num_threads(1)  # of this thread, and of those that start later: the others are for the steps
         held = self._read(index, name, path)
         with self._lock:
+            self._check_room(name, held)
             self._held[index] = held
         return held.adapter
 
     def unload(self, index: int) -> None:
         """As in `AdapterLoader`."""
-        place = self._places.pop(index, None)
-        if place is not None:
-            self._adapters.clear(place)
-            self._free.append(place)
+        self._leave_place(index)
         with self._lock:
             self._held.pop(index, None)
+
+    def drop(self, index: int) -> None:
+        """As `unload`, on any thread beside steps: the first one after it in which no slot has the adapter empties its
+        place."""
+        with self._lock:
+            held = self._held.pop(index, None)
+            if held is not None:
+                self._dropped[index] = held
 
     def clear(self) -> None:
         """As in `AdapterLoader`."""
@@ -99,6 +107,8 @@ class ModelAdapterLoader:
         Adapters that are in no place yet take free ones, or those of the least recently used that no slot has.
         """
         indexes = np.where(slots.admitted, slots.adapter_index, 0)
+        if self._dropped:
+            self._empty_dropped(indexes)
         if not indexes.any():
             return None
         used, which = np.unique(indexes, return_inverse=True)
@@ -112,9 +122,37 @@ class ModelAdapterLoader:
             if not self._free:
                 self._free.append(self._places.pop(next(each for each in self._places if each not in used)))
             place = self._free.pop()
-            self._adapters.load(place, self._held[index].packed)
+            held = self._held.get(index) or self._dropped[index]
+            self._adapters.load(place, held.packed)
         self._places[index] = place
         return place
+
+    def _empty_dropped(self, used: IntArray) -> None:
+        """Empty the places of what was dropped. used: the indexes of all slots' adapters."""
+        with self._lock:
+            # What is loaded again has another content: the index is of another scheduler, after all slots were cleared.
+            gone = [index for index in self._dropped if index not in used or index in self._held]
+            for index in gone:
+                del self._dropped[index]
+        for index in gone:
+            self._leave_place(index)
+
+    def _leave_place(self, index: int) -> None:
+        place = self._places.pop(index, None)
+        if place is not None:
+            self._adapters.clear(place)
+            self._free.append(place)
+
+    def _check_room(self, name: str, new: _Held) -> None:
+        """Raise AdapterRefused for an adapter that would take memory which was not set aside."""
+        taken = sum(held.packed.num_bytes for held in self._held.values())
+        left = max(0, self.max_bytes - taken)
+        if new.packed.num_bytes > left:
+            raise AdapterRefused(
+                "full",
+                f"adapter {name} takes {new.packed.num_bytes} bytes: {left} are left of those for --max-cpu-loras "
+                "adapters of --max-lora-rank",
+            )
 
     def _read(self, index: int, name: str, path: str) -> _Held:
         folder = find_folder(name, path, self._roots)

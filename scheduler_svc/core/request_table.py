@@ -106,7 +106,7 @@ class RequestTable:
         index = group.spec.adapter_index
         if index:
             if not any(lane.adapters.has(index) for lane in self.lanes.values()):
-                self.adapters.parked[group] = again
+                self.adapters.park(group, again=again)
                 return
             group.adapter_hash = self.adapters.adapters[index].content_hash
         self.waiting.add(group, again=again)
@@ -115,11 +115,11 @@ class RequestTable:
     def park(self, group: SequenceGroup) -> None:
         """Take a group out of the waiting queue until an executor has its adapter."""
         self._leave_queue(group)
-        self.adapters.parked[group] = True
+        self.adapters.park(group, again=True)
 
     def unpark(self, group: SequenceGroup) -> None:
         """Put a group that waited for its adapter into the waiting queue, or back into it."""
-        self.enqueue(group, again=self.adapters.parked.pop(group))
+        self.enqueue(group, again=self.adapters.parked.pop(group).again)
 
     def lane_of(self, group: SequenceGroup) -> Lane | None:
         """The lane that runs a group, or ran it last; None: it has never run, or its executor was removed."""
@@ -171,7 +171,7 @@ class RequestTable:
         elif group.queued:
             self.placer.on_bound(group, lane)
         if group.spec.adapter_index:
-            lane.adapters.on_admitted(group)
+            self._begin_adapter(group, lane)
         if not group.was_admitted:
             group.was_admitted = True
             self.policies.order.on_admission(group)
@@ -183,7 +183,7 @@ class RequestTable:
         for group in groups:
             group.lane_id, group.numerics = lane_id, numerics
             if group.spec.adapter_index:
-                lane.adapters.on_admitted(group)
+                self._begin_adapter(group, lane)
             group.was_admitted = True
             on_admission(group)
 
@@ -200,6 +200,10 @@ class RequestTable:
         group = sequence.group
         if not group.queued and group not in self.adapters.parked:
             self.enqueue(group, again=True)
+
+    def _begin_adapter(self, group: SequenceGroup, lane: Lane) -> None:
+        lane.adapters.on_admitted(group)
+        self.adapters.on_begun(group.spec.adapter_index)
 
     def _leave_queue(self, group: SequenceGroup) -> None:
         self.placer.on_left(group)

@@ -29,8 +29,10 @@ FIELD = "adapter"
 NOT_FOUND = 5
 """The number of the gRPC status code."""
 LOOKS = 8
-"""How often in its time limit a request that runs is looked at: it may wait for its adapter again. One that is seen to
-wait is looked at once more after as long: then its adapter is due."""
+"""How often in its time limit a request is looked at: one that runs may wait for its adapter again. The adapter of one
+that is seen to wait is due at the next look."""
+_ROUNDING_S = 1e-6
+"""Of a timer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,18 @@ class AdapterUse:
     num_running: int = 0
     num_waiting: int = 0
     """Those that were preempted, and those that wait for the adapter's load, included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """How a request was seen to wait for its adapter."""
+
+    number: int
+    """As in the core: another one if the adapter was there meanwhile."""
+    since: float
+    """When its time limit began: not while the adapter only waits for the place of another one."""
+    is_due: bool = False
+    awaits_place: bool = False
 
 
 class Adapters:
@@ -252,37 +266,45 @@ class Adapters:
         self.refusals["failed"] += 1
         return PreconditionError(FIELD, error.message)
 
-    def _watch(self, key: RequestKey, arrival_ns: int, since: float | None = None) -> None:
-        """Look at a request again. since: when it was first seen to wait for its adapter; None: it did not wait."""
+    def _watch(self, key: RequestKey, arrival_ns: int, wait: _Wait | None = None) -> None:
+        """Look at a request again. wait: as it was seen to wait for its adapter; None: it did not."""
         now, limit_s = self._clock.monotonic(), self._load_timeout_s
-        is_due = since is not None
-        if since is None and self._waits(key):
-            since = now
-        delay_s = since + limit_s - now if since is not None and is_due else limit_s / LOOKS
-        self._timers[key] = self._clock.call_later(delay_s, partial(self._look, key, arrival_ns, since, is_due))
+        if wait is None and (number := self._wait_number(key)) is not None:
+            wait = _Wait(number, now)
+        delay_s = limit_s / LOOKS
+        if wait is not None and wait.is_due:
+            delay_s = min(delay_s, max(0.0, wait.since + limit_s - now))
+        self._timers[key] = self._clock.call_later(delay_s, partial(self._look, key, arrival_ns, wait))
 
-    def _look(self, key: RequestKey, arrival_ns: int, since: float | None, is_due: bool) -> None:
+    def _look(self, key: RequestKey, arrival_ns: int, wait: _Wait | None) -> None:
         """Let the adapter of a request that has waited for it be due; end it once it has waited for too long."""
         live = self._unfinished.get(key)
         if live is None or live.times.arrival_ns != arrival_ns:
             return
-        is_connected = any(lane.is_open for lane in self._core.lanes.values())
-        if since is None or not is_connected or not self._waits(key):
+        now, index = self._clock.monotonic(), live.request.spec.adapter_index
+        lanes = [lane for lane in self._core.lanes.values() if lane.is_open]
+        if wait is None or not lanes or self._wait_number(key) != wait.number:
             self._watch(key, arrival_ns)
-        elif not is_due:
-            self._core.adapter_event(AdapterDue(live.request.spec.adapter_index))
+        elif not wait.is_due:
+            self._core.adapter_event(AdapterDue(index))
             self._wake()
-            self._watch(key, arrival_ns, since)
+            self._watch(key, arrival_ns, replace(wait, is_due=True))
+        elif any(self._core.adapters.awaits_place(lane.adapters, index) for lane in lanes):
+            self._watch(key, arrival_ns, replace(wait, since=now, awaits_place=True))
+        elif wait.awaits_place:
+            self._watch(key, arrival_ns, replace(wait, since=now, awaits_place=False))
+        elif now < wait.since + self._load_timeout_s - _ROUNDING_S:
+            self._watch(key, arrival_ns, wait)
         else:
             self.refusals["timeout"] += 1
             text = f"adapter {live.request.adapter!r} was not loaded within {self._load_timeout_s:g} s"
-            if all(lane.adapters.num_places <= 0 for lane in self._core.lanes.values()):
-                text += ": as many as executors hold (max_cpu_loras) are in use"
             self._fail(live, PreconditionError(FIELD, text))
 
-    def _waits(self, key: RequestKey) -> bool:
+    def _wait_number(self, key: RequestKey) -> int | None:
+        """Which of all waits for adapters this request is in; None: it does not wait for its adapter."""
         group = self._core.groups.get(key)
-        return group is not None and group in self._core.adapters.parked
+        parked = None if group is None else self._core.adapters.parked.get(group)
+        return None if parked is None else parked.number
 
     # --- states ------------------------------------------------------------------------------------------------------
 

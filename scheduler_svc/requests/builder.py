@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from cadenza.slices import SLICE_ITEMS, Work, run_at_once, run_in_slices, slices_of
 from cadenza.telemetry.trace_context import parse_traceparent
+from scheduler_svc.core.adapters.lane_adapters import NO_ADAPTERS
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.requests.chats.checks import check_chat, rejected
 from scheduler_svc.requests.chats.errors import ChatError
 from scheduler_svc.requests.detokenizer import TextStream
-from scheduler_svc.requests.executor_features import NO_ADAPTERS
 from scheduler_svc.requests.field_rules import PATH, finite
 from scheduler_svc.requests.fields import PromptFields, RequestFields
 from scheduler_svc.requests.grammar_door import GRAMMAR_PATH, NO_COMPILER, GrammarDoor
@@ -88,7 +88,7 @@ class RequestBuilder:
             raise RequestRejectedError("speculation.num_draft_tokens", f"must be at most {MAX_DRAFTS}")
         _check_grace(fields.resume_grace_s)
         if fields.adapter and not self._model.max_loras:
-            raise PreconditionError("adapter", NO_ADAPTERS)
+            raise PreconditionError("adapter", NO_ADAPTERS.message)
         check_sampling(fields.sampling, self._model, has_tokenizer=self.tokenizer is not None)
         check_counts(fields.sampling, self._model)
         yield from self.check_prompt_in_slices(fields.prompt)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from scheduler_svc.core.adapters.lane_adapters import NO_ADAPTERS
 from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import PATH
 from scheduler_svc.requests.sampling_fields import FIELD_RULES
 
-NO_ADAPTERS = "the executor has no LoRA adapters"
 _FIELDS = {"bias_token_ids": "logit_bias", "biases": "logit_bias"}
 """Where a value for executors has another name than the field that it comes from."""
 
@@ -26,7 +26,7 @@ def check_features(spec: RequestSpec, model: ModelDescription) -> None:
     if spec.beams is None and spec.num_samples > 1 and not (model.can_fork and model.can_copy):
         raise PreconditionError(PATH + "n", "the executor cannot share a prompt's KV blocks among samples")
     if spec.adapter_index and not model.max_loras:
-        raise PreconditionError("adapter", NO_ADAPTERS)
+        raise PreconditionError("adapter", NO_ADAPTERS.message)
     if sampling.grammar is not None and sampling.grammar.engine != model.grammar_engine:
         raise PreconditionError(PATH + "grammar", "the executor follows no grammars, or not those of this one's tokens")
     if not model.has_logits_processors:

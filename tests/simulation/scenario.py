@@ -165,7 +165,7 @@ def _with_adapters(rng: Random, scenario: Scenario, duration_s: float) -> Scenar
         config=scenario.config.model_copy(
             update={
                 "lora": [f"{name}={path_of(name)}" for name in names],
-                "lora_load_timeout_s": rng.choice([0.5, 4.0, 30.0]),
+                "lora_load_timeout_s": rng.choice([0.5, 4.0, 300.0]),
                 # Groups that wait for their adapter count, and a batch would wait for others behind a full queue.
                 "max_queued_requests": scenario.config.max_queued_requests if continuous else 64,
             }

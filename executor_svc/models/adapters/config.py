@@ -136,7 +136,7 @@ def parse_config(content: dict[str, Any]) -> AdapterConfig:
         for name in ("layers_to_transform", "layers_pattern"):
             if getattr(config, name):
                 raise fields.error(name, "cannot be used where target_modules is a text and not a list, as in peft")
-    if config.layers_pattern and config.layers_to_transform is None:
+    if config.layers_pattern and fields.get("layers_to_transform") is None:
         raise fields.error("layers_pattern", "needs layers_to_transform, as in peft")
     return config
 

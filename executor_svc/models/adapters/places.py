@@ -98,9 +98,10 @@ class ModelAdapters:
     # ------------------------------------------------------------------ places
 
     def bytes_of_rank(self, rank: int) -> int:
-        """Return the memory of a packed adapter of all linears of the layers, each pair of this rank."""
-        layers = (linear.places for use, linear in self._linears.items() if use != _HEAD)
-        return sum(places.bytes_of_rank(rank) for places in layers)
+        """Return the memory of a packed adapter with pairs of this rank at all linears, the head and the embeddings."""
+        assert self._embedding is not None
+        table = self._embedding.places.bytes_of_rank(len(self._share.of(self.spec.vocab_size)), rank)
+        return table + sum(linear.places.bytes_of_rank(rank) for linear in self._linears.values())
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
         """Return an adapter in the order in which kernels read it; any thread may, beside steps.

@@ -58,7 +58,7 @@ def find_targets(config: AdapterConfig, modules: Mapping[str, Module], tied: boo
             names.append(HEAD)
     pairs = {name: rules.target(modules[name]) for name in names if name not in saved}
     both = sorted(token_ids.keys() & (saved | pairs.keys()))
-    if both or (shares_rows and HEAD in saved | pairs.keys()):
+    if both or (shares_rows and HEAD in saved):  # a pair of the head comes on top of the rows that it shares
         table = both[0] if both else HEAD
         raise _error("trainable_token_indices", f"is about {table}, which is a target or saved whole: not both")
     return Targets(pairs, frozenset(saved), token_ids, shares_rows)

@@ -12,6 +12,11 @@ from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 FAILED_PRECONDITION = 9
 """The number of the gRPC status code."""
+NO_ADAPTERS = AdapterError(
+    FAILED_PRECONDITION,
+    "the executor has no LoRA adapters: --max-loras is 0, or was not given on a GPU, or the model runs through "
+    "transformers' own code",
+)
 
 
 class AdapterState(Enum):

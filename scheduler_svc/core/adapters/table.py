@@ -24,6 +24,16 @@ class Adapter:
     has_name: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """How a group waits outside of the queue."""
+
+    again: bool
+    """Whether it was queued before."""
+    number: int
+    """Grows with each time that a group is put aside."""
+
+
 class AdapterTable:
     """Adapters by index, and their requests."""
 
@@ -35,8 +45,11 @@ class AdapterTable:
         """Adapters that are to be loaded once, whether or not a request needs them."""
         self._due: dict[int, None] = {}
         """Adapters that requests have waited for long, until an executor has loaded them."""
-        self.parked: dict[SequenceGroup, bool] = {}
-        """Groups outside of the queue, since no executor has their adapter loaded; whether they were queued before."""
+        self.has_turn: dict[int, None] = {}
+        """Adapters that were due and are loaded: they keep their places until a request with them begins."""
+        self.parked: dict[SequenceGroup, Parked] = {}
+        """Groups outside of the queue, since no executor has their adapter loaded."""
+        self._num_parked = 0
         self.num_changes = 0
         """Grows with each change after which the commands for an executor may be others."""
         self.num_answers = 0
@@ -56,7 +69,9 @@ class AdapterTable:
     def on_loaded(self, index: int, content_hash: bytes) -> None:
         """An executor has loaded an adapter."""
         self._wanted.pop(index, None)
-        self._due.pop(index, None)
+        if index in self._due:
+            del self._due[index]
+            self.has_turn[index] = None
         adapter = self.adapters.get(index)
         if adapter is not None:
             adapter.content_hash = content_hash
@@ -64,8 +79,18 @@ class AdapterTable:
     def on_due(self, index: int) -> None:
         """A request has waited long for an adapter."""
         if index in self.users:
+            self.has_turn.pop(index, None)
             self._due[index] = None
             self.num_changes += 1
+
+    def on_begun(self, index: int) -> None:
+        """A group with an adapter was admitted."""
+        self.has_turn.pop(index, None)
+
+    def park(self, group: SequenceGroup, *, again: bool) -> None:
+        """Put a group aside until an executor has its adapter; again: it was queued before."""
+        self._num_parked += 1
+        self.parked[group] = Parked(again, self._num_parked)
 
     def remove(self, index: int) -> None:
         """Take an adapter's name away."""
@@ -93,6 +118,7 @@ class AdapterTable:
         if not self.users[index]:
             del self.users[index]
             self._due.pop(index, None)
+            self.has_turn.pop(index, None)
             self.num_changes += 1
             self._forget_unused(index)
 
@@ -101,7 +127,8 @@ class AdapterTable:
 
         Adapters of requests come first, in the order in which they were needed, and take the places of those that no
         request uses, the least recently used first. Then those with names, while there are free places. held: the
-        adapters of unfinished groups that have run on this executor: due ones may take the places of all others.
+        adapters of unfinished groups that have run on this executor: due ones may take the places of all others, but
+        of those that were due before and have not begun.
         """
         if not lane.max_loras or not (lane.take_change(self.num_changes) or self.bars(lane)):
             return AdapterCommands()
@@ -115,7 +142,8 @@ class AdapterTable:
         unloads += unused[: max(0, len(next_loads) - num_free)]
         num_due_short = sum(index in self._due for index in next_loads) - num_free - len(unused)
         if num_due_short > 0:
-            waiting = [index for index in lane.least_recently_used(held()) if index not in unloads]
+            kept = {*self.has_turn, *unloads}
+            waiting = [index for index in lane.least_recently_used(held()) if index not in kept]
             unloads += waiting[:num_due_short]
         most = max(0, min(MAX_LOADING - lane.num_loading, lane.num_places))
         loads = needed[:most]
@@ -131,6 +159,14 @@ class AdapterTable:
         """Whether no group with an adapter may begin on an executor: a due adapter has no place, and none is coming."""
         is_short = lane.max_loras > 0 and any(lane.state(index) is None for index in self._due)
         return is_short and lane.num_places + lane.num_unloading <= 0
+
+    def awaits_place(self, lane: LaneAdapters, index: int) -> bool:
+        """Whether a due adapter is not loaded on an executor since others have the places, which it gets in its turn.
+
+        Not while so many are being loaded that none begins: their loads may never end.
+        """
+        lacks_place = lane.state(index) is None and lane.num_places <= 0
+        return index in self._due and lacks_place and lane.num_loaded > 0 and lane.num_loading < MAX_LOADING
 
     def check_integrity(self, groups: Iterable[SequenceGroup]) -> None:
         """Check the counts of requests and the parked groups; raises InvariantError."""

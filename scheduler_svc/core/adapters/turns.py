@@ -8,7 +8,8 @@ they arrived, and for at most MAX_PASSED_S. After that no group with another ada
 those that have run before and were preempted: places become free as running groups end, and the first one is its own.
 
 A due adapter, which is not even loaded since all places of loaded ones are in use, bars the executor: no group with an
-adapter begins there, until one adapter has no groups that have run and gives its place away.
+adapter begins there, until one adapter has no groups that have run and gives its place away. Adapters that were due
+before it keep theirs until one group of each has begun, which may.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ class AdapterTurns:
         """The group that has the next turn; None: no group lacks a place."""
         self.is_barred = False
         """Whether no group with an adapter may begin, so that a due adapter can be loaded."""
+        self._may_begin: Collection[int] = ()
+        """Adapters whose groups may begin although others are barred: they were due before."""
         self._since = 0.0
         self._num_passed = 0
 
-    def refresh(self, lane_id: int, *, is_barred: bool) -> None:
-        """Forget a group that waits for this executor no more; is_barred: as now."""
-        group, self.is_barred = self.waits, is_barred
+    def refresh(self, lane_id: int, *, is_barred: bool, may_begin: Collection[int] = ()) -> None:
+        """Forget a group that waits for this executor no more; is_barred: as now, but for these adapters."""
+        group, self.is_barred, self._may_begin = self.waits, is_barred, may_begin
         if group is not None and not (group.queued and group.placed_on in (None, lane_id)):
             self.waits = None
 
@@ -46,7 +49,8 @@ class AdapterTurns:
         index = group.spec.adapter_index
         if not index:
             return True
-        if (self.is_barred and not group.was_admitted) or self._must_wait(group, now):
+        is_barred = self.is_barred and not group.was_admitted and index not in self._may_begin
+        if is_barred or self._must_wait(group, now):
             return False
         return index in running or len(running) < self._max_loras
 

@@ -9,7 +9,7 @@ is expected to serve it sooner.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ids
 from itertools import islice
 
@@ -18,6 +18,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.placement.candidates import able_lanes, has_adapter, holding_lanes, may_continue
 from scheduler_svc.core.policies.placement import Candidate, LaneOutlook, PlacementPolicy, expected_s
 from scheduler_svc.core.queues.orders import OrderPolicy
+from scheduler_svc.core.queues.passed import NOTHING_PASSED, PassedOver
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import SequenceState
@@ -159,7 +160,7 @@ class Placer:
         heads = [group for group in (own, head) if group is not None]
         return [*dict.fromkeys([*heads, *islice(queue, most)])]
 
-    def heads(self, lane: Lane, now: float, passed: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
+    def heads(self, lane: Lane, now: float, passed: PassedOver) -> Iterator[SequenceGroup]:
         """The groups that a lane may admit next, one of which it takes or stops at: the first that is not in `passed`.
 
         `passed`: groups of other lanes that this lane has no room for now, and groups whose adapters have no place.
@@ -181,7 +182,7 @@ class Placer:
         elif self._rebalances:
             yield from (group for group in self._sooner_here(lane, now) if group not in passed)
 
-    def own_head(self, lane: Lane, now: float, passed: Collection[SequenceGroup] = ()) -> SequenceGroup | None:
+    def own_head(self, lane: Lane, now: float, passed: PassedOver = NOTHING_PASSED) -> SequenceGroup | None:
         """The next of the groups that wait for this lane; with one lane, or without placement, the next of all.
 
         A single lane that drains only takes back what it has preempted.
@@ -372,7 +373,7 @@ class Placer:
             return True
         return not lane.draining and holder in (None, lane) and lane in self._able_lanes(group)
 
-    def _in_order(self, lane: Lane, head: SequenceGroup, passed: Collection[SequenceGroup]) -> SequenceGroup | None:
+    def _in_order(self, lane: Lane, head: SequenceGroup, passed: PassedOver) -> SequenceGroup | None:
         """The first group of the queue, by the order and then by arrival, that may run on this lane."""
         groups = (group for group in (head, *self._waiting) if group not in passed)
         return next((group for group in groups if self._may_move(group, lane)), None)

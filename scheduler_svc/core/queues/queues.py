@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.queues.orders import FcfsOrder, OrderKey, OrderPolicy
+from scheduler_svc.core.queues.passed import NOTHING_PASSED, PassedOver
 from scheduler_svc.core.queues.subqueues import Subqueues
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 
 _arrival_number = attrgetter("arrival_number")
 _order_key = attrgetter("order_key")
-MAX_PASSED_OVER = 128
-"""Groups from the head that are looked at for one that is not passed over."""
 
 
 class WaitingQueue:
@@ -51,7 +49,7 @@ class WaitingQueue:
         """The group that arrived first."""
         return self._by_arrival[0] if self._by_arrival else None
 
-    def head(self, now: float, passed: Collection[SequenceGroup] = ()) -> SequenceGroup | None:
+    def head(self, now: float, passed: PassedOver = NOTHING_PASSED) -> SequenceGroup | None:
         """The group to admit next, without those that are passed over; None also if only they are near the head."""
         if passed:
             return self._head_after(now, passed)
@@ -60,11 +58,11 @@ class WaitingQueue:
             return oldest
         return self._subqueues.head
 
-    def _head_after(self, now: float, passed: Collection[SequenceGroup]) -> SequenceGroup | None:
-        oldest = next((group for group in islice(self._by_arrival, MAX_PASSED_OVER) if group not in passed), None)
+    def _head_after(self, now: float, passed: PassedOver) -> SequenceGroup | None:
+        oldest = passed.first_of(self._by_arrival, self)
         if oldest is None or self._subqueues is None or self.is_overdue(oldest, now):
             return oldest
-        return self._subqueues.head_after(passed, MAX_PASSED_OVER)
+        return self._subqueues.head_after(passed)
 
     @property
     def is_by_arrival(self) -> bool:

@@ -9,11 +9,11 @@ than its subqueue is now, and the first group is found once the smallest entry i
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import islice
 
 from scheduler_svc.core.queues.orders import OrderKey, OrderPolicy
+from scheduler_svc.core.queues.passed import PassedOver
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 _Entry = tuple[float, OrderKey, str]
@@ -63,12 +63,12 @@ class Subqueues:
         first = self.first
         return None if first is None else self._groups[first][0]
 
-    def head_after(self, passed: Collection[SequenceGroup], most: int) -> SequenceGroup | None:
-        """The first group in order that is not in `passed`, among the first `most` of each subqueue."""
+    def head_after(self, passed: PassedOver) -> SequenceGroup | None:
+        """The first group in order that is not passed over, near the head of each subqueue."""
         for name in sorted(self._groups, key=self._entry):
-            for group in islice(self._groups[name], most):
-                if group not in passed:
-                    return group
+            group = passed.first_of(self._groups[name], (self, name))
+            if group is not None:
+                return group
         return None
 
     def add(self, group: SequenceGroup) -> None:

@@ -14,15 +14,13 @@ from scheduler_svc.core.adapters.events import (
     AdapterRegistered,
     AdapterRemoved,
 )
-from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION
+from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION, NO_ADAPTERS
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.placement.candidates import check_fits_one, may_continue
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import RequestSpec
-
-_NO_ADAPTERS = AdapterError(FAILED_PRECONDITION, "the executor has no LoRA adapters")
 
 
 def apply_event(requests: RequestTable, event: AdapterEvent, lane: Lane | None) -> None:
@@ -90,7 +88,7 @@ def refusal(requests: RequestTable, index: int, wanted_hash: bytes = b"") -> Ada
     if not lanes or any(lane.adapters.may_have(index) for lane in lanes):
         return None
     states = [lane.adapters.state(index) for lane in lanes]
-    return next((each.error for each in states if each is not None and each.error is not None), _NO_ADAPTERS)
+    return next((each.error for each in states if each is not None and each.error is not None), NO_ADAPTERS)
 
 
 def misfit(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.queues.passed import PassedOver
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.allocation import Allocation, allocations_of, have_blocks
@@ -34,9 +35,11 @@ def admit(
     """
     fully_planned: list[Sequence] = []
     memory_is_full, order, num_before = False, requests.policies.order, admissions.num_admitted
-    lane.adapters.turns.refresh(lane.executor_id, is_barred=requests.adapters.bars(lane.adapters))
+    adapters = requests.adapters
+    is_barred = adapters.bars(lane.adapters)
+    lane.adapters.turns.refresh(lane.executor_id, is_barred=is_barred, may_begin=tuple(adapters.has_turn))
     admit_new(requests, lane, step, budget, admissions)
-    passed: set[SequenceGroup] = set()
+    passed = PassedOver()
     while admissions.num_groups > 0 and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
         alone = not len(lane.running)
         memory_is_full = not lane.blocks.can_take(1, alone=alone)
@@ -49,7 +52,9 @@ def admit(
         if not lane.adapters.has_place(group, lane.running.num_by_adapter, step.planned_at):
             if requests.placer.is_own(group, lane):  # others have a turn where they are placed
                 lane.adapters.turns.pass_over(group, step.planned_at)
-            passed.add(group)
+                passed.add_adapter_of(group)
+            else:
+                passed.add(group)
             continue
         is_free = requests.is_free_for(group, lane) and not (
             step.swapped_out and any(each.group is group for each in step.swapped_out)

@@ -48,13 +48,13 @@ def test_without_places_the_feature_is_absent(llama: Path, reason: str, tmp_path
 
 def test_kv_blocks_leave_the_memory_of_adapters(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default a tenth of what is free at most; as much as an option says, if that fits."""
-    monkeypatch.setattr(CpuDevice, "free_memory_bytes", lambda _: 4 << 20)
+    monkeypatch.setattr(CpuDevice, "free_memory_bytes", lambda _: 8 << 20)
     sizes = {"max_num_seqs": 400, "max_num_batched_tokens": 400, "gpu_memory_utilization": 0.5}
     _, without = build(llama, max_loras=0, **sizes)
     executor, described = build(llama, **sizes)
     assert executor.adapters is not None
     each = executor.adapters.max_bytes // executor.adapters.max_loaded  # type: ignore[attr-defined]
-    assert described.limits.max_cpu_loras == max(8, (4 << 20) // 10 // each) < 64
+    assert described.limits.max_cpu_loras == max(8, (8 << 20) // 10 // each) < 64
     _, chosen = build(llama, max_cpu_loras=9, **sizes)
     assert chosen.limits.max_cpu_loras == 9
     block = without.kv.bytes_per_block

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.adapters.events import AdapterLoaded
+from scheduler_svc.core.adapters.events import AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, Sampling
@@ -90,6 +90,38 @@ async def test_the_adapter_of_a_request_that_waits_is_due_long_before_the_limit(
     await rig.clock.advance(2)
     assert rig.num_wakes == 1
     assert rig.core.adapter_commands(0).unloads == (1,)
+
+
+async def test_a_request_that_waits_for_the_place_of_another_adapter_goes_on_waiting() -> None:
+    """The limit is that of a load: it counts from when there is a place for it."""
+    rig = Rig(dataclasses.replace(SPEC, max_loras=1, max_cpu_loras=1))
+    rig.load()
+    rig.core.add_request(RequestSpec("other", (1, 2, 3), Sampling(), 4000, adapter_index=1), rig.clock.monotonic())
+    rig.core.plan_step(0, rig.clock.monotonic())
+    rig.adapters.names.register("b", "/b")
+    rig.submit("b")
+    await rig.clock.advance(5 * LIMIT_S)
+    assert not rig.failed
+    assert not rig.core.adapter_commands(0)
+    rig.core.abort(("", "other"), FinishDetail.ABORTED)
+    assert rig.core.adapter_commands(0).unloads == (1,)
+    rig.core.adapter_event(AdapterUnloaded(1))
+    assert [each.name for each in rig.core.adapter_commands(0).loads] == ["b"]
+    begin = rig.clock.monotonic()
+    await rig.clock.advance(2 * LIMIT_S)
+    ((at, _),) = rig.failed
+    assert begin + LIMIT_S <= at <= begin + LIMIT_S * (1 + 1 / LOOKS) + 1e-6
+
+
+async def test_loads_that_never_end_let_others_wait_no_longer_than_the_limit() -> None:
+    rig = Rig(dataclasses.replace(SPEC, max_loras=1, max_cpu_loras=1))
+    assert rig.core.adapter_commands(0).loads
+    rig.adapters.names.register("b", "/b")
+    begin = rig.clock.monotonic()
+    rig.submit("b")
+    await rig.clock.advance(2 * LIMIT_S)
+    ((at, _),) = rig.failed
+    assert at == pytest.approx(begin + LIMIT_S)
 
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0, 50.0, 61.0, 1000.0])

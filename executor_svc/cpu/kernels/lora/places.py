@@ -154,14 +154,17 @@ class CpuEmbeddingPlaces:
         self.max_sums = whole_strips(max_rank)
         self.table = _Table(num_places, 1)
 
+    def bytes_of_rank(self, vocabulary: int, rank: int) -> int:
+        """As in `EmbeddingPlaces`."""
+        rows = _aligned(vocabulary * whole_strips(rank) * self._dtype.itemsize)
+        return rows + _strip_bytes(self.hidden_size, rank, self._dtype)
+
     def packed_bytes(self, pair: EmbeddingPair | None, replaced: ReplacedRows | None = None) -> int:
         """As in `AdapterPlaces`."""
         self._check(pair, replaced)
         total = 0
         if pair is not None:
-            vocabulary, rank = pair.a.shape
-            total += _aligned(vocabulary * whole_strips(rank) * self._dtype.itemsize)
-            total += _strip_bytes(self.hidden_size, rank, self._dtype)
+            total += self.bytes_of_rank(*pair.a.shape)
         if replaced is not None:
             total += _aligned(8 * len(replaced.token_ids)) + _aligned(replaced.rows.numel() * self._dtype.itemsize)
         return total

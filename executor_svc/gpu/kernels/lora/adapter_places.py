@@ -131,6 +131,10 @@ class GpuEmbeddingPlaces:
         self.replaced = ReplacedPlaces(hidden_size, None, num_places, dtype, device)
         self._held = _Held(num_places, device)
 
+    def bytes_of_rank(self, vocabulary: int, rank: int) -> int:
+        """As in `EmbeddingPlaces`."""
+        return self.pairs.bytes_of_rank(vocabulary, rank)
+
     def packed_bytes(self, pair: EmbeddingPair | None, replaced: ReplacedRows | None = None) -> int:
         """As in `AdapterPlaces`."""
         total = 0 if pair is None else self.pairs.packed_bytes(pair)

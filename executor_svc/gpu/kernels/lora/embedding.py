@@ -57,7 +57,10 @@ class EmbeddingPlaces:
     def packed_bytes(self, pair: EmbeddingPair) -> int:
         """Return the memory that `pack` takes; raises ValueError for matrices that do not fit."""
         self.products.check([_pair(pair)])
-        vocabulary, rank = pair.a.shape
+        return self.bytes_of_rank(*pair.a.shape)
+
+    def bytes_of_rank(self, vocabulary: int, rank: int) -> int:
+        """Return the memory that `pack` takes of a pair of this rank for a table of so many rows."""
         pieces = ((self.dtype, (vocabulary, rank)), (torch.int64, (1,)))
         return self.products.packed_bytes([rank]) + sum(piece_bytes(dtype, *shape) for dtype, shape in pieces)
 

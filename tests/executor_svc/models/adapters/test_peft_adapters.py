@@ -56,6 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "layers_to_transform": [0],
         "layers_pattern": ["h", "lay.rs"],
     },
+    "all layers by pattern": {"r": 2, "target_modules": ["o_proj"], "layers_to_transform": [], "layers_pattern": "h"},
     "excluded": {"r": 2, "target_modules": "all-linear", "exclude_modules": ["layers.0.mlp.down_proj", "o_proj"]},
     "excluded by pattern": {"r": 2, "target_modules": "all-linear", "exclude_modules": r".*\.1\.mlp\..*"},
     "orthogonal": {"r": 4, "target_modules": ["o_proj"], "init_lora_weights": "orthogonal", "fan_in_fan_out": True},
@@ -110,6 +111,7 @@ TABLES: dict[str, dict[str, Any]] = {
         "target_modules": ["o_proj"],
         "trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [4]},
     },
+    "tokens, and a pair of the head": {"target_modules": ["o_proj", "lm_head"], "trainable_token_indices": [7, 3]},
     "the same tokens": {"target_modules": ["o_proj"], "trainable_token_indices": {"embed_tokens": [3], "lm_head": [3]}},
     "tokens of the head": {"target_modules": ["o_proj"], "trainable_token_indices": {"lm_head": [9, 2]}},
     "whole embedding": {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens"]},
@@ -141,7 +143,15 @@ def test_embeddings_and_head_are_those_of_pefts_unmerged_model(
     assert scale == pytest.approx(spec.embedding_scale, rel=1e-6)
     assert_close(adapted_table(adapter, tensors["model.embed_tokens.weight"]) * scale, embedded)
     assert_close(hidden @ adapted_head(adapter, tensors["lm_head.weight"]).t(), logits)
-    about_head = {"head", "both", "tokens of the head", "tokens of both", "the same tokens", "whole head"}
+    about_head = {
+        "head",
+        "tokens, and a pair of the head",
+        "both",
+        "tokens of the head",
+        "tokens of both",
+        "the same tokens",
+        "whole head",
+    }
     if spec.tied:
         about_head |= {"both, tied", "tokens", "whole embedding, tied"}
     assert ((None, "lm_head") in adapter.linears or adapter.head_rows is not None) == (kind in about_head)

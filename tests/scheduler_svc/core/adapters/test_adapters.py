@@ -16,7 +16,7 @@ from scheduler_svc.core.adapters.events import (
 from scheduler_svc.core.adapters.turns import MAX_PASSED, MAX_PASSED_S
 from scheduler_svc.core.errors import InvariantError, RequestRejectedError
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.queues.orders import FairOrder, PriorityOrder
+from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, PriorityOrder
 from scheduler_svc.core.types import RequestSpec, Sampling
 from tests.helpers.adapter_rig import Rig
 
@@ -185,6 +185,20 @@ def test_no_more_adapters_run_than_may_and_those_without_pass() -> None:
     rig.end(names[1])
     rig.step()
     assert rig.running == {names[0], names[3], names[4], names[2], names[5]}
+
+
+@pytest.mark.parametrize("order", [FcfsOrder, PriorityOrder, FairOrder])
+def test_many_that_find_no_place_hide_nobody(order: type[FcfsOrder | PriorityOrder | FairOrder]) -> None:
+    rig = Rig(max_loras=1, policies=Policies(order=order()))
+    rig.register(1, 2)
+    rig.load_all()
+    first = rig.add(1)
+    rig.step()
+    for _ in range(600):
+        rig.add(2)
+    plain, another = rig.add(0), rig.add(1)
+    rig.step()
+    assert rig.running == {first, plain, another}
 
 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.adapters.events import AdapterDue, AdapterUnloaded
+from scheduler_svc.core.adapters.events import AdapterDue, AdapterLoaded, AdapterUnloaded
 from tests.helpers.adapter_rig import Rig
 
 
@@ -84,3 +84,48 @@ def test_a_due_adapter_takes_a_place_of_a_lane_where_its_requests_do_not_run() -
     rig.load_all(1)
     rig.step(1)
     assert waiting in rig.running
+
+
+def test_due_adapters_take_turns_and_each_has_a_request_that_begins() -> None:
+    """Commands go before plans: the next due adapter must not take the place before a request of this one begins."""
+    rig = Rig(max_loras=1, max_cpu_loras=1)
+    rig.register(1, 2, 3, 4)
+    rig.load_all()
+    running = rig.add(1)
+    rig.step()
+    waiting = {index: [rig.add(index), rig.add(index)] for index in (2, 3, 4)}
+    for index in waiting:
+        rig.core.adapter_event(AdapterDue(index))
+    last = 1
+    for index, (first, second) in waiting.items():
+        rig.end(running)
+        assert rig.commands() == ([], [last])
+        rig.core.adapter_event(AdapterUnloaded(last))
+        assert rig.commands() == ([index], [])
+        rig.core.adapter_event(AdapterLoaded(index, b"%d" % index))
+        assert rig.commands() == ([], []), "no request of it has begun yet"
+        rig.step()
+        assert first in rig.running
+        rig.end(second)
+        running, last = first, index
+
+
+def test_a_due_adapter_takes_the_place_of_one_whose_turn_ended_without_a_request() -> None:
+    rig = Rig(max_loras=1, max_cpu_loras=1)
+    rig.register(1, 2, 3)
+    rig.load_all()
+    first = rig.add(1)
+    rig.step()
+    second, third = rig.add(2), rig.add(3)
+    for index in (2, 3):
+        rig.core.adapter_event(AdapterDue(index))
+    rig.end(first)
+    rig.commands()
+    rig.core.adapter_event(AdapterUnloaded(1))
+    rig.load_all()
+    rig.end(second)
+    assert rig.commands() == ([], [2])
+    rig.core.adapter_event(AdapterUnloaded(2))
+    rig.load_all()
+    rig.step()
+    assert rig.running == {third}

@@ -82,6 +82,5 @@ class MirrorSlots(Slots):
 
     def _receive(self, slots: IntArray, token_ids: IntArray, positions: IntArray) -> None:
         """Write a token [n] of each of n slots, no slot twice, which are counted already."""
-        self.token_ids[slots, positions] = token_ids
-        self.sampling.add_tokens(slots, token_ids)
+        self._write_tokens(slots, positions, token_ids)
         self.stopped[slots[self.ends(slots, token_ids, positions)]] = True

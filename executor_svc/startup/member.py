@@ -117,6 +117,7 @@ def follow(executor: Follower, ranks: MemberRanks) -> NoReturn:
                     raise
                 # Rank 0 answers for all: this one waits for the next session.
                 _log.error("a step has failed", exc_info=error)
+                ranks.refuse(error)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from executor_svc.plan.arrays import BoolArray, IntArray
 
 
 class Writes:
-    """XXH3-64 over the columns that were written since `clear`, in their order: it grows with changes, not with slots."""
+    """XXH3-64 over the columns that were written since `clear`, in their order: its cost is that of changes."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()

@@ -47,7 +47,7 @@ async def roll_executors(cluster: ComposeCluster, load: Rounds) -> None:
     strategy = cluster.pods[EXECUTOR].owner["spec"]["strategy"]
     assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
     async with AsyncClient(cluster.target) as client:
-        for old in cluster.containers(EXECUTOR):
+        for old in await cluster.containers(EXECUTOR):
             new = await cluster.add(EXECUTOR)
             port = cluster.pods[EXECUTOR].port("grpc")
             await serving(client, f"{cluster.address(new)}:{port}", within_s=60)
@@ -74,7 +74,7 @@ async def test_executors_and_scheduler_are_replaced_without_a_lost_token(tmp_pat
             await load.amid()
         assert "go on in the next process with this --journal" in log
         for name, count in ((EXECUTOR, 2), (SCHEDULER, 1)):
-            running = cluster.containers(name)
+            running = await cluster.containers(name)
             assert len(running) == count
             for container in running:
                 assert environment_of(after, cluster.pods[name]).items() <= cluster.environment(container).items()

@@ -17,7 +17,7 @@ from tests.helpers.manifests import PodTemplate, pod_templates
 from tests.helpers.probes import passes_from_outside
 
 _PROJECT = "cadenza-manifests"
-_READY_S, _LOOK_S = 120, 0.2
+_NUM_LOOKS, _LOOK_S = 600, 0.2
 SCHEDULER, EXECUTOR = "cadenza-scheduler", "cadenza-executor"
 
 
@@ -48,45 +48,42 @@ class ComposeCluster:
         scale = [f"--scale={name}={count}" for name, count in self._replicas.items()]
         await asyncio.to_thread(self._compose, "up", "--detach", *scale)
         for name in self.pods:
-            for container in self.containers(name):
+            for container in await self.containers(name):
                 await self.ready(container)
 
-    def containers(self, name: str) -> list[str]:
+    async def containers(self, name: str) -> list[str]:
         """Those of a Deployment."""
-        return self._compose("ps", "--quiet", name).split()
+        return (await asyncio.to_thread(self._compose, "ps", "--quiet", name)).split()
 
     async def add(self, name: str) -> str:
         """Start one more container of a Deployment, with its manifest of now; return it once it is ready."""
-        before = self.containers(name)
+        before = await self.containers(name)
         scale = f"--scale={name}={len(before) + 1}"
         await asyncio.to_thread(self._compose, "up", "--detach", "--no-deps", "--no-recreate", scale, name)
-        (new,) = set(self.containers(name)) - set(before)
+        (new,) = set(await self.containers(name)) - set(before)
         await self.ready(new)
         return new
 
     async def remove(self, container: str) -> str:
         """End a container with SIGTERM; it must end by itself within its grace period, without an error. Its log."""
-        grace_s, began = inspect(container)["Config"]["StopTimeout"], time.monotonic()
-        await asyncio.to_thread(run, "docker", "stop", container)
-        assert time.monotonic() - began < grace_s
-        log = run("sh", "-c", 'docker logs "$0" 2>&1', container)
-        assert inspect(container)["State"]["ExitCode"] == 0, log
-        run("docker", "rm", container)
-        return log
+        return await asyncio.to_thread(_remove, container)
 
     async def recreate(self, name: str) -> str:
         """As the strategy Recreate: the next container starts when the last one has ended, whose log this returns."""
         assert self.pods[name].owner["spec"]["strategy"] == {"type": "Recreate"}
-        (old,) = self.containers(name)
+        (old,) = await self.containers(name)
         log = await self.remove(old)
         await self.add(name)
         return log
 
     async def ready(self, container: str) -> None:
         """Wait until the health check of a container, its readiness probe, passes."""
-        async with asyncio.timeout(_READY_S):
-            while (await asyncio.to_thread(inspect, container))["State"]["Health"]["Status"] != "healthy":
-                await asyncio.sleep(_LOOK_S)
+        for _ in range(_NUM_LOOKS):
+            state = (await asyncio.to_thread(inspect, container))["State"]
+            if state["Health"]["Status"] == "healthy":
+                return
+            await asyncio.sleep(_LOOK_S)
+        raise AssertionError(f"{container} is not ready: {state}")
 
     def passes(self, name: str, probe: str, container: str) -> bool:
         """Run a probe of a Deployment's container once, as its node does."""
@@ -107,6 +104,16 @@ class ComposeCluster:
 
     def _compose(self, *arguments: str) -> str:
         return run(*self._tool, *arguments)
+
+
+def _remove(container: str) -> str:
+    grace_s, began = inspect(container)["Config"]["StopTimeout"], time.monotonic()
+    run("docker", "stop", container)
+    took_s, log = time.monotonic() - began, run("sh", "-c", 'docker logs "$0" 2>&1', container)
+    assert took_s < grace_s, log
+    assert inspect(container)["State"]["ExitCode"] == 0, log
+    run("docker", "rm", container)
+    return log
 
 
 @asynccontextmanager

@@ -104,9 +104,7 @@ def _names(overlay: str, pod: PodTemplate) -> list[str]:
     """The names of the services that lead to the pod."""
     services = of_kind(overlay, "Service")
     return [
-        each["metadata"]["name"]
-        for each in services
-        if matches({"matchLabels": each["spec"]["selector"]}, pod.labels)
+        each["metadata"]["name"] for each in services if matches({"matchLabels": each["spec"]["selector"]}, pod.labels)
     ]
 
 

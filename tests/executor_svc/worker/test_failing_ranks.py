@@ -55,9 +55,9 @@ class Replica:
         scheduled = pb.ScheduledTokens(slots=[0], num_tokens=[last], samples=[True])
         return self._run(pb.StepPlan(step_id=1, epoch=1, admitted=[sequence], scheduled=scheduled))
 
-    def next_step(self) -> list[int]:
-        """Compute one more token in the same session."""
-        return self._run(pb.StepPlan(step_id=2, epoch=1, decode_ready=True))
+    def two_steps(self) -> list[int]:
+        """Run the prompt, then a step that reads its token; return both tokens."""
+        return self.step() + self._run(pb.StepPlan(step_id=2, epoch=1, decode_ready=True))
 
     def _run(self, plan: pb.StepPlan) -> list[int]:
         return self.executors[0].execute(plan_from_wire(plan), 0).token_ids.tolist()
@@ -134,11 +134,10 @@ def another_block(replica: Replica) -> tuple[object, str, Callable[..., Any]]:
 @pytest.mark.parametrize("differs", [another_token, another_block])
 def test_ranks_whose_slots_differ_compute_nothing(replica: Replica, differs: Callable[..., Any]) -> None:
     """Their counts are equal: it is the contents that differ."""
-    expected = [replica.step(), replica.next_step()]
+    expected = replica.two_steps()
     with replaced(*differs(replica)), pytest.raises(RankError, match="rank 1 has other slots than rank 0"):
-        replica.step()
-        replica.next_step()
-    assert [replica.step(), replica.next_step()] == expected
+        replica.two_steps()
+    assert replica.two_steps() == expected
 
 
 def test_ranks_with_different_plans_compute_nothing(replica: Replica) -> None:

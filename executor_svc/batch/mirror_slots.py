@@ -33,8 +33,8 @@ class MirrorSlots(Slots):
     Of a step with drafts they count the least that it gives, one token for each sampling slot, until it is done.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: Limits, compared: bool = False) -> None:
+        super().__init__(limits, compared)
         # Admissions of each slot so far: a late result of an earlier sequence must not change a later one.
         self._generations = np.zeros(limits.num_slots, np.int64)
 

@@ -25,7 +25,8 @@ from executor_svc.plan.plan import AdmittedSequence, InvalidPlan, Limits, Schedu
 class Slots:
     """State of all slots. Array shapes name n = num_slots; token and block ids are int32."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, compared: bool = False) -> None:
+        """compared: whether ranks compare `writes`."""
         n = limits.num_slots
         self.limits = limits
         # Pages of these two are written only as sequences grow. token_ids has one column more than a sequence may
@@ -48,8 +49,8 @@ class Slots:
         # The slot's prompt logits were not finite: it fails when it samples.
         self.prompt_failed = np.zeros(n, np.bool_)
         self.sampling = SlotSampling(limits)
-        self.writes = Writes()
-        """Of the columns above: tokens, blocks and what came with admissions."""
+        self.writes = Writes(kept=compared)
+        """Of tokens, blocks and admissions."""
 
     def clear(self) -> None:
         """Free every slot."""
@@ -155,7 +156,7 @@ class Slots:
         self.prompt_failed[slot] = False
         self.sampling.admit(sequence)
         counts = slot, sequence.num_prompt_tokens, sequence.max_drafts, sequence.adapter_index, self.max_len[slot]
-        self.writes.add(np.array(counts), sequence.token_ids, sequence.block_ids)
+        self.writes.add(counts, sequence.token_ids, sequence.block_ids)
 
     def _append_blocks(self, appends: SlotColumns) -> None:
         if not len(appends.slots):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import xxhash
 
@@ -11,17 +13,19 @@ from executor_svc.plan.arrays import BoolArray, IntArray
 class Writes:
     """XXH3-64 over the columns that were written since `clear`, in their order: its cost is that of changes."""
 
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
+    def __init__(self, kept: bool = True) -> None:
+        """kept: False for a digest that nobody asks for, which costs nothing."""
+        self._kept, self._hash = kept, xxhash.xxh3_64()
 
     def clear(self) -> None:
         """Begin anew."""
         self._hash.reset()
 
-    def add(self, *columns: IntArray | BoolArray) -> None:
+    def add(self, *columns: IntArray | BoolArray | Sequence[int]) -> None:
         """Add columns of integers or flags, of any width."""
-        for column in columns:
-            self._hash.update(np.ascontiguousarray(column, np.int64).data)
+        if self._kept:
+            for column in columns:
+                self._hash.update(np.ascontiguousarray(column, np.int64).data)
 
     def digest(self) -> bytes:
         """Return 8 bytes."""

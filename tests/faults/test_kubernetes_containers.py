@@ -61,7 +61,9 @@ async def test_executors_and_scheduler_are_replaced_without_a_lost_token(tmp_pat
     before = write_overlay(overlays, "before", "cpu", OPTIONS)
     after = write_overlay(overlays, "after", "before", UPDATE)
     claims = {"cadenza-models": tmp_path / "models", "cadenza-journal": tmp_path / "journal"}
-    make_llama(claims["cadenza-models"] / "model", tokenizer=True, vocab_size=300, max_position_embeddings=4096)
+    model = make_llama(claims["cadenza-models"] / "model", tokenizer=True, vocab_size=300, max_position_embeddings=4096)
+    for file in model.iterdir():
+        file.chmod(0o644)
     claims["cadenza-journal"].mkdir()
     claims["cadenza-journal"].chmod(0o777)  # Kubernetes gives a volume to the pod's fsGroup.
     async with compose_cluster(tmp_path, before, claims) as cluster:

@@ -74,7 +74,8 @@ async def test_executors_and_scheduler_are_replaced_without_a_lost_token(tmp_pat
             await load.amid()
             log = await cluster.recreate(SCHEDULER)
             await load.amid()
-        assert "go on in the next process with this --journal" in log
+        assert log.count("a signal stopped it; its requests go to the others") == 2
+        assert f"{NUM_REQUESTS} unfinished requests go on in the next process with this --journal" in log
         for name, count in ((EXECUTOR, 2), (SCHEDULER, 1)):
             running = await cluster.containers(name)
             assert len(running) == count

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.service_scripts import until
+
 _GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -44,4 +46,11 @@ def memory_group_or_skip(limit_bytes: int) -> Iterator[Path]:
     try:
         yield group / "cgroup.procs"
     finally:
+        until(lambda: _removed(group))
+
+
+def _removed(group: Path) -> bool:
+    """Remove it, unless a process that was killed is not quite gone."""
+    with contextlib.suppress(OSError):
         group.rmdir()
+    return not group.exists()

@@ -33,8 +33,8 @@ class MirrorSlots(Slots):
     Of a step with drafts they count the least that it gives, one token for each sampling slot, until it is done.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: Limits, compared: bool = False) -> None:
+        super().__init__(limits, compared)
         # Admissions of each slot so far: a late result of an earlier sequence must not change a later one.
         self._generations = np.zeros(limits.num_slots, np.int64)
 
@@ -82,6 +82,5 @@ class MirrorSlots(Slots):
 
     def _receive(self, slots: IntArray, token_ids: IntArray, positions: IntArray) -> None:
         """Write a token [n] of each of n slots, no slot twice, which are counted already."""
-        self.token_ids[slots, positions] = token_ids
-        self.sampling.add_tokens(slots, token_ids)
+        self._write_tokens(slots, positions, token_ids)
         self.stopped[slots[self.ends(slots, token_ids, positions)]] = True

@@ -17,6 +17,7 @@ from executor_svc.batch.plan_checks import check_admission, check_block_moves, c
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slot_sampling import SlotSampling
+from executor_svc.batch.writes import Writes
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import AdmittedSequence, InvalidPlan, Limits, ScheduledTokens, SlotColumns, StepPlan
 
@@ -24,7 +25,8 @@ from executor_svc.plan.plan import AdmittedSequence, InvalidPlan, Limits, Schedu
 class Slots:
     """State of all slots. Array shapes name n = num_slots; token and block ids are int32."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, compared: bool = False) -> None:
+        """compared: whether ranks compare `writes`."""
         n = limits.num_slots
         self.limits = limits
         # Pages of these two are written only as sequences grow. token_ids has one column more than a sequence may
@@ -47,9 +49,12 @@ class Slots:
         # The slot's prompt logits were not finite: it fails when it samples.
         self.prompt_failed = np.zeros(n, np.bool_)
         self.sampling = SlotSampling(limits)
+        self.writes = Writes(kept=compared)
+        """Of tokens, blocks and admissions."""
 
     def clear(self) -> None:
         """Free every slot."""
+        self.writes.clear()
         self.admitted[:] = False
         self.sampling.release(np.arange(self.limits.num_slots))
 
@@ -150,6 +155,8 @@ class Slots:
         self.stopped[slot] = False
         self.prompt_failed[slot] = False
         self.sampling.admit(sequence)
+        counts = slot, sequence.num_prompt_tokens, sequence.max_drafts, sequence.adapter_index, self.max_len[slot]
+        self.writes.add(counts, sequence.token_ids, sequence.block_ids)
 
     def _append_blocks(self, appends: SlotColumns) -> None:
         if not len(appends.slots):
@@ -167,6 +174,7 @@ class Slots:
             )
         self.block_tables[slots, places] = blocks
         self.num_blocks[slots[first]] += counts
+        self.writes.add(slots, places, blocks)
 
     def _append_given(self, given: SlotColumns) -> None:
         slots = given.slots
@@ -181,9 +189,8 @@ class Slots:
             raise InvalidPlan(f"given: slot {slots[unfinished][0]} has known tokens that are not computed")
         if known.max() > self.limits.max_model_len:
             raise InvalidPlan(f"given: slot {slots[known.argmax()]} has max_model_len tokens already")
-        self.token_ids[slots, known] = given.values
         self.num_tokens[slots] += 1
-        self.sampling.add_tokens(slots, given.values)
+        self._write_tokens(slots, known, given.values)
 
     def schedule(self, plan: StepPlan) -> Scheduled:
         """Return the work of an applied plan: its explicit slots and, with decode_ready, every other ready slot."""
@@ -312,6 +319,7 @@ class Slots:
         """
         owner, places = spans(self.num_tokens[slots], counts)
         self.token_ids[slots[owner], places] = token_ids
+        self.writes.add(slots[owner], places, token_ids)
 
     def commit(
         self, scheduled: Scheduled, token_ids: IntArray, valid: BoolArray, late: BoolArray | None = None
@@ -353,10 +361,15 @@ class Slots:
             self.stopped[slots[failed]] = True
             slots, token_ids = slots[taken], token_ids[taken]
         places = self.num_tokens[slots]
-        self.token_ids[slots, places] = token_ids
         self.num_tokens[slots] = places + 1
-        self.sampling.add_tokens(slots, token_ids)
+        self._write_tokens(slots, places, token_ids)
         self.stopped[slots[self.ends(slots, token_ids, places)]] = True
+
+    def _write_tokens(self, slots: IntArray, places: IntArray, token_ids: IntArray) -> None:
+        """Write a token [n] of each of n slots at its place in the sequence, no slot twice."""
+        self.token_ids[slots, places] = token_ids
+        self.sampling.add_tokens(slots, token_ids)
+        self.writes.add(slots, places, token_ids)
 
     def ends(self, slots: IntArray, token_ids: IntArray, places: IntArray) -> BoolArray:
         """Return [n]: whether a token at this place of its sequence ends it: a stop token, or at max_len; [n] each."""

@@ -68,7 +68,7 @@ class GpuStepExecutor:
         self.limits = limits
         self.adapters = adapters
         self._has_places = loaded.adapters is not None
-        self.slots = MirrorSlots(limits)
+        self.slots = MirrorSlots(limits, compared=loaded.ranks is not None)
         self._pools = pools
         self._device = torch_device
         self._functions = device.functions

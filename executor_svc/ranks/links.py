@@ -31,7 +31,7 @@ class Frame(IntEnum):
     """From a rank that waits for plans."""
     PLAN = 7
     STATUS = 8
-    """From a rank that has applied a plan: a digest of its slots, or why it cannot run it."""
+    """From a rank that has applied a plan: a digest of it and of its slots, or why it cannot run it."""
     VERDICT = 9
     """Empty: all ranks run the step. Else the reason why none does."""
     DRAFTS = 10

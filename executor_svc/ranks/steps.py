@@ -6,11 +6,8 @@ exchanges, so that no rank waits for another one there; the session ends on all,
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-
-import numpy as np
 
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
@@ -18,6 +15,7 @@ from executor_svc.batch.step_result import SampledTokens
 from executor_svc.device.ranks import RankError, RankKernels
 from executor_svc.plan.plan import InvalidPlan, StepPlan
 from executor_svc.ranks.arrays import read_columns, write_columns
+from executor_svc.ranks.digest import difference, digest_of
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 
 _OK, _INVALID, _ERROR = b"k", b"i", b"e"
@@ -38,8 +36,9 @@ class LeaderRanks:
 
     def agreed(self, plan: StepPlan, slots: Slots, apply: Callable[[], Scheduled]) -> Scheduled:
         """As in `StepRanks`."""
-        self._send(Frame.PLAN, plan.wire())
-        scheduled, error, own = _applied(plan, slots, apply)
+        wire = plan.wire()
+        self._send(Frame.PLAN, wire)
+        scheduled, error, own = _applied(wire, slots, apply)
         statuses = [own, *(self._receive(rank, Frame.STATUS) for rank in range(1, len(self._links) + 1))]
         verdict = _verdict(statuses)
         self._send(Frame.VERDICT, verdict)
@@ -100,21 +99,32 @@ class MemberRanks:
         self._kernels, self._link = kernels, link
         self._ended: Frame | None = None
         """A frame that ended a step."""
+        self._asked = False
+        """Whether rank 0 waits for this rank's word on a plan."""
 
     def next_frame(self) -> tuple[Frame, bytes]:
         """Wait for the next plan, or for the end of the session."""
         if self._ended is not None:
             ended, self._ended = self._ended, None
             return ended, b""
-        return self._link.receive()
+        kind, content = self._link.receive()
+        self._asked = kind == Frame.PLAN
+        return kind, content
+
+    def refuse(self, error: Exception) -> None:
+        """Say that this rank cannot run the plan, unless it has answered: it failed before it could apply it."""
+        if self._asked:
+            self._say(_failed(error))
+            with suppress(RankError):
+                self._expect(Frame.VERDICT)
 
     def settled(self, num_steps: int) -> None:
         """As in `StepRanks`: rank 0 says it."""
 
     def agreed(self, plan: StepPlan, slots: Slots, apply: Callable[[], Scheduled]) -> Scheduled:
         """As in `StepRanks`."""
-        scheduled, error, status = _applied(plan, slots, apply)
-        self._link.send(Frame.STATUS, status)
+        scheduled, error, status = _applied(plan.wire(), slots, apply)
+        self._say(status)
         return _judged(scheduled, error, self._expect(Frame.VERDICT))
 
     def sampled(self, sample: Callable[[], SampledTokens]) -> SampledTokens:
@@ -137,6 +147,10 @@ class MemberRanks:
         self._expect(Frame.BEGIN)
         self._kernels.reset()
 
+    def _say(self, status: bytes) -> None:
+        self._asked = False
+        self._link.send(Frame.STATUS, status)
+
     def _expect(self, wanted: Frame) -> bytes:
         kind, content = self._link.receive()
         if kind == wanted:
@@ -147,25 +161,30 @@ class MemberRanks:
 
 
 def _applied(
-    plan: StepPlan, slots: Slots, apply: Callable[[], Scheduled]
+    wire: bytes, slots: Slots, apply: Callable[[], Scheduled]
 ) -> tuple[Scheduled | None, Exception | None, bytes]:
-    """Apply a plan; return its work, or an error, and this rank's status."""
+    """Apply a plan, whose message is `wire`; return its work, or an error, and this rank's status."""
     try:
         scheduled = apply()
     except InvalidPlan as error:
         return None, error, _INVALID + str(error).encode()
     except Exception as error:
-        return None, error, _ERROR + f"{type(error).__name__}: {error}".encode()
-    return scheduled, None, _OK + _digest(plan, slots)
+        return None, error, _failed(error)
+    return scheduled, None, _OK + digest_of(wire, scheduled, slots)
+
+
+def _failed(error: Exception) -> bytes:
+    return _ERROR + f"{type(error).__name__}: {error}".encode()
 
 
 def _verdict(statuses: Sequence[bytes]) -> bytes:
-    """Return nothing if all ranks are ready with the same slots; else what is wrong with the first one."""
+    """Return nothing if all ranks are ready with the same plan and slots; else what is wrong with the first one."""
     for rank, status in enumerate(statuses):
         if not status.startswith(_OK):
             return status[:1] + f"rank {rank}: ".encode() + status[1:]
         if status != statuses[0]:
-            return _ERROR + f"rank {rank} has other slots than rank 0".encode()
+            other = difference(statuses[0][1:], status[1:])
+            return _ERROR + f"rank {rank} has {other} than rank 0".encode()
     return b""
 
 
@@ -177,15 +196,6 @@ def _judged(scheduled: Scheduled | None, error: Exception | None, verdict: bytes
         raise InvalidPlan(text) if verdict.startswith(_INVALID) else RankError(text)
     assert scheduled is not None
     return scheduled
-
-
-def _digest(plan: StepPlan, slots: Slots) -> bytes:
-    """Return what differs between ranks whose slots, or whose steps, differ."""
-    columns = (slots.num_tokens, slots.num_computed_tokens, slots.num_blocks, slots.stopped, slots.held)
-    found = plan.step_id
-    for column in columns:
-        found = zlib.crc32(np.where(slots.admitted, column, 0).tobytes(), found)
-    return found.to_bytes(8, "little")
 
 
 def _gone(rank: int, error: LinkClosed) -> RankError:

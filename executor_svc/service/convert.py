@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -65,7 +66,7 @@ def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
 
 def plan_from_bytes(wire: bytes) -> p.StepPlan:
     """Reverse `StepPlan.wire`; errors as those of `plan_from_wire`."""
-    return plan_from_wire(pb.StepPlan.FromString(wire))
+    return replace(plan_from_wire(pb.StepPlan.FromString(wire)), wire=lambda: wire)
 
 
 def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:

@@ -116,6 +116,7 @@ def follow(executor: Follower, ranks: MemberRanks) -> NoReturn:
                 if executor.is_lost(error):
                     raise
                 # Rank 0 answers for all: this one waits for the next session.
+                ranks.refuse(error)
                 _log.error("a step has failed", exc_info=error)
 
 

@@ -73,7 +73,7 @@ class StepExecutor:
         self.adapters = adapters
         self.grammars = grammars
         self._span = Spans(on_gpu)
-        self.slots = Slots(limits)
+        self.slots = Slots(limits, compared=ranks is not None)
         self._drafting = Drafting(self.slots, drafts)
         self._runner = runner
         self._pools = pools

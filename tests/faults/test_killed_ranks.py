@@ -1,20 +1,52 @@
-"""A model in two ranks, as processes: one is killed or frozen within a load, and every stream goes on."""
+"""A model in two ranks, as processes: one is killed, frozen or out of memory in a load, and every stream goes on."""
 
 from __future__ import annotations
 
-import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import psutil
 import pytest
 
-from cadenza import LLM, RequestOutput, SamplingParams
+from cadenza import Client, RequestOutput, SamplingParams
 from tests.checkpoints import make_llama
+from tests.faults.test_killed_processes import Up
+from tests.helpers.memory_limits import limited_addresses, memory_group_or_skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+STEP_TIMEOUT_S = 3
+VOCAB, NUM_SEQS = 16384, 512
+"""So many that the table of a rank's first request with penalties, 4 bytes for each token id of each slot, is a large
+request for memory within a step."""
+MAX_TOKENS = 400
 PROMPTS = [[5, 7, 9], [20, 21, 22, 23], [60] * 40]
+DRAWN = {"temperature": 0.8, "max_tokens": MAX_TOKENS}
+PLAIN = SamplingParams(seed=1, ignore_eos=True, **DRAWN)
+STRUCTURED = SamplingParams(seed=2, structured_outputs={"regex": r"(\[[a-e]{1,9}\] ){300}done"}, **DRAWN)
+PENALISED = SamplingParams(seed=3, ignore_eos=True, frequency_penalty=0.5, temperature=0.8, max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(folder, tokenizer=True, vocab_size=VOCAB, max_position_embeddings=4096)
+    sizes = "--num-gpu-blocks", "400", "--max-num-seqs", f"{NUM_SEQS}", "--max-num-batched-tokens", f"{NUM_SEQS}"
+    options = "--tensor-parallel-size", "2", "--dtype", "float32", "--step-timeout-s", f"{STEP_TIMEOUT_S}"
+    running = Up(folder, tmp_path_factory.mktemp("up") / "log", *options, *sizes)
+    yield running
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(15) == 0, running.log
+    assert running.process.stdout is not None
+    running.process.stdout.close()
+    assert not ranks()
+
+
+@pytest.fixture(scope="module")
+def expected(up: Up) -> list[list[int]]:
+    """What the load gives without a fault."""
+    return tokens(load(up))
 
 
 def ranks() -> list[psutil.Process]:
@@ -23,39 +55,75 @@ def ranks() -> list[psutil.Process]:
     return [each for each in found if "executor_svc.startup.member" in " ".join(each.cmdline())]
 
 
+def load(up: Up, *more: SamplingParams) -> list[RequestOutput]:
+    prompts = PROMPTS + [[30 + index, 31, 32] for index in range(len(more))]
+    with Client(up.target) as client:
+        return client.generate(prompts, [PLAIN, STRUCTURED, PLAIN, *more])
+
+
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_a_rank_is_killed_and_one_is_frozen_and_no_token_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_rank_is_short_of_memory_and_the_request_that_wants_it_ends_alone(up: Up, expected: list[list[int]]) -> None:
+    """The rank says so before any rank computes; the replica goes on, and has the memory once it is there."""
+    (rank,) = ranks()
+    with limited_addresses(rank.pid, more_bytes=8 << 20):
+        *others, wanting = load(up, PENALISED)
+    assert tokens(others) == expected
+    assert (wanting.outputs[0].finish_detail, wanting.outputs[0].token_ids) == ("executor_error", [])
+    up.wait_for_log("RankError: rank 1: MemoryError: Unable to allocate")
+    *others, wanting = load(up, PENALISED)
+    assert tokens(others) == expected
+    assert wanting.outputs[0].finish_detail == "max_tokens"
+    assert ranks() == [rank]
+
+
+def rank_under_load(running: Future[list[RequestOutput]]) -> psutil.Process:
+    """Return rank 1 once it has computed some of the load."""
+    (rank,) = ranks()
+    used = sum(rank.cpu_times()[:2])
+    while sum(rank.cpu_times()[:2]) < used + 0.2:
+        assert not running.done(), "the load ended before the fault"
+    return rank
+
+
+def ended(rank: psutil.Process, within_s: float) -> bool:
+    """Return whether the rank and its replica have ended by then."""
+    replica = rank.parent()
+    assert replica is not None
+    return not psutil.wait_procs([rank, replica], timeout=within_s)[1]
+
+
+@pytest.mark.parametrize(
+    ("number", "within_s", "last_words"),
+    [
+        (signal.SIGKILL, 2, "rank 1 ended: process {}, killed by SIGKILL; this executor ends"),
+        (signal.SIGSTOP, STEP_TIMEOUT_S + 2, f"longer than --step-timeout-s {STEP_TIMEOUT_S}: this process ends"),
+    ],
+)
+def test_a_rank_is_killed_or_frozen_and_no_token_is_lost(
+    up: Up, expected: list[list[int]], number: signal.Signals, within_s: float, last_words: str
 ) -> None:
-    folder = make_llama(tmp_path, tokenizer=True, vocab_size=300, max_position_embeddings=4096)
-    sizes = {"num_gpu_blocks": 400, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=700, ignore_eos=True)
-    constraint = {"regex": r"(\[[a-e]{1,9}\] ){300}done"}
-    structured = SamplingParams(temperature=0.8, seed=2, max_tokens=700, structured_outputs=constraint)
-    with (
-        LLM(str(folder), dtype="float32", tensor_parallel_size=2, step_timeout_s=3, **sizes) as llm,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(load, up)
+        rank = rank_under_load(running)
+        rank.send_signal(number)
+        assert ended(rank, within_s)
+        assert tokens(running.result()) == expected
+    up.wait_for_log(last_words.format(rank.pid))
 
-        def generate() -> list[list[int]]:
-            return tokens(llm.generate(PROMPTS, [params, structured, params], use_tqdm=False))
 
-        expected = generate()
-        for number in (signal.SIGKILL, signal.SIGSTOP):
-            (rank,) = ranks()
-            replica = rank.parent()
-            assert replica is not None
-            running = pool.submit(generate)
-            used = sum(rank.cpu_times()[:2])
-            while sum(rank.cpu_times()[:2]) < used + 0.2:
-                assert not running.done(), "the load ended before the fault"
-            os.kill(rank.pid, number)
-            assert running.result() == expected
-            _, alive = psutil.wait_procs([rank, replica], timeout=5)
-            assert not alive
-    assert "rank 1 ended: process" in caplog.text
-    assert "killed by SIGKILL" in caplog.text
-    assert not ranks()
+@pytest.mark.long
+def test_the_kernel_kills_a_rank_that_is_out_of_memory_and_no_token_is_lost(up: Up, expected: list[list[int]]) -> None:
+    """As a container's limit does. Counting penalised tokens takes another page of the table every few tokens."""
+    counting = [replace(PENALISED, max_tokens=MAX_TOKENS)] * 4
+    with memory_group_or_skip(limit_bytes=64 << 10) as group, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(load, up, *counting)
+        rank = rank_under_load(running)
+        group.write_text(str(rank.pid))
+        assert ended(rank, within_s=5)
+        outputs = tokens(running.result())
+    assert outputs[: len(expected)] == expected
+    assert [len(output) for output in outputs[len(expected) :]] == [MAX_TOKENS] * 4
+    up.wait_for_log(f"rank 1 ended: process {rank.pid}, killed by SIGKILL; this executor ends")

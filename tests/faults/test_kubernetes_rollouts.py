@@ -15,7 +15,7 @@ from tests.checkpoints import make_llama
 from tests.helpers.kubernetes_api import kubernetes_api
 from tests.helpers.manifests import needs_kubectl
 from tests.helpers.pods import LocalCluster, Pod, local_cluster
-from tests.helpers.rolling import ClientLoad, Seen, rolling
+from tests.helpers.rolling import ClientLoad, Seen, rolling, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), needs_kubectl]
 MAX_TOKENS, NUM_REQUESTS = 250, 8
@@ -59,16 +59,6 @@ async def roll_executors(cluster: LocalCluster, new: list[Pod]) -> None:
             cluster.serve(after)
             await serving(client, format_address(after.address, after.port("grpc")))
             await cluster.remove_executor(before)
-
-
-async def serving(client: AsyncClient, address: str) -> None:
-    """Return once the scheduler gives this executor requests: what minReadySeconds waits for."""
-    for _ in range(500):
-        executors = (await client.server_info()).executors
-        if any(each.target == address and each.connected and not each.refusal for each in executors):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{address} does not serve")
 
 
 @pytest.mark.parametrize(("overlay", "num_executors"), [("cpu", 2), ("gpu", 1)])

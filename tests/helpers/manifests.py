@@ -26,7 +26,10 @@ Manifest = dict[str, Any]
 
 @functools.cache
 def rendered(overlay: str) -> tuple[Manifest, ...]:
-    """What `kubectl apply -k` sends for an overlay; fails on warnings too."""
+    """What `kubectl apply -k` sends for an overlay: one of deploy/ by its name, or another folder by its whole path.
+
+    Fails on warnings too.
+    """
     return build(ROOT / "deploy" / "overlays" / overlay)
 
 
@@ -70,6 +73,18 @@ class PodTemplate:
     def party(self) -> str:
         """scheduler or executor."""
         return self.container["name"]
+
+    def port(self, name: str | int) -> int:
+        """The number of a port of the container that has this name; a number is itself."""
+        if isinstance(name, int):
+            return name
+        (port,) = (each["containerPort"] for each in self.container["ports"] if each["name"] == name)
+        return port
+
+    def volume_of(self, mount: Manifest) -> Manifest:
+        """What is mounted by one of the container's volumeMounts."""
+        (volume,) = (each for each in self.spec["volumes"] if each["name"] == mount["name"])
+        return volume
 
 
 def pod_templates(overlay: str) -> list[PodTemplate]:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import urllib.request
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -20,23 +19,15 @@ from pathlib import Path
 
 import yaml
 
-from cadenza.healthcheck import check
 from tests.helpers.certificates import certificates
 from tests.helpers.compose import last_instruction, read_dockerfile
 from tests.helpers.kubernetes_api import FakeKubernetes, kubernetes_api
 from tests.helpers.loopback import new_address
 from tests.helpers.manifests import PodTemplate, environment_of, named, of_kind, pod_templates, worker_template
 from tests.helpers.paths import ROOT
+from tests.helpers.probes import passes_from_outside
 
 _READY_S = 60
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return 200 <= answer.status < 400
-    except OSError:
-        return False
 
 
 class Pod:
@@ -82,20 +73,14 @@ class Pod:
     async def passes(self, name: str) -> bool:
         """Run a probe once: readinessProbe, livenessProbe or startupProbe."""
         match self.template.container[name]:
-            case {"grpc": {"port": port}}:
-                return await asyncio.to_thread(check, f"{self.address}:{port}") is None
             case {"exec": {"command": ["python", *rest]}}:
                 command = (sys.executable, *(self._local(part) for part in rest))
                 process = await asyncio.create_subprocess_exec(*command, stdout=DEVNULL, stderr=DEVNULL)
                 return await process.wait() == 0
-            case {"httpGet": {"path": path, "port": port}}:
-                return await asyncio.to_thread(_answers, f"http://{self.address}:{self.port(port)}{path}")
-            case probe:
-                raise AssertionError(f"a probe that this rig does not know: {probe}")
+        return await asyncio.to_thread(passes_from_outside, self.template, name, self.address)
 
     def port(self, name: str) -> int:
-        (port,) = (each["containerPort"] for each in self.template.container["ports"] if each["name"] == name)
-        return port
+        return self.template.port(name)
 
     async def ready(self) -> None:
         """Probe it until it is ready."""
@@ -200,9 +185,8 @@ class LocalCluster:
 
     def mounted(self, template: PodTemplate, address: str) -> dict[str, str]:
         """The folder behind each mounted path: a claim is the same for all pods, a scratch folder is the pod's own."""
-        volumes = {volume["name"]: volume for volume in template.spec["volumes"]}
         return {
-            mount["mountPath"]: str(self._volume(volumes[mount["name"]], address))
+            mount["mountPath"]: str(self._volume(template.volume_of(mount), address))
             for mount in template.container["volumeMounts"]
         }
 

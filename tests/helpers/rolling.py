@@ -132,3 +132,50 @@ class ClientLoad:
                 sample.finish_reason = output.finish_reason
             async with self._changed:
                 self._changed.notify_all()
+
+
+async def serving(client: AsyncClient, address: str, within_s: float = 10) -> None:
+    """Return once the scheduler gives this executor requests: what minReadySeconds waits for."""
+    async with asyncio.timeout(within_s):
+        while True:
+            executors = (await client.server_info()).executors
+            if any(each.target == address and each.connected and not each.refusal for each in executors):
+                return
+            await asyncio.sleep(0.02)
+
+
+class Rounds:
+    """The same load again and again while the body runs: each time its loops must see just what is expected."""
+
+    def __init__(self, target: str, max_tokens: int, count: int, expected: list[dict[int, Seen]]) -> None:
+        self._new_load = lambda: ClientLoad(target, max_tokens, count)
+        self._expected = expected
+        self._over = False
+        self._next = asyncio.Event()
+        self._load: ClientLoad
+
+    async def amid(self) -> None:
+        """Return in the middle of a round; raises the error of one that failed."""
+        began = asyncio.create_task(self._next.wait())
+        await asyncio.wait([began, self._running], return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            began.cancel()
+            await self._running
+        await self._load.more(100)
+
+    async def __aenter__(self) -> Rounds:
+        self._running = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        self._over = True
+        if kind is not None:
+            self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=kind is not None)
+
+    async def _run(self) -> None:
+        while not self._over:
+            self._load = self._new_load()
+            began, self._next = self._next, asyncio.Event()
+            began.set()
+            assert await self._load.finished() == self._expected

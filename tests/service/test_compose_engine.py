@@ -5,11 +5,8 @@ On a machine without an engine, test_compose.py runs the same commands, environm
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,15 +17,10 @@ import pytest
 
 from cadenza import Client, SamplingParams
 from cadenza.healthcheck import check
-from tests.helpers.compose import ROOT
+from tests.helpers.docker_engine import compose_tool, inspect, needs_docker, run
+from tests.helpers.paths import ROOT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        os.environ.get("CADENZA_TEST_DOCKER") != "1", reason="builds images: set CADENZA_TEST_DOCKER=1 to run it"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), needs_docker]
 
 PROJECT = "cadenza-test"
 SERVICES = ("executor", "scheduler")
@@ -55,24 +47,17 @@ class Compose:
 
     def run(self, *command: str, expected: tuple[int, ...] = (0,)) -> str:
         """Run a command, in which Compose finds this project; returns its stdout."""
-        return _run(*command, expected=expected, COMPOSE_PROJECT_NAME=PROJECT, SCHEDULER_PORT=str(self.port))
+        return run(*command, expected=expected, COMPOSE_PROJECT_NAME=PROJECT, SCHEDULER_PORT=str(self.port))
 
     def inside(self, service: str, *command: str, expected: tuple[int, ...] = (0,)) -> str:
         return self("exec", "-T", service, *command, expected=expected)
 
     def inspect(self, service: str) -> Any:
-        (found,) = json.loads(_run("docker", "inspect", self("ps", "-q", service).strip()))
-        return found
+        return inspect(self("ps", "-q", service).strip())
 
     def up(self) -> None:
         """Start what is not running, and wait, by the lines of docs/docker.md."""
         self.run("sh", "-e", "-c", _lines_to_start(self.tool))
-
-
-def _tool() -> tuple[str, ...]:
-    """`docker compose` where the engine's program has that plugin, otherwise docker-compose 1.29."""
-    plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
-    return ("docker", "compose") if plugin.returncode == 0 else ("docker-compose",)
 
 
 def _lines_to_start(tool: tuple[str, ...]) -> str:
@@ -81,18 +66,11 @@ def _lines_to_start(tool: tuple[str, ...]) -> str:
     return lines
 
 
-def _run(*command: str, expected: tuple[int, ...] = (0,), **environment: str) -> str:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("CADENZA_")}
-    result = subprocess.run(command, cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, check=False)
-    assert result.returncode in expected, f"{command}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
-    return result.stdout
-
-
 @pytest.fixture(scope="module")
 def compose() -> Iterator[Compose]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    stack = Compose(port, _tool())
+    stack = Compose(port, compose_tool())
     try:
         stack("build")
         stack.up()
@@ -108,7 +86,7 @@ def test_it_serves_when_the_lines_of_the_page_return(compose: Compose) -> None:
 
 
 def test_generate_from_the_host(compose: Compose) -> None:
-    answer = _run(sys.executable, "-m", "cadenza", "generate", "--target", compose.target, "What is 27 + 48?")
+    answer = run(sys.executable, "-m", "cadenza", "generate", "--target", compose.target, "What is 27 + 48?")
     assert answer.strip()
 
 
@@ -149,6 +127,5 @@ def test_stop_is_quick_and_clean(compose: Compose) -> None:
     compose("stop")
     assert time.monotonic() - began < 8, "a grace period of 10 s has run out"
     for service, container in containers.items():
-        (found,) = json.loads(_run("docker", "inspect", container))
-        assert found["State"]["ExitCode"] == 0, service
+        assert inspect(container)["State"]["ExitCode"] == 0, service
     compose.up()

@@ -15,18 +15,19 @@ class Writes:
 
     def __init__(self, kept: bool = True) -> None:
         """kept: False for a digest that nobody asks for, which costs nothing."""
-        self._kept, self._hash = kept, xxhash.xxh3_64()
+        self._hash = xxhash.xxh3_64() if kept else None
 
     def clear(self) -> None:
         """Begin anew."""
-        self._hash.reset()
+        if self._hash is not None:
+            self._hash.reset()
 
     def add(self, *columns: IntArray | BoolArray | Sequence[int]) -> None:
         """Add columns of integers or flags, of any width."""
-        if self._kept:
+        if self._hash is not None:
             for column in columns:
                 self._hash.update(np.ascontiguousarray(column, np.int64).data)
 
     def digest(self) -> bytes:
-        """Return 8 bytes."""
-        return self._hash.digest()
+        """Return 8 bytes; none if it is not kept."""
+        return b"" if self._hash is None else self._hash.digest()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 from executor_svc.plan.plan import StepResult
+
+_ANNOUNCEMENT_S = 1.0
+"""Maximum time that the announcement of a step may take."""
+_SENDING_S = 0.005
+"""gRPC reports a message as written when it is about to pass it to the socket."""
 
 
 class Session:
@@ -29,6 +35,17 @@ class Session:
         self.failed_running = False
         self.num_unanswered = 0
         self.last_step_id: int | None = None
+
+    def announce_step(self, step_id: int) -> None:
+        """Report that a step begins, and wait until the report is on its way: the process may not survive the step."""
+        if self.announce is None or self.closed:
+            return
+        try:
+            self.announce(step_id).result(_ANNOUNCEMENT_S)
+        except (TimeoutError, CancelledError):
+            # The step runs all the same. If it ends the process, its begin is not known.
+            return
+        time.sleep(_SENDING_S)
 
 
 @dataclass(frozen=True, slots=True)

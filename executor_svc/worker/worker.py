@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,10 +23,6 @@ _MAX_LAUNCHED_STEPS = 2
 """Steps launched at once: the device runs the second while the first is answered."""
 _POLL_S = 5e-5
 """Interval at which the thread polls a single launched step, while another plan may arrive."""
-_ANNOUNCEMENT_S = 1.0
-"""Maximum time that the announcement of a step may take."""
-_SENDING_S = 0.005
-"""gRPC reports a message as written when it is about to pass it to the socket."""
 _AFTER_FAILURE = "an earlier step of this session failed"
 
 
@@ -119,18 +115,6 @@ class _LaunchedStep:
             return self.launched is None or self.launched.is_done()
         except Exception:
             return True
-
-
-def _announce(session: Session, step_id: int) -> None:
-    """Report that a step begins, and wait until the report is on its way: the process may not survive the step."""
-    if session.announce is None or session.closed:
-        return
-    try:
-        session.announce(step_id).result(_ANNOUNCEMENT_S)
-    except (TimeoutError, CancelledError):
-        # The step runs all the same. If it ends the process, its begin is not known.
-        return
-    time.sleep(_SENDING_S)
 
 
 class Worker:
@@ -345,7 +329,7 @@ class Worker:
             return _LaunchedStep(item, started_ns, None, StepStatus.SKIPPED, _AFTER_FAILURE)
         self._running = self._running or (plan.step_id, started_ns)
         if isinstance(plan, StepPlan) and plan.announces_start:
-            _announce(session, plan.step_id)
+            session.announce_step(plan.step_id)
         try:
             return _LaunchedStep(item, started_ns, executor.launch(self._checked(session, plan), item.received_ns))
         except InvalidPlan as exc:

@@ -346,11 +346,7 @@ class Lane:
     @property
     def num_running_groups(self) -> int:
         """Number of groups with a sequence that runs, or whose last results are awaited."""
-        several, num_groups = self.running.shared_groups, len(self.running)
-        if several or self.finishing:
-            num_groups -= sum(several.values())
-            num_groups += len(several.keys() | {sequence.group for sequence in self.finishing})
-        return num_groups
+        return self.running.num_groups(self.finishing)
 
     def update_rates(self, step: PlannedStep, result: StepResult) -> None:
         """Update the measured rates with a result's timings."""

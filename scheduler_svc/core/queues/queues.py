@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 
 from scheduler_svc.core.errors import InvariantError
@@ -138,6 +138,14 @@ class RunningQueue:
             self._is_sorted = True
             self._last_key = self.last.order_key if self._members else ()
         return list(self._members)
+
+    def num_groups(self, others: Collection[Sequence]) -> int:
+        """Number of groups of the sequences here and of a few others."""
+        several, count = self.shared_groups, len(self._members)
+        if several or others:
+            count -= sum(several.values())
+            count += len(several.keys() | {sequence.group for sequence in others})
+        return count
 
     @property
     def last(self) -> Sequence:

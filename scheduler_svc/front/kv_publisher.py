@@ -1,9 +1,9 @@
-"""Publishes KV events over ZeroMQ as vLLM does: a PUB socket, and a ROUTER socket for what a subscriber has missed.
+"""Publishes KV events over ZeroMQ as vLLM does: an XPUB socket, and a ROUTER socket for what a subscriber has missed.
 
-A message of the PUB socket has three parts: the topic, its number (8 bytes, big-endian, from 0) and the payload. A
+A message of the XPUB socket has three parts: the topic, its number (8 bytes, big-endian, from 0) and the payload. A
 request to the ROUTER socket is a number; the answers are the kept messages from it on, then one with the number -1.
 After a failure, and when a subscriber comes, the publisher goes on with the present state, which begins with "cleared":
-what it publishes before a subscription arrives is lost, and numbers alone may not tell that it was started again.
+what it publishes before a subscription arrives is lost, and numbers alone may not show that it was restarted.
 """
 
 from __future__ import annotations

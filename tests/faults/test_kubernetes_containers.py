@@ -43,7 +43,7 @@ def write_overlay(folder: Path, name: str, base: str, options: dict[str, dict[st
 
 
 async def roll_executors(cluster: ComposeCluster, load: Rounds) -> None:
-    """As a Deployment with maxSurge 1 and maxUnavailable 0: a new one serves before an old one is told to end."""
+    """As a Deployment with maxSurge 1 and maxUnavailable 0: a new one serves before an old one gets SIGTERM."""
     strategy = cluster.pods[EXECUTOR].owner["spec"]["strategy"]
     assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
     async with AsyncClient(cluster.target) as client:

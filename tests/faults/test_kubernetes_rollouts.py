@@ -52,7 +52,7 @@ def simulated(models: Path) -> dict[str, dict[str, str]]:
 
 
 async def roll_executors(cluster: LocalCluster, new: list[Pod]) -> None:
-    """As a Deployment with maxSurge 1 and maxUnavailable 0: a new one serves before an old one is told to end."""
+    """As a Deployment with maxSurge 1 and maxUnavailable 0: a new one serves before an old one gets SIGTERM."""
     old = [pod for pod in cluster.executors if pod not in new]
     async with AsyncClient(cluster.target) as client:
         for before, after in zip(old, new, strict=True):

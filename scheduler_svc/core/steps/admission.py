@@ -50,11 +50,7 @@ def admit(
         if max_rank is not None and order.rank(order.subqueue(group)) >= max_rank:
             break
         if not lane.adapters.has_place(group, lane.running.num_by_adapter, step.planned_at):
-            if requests.placer.is_own(group, lane):  # others have a turn where they are placed
-                lane.adapters.turns.pass_over(group, step.planned_at)
-                passed.add_adapter_of(group)
-            else:
-                passed.add(group)
+            _pass_over(requests, lane, group, passed, step.planned_at)
             continue
         is_free = requests.is_free_for(group, lane) and not (
             step.swapped_out and any(each.group is group for each in step.swapped_out)
@@ -89,6 +85,15 @@ def admit(
     num_joined = admissions.num_admitted - num_before
     requests.policies.batching.record_admissions(lane, num_joined, memory_is_full=memory_is_full)
     return fully_planned
+
+
+def _pass_over(requests: RequestTable, lane: Lane, group: SequenceGroup, passed: PassedOver, now: float) -> None:
+    """Pass over a group whose adapter has no place, and others of this adapter that wait for this lane."""
+    if requests.placer.is_own(group, lane):  # others have a turn where they are placed
+        lane.adapters.turns.pass_over(group, now)
+        passed.add_adapter_of(group)
+    else:
+        passed.add(group)
 
 
 def _fitting(

@@ -12,6 +12,7 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from cadenza.gateway.http.decoding import decoded
 from cadenza.gateway.http.errors import ApiError, bad_request
+from cadenza.gateway.off_loop import off_loop as of_size
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,8 +22,6 @@ ANSWER_HEADERS = web.RequestKey("answer_headers", dict[str, str])
 _NUM_BYTES = web.RequestKey("num_bytes", int)
 """Of a request whose body has been read: its length, decoded."""
 _BODY_TIMEOUT_S = 60.0
-LONG_BYTES = 64 * 1024
-"""A longer body is parsed in a thread: 1 MB of token ids takes 20 ms, and a chat of it several times as long."""
 
 
 def api_key(request: web.Request) -> str | None:
@@ -54,9 +53,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
 
 async def off_loop(request: web.Request, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Return what `work` makes of a request whose body has been read: in a thread for a long one."""
-    if request[_NUM_BYTES] > LONG_BYTES:
-        return await asyncio.to_thread(work, *arguments, **named)
-    return work(*arguments, **named)
+    return await of_size(request[_NUM_BYTES], work, *arguments, **named)
 
 
 def _parse(raw: bytes) -> Any:

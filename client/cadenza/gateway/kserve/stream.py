@@ -10,7 +10,8 @@ from cadenza.dialects import inference_pb2 as pb
 from cadenza.gateway.kserve.answers import Answers, failed
 from cadenza.gateway.kserve.requests import read_request
 from cadenza.gateway.kserve.statistics import Statistics
-from cadenza.gateway.rpc.calls import Context, SlowClientError, counted, explained, key_of, off_loop, write
+from cadenza.gateway.off_loop import off_loop
+from cadenza.gateway.rpc.calls import Context, SlowClientError, counted, explained, key_of, write
 from cadenza.gateway.scheduler.generation import Generation, Job
 from cadenza.gateway.state import State
 from cadenza.outputs import RequestMetrics

@@ -6,18 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NoReturn
 
 import grpc
 
 from cadenza.errors import CadenzaError
 from cadenza.gateway.http.errors import ApiError, api_error
-from cadenza.gateway.http.reading import LONG_BYTES
 from cadenza.gateway.state import State
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -60,13 +56,6 @@ async def abort_with(context: Context, error: Exception, about: str) -> NoReturn
     known = explained(error, about)
     await context.abort(_CODES.get(known.status, grpc.StatusCode.INTERNAL), known.message)
     raise AssertionError("abort returned")
-
-
-async def off_loop(num_bytes: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Return what `work` makes of a message of this size: in a thread for a long one."""
-    if num_bytes > LONG_BYTES:
-        return await asyncio.to_thread(work, *arguments, **named)
-    return work(*arguments, **named)
 
 
 async def write(state: State, context: Context, response: Any) -> None:

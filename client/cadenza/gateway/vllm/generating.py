@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from cadenza.dialects import vllm_engine_pb2 as pb
 from cadenza.gateway.http.errors import ApiError, bad_request
-from cadenza.gateway.rpc.calls import Context, key_of, off_loop, write
+from cadenza.gateway.off_loop import off_loop
+from cadenza.gateway.rpc.calls import Context, key_of, write
 from cadenza.gateway.scheduler.generation import Generation, Job
 from cadenza.gateway.state import State
 from cadenza.gateway.vllm.answers import Answers

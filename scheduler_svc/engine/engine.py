@@ -17,8 +17,9 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import DrainingError, RequestExistsError, UnknownRequestError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import FinishDetail, RequestKey, StepResult
+from scheduler_svc.core.types import FinishDetail, RequestKey
 from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.adapters import Adapters
 from scheduler_svc.engine.apply_outputs import apply_outputs

@@ -18,8 +18,9 @@ from cadenza.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import InvariantError, LimitsError
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.core.scheduler import Scheduler, check_limits
-from scheduler_svc.core.types import SessionEnd, StepResult, StepStatus
+from scheduler_svc.core.types import SessionEnd
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.fleet_model import executor_spec
 from scheduler_svc.plan_loop.listener import PlanLoopListener

@@ -18,7 +18,7 @@ from cadenza.plan_log import PlanLogReader
 from cadenza.slices import Work
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import generation_pb2 as pb
-from scheduler_svc.core.types import StepPlan
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.convert import request_in_slices
 from scheduler_svc.recording import plan_log

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from executor_svc.sampling.candidates import CandidateColumns
+from scheduler_svc.core.result import Candidates
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
-from scheduler_svc.core.types import BeamSpec, Candidates, Finish, FinishDetail
+from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.helpers.cpu_sampling import best_candidates

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from scheduler_svc.core.adapters.events import AdapterLoaded, AdapterRegistered
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import SequenceGroup
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling, StepPlan, StepResult
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling
 
 KEPT = FinishDetail.ABORTED
 

@@ -17,7 +17,9 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.simulated.poison import Poison
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec, StepPlan, StepResult, StepStatus
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult, StepStatus
+from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import (

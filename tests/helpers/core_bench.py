@@ -12,21 +12,14 @@ from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.outputs import BeamOutput, StepOutputs
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.result import PromptLogprobs, StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.results import context_lens
-from scheduler_svc.core.types import (
-    BeamSpec,
-    ExecutorSpec,
-    FinishDetail,
-    PromptLogprobs,
-    RequestSpec,
-    SessionEnd,
-    StepPlan,
-    StepResult,
-)
+from scheduler_svc.core.types import BeamSpec, ExecutorSpec, FinishDetail, RequestSpec, SessionEnd
 from tests.helpers.core_executor import COSTS, CoreExecutor
 from tests.helpers.core_sampling import core_sampling
 from tests.helpers.known import VOCAB_SIZE, known_beams, known_sample

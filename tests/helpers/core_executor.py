@@ -18,7 +18,9 @@ from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.drafts import AcceptanceSource
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.worker.adapters import LoadedAdapter
-from scheduler_svc.core.types import ExecutorSpec, StepPlan, StepResult
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult
+from scheduler_svc.core.types import ExecutorSpec
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result
 

@@ -25,20 +25,12 @@ from executor_svc.startup.speculation import Draft, make_draft_source, source_of
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.outputs import SampleDelta, StepOutputs
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import (
-    ExecutorSpec,
-    Finish,
-    FinishDetail,
-    RequestKey,
-    RequestSpec,
-    SampleDelta,
-    SessionEnd,
-    StepPlan,
-    StepResult,
-)
+from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestKey, RequestSpec, SessionEnd
 from scheduler_svc.engine.policies_from_options import policies_from_options
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.types import Candidates, StepPlan, StepResult
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import Candidates, StepResult
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.ports import ExecutorLostError, ModelDescription, PlanStream, SessionOpened
 

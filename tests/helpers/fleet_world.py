@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, StepPlan
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import (

@@ -8,8 +8,9 @@ from dataclasses import replace
 from hashlib import sha256
 
 from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
+from scheduler_svc.core.result import Candidates, PromptLogprobs
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
-from scheduler_svc.core.types import Candidates, FinishDetail, PromptLogprobs, RequestSpec
+from scheduler_svc.core.types import FinishDetail, RequestSpec
 from tests.helpers.core_sampling import for_executor
 
 VOCAB_SIZE = 50

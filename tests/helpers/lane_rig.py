@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 
 from scheduler_svc.core.adapters.events import AdapterError, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.results import context_lens
-from scheduler_svc.core.types import ExecutorSpec, RequestKey, SessionEnd, StepPlan
+from scheduler_svc.core.types import ExecutorSpec, RequestKey, SessionEnd
 from tests.helpers.core_executor import CoreExecutor
 from tests.helpers.digest import check_mirror
 from tests.helpers.known import VOCAB_SIZE, adapter_hash

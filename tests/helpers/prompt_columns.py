@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler_svc.core.types import PromptLogprobs
+from scheduler_svc.core.result import PromptLogprobs
 
 
 def made_up_prompt_logprobs(prompt: Sequence[int], num_top: int) -> PromptLogprobs:

@@ -16,17 +16,10 @@ from scheduler_svc.core.adapters.events import AdapterDue, AdapterRegistered, Ad
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.result import PromptLogprobs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
-from scheduler_svc.core.types import (
-    ExecutorSpec,
-    FinishDetail,
-    PromptLogprobs,
-    RequestKey,
-    RequestSpec,
-    SequenceState,
-    SessionEnd,
-)
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SequenceState, SessionEnd
 from tests.helpers.core_checks import check_adapters, check_beams
 from tests.helpers.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
 from tests.helpers.known import as_lists, known_prompt_logprobs, known_sample

@@ -12,7 +12,9 @@ import pytest
 
 from cadenza.transport import STATUS_DETAILS_KEY, make_status
 from cadenza.v1 import execution_pb2
-from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan, StepStatus, TokenLogprobs
+from scheduler_svc.core.plan import AdmittedSequence, StepPlan
+from scheduler_svc.core.result import StepStatus, TokenLogprobs
+from scheduler_svc.core.types import Sampling
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.client import GrpcExecutor
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, StaleEpochError

@@ -15,8 +15,8 @@ from functools import partial
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import StepResult
 from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.fleet.changes import Changes
 from scheduler_svc.engine.fleet.executor_member import (

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult
+from scheduler_svc.core.types import RequestSpec
 from tests.helpers.core_bench import Bench
 from tests.helpers.core_executor import CoreExecutor
 from tests.helpers.core_sampling import core_sampling

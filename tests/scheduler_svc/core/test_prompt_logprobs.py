@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.types import FinishDetail, PromptLogprobs, SlotError
+from scheduler_svc.core.result import PromptLogprobs, SlotError
+from scheduler_svc.core.types import FinishDetail
 from tests.helpers.core_bench import Bench
 from tests.helpers.known import known_prompt_logprobs
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.batching import ContinuousBatching
 from scheduler_svc.core.policies.policies import Policies, Preemption
 from scheduler_svc.core.queues.orders import PriorityOrder
-from scheduler_svc.core.types import BeamSpec, FinishDetail, SequenceState, StepPlan
+from scheduler_svc.core.types import BeamSpec, FinishDetail, SequenceState
 from tests.helpers.core_bench import Bench
 from tests.helpers.core_executor import StepCosts
 

@@ -6,7 +6,8 @@ import pytest
 
 from cadenza.v1 import generation_pb2
 from scheduler_svc.convert.generation import fill_response
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling, TokenLogprobs
+from scheduler_svc.core.result import TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.plan_loop.ports import EngineRequest

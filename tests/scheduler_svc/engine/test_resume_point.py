@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from scheduler_svc.core.errors import DataLossError, RequestRejectedError
-from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestSpec, Sampling, TokenLogprobs
+from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, RequestReader
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition

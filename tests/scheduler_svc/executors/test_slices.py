@@ -11,7 +11,7 @@ from cadenza.slices import SLICE_ITEMS, run_at_once
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.plan import plan as p
 from executor_svc.service.convert import plan_in_slices, response_in_slices
-from scheduler_svc.core.types import AdmittedSequence, PrefixSource, StepPlan
+from scheduler_svc.core.plan import AdmittedSequence, PrefixSource, StepPlan
 from scheduler_svc.executors.convert import request_in_slices
 from scheduler_svc.executors.results import result_in_slices
 from tests.helpers.core_sampling import core_sampling

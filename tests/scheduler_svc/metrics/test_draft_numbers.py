@@ -13,9 +13,11 @@ from cadenza.metrics.listener_counts import ListenerCounts
 from scheduler_svc.convert import generation
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import DraftCounts
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
+from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 from scheduler_svc.metrics.draft_gain import DraftGain
 from scheduler_svc.metrics.export import scrape

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.types import StepPlan
+from scheduler_svc.core.plan import StepPlan
 from tests.helpers.virtual_engine import MODEL, started
 
 

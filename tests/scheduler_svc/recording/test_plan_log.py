@@ -14,16 +14,9 @@ from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.grammar import Grammar
+from scheduler_svc.core.plan import AdmittedSequence, StepPlan
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import (
-    AdmittedSequence,
-    BeamSpec,
-    ExecutorSpec,
-    FinishDetail,
-    RequestSpec,
-    SessionEnd,
-    StepPlan,
-)
+from scheduler_svc.core.types import BeamSpec, ExecutorSpec, FinishDetail, RequestSpec, SessionEnd
 from scheduler_svc.executors.convert import model_description, step_plan
 from scheduler_svc.executors.results import step_result
 from scheduler_svc.recording import plan_log, records

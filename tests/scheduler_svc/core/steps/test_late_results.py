@@ -14,8 +14,9 @@ from executor_svc.service.convert import plan_from_wire
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.grammar import Grammar
 from scheduler_svc.core.placement.candidates import may_continue
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.types import StepPlan, StepResult
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.executors.convert import step_plan
 from tests.helpers.core_bench import Bench
 from tests.helpers.core_executor import LateSteps

@@ -159,7 +159,7 @@ async def test_once_shows_one_and_ends() -> None:
     async with world() as w:
         async with asyncio.timeout(10):
             await follow(w.target, shown.append, interval_s=INTERVAL_S, window_s=0.0, once=True)
-        await w.until(lambda: not w.engine._recorder.watches)
+        await w.until(lambda: not w.engine.records.recorder.watches)
         (snapshot,) = shown
         assert json.loads(json_line(snapshot, target=w.target, time_s=1.0))["executors"][0]["target"]
     with pytest.raises(UnavailableError, match="no service at"):

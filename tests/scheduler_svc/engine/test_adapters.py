@@ -11,7 +11,7 @@ from scheduler_svc.core.adapters.events import AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, Sampling
-from scheduler_svc.engine.adapters import LOOKS, Adapters
+from scheduler_svc.engine.adapters.adapters import LOOKS, Adapters
 from scheduler_svc.engine.journal import NoJournal
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import EngineRequest

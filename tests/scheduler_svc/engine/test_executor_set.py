@@ -12,7 +12,7 @@ import pytest
 
 from scheduler_svc.core.errors import LimitsError, QueueFullError
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
-from scheduler_svc.engine.fleet.executor_set import MOVE_AFTER_S
+from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
 from scheduler_svc.plan_loop.ports import ExecutorFencedError
 from scheduler_svc.replay.__main__ import main as replay
 from tests.helpers.changing_executor import OTHER_NUMERICS, STEP_S

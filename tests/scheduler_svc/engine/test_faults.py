@@ -13,7 +13,7 @@ from scheduler_svc.convert.errors import UnreadableMessageError
 from scheduler_svc.convert.generation import fault_counts
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.faults import Fault
-from scheduler_svc.engine.fleet.executor_set import MOVE_AFTER_S
+from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
 from scheduler_svc.front.front import Front
 from scheduler_svc.journal.journal import connect
 from scheduler_svc.journal.store import JournalStore

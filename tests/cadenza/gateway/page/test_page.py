@@ -236,7 +236,7 @@ async def test_with_tenants_the_watch_is_the_gateways_own(tmp_path, tokenizer_fo
 
 async def test_pages_share_a_watch_that_ends_with_the_last_one(w, p):
     script(w, "Hello there")
-    recorder = w.engine._recorder
+    recorder = w.engine.records.recorder
     assert not recorder.watches
     async with opened(p) as first, opened(p) as second:
         assert (await anext(first))["type"] == (await anext(second))["type"] == "snapshot"

@@ -15,7 +15,7 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, S
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import RequestKey, SequenceState
-from scheduler_svc.engine.adapter_names import AdapterNames
+from scheduler_svc.engine.adapters.names import AdapterNames
 from scheduler_svc.engine.fleet.changes import Changes
 from scheduler_svc.engine.journal import Journal
 from scheduler_svc.engine.live_request import LiveRequest

@@ -20,14 +20,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cadenza.call_limits import CallLimits
-from cadenza.connection_limits import allow_connections, start_peer_limit
-from cadenza.health_servicer import HealthServicer
 from cadenza.metrics.listener_counts import SCHEDULER_REFUSALS, ListenerCounts
-from cadenza.stop_signals import StopSignals
+from cadenza.security.tls_server import credentials_of
+from cadenza.serving.call_limits import CallLimits
+from cadenza.serving.connection_limits import allow_connections, start_peer_limit
+from cadenza.serving.health_servicer import HealthServicer
+from cadenza.serving.stop_signals import StopSignals
 from cadenza.telemetry.otlp import Traces, TracesError
-from cadenza.tls_files import TlsError
-from cadenza.tls_server import credentials_of
+from cadenza.tls.files import TlsError
 from cadenza.transport import MAX_RECEIVED_BYTES, SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig

@@ -21,7 +21,7 @@ from cadenza.loadtest.driver import drive
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.targets.session import SessionTarget
-from cadenza.step_watch import watch_steps
+from cadenza.steps.watch import watch_steps
 from cadenza.v1.admin_pb2 import StepRecord
 
 _TIMEOUT_S = 300.0

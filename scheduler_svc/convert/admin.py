@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cadenza.slices import SLICE_ITEMS, Work
+from cadenza.serving.slices import SLICE_ITEMS, Work
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
 from scheduler_svc.core.adapters.lane_adapters import AdapterState

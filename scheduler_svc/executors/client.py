@@ -15,11 +15,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
 from cadenza.metrics.histogram import Histogram
-from cadenza.slices import run_at_once, run_in_slices
-from cadenza.tls import ChannelFiles
-from cadenza.tls_reason import find_tls_reason
+from cadenza.security.tls_reason import find_tls_reason
+from cadenza.serving.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
+from cadenza.serving.slices import run_at_once, run_in_slices
+from cadenza.tls.connection import ChannelFiles
 from cadenza.transport import (
     EXECUTOR_PORT,
     PROTOCOL_VERSION,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cadenza.grammar.table import GrammarEngine
-from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
+from cadenza.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.plan import AdmittedSequence, StepPlan

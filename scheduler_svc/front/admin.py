@@ -7,7 +7,7 @@ import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from cadenza.slices import run_in_slices
+from cadenza.serving.slices import run_in_slices
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc as pb_grpc
 from scheduler_svc.convert import admin as convert

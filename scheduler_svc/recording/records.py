@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from cadenza.plan_log import FORMAT_VERSION, MAGIC
+from cadenza.serving.plan_log import FORMAT_VERSION, MAGIC
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from cadenza.plan_log import PlanLogError
+from cadenza.serving.plan_log import PlanLogError
 from cadenza.settings.service import reason
 from cadenza.v1.planlog_pb2 import AdapterCommandsCall, PlanLogHeader, PlanLogRecord
 from scheduler_svc.config import SchedulerConfig

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cadenza.plan_log import PlanLogReader
-from cadenza.slices import Work
+from cadenza.serving.plan_log import PlanLogReader
+from cadenza.serving.slices import Work
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.core.plan import StepPlan

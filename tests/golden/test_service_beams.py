@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
-from cadenza.step_watch import StepWatch, watch_steps
+from cadenza.steps.watch import StepWatch, watch_steps
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS
 from tests.helpers.gate import Gate

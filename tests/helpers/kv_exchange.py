@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from cadenza.gateway.vllm import kv_events as engine
-from cadenza.slices import run_at_once
+from cadenza.serving.slices import run_at_once
 from scheduler_svc.convert.kv_events import kv_batch
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import AsyncClient, SamplingParams
-from cadenza.plan_log import PlanLogReader, record_bytes
+from cadenza.serving.plan_log import PlanLogReader, record_bytes
 from cadenza.v1 import planlog_pb2 as pb
 from executor_svc.replay import __main__ as executor_replay
 from scheduler_svc.replay import __main__ as scheduler_replay

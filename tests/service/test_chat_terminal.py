@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cadenza.loop_thread import LoopThread
+from cadenza.calls.loop_thread import LoopThread
 from tests.helpers.scripted_server import Script, start
 from tests.helpers.terminal import CTRL_C, CTRL_D, Terminal
 

@@ -11,9 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cadenza import AsyncClient, ChatMessage, Client, SamplingParams, ToolCall
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.errors import FailedPreconditionError, InvalidRequestError
 from cadenza.info import AddedToken
-from cadenza.loop_thread import LoopThread
 from scheduler_svc.requests.chats import renderer
 from tests.helpers.chat_templates import CHATS, HERMES, QWEN_THINKING, TOOLS, USER
 from tests.helpers.chats import with_text_arguments

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cadenza.loop_thread import LoopThread
+from cadenza.calls.loop_thread import LoopThread
 from tests.helpers.paths import ROOT
 from tests.helpers.scripted_server import Script, start
 from tests.helpers.service_scripts import SERVICE, Fakes, alive, until

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cadenza.loop_thread import LoopThread
+from cadenza.calls.loop_thread import LoopThread
 from tests.checkpoints import make_llama
 from tests.helpers.chat_templates import HERMES, MISTRAL
 from tests.helpers.gateway import gateway

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cadenza.plan_log import PlanLogReader, record_bytes
+from cadenza.serving.plan_log import PlanLogReader, record_bytes
 from cadenza.v1 import execution_pb2, generation_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from executor_svc.config import ExecutorConfig

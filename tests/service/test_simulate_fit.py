@@ -13,7 +13,7 @@ from cadenza.loadtest.campaign import run_campaign
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import LoadTestFile
 from cadenza.loadtest.settings import LoadSettings, make_settings
-from cadenza.plan_log import PlanLogReader, record_bytes
+from cadenza.serving.plan_log import PlanLogReader, record_bytes
 from cadenza.simulate.campaign import Simulated, run_simulation
 from cadenza.simulate.executor_profiles import Overheads
 from cadenza.simulate.fit import fit_costs, fitted_profile

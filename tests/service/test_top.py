@@ -11,10 +11,10 @@ import sys
 import grpc
 import pytest
 
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
 from cadenza.cli.top import follow
 from cadenza.errors import DeadlineError, UnavailableError, UnsupportedError
-from cadenza.loop_thread import LoopThread
 from cadenza.top.figures import Lost, Snapshot, json_line, percentiles
 from cadenza.top.watching import observe
 from tests.helpers import scripted_server

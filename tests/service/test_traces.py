@@ -244,7 +244,7 @@ def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
 def test_a_program_without_a_span_does_not_import_opentelemetry() -> None:
     program = """
 import sys, cadenza
-from cadenza import convert
+from cadenza.calls import convert
 from cadenza.prompts import parse_prompt
 request = convert.request_to_proto("id", parse_prompt([5]), cadenza.SamplingParams(), final_only=True)
 assert request.traceparent == ""

@@ -36,7 +36,7 @@ from cadenza.cli.connection import with_connection
 from cadenza.cli.credentials import with_credentials
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
-from cadenza.local_options import LISTENER_OPTIONS
+from cadenza.services.options import LISTENER_OPTIONS
 from cadenza.settings.extras import install_command
 from cadenza.spelling import suggestion
 

@@ -18,9 +18,9 @@ from cadenza.cli.text import printable
 from cadenza.errors import FailedPreconditionError, OptionError
 from cadenza.local import LocalServices
 from cadenza.sampling_params import SamplingParams
-from cadenza.schedule import build_schedule, executor_indices, summarize
-from cadenza.schedule_picture import draw_schedule
-from cadenza.step_watch import StepWatch, watch_steps
+from cadenza.steps.schedule import build_schedule, executor_indices, summarize
+from cadenza.steps.schedule_picture import draw_schedule
+from cadenza.steps.watch import StepWatch, watch_steps
 
 PROMPTS = (
     "你好，今天的天气怎么样？",

@@ -15,7 +15,7 @@ from cadenza.cli.demo import PROMPTS, demo_options
 from cadenza.errors import CadenzaError
 from cadenza.local import LocalServices
 from cadenza.sampling_params import SamplingParams
-from cadenza.supervisor import RestartPolicy
+from cadenza.services.supervisor import RestartPolicy
 
 _EXECUTORS = 2
 """Of which one can be killed while the other goes on."""

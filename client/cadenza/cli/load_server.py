@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cadenza.cli.service_args import named_model
-from cadenza.local_checks import check_model
-from cadenza.local_options import route_options
+from cadenza.services.checks import check_model
+from cadenza.services.options import route_options
 
 if TYPE_CHECKING:
     from cadenza.loadtest.results import Reached

@@ -12,7 +12,7 @@ from cadenza.errors import OptionError
 from cadenza.settings.extras import install_command
 
 if TYPE_CHECKING:
-    from cadenza.tenants_editor import TenantsEditor
+    from cadenza.security.tenants_editor import TenantsEditor
 
 HELP = """Manage the tenants of a server: who may use it, and how much.
 
@@ -144,7 +144,7 @@ def _rights(tenant: Any) -> str:
 def _editor(path: str, *, create: bool = False) -> TenantsEditor:
     if find_spec("pydantic") is None or find_spec("scheduler_svc") is None:
         raise OptionError(f"the scheduler is not installed, which reads the file: {install_command('scheduler')}")
-    from cadenza.tenants_editor import TenantsEditor
+    from cadenza.security.tenants_editor import TenantsEditor
 
     return TenantsEditor.open(path, create=create)
 

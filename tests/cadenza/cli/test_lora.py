@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
-from cadenza.loop_thread import LoopThread
 from tests.helpers.services import cadenza_services
 from tests.helpers.simulated_adapters import content_hash, greedy_tokens, make_adapter
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.gateway.fields.tables import APIS, REQUIRED
-from cadenza.loop_thread import LoopThread
 from cadenza.transport import parse_address
 from tests.helpers.gateway import gateway
 from tests.helpers.scheduler_world import world

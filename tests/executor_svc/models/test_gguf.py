@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from cadenza.gguf_file import GgufError, GgufFile, read_gguf
+from cadenza.gguf.file import GgufError, GgufFile, read_gguf
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.dequantize import dequantize
 from executor_svc.device.stored_linear import QuantRows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from cadenza.convert import server_info_from_proto
+from cadenza.calls.convert import server_info_from_proto
 from cadenza.v1 import generation_pb2 as pb
 from executor_svc.simulated.poison import Poison
 from scheduler_svc.config import SchedulerConfig

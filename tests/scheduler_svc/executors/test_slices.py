@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.slices import SLICE_ITEMS, run_at_once
+from cadenza.serving.slices import SLICE_ITEMS, run_at_once
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.plan import plan as p
 from executor_svc.service.convert import plan_in_slices, response_in_slices

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.plan_log import PlanLogError, PlanLogReader, record_bytes
+from cadenza.serving.plan_log import PlanLogError, PlanLogReader, record_bytes
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.config import SchedulerConfig

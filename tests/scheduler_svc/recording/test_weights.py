@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cadenza.plan_log import PlanLogReader
+from cadenza.serving.plan_log import PlanLogReader
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler

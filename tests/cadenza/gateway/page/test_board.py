@@ -9,7 +9,7 @@ import pytest
 from cadenza.gateway.page.blocks import CACHED, FREE, BlockMap
 from cadenza.gateway.page.board import Board
 from cadenza.gateway.page.rows import MAX_COLUMNS, MAX_ROWS, ScheduleRows
-from cadenza.schedule import Cell
+from cadenza.steps.schedule import Cell
 from cadenza.v1 import admin_pb2 as pb
 from tests.helpers.top_figures import info, record
 

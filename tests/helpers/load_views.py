@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from cadenza.loadtest.driver import Progress
-from cadenza.simulate.capacity_search import TrialProgress
+from cadenza.loadtest.driving.driver import Progress
+from cadenza.simulate.capacity.search import TrialProgress
 
 
 class SilentView:

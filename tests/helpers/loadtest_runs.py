@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.loadtest.columns import RequestColumns, StepColumns
-from cadenza.loadtest.metrics import Slo
-from cadenza.loadtest.results import LoadTestFile, point_of, run_of
+from cadenza.loadtest.measures.columns import RequestColumns, StepColumns
+from cadenza.loadtest.measures.metrics import Slo
+from cadenza.loadtest.results.results import LoadTestFile, point_of, run_of
 
 NAN = float("nan")
 

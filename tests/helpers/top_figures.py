@@ -8,7 +8,7 @@ from datetime import datetime
 
 from rich.console import Console
 
-from cadenza.cli.top_view import Page, TopView
+from cadenza.cli.top.view import Page, TopView
 from cadenza.errors import UnavailableError
 from cadenza.info import ExecutorInfo, ServerInfo, ServerLoad
 from cadenza.top.figures import Lost, Snapshot

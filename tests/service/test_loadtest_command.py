@@ -11,7 +11,7 @@ import pytest
 
 from cadenza import LocalServices
 from cadenza.cli.app import run
-from cadenza.loadtest.results import CTRL_C, Reached, read
+from cadenza.loadtest.results.results import CTRL_C, Reached, read
 from tests.helpers.paths import ROOT
 
 DEMO_MODEL = ROOT / "models" / "cadenza-demo"

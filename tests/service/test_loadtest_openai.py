@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from cadenza.errors import CadenzaError, UnavailableError
-from cadenza.loadtest.driver import drive
-from cadenza.loadtest.live import LiveRequest
+from cadenza.loadtest.driving.driver import drive
+from cadenza.loadtest.driving.live import LiveRequest
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.settings import make_settings
 from cadenza.loadtest.targets import make_target

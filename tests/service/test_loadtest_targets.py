@@ -12,15 +12,15 @@ import pytest
 
 from cadenza import AsyncClient
 from cadenza.errors import UnavailableError
-from cadenza.loadtest.driver import Progress, drive
+from cadenza.loadtest.driving.driver import Progress, drive
+from cadenza.loadtest.driving.watch import watch_series
 from cadenza.loadtest.failures import Failures
-from cadenza.loadtest.metrics import measure
-from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.measures.metrics import measure
 from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.targets.generate import GenerateTarget
 from cadenza.loadtest.targets.session import SessionTarget
 from cadenza.loadtest.tenant_tokens import read_tenant_tokens
-from cadenza.loadtest.watch import watch_series
+from cadenza.loadtest.workloads.prompts import Prompts
 from tests.helpers import scripted_server
 from tests.helpers.scheduler_world import world
 from tests.helpers.scripted_executor import VOCAB_SIZE, ScriptedExecutor

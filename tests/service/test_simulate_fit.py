@@ -11,7 +11,7 @@ import pytest
 from cadenza import LocalServices
 from cadenza.loadtest.campaign import run_campaign
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import LoadTestFile
+from cadenza.loadtest.results.results import LoadTestFile
 from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.serving.plan_log import PlanLogReader, record_bytes
 from cadenza.simulate.campaign import Simulated, run_simulation

@@ -13,7 +13,7 @@ import pytest
 
 from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
-from cadenza.cli.top import follow
+from cadenza.cli.top.top import follow
 from cadenza.errors import DeadlineError, UnavailableError, UnsupportedError
 from cadenza.top.figures import Lost, Snapshot, json_line, percentiles
 from cadenza.top.watching import observe

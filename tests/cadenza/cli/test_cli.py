@@ -12,7 +12,7 @@ import pytest
 import cadenza
 from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
-from cadenza.cli.interrupts import Interrupts
+from cadenza.cli.chat.interrupts import Interrupts
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from tests.helpers.scripted_server import Script, interrupt_when, start

@@ -9,8 +9,8 @@ import pytest
 
 from cadenza.loadtest import campaign
 from cadenza.loadtest.caveats import full_batch, load_caveats, server_caveats
+from cadenza.loadtest.driving.target import ServerFacts
 from cadenza.loadtest.settings import make_settings
-from cadenza.loadtest.target import ServerFacts
 from cadenza.simulate.campaign import run_simulation
 from cadenza.simulate.options import make_simulated
 from tests.helpers.driver_target import CampaignTarget

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cadenza.loadtest.columns import RequestColumns
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.loadtest.rate_trial import at_rate, judge
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.settings import LoadSettings, make_settings

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from pydantic_core import PydanticSerializationError
 
-from cadenza.cli.load_results import Outputs, write_outputs
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.csv_files import write_csv
-from cadenza.loadtest.metrics import Slo
+from cadenza.cli.load.results import Outputs, write_outputs
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.metrics import Slo
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import (
+from cadenza.loadtest.results.csv_files import write_csv
+from cadenza.loadtest.results.results import (
     LoadTestFile,
     MaxRate,
     client_facts,

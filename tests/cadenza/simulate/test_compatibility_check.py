@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import LoadTestFile
+from cadenza.loadtest.results.results import LoadTestFile
 from cadenza.simulate.compatibility_check import check_compatible
 from cadenza.simulate.recordings import Recording
 from tests.helpers.loadtest_runs import made_up_file

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.loadtest.requests import RequestShape
+from cadenza.loadtest.workloads.prompts import Prompts
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.fleet.arrivals import Arrivals, alone
 from cadenza.simulate.fleet.model import model_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError, RequestShape
+from cadenza.loadtest.workloads.prompts import Prompts
 from cadenza.simulate.placement import LlmdScores, PlacementName, SglangCacheAware, read_placement
 from cadenza.simulate.run import Simulation
 from scheduler_svc.core.lanes.lane import Lane

@@ -8,10 +8,10 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.latencies import per_request
-from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.latencies import per_request
 from cadenza.loadtest.requests import LoadTestError
+from cadenza.loadtest.workloads.prompts import Prompts
 from cadenza.simulate import rows
 from cadenza.simulate import run as run_module
 from cadenza.simulate.executor_profiles import Noise

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cadenza.cli.top_view import Page
+from cadenza.cli.top.view import Page
 from cadenza.info import AdapterUse
 from cadenza.top.figures import Snapshot, json_line
 from tests.helpers.top_figures import SIZES, busy_interval, screen, view_of

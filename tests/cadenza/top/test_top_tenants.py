@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cadenza.cli.top_tenants import age
-from cadenza.cli.top_view import Page
+from cadenza.cli.top.tenants import age
+from cadenza.cli.top.view import Page
 from cadenza.info import FaultCount, ServerInfo, TenantInfo
 from cadenza.top.figures import Snapshot, TenantFigures, json_line
 from cadenza.top.meter import Meter

@@ -10,8 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from cadenza.cli.rows import Row, elide, fit, named
-from cadenza.cli.top_view import Page
+from cadenza.cli.top.rows import Row, elide, fit, named
+from cadenza.cli.top.view import Page
 from cadenza.info import ExecutorInfo, ServerLoad
 from cadenza.top.figures import Percentiles, Snapshot
 from cadenza.top.meter import Meter

@@ -22,7 +22,7 @@ from executor_svc.models.heads.draft import load_draft
 from executor_svc.plan.arrays import IntArray
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
-from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
+from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.helpers.core_model import Chat, Outcome, Rig, Setting
 from tests.helpers.known_drafts import KnownDrafts
 from tests.helpers.marks import short_and_long

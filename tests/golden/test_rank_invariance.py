@@ -17,8 +17,8 @@ from executor_svc.startup.speculation import Draft
 from scheduler_svc.core.lanes.lane_counts import DraftCounts
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS
+from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.golden.test_adapter_invariance import KINDS, RANKS, SIZES, adapted_load
-from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.helpers.core_model import Outcome, Rig
 from tests.helpers.eagle3_heads import HeadShape, make_head
 from tests.helpers.known_drafts import KnownDrafts

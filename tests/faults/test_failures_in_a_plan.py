@@ -25,7 +25,7 @@ from scheduler_svc.recording import plan_log
 from scheduler_svc.replay import __main__ as replay
 from tests.checkpoints import make_llama
 from tests.faults.test_killed_processes import Up
-from tests.helpers.full_disk import FullDisk
+from tests.helpers.machine.full_disk import FullDisk
 from tests.helpers.services import Running, cadenza_services, connection
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,7 +12,7 @@ from scheduler_svc.core.outputs import BeamOutput
 from scheduler_svc.core.result import Candidates, PromptLogprobs, TokenLogprobs
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
-from tests.helpers.core_sampling import for_executor
+from tests.helpers.core.core_sampling import for_executor
 
 _CUT = (
     FinishDetail.ABORTED,

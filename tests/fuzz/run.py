@@ -16,8 +16,8 @@ from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceS
 from tests.fuzz.draw_requests import draw_request, draw_stems
 from tests.fuzz.outcome import Limits, Outcome, check
 from tests.fuzz.settings import Settings, draw_spec
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.digest import check_mirror
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.executor.digest import check_mirror
 
 _EXECUTOR = 0
 _MAX_IDLE = 3000

@@ -15,9 +15,9 @@ import torch
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
-from tests.helpers.core_model import Chat, Outcome, Rig, Setting
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.known_drafts import KnownDrafts
+from tests.helpers.core.core_model import Chat, Outcome, Rig, Setting
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.executor.known_drafts import KnownDrafts
 
 VOCAB_SIZE, MAX_TOKENS = 131, 20
 STOPS = tuple(range(1, 131, 11))

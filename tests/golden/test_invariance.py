@@ -30,10 +30,10 @@ from tests.golden.invariance import (
     load,
     run,
 )
-from tests.helpers.core_model import Rig, Setting
-from tests.helpers.eagle3_heads import Format, HeadShape, make_head
+from tests.helpers.core.core_model import Rig, Setting
+from tests.helpers.core.random_loads import draw_setting
 from tests.helpers.marks import short_and_long
-from tests.helpers.random_loads import draw_setting
+from tests.helpers.models.eagle3_heads import Format, HeadShape, make_head
 
 
 @pytest.fixture(scope="module", params=DTYPES)

@@ -24,7 +24,7 @@ from executor_svc.service.unreadable import limited_server
 from executor_svc.worker.worker import Worker
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.gate import Gate
+from tests.helpers.scheduler.gate import Gate
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from cadenza.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from tests.helpers.scripted_server import Script, interrupt_when, start
+from tests.helpers.client.scripted_server import Script, interrupt_when, start
 
 
 @pytest.fixture

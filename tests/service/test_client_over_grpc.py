@@ -23,7 +23,7 @@ from cadenza.prompts import CallOptions, parse_prompts
 from cadenza.sampling_params import SamplingParams
 from cadenza.steps.watch import watch_steps
 from cadenza.transport import MAX_REQUEST_BYTES
-from tests.helpers.scripted_server import Script, start, until
+from tests.helpers.client.scripted_server import Script, start, until
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from executor_svc.service.lease import Lease
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Worker
-from tests.helpers.executor_harness import (
+from tests.helpers.executor.executor_harness import (
     INCARNATION,
     Harness,
     Stream,
@@ -31,7 +31,7 @@ from tests.helpers.executor_harness import (
     scheduled,
     served,
 )
-from tests.helpers.fake_executor import LIMITS
+from tests.helpers.scheduler.fake_executor import LIMITS
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from cadenza.calls.loop_thread import LoopThread
-from tests.helpers.scripted_server import Script, start
+from tests.helpers.client.scripted_server import Script, start
 
 TIMEOUT_S = 60
 

@@ -13,8 +13,8 @@ import pytest
 
 from cadenza.calls.loop_thread import LoopThread
 from tests.checkpoints import make_llama
-from tests.helpers.chat_templates import HERMES, MISTRAL
-from tests.helpers.gateway import gateway
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.models.chat_templates import HERMES, MISTRAL
 from tests.helpers.services import cadenza_services
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.links import front_files
 from tests.helpers.certificates import certificates
-from tests.helpers.hostile import (
+from tests.helpers.machine.hostile import (
     CONTINUATION,
     DATA,
     END_HEADERS,

@@ -20,7 +20,7 @@ from cadenza.loadtest.targets.generate import GenerateTarget
 from cadenza.loadtest.targets.openai import OpenAITarget
 from cadenza.loadtest.targets.session import SessionTarget
 from cadenza.loadtest.workloads.prompts import Prompts
-from tests.helpers.scheduler_world import world
+from tests.helpers.scheduler.scheduler_world import world
 
 STEP_S = 0.02
 VOCAB_SIZE = 1000

@@ -20,7 +20,7 @@ from cadenza.loadtest.targets.generate import GenerateTarget
 from cadenza.loadtest.targets.openai import OpenAITarget
 from cadenza.loadtest.targets.session import SessionTarget
 from cadenza.loadtest.targets.sse import EventParser
-from tests.helpers.openai_server import DONE, Server, ask, burst, chunk, prompts, served, shape, until, usage
+from tests.helpers.gateway.openai_server import DONE, Server, ask, burst, chunk, prompts, served, shape, until, usage
 
 
 async def test_a_completion_is_streamed() -> None:

@@ -28,9 +28,9 @@ from scheduler_svc.core.steps.suspects import MAX_DEATHS_ALONE
 from scheduler_svc.replay import __main__ as scheduler_replay
 from tests.checkpoints import make_llama
 from tests.helpers.marks import short_and_long
-from tests.helpers.scheduler_world import collect, world
-from tests.helpers.scheduler_world import request as any_request
-from tests.helpers.scripted_executor import ScriptedExecutor
+from tests.helpers.scheduler.scheduler_world import collect, world
+from tests.helpers.scheduler.scheduler_world import request as any_request
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor
 from tests.helpers.services import executor_service, scheduler_service
 
 pytestmark = pytest.mark.slow

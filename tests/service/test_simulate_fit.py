@@ -21,7 +21,7 @@ from cadenza.simulate.options import find_profile, scheduler_config
 from cadenza.simulate.recordings import read_recording
 from cadenza.v1.planlog_pb2 import PlanLogRecord
 from executor_svc.simulated.costs import StepCosts
-from tests.helpers.load_views import SilentView
+from tests.helpers.loadtest.load_views import SilentView
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.scheduler_world import collect, error_of, request, world
+from tests.helpers.scheduler.scheduler_world import collect, error_of, request, world
 from tests.helpers.services import Running, executor_service
 from tests.helpers.tenants import bearer, token, write_tenants
 

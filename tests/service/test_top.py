@@ -17,12 +17,12 @@ from cadenza.cli.top.top import follow
 from cadenza.errors import DeadlineError, UnavailableError, UnsupportedError
 from cadenza.top.figures import Lost, Snapshot, json_line, percentiles
 from cadenza.top.watching import observe
-from tests.helpers import scripted_server
-from tests.helpers.relay import relay
-from tests.helpers.scheduler_world import collect, request, world
-from tests.helpers.scripted_executor import ScriptedExecutor, serve
-from tests.helpers.scripted_server import Script
-from tests.helpers.terminal import CTRL_C, Terminal
+from tests.helpers.client import scripted_server
+from tests.helpers.client.scripted_server import Script
+from tests.helpers.machine.relay import relay
+from tests.helpers.machine.terminal import CTRL_C, Terminal
+from tests.helpers.scheduler.scheduler_world import collect, request, world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 
 pytestmark = pytest.mark.timeout(60)
 INTERVAL_S = 0.1

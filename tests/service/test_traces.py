@@ -24,9 +24,9 @@ from executor_svc import app as executor_app
 from executor_svc.config import ExecutorConfig
 from scheduler_svc import app as scheduler_app
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.scheduler_world import request
+from tests.helpers.machine.trace_collector import Collector, collector
+from tests.helpers.scheduler.scheduler_world import request
 from tests.helpers.services import cadenza_services
-from tests.helpers.trace_collector import Collector, collector
 
 pytestmark = pytest.mark.timeout(60)
 SIZES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cadenza.gguf.tokens import END_TEXTS, type_of
-from tests.helpers.gguf_vocabularies import recorded
+from tests.helpers.models.gguf_vocabularies import recorded
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 

@@ -21,7 +21,7 @@ from cadenza.loadtest.workloads.adapters import adapter_names, parse_adapters
 from cadenza.loadtest.workloads.workloads import make_spec, make_workload
 from cadenza.simulate.campaign import simulate
 from cadenza.simulate.options import find_profile, scheduler_config
-from tests.helpers.loadtest_runs import made_up, made_up_file
+from tests.helpers.loadtest.loadtest_runs import made_up, made_up_file
 
 COUNT = 20_000
 

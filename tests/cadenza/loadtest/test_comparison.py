@@ -16,7 +16,7 @@ from cadenza.loadtest.reports.tables import NumberTable
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results.comparison import SettingDifference, compare, welch, welch_ratio
 from cadenza.loadtest.results.results import LoadTestFile, MaxRate, point_of, read, run_of, write
-from tests.helpers.loadtest_runs import columns, made_up, made_up_file, made_up_steps
+from tests.helpers.loadtest.loadtest_runs import columns, made_up, made_up_file, made_up_steps
 
 
 def text_of(view: Any, width: int = 100) -> str:

@@ -16,9 +16,9 @@ from cadenza.loadtest.results.results import CTRL_C, LoadTestFile
 from cadenza.loadtest.settings import make_settings
 from cadenza.simulate import campaign as simulation
 from cadenza.simulate.options import make_simulated
-from tests.helpers.driver_target import CampaignTarget
-from tests.helpers.load_views import SilentView
-from tests.helpers.loadtest_runs import made_up_file
+from tests.helpers.loadtest.driver_target import CampaignTarget
+from tests.helpers.loadtest.load_views import SilentView
+from tests.helpers.loadtest.loadtest_runs import made_up_file
 
 pytestmark = pytest.mark.slow
 

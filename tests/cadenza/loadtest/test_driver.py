@@ -15,7 +15,7 @@ from cadenza.loadtest.driving import timer
 from cadenza.loadtest.driving.driver import drive
 from cadenza.loadtest.driving.live import LiveRequest, collect
 from cadenza.loadtest.driving.timer import Timer
-from tests.helpers.driver_target import FakePrompts, FakeTarget, at, shape
+from tests.helpers.loadtest.driver_target import FakePrompts, FakeTarget, at, shape
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.loadtest.driving.driver import Progress, drive
 from cadenza.loadtest.requests import LoadTestError
-from tests.helpers.driver_target import FakePrompts, FakeTarget, at, shape
+from tests.helpers.loadtest.driver_target import FakePrompts, FakeTarget, at, shape
 
 pytestmark = pytest.mark.slow
 

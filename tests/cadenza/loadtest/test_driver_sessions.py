@@ -8,7 +8,7 @@ import pytest
 from cadenza.loadtest.driving.driver import drive
 from cadenza.loadtest.driving.pacing import units
 from cadenza.loadtest.requests import RequestShape
-from tests.helpers.driver_target import FakePrompts, FakeTarget, shape
+from tests.helpers.loadtest.driver_target import FakePrompts, FakeTarget, shape
 
 pytestmark = pytest.mark.slow
 

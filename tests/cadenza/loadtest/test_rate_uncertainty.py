@@ -12,7 +12,7 @@ from cadenza.loadtest.measures.uncertainty import RATES, interval, summarise
 from cadenza.loadtest.reports.summary import unknown_sentences
 from cadenza.loadtest.results.comparison import compare
 from cadenza.loadtest.results.results import LoadTestFile, point_of, run_of
-from tests.helpers.loadtest_runs import columns, made_up
+from tests.helpers.loadtest.loadtest_runs import columns, made_up
 
 WINDOW = (2.0, 62.0)
 

@@ -21,7 +21,7 @@ from cadenza.loadtest.reports.report import figures_of, write_figures, write_rep
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results.comparison import compare
 from cadenza.loadtest.results.results import LoadTestFile, MaxRate, point_of, run_of
-from tests.helpers.loadtest_runs import columns
+from tests.helpers.loadtest.loadtest_runs import columns
 from tests.helpers.marks import short_and_long
 
 HOSTILE = '<script>alert("x")</script> $x_1$ _'

@@ -30,7 +30,7 @@ from cadenza.loadtest.results.results import (
     steps_of,
     write,
 )
-from tests.helpers.loadtest_runs import columns, made_up, made_up_file, made_up_steps
+from tests.helpers.loadtest.loadtest_runs import columns, made_up, made_up_file, made_up_steps
 
 
 def same(ours: Any, theirs: Any, rounding: float = 5.1e-7) -> None:

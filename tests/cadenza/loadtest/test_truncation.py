@@ -15,7 +15,7 @@ from cadenza.loadtest.results.results import read
 from cadenza.loadtest.schedule import make_schedule
 from cadenza.loadtest.settings import make_settings
 from cadenza.loadtest.truncation import Truncations
-from tests.helpers.loadtest_runs import columns
+from tests.helpers.loadtest.loadtest_runs import columns
 
 
 def truncations_of(**given: object) -> tuple[Truncations, list[int]]:

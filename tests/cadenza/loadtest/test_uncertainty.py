@@ -17,7 +17,7 @@ from cadenza.loadtest.measures.uncertainty import (
     resample,
     summarise,
 )
-from tests.helpers.loadtest_runs import columns, made_up
+from tests.helpers.loadtest.loadtest_runs import columns, made_up
 
 
 def test_students_interval_by_hand() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers.terminal import Terminal
+from tests.helpers.machine.terminal import Terminal
 
 pytestmark = pytest.mark.slow
 

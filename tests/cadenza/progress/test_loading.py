@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from cadenza import LLM, OptionError
+from tests.helpers.machine.terminal import Terminal
 from tests.helpers.service_scripts import SERVICE, Fakes
-from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from cadenza.simulate.capacity.capacity import Capacity, as_plot, summary_of
 from cadenza.simulate.capacity.rate_trials import Misses, RunAt
 from cadenza.simulate.capacity.search import CapacitySearch
 from cadenza.simulate.executor_profiles import ExecutorProfile
-from tests.helpers.load_views import SilentView
-from tests.helpers.simulations import options, profile, shape
+from tests.helpers.loadtest.load_views import SilentView
+from tests.helpers.loadtest.simulations import options, profile, shape
 
 SHORT = {"input_len": "uniform:8:32", "output_len": "uniform:8:24"}
 BUSY = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}

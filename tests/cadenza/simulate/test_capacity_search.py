@@ -22,9 +22,9 @@ from cadenza.simulate.capacity.search import TRIAL_S, CapacitySearch, TrialProgr
 from cadenza.simulate.capacity.time_budget import DEFAULT_S, TimeBudget, read_time_budget
 from cadenza.simulate.request_log import Watch
 from cadenza.simulate.run import Outcome
-from tests.helpers.load_views import SilentView
-from tests.helpers.loadtest_runs import columns
-from tests.helpers.simulations import shape
+from tests.helpers.loadtest.load_views import SilentView
+from tests.helpers.loadtest.loadtest_runs import columns
+from tests.helpers.loadtest.simulations import shape
 
 REQUEST_S = 0.001
 """Real time in which a request is simulated."""

@@ -14,7 +14,7 @@ from scheduler_svc.core.policies.placement import Candidate
 from scheduler_svc.core.queues.orders import FcfsOrder
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling
-from tests.helpers.simulations import options, profile, simulation
+from tests.helpers.loadtest.simulations import options, profile, simulation
 
 SPEC = ExecutorSpec(
     block_size=16, num_blocks=64, num_slots=64, max_num_seqs=32, max_num_batched_tokens=64, max_model_len=1024,

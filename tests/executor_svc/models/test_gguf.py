@@ -25,7 +25,7 @@ from executor_svc.models.gguf.weights import GgufRows, GgufWeights
 from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.gguf_files import all_of, neighbours, write_gguf
+from tests.helpers.models.gguf_files import all_of, neighbours, write_gguf
 
 DATA = Path(__file__).parents[2] / "data" / "gguf"
 MIXED = DATA / "llama-q4_k_m.gguf"

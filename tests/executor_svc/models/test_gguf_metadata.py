@@ -19,7 +19,7 @@ from executor_svc.models.registry import ARCHITECTURES
 from executor_svc.simulated.model import simulated_model
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.gguf_files import all_of, write_gguf
+from tests.helpers.models.gguf_files import all_of, write_gguf
 
 MIXED = Path(__file__).parents[2] / "data" / "gguf" / "llama-q4_k_m.gguf"
 SHAPE: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}

@@ -16,7 +16,7 @@ from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.models.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 LAST = Finish(FinishDetail.MAX_TOKENS)

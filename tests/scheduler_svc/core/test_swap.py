@@ -11,8 +11,8 @@ from scheduler_svc.core.policies.batching import ContinuousBatching
 from scheduler_svc.core.policies.policies import Policies, Preemption
 from scheduler_svc.core.queues.orders import PriorityOrder
 from scheduler_svc.core.types import BeamSpec, FinishDetail, SequenceState
-from tests.helpers.core_bench import Bench
-from tests.helpers.core_executor import StepCosts
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.core_executor import StepCosts
 
 
 def bench_of(preemption: Preemption, *, costs: StepCosts | None = None, **limits: int) -> Bench:

@@ -16,7 +16,7 @@ from scheduler_svc.engine.journal import NoJournal
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.tenants.registry import Registry
-from tests.helpers.fake_clock import FakeClock
+from tests.helpers.scheduler.fake_clock import FakeClock
 
 SPEC = ExecutorSpec(16, 1000, 64, 32, 512, 4096, max_loras=2, max_cpu_loras=4, shares_prefixes=True)
 LIMIT_S = 60.0

@@ -18,8 +18,8 @@ from scheduler_svc.front.front import Front
 from scheduler_svc.journal.journal import connect
 from scheduler_svc.journal.store import JournalStore
 from scheduler_svc.journal.writer import JournalWriter
-from tests.helpers.changing_executor import OTHER_NUMERICS, STEP_S
-from tests.helpers.fleet_world import fleet
+from tests.helpers.scheduler.changing_executor import OTHER_NUMERICS, STEP_S
+from tests.helpers.scheduler.fleet_world import fleet
 
 
 def counts(engine: Engine) -> dict[Fault, int]:

@@ -16,8 +16,8 @@ from scheduler_svc.engine.kept_requests import result_bytes
 from scheduler_svc.engine.live_request import Listener, LiveRequest
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.toy_tokenizers import byte_level
-from tests.helpers.virtual_engine import STEP_S, World, started
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.virtual_engine import STEP_S, World, started
 
 GRACE_S = 5.0
 

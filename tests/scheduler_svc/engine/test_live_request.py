@@ -12,8 +12,8 @@ from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.prompt_columns import made_up_prompt_logprobs
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.executor.prompt_columns import made_up_prompt_logprobs
+from tests.helpers.models.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 END = Finish(FinishDetail.MAX_TOKENS)

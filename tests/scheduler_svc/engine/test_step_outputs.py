@@ -16,8 +16,8 @@ from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.fake_clock import FakeClock
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.fake_clock import FakeClock
 
 TOKENIZER = byte_level()
 EOS = Finish(FinishDetail.EOS)

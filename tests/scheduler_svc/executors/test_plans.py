@@ -19,7 +19,7 @@ from scheduler_svc.core.plan import AdmittedSequence, StepPlan
 from scheduler_svc.executors.convert import model_description, step_plan
 from scheduler_svc.plan_loop.fleet_model import executor_spec
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.helpers.core_sampling import core_sampling
+from tests.helpers.core.core_sampling import core_sampling
 
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "swapped_out": ({"swapped_out": [(3, 1), (5, 0)]}, {"swap_out": ([3, 5], [1, 0])}),

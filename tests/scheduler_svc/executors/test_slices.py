@@ -14,7 +14,7 @@ from executor_svc.service.convert import plan_in_slices, response_in_slices
 from scheduler_svc.core.plan import AdmittedSequence, PrefixSource, StepPlan
 from scheduler_svc.executors.convert import request_in_slices
 from scheduler_svc.executors.results import result_in_slices
-from tests.helpers.core_sampling import core_sampling
+from tests.helpers.core.core_sampling import core_sampling
 
 LONG = tuple(range(8 * SLICE_ITEMS))
 ALLOWED = tuple(range(4 * SLICE_ITEMS))

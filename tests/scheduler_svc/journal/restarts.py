@@ -27,8 +27,8 @@ from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.grammar_door import GrammarDoor
 from scheduler_svc.tenants.registry import Registry
 from scheduler_svc.tenants.tenant import Tenant
-from tests.helpers.journals import HeldThread, opened_store
-from tests.helpers.virtual_engine import MODEL, STEP_S, World
+from tests.helpers.scheduler.journals import HeldThread, opened_store
+from tests.helpers.scheduler.virtual_engine import MODEL, STEP_S, World
 
 EXACT = replace(MODEL, is_exact=True, fingerprint=b"print", eos_token_ids=(2,), max_logprobs=5)
 FAST = replace(EXACT, is_exact=False)

@@ -24,7 +24,7 @@ from scheduler_svc.journal.restore import Restored
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.tenants.errors import TenantLimitError
 from scheduler_svc.tenants.registry import Registry
-from tests.helpers.journals import stored
+from tests.helpers.scheduler.journals import stored
 from tests.helpers.tenants import write_tenants
 from tests.scheduler_svc.journal.restarts import EXACT, FAST, GRACE_S, Process, process, read
 

@@ -19,7 +19,7 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.journal.restore import Restored
 from scheduler_svc.requests.grammar_door import GrammarDoor
-from tests.helpers.journals import stored
+from tests.helpers.scheduler.journals import stored
 from tests.scheduler_svc.journal.restarts import EXACT, FAST, process, read
 
 

@@ -31,8 +31,8 @@ from scheduler_svc.recording.recorded import (
 )
 from scheduler_svc.replay import __main__ as replay
 from scheduler_svc.replay import core_replay
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.full_disk import FullDisk
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.machine.full_disk import FullDisk
 
 # Every field is another than its default, and fractions are those of float32.
 SAMPLING = core_sampling(

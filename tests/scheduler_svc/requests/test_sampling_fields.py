@@ -17,7 +17,7 @@ from scheduler_svc.core.types import Sampling
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
-from tests.helpers.toy_tokenizers import byte_fallback, byte_level, unigram
+from tests.helpers.models.toy_tokenizers import byte_fallback, byte_level, unigram
 
 VOCAB_SIZE = 512
 MODEL = ModelDescription(

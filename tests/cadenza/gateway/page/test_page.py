@@ -13,8 +13,8 @@ from cadenza.gateway.access import PageRights
 from cadenza.gateway.page import feed as feeds
 from cadenza.gateway.page.feed import MAX_EVENTS, View
 from cadenza.gateway.page.files import page_files
-from tests.helpers.gateway import gateway, read_events
-from tests.helpers.scheduler_world import script, world
+from tests.helpers.gateway.gateway import gateway, read_events
+from tests.helpers.scheduler.scheduler_world import script, world
 from tests.helpers.tenants import token, write_tenants
 
 RIGHT = {"X-Cadenza-Page-Token": "the-token"}

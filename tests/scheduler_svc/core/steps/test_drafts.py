@@ -14,7 +14,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.core.steps.results import check_result
 from scheduler_svc.core.types import BeamSpec, FinishDetail
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 
 def run(bench: Bench, depth: int) -> int:

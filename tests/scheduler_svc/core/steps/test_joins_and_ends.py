@@ -16,7 +16,7 @@ from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps import admission
 from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec, Sampling, SequenceState
 from scheduler_svc.executors.convert import step_plan
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 NUM_STEPS = 120
 STOP_IDS = (2, 5)

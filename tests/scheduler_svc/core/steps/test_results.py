@@ -10,7 +10,7 @@ import pytest
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.result import SlotError, StepResult, StepStatus
 from scheduler_svc.core.steps.results import check_result
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 
 def decoding(num_requests: int = 2) -> Bench:

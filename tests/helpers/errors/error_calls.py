@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 from cadenza import errors
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from tests.helpers.error_table import CALLS, HEALTHY
+from tests.helpers.errors.error_table import CALLS, HEALTHY
 
 Metadata = tuple[tuple[str, str], ...]
 _ENDLESS = ("WatchSteps", "SubscribeKvEvents")

@@ -42,7 +42,7 @@ from executor_svc.startup.member import follow
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
 from tests.executor_svc.driver import NUM_THREADS
-from tests.helpers.loopback import new_address
+from tests.helpers.machine.loopback import new_address
 
 Found = TypeVar("Found")
 

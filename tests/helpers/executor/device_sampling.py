@@ -20,7 +20,7 @@ from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling import sampler
 from executor_svc.sampling.columns import SAMPLER_NEEDS, SamplingColumns
 from executor_svc.sampling.logits_edits import logits_edits
-from tests.helpers.cpu_sampling import FUNCTIONS
+from tests.helpers.executor.cpu_sampling import FUNCTIONS
 
 MAX_MODEL_LEN = 48
 UNTOUCHED = -77

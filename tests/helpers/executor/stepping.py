@@ -16,7 +16,7 @@ from executor_svc.startup.executors import make_executor
 from executor_svc.startup.grammars import Grammars
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from tests.executor_svc.driver import Model, spoil
-from tests.helpers.plans import plan
+from tests.helpers.executor.plans import plan
 
 BLOCK_SIZE = 8
 BLOCKS_PER_SLOT = 16

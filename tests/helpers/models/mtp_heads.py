@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoints import edit_config, make_checkpoint
-from tests.helpers.eagle3_heads import ReferenceHead
+from tests.helpers.models.eagle3_heads import ReferenceHead
 
 PREFIX = "model.mtp_layers.0."
 _SMALL = 0.005

@@ -11,7 +11,7 @@ from executor_svc.simulated.tokens import expected_candidates, expected_logprobs
 from scheduler_svc.core.result import Candidates, PromptLogprobs
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import FinishDetail, RequestSpec
-from tests.helpers.core_sampling import for_executor
+from tests.helpers.core.core_sampling import for_executor
 
 VOCAB_SIZE = 50
 

@@ -16,8 +16,8 @@ from cadenza.v1 import admin_pb2_grpc, generation_pb2_grpc, types_pb2
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.scripted_executor import EOS, ScriptedExecutor, serve
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.scripted_executor import EOS, ScriptedExecutor, serve
 
 
 class World:

@@ -24,10 +24,10 @@ from scheduler_svc.plan_loop.ports import (
     PlanStream,
 )
 from scheduler_svc.recording.recording import recorded_core
-from tests.helpers.changing_executor import MODEL, STEP_S, ChangingExecutor
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.fake_clock import FakeClock
-from tests.helpers.known import VOCAB_SIZE, known_beams, known_sample
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.known import VOCAB_SIZE, known_beams, known_sample
+from tests.helpers.scheduler.changing_executor import MODEL, STEP_S, ChangingExecutor
+from tests.helpers.scheduler.fake_clock import FakeClock
 
 
 class FleetExecutor(ChangingExecutor):

@@ -11,7 +11,7 @@ from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import Limits
 from executor_svc.sampling.row_math import argmax
-from tests.helpers.cpu_sampling import FUNCTIONS
+from tests.helpers.executor.cpu_sampling import FUNCTIONS
 
 LIMITS = Limits(
     num_slots=16,

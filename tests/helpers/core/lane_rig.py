@@ -11,9 +11,9 @@ from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import ExecutorSpec, RequestKey, SessionEnd
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.digest import check_mirror
-from tests.helpers.known import VOCAB_SIZE, adapter_hash
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.core.known import VOCAB_SIZE, adapter_hash
+from tests.helpers.executor.digest import check_mirror
 
 BROKEN = "/broken"
 """The path of adapters that cannot be loaded."""

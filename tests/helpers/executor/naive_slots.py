@@ -9,7 +9,7 @@ import numpy as np
 
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling.edits import LogitsEdits
-from tests.helpers.fake_executor import LIMITS
+from tests.helpers.scheduler.fake_executor import LIMITS
 
 BLOCK = LIMITS.block_size
 

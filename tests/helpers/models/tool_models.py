@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from tests.helpers.chat_templates import HERMES, MISTRAL
-from tests.helpers.scripted_executor import EOS
-from tests.helpers.toy_tokenizers import hf_byte_level
+from tests.helpers.models.chat_templates import HERMES, MISTRAL
+from tests.helpers.models.toy_tokenizers import hf_byte_level
+from tests.helpers.scheduler.scripted_executor import EOS
 
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 MISTRAL_MARKERS = ("[TOOL_CALLS]", "[ARGS]")

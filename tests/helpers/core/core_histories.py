@@ -13,8 +13,8 @@ from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatch
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, PriorityOrder, ShortestFirstOrder
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.known import VOCAB_SIZE
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.known import VOCAB_SIZE
 
 MAX_MODEL_LEN = 60
 

@@ -20,9 +20,9 @@ from scheduler_svc.core.sequences.beams import Hypothesis
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, FinishDetail, RequestSpec, SessionEnd
-from tests.helpers.core_executor import COSTS, CoreExecutor
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.known import VOCAB_SIZE, known_beams, known_sample
+from tests.helpers.core.core_executor import COSTS, CoreExecutor
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.known import VOCAB_SIZE, known_beams, known_sample
 
 
 class Bench:

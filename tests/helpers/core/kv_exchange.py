@@ -1,6 +1,6 @@
 """An exchange of KV events, from the steps of a core to the messages of each protocol, on a clock that stands still.
 
-`python -m tests.helpers.kv_exchange` records it, for a change of the messages that is meant.
+`python -m tests.helpers.core.kv_exchange` records it, for a change of the messages that is meant.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from cadenza.serving.slices import run_at_once
 from scheduler_svc.convert.kv_events import kv_batch
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription
-from tests.helpers.core_bench import Bench
-from tests.helpers.fake_clock import FakeClock
+from tests.helpers.core.core_bench import Bench
 from tests.helpers.paths import ROOT
+from tests.helpers.scheduler.fake_clock import FakeClock
 
 RECORDED = ROOT / "tests" / "data" / "kv_events" / "exchange.json"
 _ADAPTERS: dict[bytes, str] = {}

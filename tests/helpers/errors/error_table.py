@@ -2,7 +2,7 @@
 
 A row's input is what it changes in a request that is right, as keyword arguments of the message: `timeout_s=nan`;
 `None` takes a field away. Bytes, as in `b"\\xff"`, are sent as they are. `@name` before it names the server that the
-row needs; see tests/helpers/error_servers.py.
+row needs; see tests/helpers/errors/error_servers.py.
 """
 
 from __future__ import annotations

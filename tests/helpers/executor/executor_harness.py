@@ -23,7 +23,7 @@ from executor_svc.service.servicer import ExecutorServices, add_services
 from executor_svc.service.unreadable import limited_server
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Worker
-from tests.helpers.fake_executor import LIMITS, CountingRunner, RecordingPools
+from tests.helpers.scheduler.fake_executor import LIMITS, CountingRunner, RecordingPools
 
 INCARNATION = 2**63 + 7
 GREEDY = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1)

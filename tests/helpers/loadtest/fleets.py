@@ -11,7 +11,7 @@ from cadenza.simulate.fleet.arrivals import Arrivals, alone
 from cadenza.simulate.fleet.engine import Fleet, FleetPlan
 from cadenza.simulate.fleet.model import ExecutorModel, model_of
 from cadenza.simulate.fleet.results import FleetResult
-from tests.helpers.simulations import profile
+from tests.helpers.loadtest.simulations import profile
 
 COSTS = {"step_us": 10_000.0, "token_us": 10.0}
 

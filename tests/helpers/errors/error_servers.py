@@ -16,9 +16,9 @@ from cadenza.v1 import admin_pb2, generation_pb2_grpc
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.error_table import HEALTHY
-from tests.helpers.scheduler_world import World, world
-from tests.helpers.scripted_executor import ScriptedExecutor, serve
+from tests.helpers.errors.error_table import HEALTHY
+from tests.helpers.scheduler.scheduler_world import World, world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 from tests.helpers.services import executor_service, scheduler_service
 from tests.helpers.tenants import bearer, write_tenants
 

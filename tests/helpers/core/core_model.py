@@ -35,8 +35,8 @@ from scheduler_svc.engine.policies_from_options import policies_from_options
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result
 from tests.executor_svc.driver import Model
-from tests.helpers.core_adapters import CoreAdapters
-from tests.helpers.rank_threads import RankModel, RankThreads
+from tests.helpers.core.core_adapters import CoreAdapters
+from tests.helpers.executor.rank_threads import RankModel, RankThreads
 
 _STEP_S = 0.01
 _MAX_CUTS = 40

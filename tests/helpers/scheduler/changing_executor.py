@@ -30,10 +30,10 @@ from scheduler_svc.plan_loop.ports import (
     SessionOpened,
 )
 from scheduler_svc.recording.recording import recorded_core
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.fake_clock import FakeClock
-from tests.helpers.known import VOCAB_SIZE, known_beams, known_sample
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.known import VOCAB_SIZE, known_beams, known_sample
+from tests.helpers.scheduler.fake_clock import FakeClock
 
 STEP_S = 0.010
 MODEL = ModelDescription(

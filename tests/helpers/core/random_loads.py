@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
-from tests.helpers.core_model import Chat, Setting
-from tests.helpers.core_sampling import core_sampling
+from tests.helpers.core.core_model import Chat, Setting
+from tests.helpers.core.core_sampling import core_sampling
 
 _MOST_TOKENS = 20
 _LONGEST_PROMPT = 45

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec
-from tests.helpers.core_histories import MAX_MODEL_LEN
-from tests.helpers.known import known_beams, known_cuts
-from tests.helpers.lane_rig import LaneRig
+from tests.helpers.core.core_histories import MAX_MODEL_LEN
+from tests.helpers.core.known import known_beams, known_cuts
+from tests.helpers.core.lane_rig import LaneRig
 
 
 def check_adapters(core: Scheduler, rig: LaneRig) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import gguf
 
-DATA = Path(__file__).parents[1] / "data" / "gguf_tokenizers"
-DEMO = Path(__file__).parents[2] / "models" / "cadenza-demo" / "tokenizer.json"
+DATA = Path(__file__).parents[2] / "data" / "gguf_tokenizers"
+DEMO = Path(__file__).parents[3] / "models" / "cadenza-demo" / "tokenizer.json"
 _CONTROL = 3
 
 Pairs = dict[str, Any]

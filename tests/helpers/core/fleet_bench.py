@@ -11,9 +11,9 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.known import VOCAB_SIZE, known_sample
-from tests.helpers.lane_rig import LaneRig
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.known import VOCAB_SIZE, known_sample
+from tests.helpers.core.lane_rig import LaneRig
 
 SMALL = ExecutorSpec(
     block_size=4,

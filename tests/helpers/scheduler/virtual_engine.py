@@ -15,7 +15,7 @@ from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
 from scheduler_svc.tenants.quotas import Quotas
 from scheduler_svc.tenants.registry import Registry
-from tests.helpers.fake_clock import FakeClock, TimedExecutor
+from tests.helpers.scheduler.fake_clock import FakeClock, TimedExecutor
 
 START_S = 1.0
 STEP_S = 0.010

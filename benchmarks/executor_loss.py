@@ -25,7 +25,7 @@ from benchmarks.common.rows import BenchmarkError, Row, make_row
 from benchmarks.common.stats import percentile
 from cadenza import AsyncClient, SamplingParams
 from cadenza.local import LocalServices
-from cadenza.supervisor import RestartPolicy
+from cadenza.services.supervisor import RestartPolicy
 from cadenza.v1 import admin_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 

@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
 from benchmarks.common.chat_traffic import Chat
 from benchmarks.common.rows import BenchmarkError, Row, make_row
-from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.settings import make_settings
+from cadenza.loadtest.workloads.prompts import Prompts
 from cadenza.simulate.campaign import simulate
 from cadenza.simulate.options import scheduler_config
 from cadenza.simulate.placement import PLACEMENTS, PlacementName

@@ -20,9 +20,10 @@ from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import Row, make_row
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.passed import NOTHING_PASSED
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling, StepResult
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling
 
 NAME = "placement_cost"
 _RUNNING = 64

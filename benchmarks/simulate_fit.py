@@ -22,11 +22,11 @@ from benchmarks.common.checkpoints import DEMO_MODEL, SHAPES, random_checkpoint
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from cadenza.loadtest.campaign import run_campaign
-from cadenza.loadtest.driver import Progress
-from cadenza.loadtest.results import Run
+from cadenza.loadtest.driving.driver import Progress
+from cadenza.loadtest.results.results import Run
 from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.simulate.campaign import Simulated, run_simulation
-from cadenza.simulate.capacity_search import TrialProgress
+from cadenza.simulate.capacity.search import TrialProgress
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.fit import Fit, fit_costs, fitted_profile, with_clients
 from cadenza.simulate.options import scheduler_config

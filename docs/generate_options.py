@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from cadenza.local_options import option_classes, service_options
+from cadenza.services.options import option_classes, service_options
 from cadenza.settings.help import GROUPS, default_text, described, group_of, unit_of, values_of
 from cadenza.settings.names import flag, variable
 

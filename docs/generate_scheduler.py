@@ -23,7 +23,7 @@ from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatch
 from scheduler_svc.core.policies.policies import Policies, Preemption
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import BeamSpec, Sampling, SequenceState
-from tests.helpers.core_executor import COSTS
+from tests.helpers.core.core_executor import COSTS
 
 TARGET = Path(__file__).with_name("scheduler.md")
 

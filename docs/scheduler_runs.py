@@ -12,7 +12,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import BlockPairs, ExecutorSpec, RequestSpec, Sampling
-from tests.helpers.core_executor import COSTS, CoreExecutor
+from tests.helpers.core.core_executor import COSTS, CoreExecutor
 
 VOCAB_SIZE = 97
 _GREEDY = Sampling()

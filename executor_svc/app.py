@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cadenza.connection_limits import allow_connections, start_peer_limit
 from cadenza.metrics.listener_counts import EXECUTOR_REFUSALS, ListenerCounts
-from cadenza.stop_signals import StopSignals
+from cadenza.security.tls_server import ListenerFiles, credentials_of, listener_files
+from cadenza.serving.connection_limits import allow_connections, start_peer_limit
+from cadenza.serving.stop_signals import StopSignals
 from cadenza.telemetry.otlp import Traces, TracesError
-from cadenza.tls_files import TlsError
-from cadenza.tls_server import ListenerFiles, credentials_of, listener_files
+from cadenza.tls.files import TlsError
 from cadenza.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError

@@ -20,14 +20,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cadenza.call_limits import CallLimits
-from cadenza.connection_limits import allow_connections, start_peer_limit
-from cadenza.health_servicer import HealthServicer
 from cadenza.metrics.listener_counts import SCHEDULER_REFUSALS, ListenerCounts
-from cadenza.stop_signals import StopSignals
+from cadenza.security.tls_server import credentials_of
+from cadenza.serving.call_limits import CallLimits
+from cadenza.serving.connection_limits import allow_connections, start_peer_limit
+from cadenza.serving.health_servicer import HealthServicer
+from cadenza.serving.stop_signals import StopSignals
 from cadenza.telemetry.otlp import Traces, TracesError
-from cadenza.tls_files import TlsError
-from cadenza.tls_server import credentials_of
+from cadenza.tls.files import TlsError
 from cadenza.transport import MAX_RECEIVED_BYTES, SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
@@ -125,20 +125,24 @@ class Service:
             names = self._engine.adapters.names_by_hash
             self._publisher = KvPublisher(self._engine.kv_events, names, config)
         self._metrics = SchedulerMetrics(self._front, self._ports, self._listener)
-        self._server = grpc.aio.server(
+        self._server = self._make_server()
+
+    def _make_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(
             interceptors=[
                 TokenGate(self._tenants, self._listener),
                 CallLimits(counts=self._listener),
                 UnreadableMessages(),
                 PreparedResponses(),
             ],
-            options=server_options(max_received_bytes=MAX_RECEIVED_BYTES, max_connections=config.max_connections),
+            options=server_options(max_received_bytes=MAX_RECEIVED_BYTES, max_connections=self._config.max_connections),
         )
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._front, self._metrics), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._front, self._metrics), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection((*_SERVICES, health, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection((*_SERVICES, health, reflection.SERVICE_NAME), server)
+        return server
 
     async def start(self) -> str:
         """Bind and listen; health is NOT_SERVING and calls get UNAVAILABLE. Returns the address.

@@ -7,12 +7,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from cadenza.serving.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.settings.help import about
-from cadenza.settings.service import ServiceSettings, is_loopback, split_list
-from cadenza.stop_signals import DRAIN_TIMEOUT_S
+from cadenza.settings.service import split_list
+from scheduler_svc.kv_events_config import KvEventsConfig
 
 
-class SchedulerConfig(ServiceSettings):
+class SchedulerConfig(KvEventsConfig):
     """Serve clients with a Cadenza executor.
 
     Example: python -m scheduler_svc --executor 127.0.0.1:50052 --listen :50051
@@ -284,39 +285,6 @@ class SchedulerConfig(ServiceSettings):
         description="Name that the executors' certificates must have; default: the host of the executor's address.",
         json_schema_extra=about("Security"),
     )
-    kv_events_endpoint: str | None = Field(
-        None,
-        pattern=r"^(tcp|ipc|inproc)://.+$",
-        description="ZeroMQ endpoint to publish KV events at, for routers that send requests to where their prefix is "
-        "cached: tcp://*:5557 listens, tcp://HOST:5557 connects, as vLLM's kv_events_config has it; default: none; "
-        "docs/integrations.md.",
-        json_schema_extra=about("HTTP"),
-    )
-    kv_events_replay_endpoint: str | None = Field(
-        None,
-        pattern=r"^(tcp|ipc|inproc)://.+$",
-        description="ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for what "
-        "they have missed.",
-        json_schema_extra=about("HTTP"),
-    )
-    kv_events_topic: str = Field(
-        "",
-        max_length=1024,
-        description="Topic of published KV events; llm-d expects kv@POD@MODEL.",
-        json_schema_extra=about("HTTP"),
-    )
-    kv_events_buffer_steps: int = Field(
-        10_000,
-        ge=1,
-        description="Batches of KV events that are kept for --kv-events-replay-endpoint, of at most 256 MiB together.",
-        json_schema_extra=about("HTTP", "batches"),
-    )
-    kv_events_hwm: int = Field(
-        100_000,
-        ge=1,
-        description="KV event batches, of up to 400 KB, that wait for a subscriber that does not read; more are lost.",
-        json_schema_extra=about("HTTP", "batches"),
-    )
     record: str | None = Field(
         None,
         min_length=1,
@@ -354,18 +322,6 @@ class SchedulerConfig(ServiceSettings):
                 raise ValueError(f"{entry!r} is not NAME=PATH")
             if names.count(name) > 1:
                 raise ValueError(f"{name} is given twice")
-        return value
-
-    @field_validator("kv_events_endpoint", "kv_events_replay_endpoint")
-    @classmethod
-    def _check_kv_events(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None or not value.startswith("tcp://") or info.data.get("insecure"):
-            return value
-        if not is_loopback(value.removeprefix("tcp://").rpartition(":")[0]):
-            raise ValueError(
-                f"{value}: other machines could read the token ids of prompts, without TLS: use ipc://, an address of "
-                "loopback, or --insecure where the network is safe"
-            )
         return value
 
     @field_validator("executor", mode="before")

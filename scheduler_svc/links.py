@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cadenza.tls import TLS, ChannelFiles
-from cadenza.tls_files import TlsError
-from cadenza.tls_server import ListenerFiles, listener_files
+from cadenza.security.tls_server import ListenerFiles, listener_files
+from cadenza.tls import TLS
+from cadenza.tls.connection import ChannelFiles
+from cadenza.tls.files import TlsError
 from cadenza.transport import SCHEDULER_PORT
 from scheduler_svc.config import SchedulerConfig
 

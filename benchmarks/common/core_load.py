@@ -21,9 +21,11 @@ from benchmarks.common.scheduler_load import (
 )
 from cadenza.v1 import execution_pb2 as pb
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling, StepPlan, StepResult
+from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling
 from scheduler_svc.engine.freed_memory import release_finished
 from scheduler_svc.executors import convert as execution
 from scheduler_svc.executors.results import step_result

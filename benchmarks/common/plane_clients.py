@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza import AsyncClient, SamplingParams
-from cadenza.credentials import authorized, call_metadata, chosen_token
+from cadenza.security.credentials import authorized, call_metadata, chosen_token
 from cadenza.tls import TLS
 from cadenza.transport import aio_channel
 from cadenza.v1 import generation_pb2 as pb

@@ -12,7 +12,7 @@ from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, about, drawn, fixed, h200_8b, poisson, run
-from cadenza.loadtest.metrics import Group, Metrics, Spread, measure
+from cadenza.loadtest.measures.metrics import Group, Metrics, Spread, measure
 from cadenza.simulate.executor_profiles import ExecutorProfile
 
 BUDGET = "tokens of a step"

@@ -12,7 +12,7 @@ from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.memory_runs import MAX, SHAREGPT, Held, Outcome
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import drawn, fixed
-from cadenza.loadtest.latencies import end_of
+from cadenza.loadtest.measures.latencies import end_of
 from cadenza.loadtest.requests import Floats
 from cadenza.v1.admin_pb2 import StepRecord
 

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from benchmarks.experiments.simulated import fixed, poisson
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.latencies import per_request
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.latencies import per_request
 from cadenza.loadtest.requests import Floats, RequestShape
 
 PROMPT_LEN = 8

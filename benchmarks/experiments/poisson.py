@@ -13,8 +13,8 @@ from benchmarks.experiments.poisson_runs import SHARES, Latencies, Load, Scale, 
 from benchmarks.experiments.policies import DYNAMIC, PAGED, RESERVED, STATIC, policies
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, a100_13b, about, run
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.latencies import end_of
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.latencies import end_of
 from cadenza.loadtest.requests import RequestShape
 
 _POST = "[Anyscale](https://www.anyscale.com/blog/continuous-batching-llm-inference)"

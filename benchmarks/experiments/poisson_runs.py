@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.experiments.policies import policies
 from benchmarks.experiments.simulated import drawn, poisson
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.latencies import end_of, per_request
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.latencies import end_of, per_request
 from cadenza.loadtest.requests import Floats, RequestShape
 
 SHARES = np.arange(1, 100) / 100

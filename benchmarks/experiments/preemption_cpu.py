@@ -28,7 +28,7 @@ from benchmarks.experiments.preemption_runs import (
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import drawn, fixed, poisson
-from cadenza.loadtest.latencies import end_of
+from cadenza.loadtest.measures.latencies import end_of
 from cadenza.loadtest.requests import RequestShape
 from cadenza.v1.admin_pb2 import StepRecord
 

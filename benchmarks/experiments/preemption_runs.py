@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, poisson, run
-from cadenza.loadtest.columns import RequestColumns
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.published import OPT_13B
 from cadenza.simulate.step_costs import step_cost_function

@@ -16,12 +16,12 @@ from typing import Any
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza import AsyncClient, LocalServices
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.driver import drive
-from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.driving.driver import drive
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.targets.session import SessionTarget
-from cadenza.step_watch import watch_steps
+from cadenza.loadtest.workloads.prompts import Prompts
+from cadenza.steps.watch import watch_steps
 from cadenza.v1.admin_pb2 import StepRecord
 
 _TIMEOUT_S = 300.0

@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza.loadtest.arrivals import make_arrivals
-from cadenza.loadtest.columns import RequestColumns, StepColumns
-from cadenza.loadtest.latencies import Window
-from cadenza.loadtest.metrics import Metrics, measure
-from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.measures.columns import RequestColumns, StepColumns
+from cadenza.loadtest.measures.latencies import Window
+from cadenza.loadtest.measures.metrics import Metrics, measure
+from cadenza.loadtest.measures.slo import Slo
 from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.slo import Slo
-from cadenza.loadtest.workloads import WorkloadSpec, make_workload
+from cadenza.loadtest.workloads.prompts import Prompts
+from cadenza.loadtest.workloads.workloads import WorkloadSpec, make_workload
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.published import PUBLISHED
 from cadenza.simulate.run import Outcome, Simulation

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import grpc
 
-from cadenza import convert
 from cadenza.adapters import Adapter, AdapterInfo, Adapters, adapter_from_proto, adapter_name
+from cadenza.calls import convert
+from cadenza.calls.forks import claim_grpc
+from cadenza.calls.output_collector import OutputCollector
+from cadenza.calls.reconnect import RECONNECT_TIMEOUT_S, Attempts, checked_timeout, grace_s
+from cadenza.calls.request_stream import RequestStream
+from cadenza.calls.session import BatchItem, OnOutput, SessionBatch, batch_results
+from cadenza.calls.short_interrupts import shorten_interrupts
 from cadenza.chats import JsonObjects, chat_options
-from cadenza.credentials import authorized, call_metadata, check_connection, chosen_token
 from cadenza.errors import UnavailableError, from_rpc_error
-from cadenza.forks import claim_grpc
 from cadenza.info import ModelInfo, ServerInfo
-from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import (
     CallOptions,
@@ -36,13 +39,10 @@ from cadenza.prompts import (
     parse_text_or_chat,
     parse_token_ids,
 )
-from cadenza.reconnect import RECONNECT_TIMEOUT_S, Attempts, checked_timeout, grace_s
-from cadenza.request_stream import RequestStream
 from cadenza.sampling_params import SamplingParams
-from cadenza.session import BatchItem, OnOutput, SessionBatch, batch_results
-from cadenza.short_interrupts import shorten_interrupts
+from cadenza.security.credentials import authorized, call_metadata, check_connection, chosen_token
+from cadenza.security.tls_client import client_files, client_tls, explained_unavailable
 from cadenza.tls import TLS
-from cadenza.tls_client import client_files, client_tls, explained_unavailable
 from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
 from cadenza.v1 import admin_pb2, generation_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub

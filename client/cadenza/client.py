@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 from cadenza.adapters import Adapter, AdapterInfo, Adapters
 from cadenza.async_client import AsyncClient
+from cadenza.calls.loop_thread import LoopThread
+from cadenza.calls.reconnect import RECONNECT_TIMEOUT_S
+from cadenza.calls.session import OnOutput
+from cadenza.calls.short_interrupts import quiet_at_exit, shorten_interrupts
 from cadenza.chats import JsonObjects
 from cadenza.info import ModelInfo, ServerInfo
-from cadenza.loop_thread import LoopThread
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import CallOptions, Messages, Params, Prompt, Prompts, SinglePrompt
-from cadenza.reconnect import RECONNECT_TIMEOUT_S
 from cadenza.sampling_params import SamplingParams
-from cadenza.session import OnOutput
-from cadenza.short_interrupts import quiet_at_exit, shorten_interrupts
 from cadenza.tls import TLS
 from cadenza.transport import SCHEDULER_PORT
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf import wrappers_pb2
 
+from cadenza.security.tls_reason import tls_reason
 from cadenza.tls import TLS
-from cadenza.tls_reason import tls_reason
 from cadenza.transport import SCHEDULER_PORT, format_address, parse_address, sync_channel
 
 _CHECK = "/grpc.health.v1.Health/Check"

@@ -9,14 +9,16 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from cadenza.adapters import Adapters, lora_requests
+from cadenza.calls.reconnect import checked_timeout
+from cadenza.calls.short_interrupts import shorten_interrupts
 from cadenza.chats import JsonObjects, chat_options
 from cadenza.client import Client
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.llm_options import LLMOptions
-from cadenza.load_progress import LoadProgress
 from cadenza.local import LocalServices, log_line
 from cadenza.outputs import RequestOutput
-from cadenza.progress_bar import UseTqdm, prompts_bar
+from cadenza.progress.bar import UseTqdm, prompts_bar
+from cadenza.progress.loading import LoadProgress
 from cadenza.prompts import (
     CallOptions,
     Messages,
@@ -27,8 +29,6 @@ from cadenza.prompts import (
     parse_chats,
     parse_prompts,
 )
-from cadenza.reconnect import checked_timeout
-from cadenza.short_interrupts import shorten_interrupts
 
 T = TypeVar("T")
 RECONNECT_TIMEOUT_S = 600.0

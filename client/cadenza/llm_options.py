@@ -255,6 +255,26 @@ class LLMOptions(TypedDict, total=False):
     log_level: Literal["debug", "info", "warning", "error"] | None
     """What is logged to stderr. [default: info]"""
 
+    kv_events_endpoint: str | None
+    """ZeroMQ endpoint to publish KV events at, for routers that send requests to where their prefix is cached:
+    tcp://*:5557 listens, tcp://HOST:5557 connects, as vLLM's kv_events_config has it; default: none;
+    docs/integrations.md."""
+
+    kv_events_replay_endpoint: str | None
+    """ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for what they have
+    missed."""
+
+    kv_events_topic: str | None
+    """Topic of published KV events; llm-d expects kv@POD@MODEL."""
+
+    kv_events_buffer_steps: int | None
+    """Batches of KV events that are kept for --kv-events-replay-endpoint, of at most 256 MiB together. [default:
+    10000]"""
+
+    kv_events_hwm: int | None
+    """KV event batches, of up to 400 KB, that wait for a subscriber that does not read; more are lost. [default:
+    100000]"""
+
     tokenizer: str | None
     """Folder, GGUF file or hub id of the tokenizer; default: that of the executor's model."""
 
@@ -352,26 +372,6 @@ class LLMOptions(TypedDict, total=False):
 
     lora_load_timeout_s: float | None
     """How long a request waits for its LoRA adapter's load; then it ends with FAILED_PRECONDITION. [default: 60.0]"""
-
-    kv_events_endpoint: str | None
-    """ZeroMQ endpoint to publish KV events at, for routers that send requests to where their prefix is cached:
-    tcp://*:5557 listens, tcp://HOST:5557 connects, as vLLM's kv_events_config has it; default: none;
-    docs/integrations.md."""
-
-    kv_events_replay_endpoint: str | None
-    """ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for what they have
-    missed."""
-
-    kv_events_topic: str | None
-    """Topic of published KV events; llm-d expects kv@POD@MODEL."""
-
-    kv_events_buffer_steps: int | None
-    """Batches of KV events that are kept for --kv-events-replay-endpoint, of at most 256 MiB together. [default:
-    10000]"""
-
-    kv_events_hwm: int | None
-    """KV event batches, of up to 400 KB, that wait for a subscriber that does not read; more are lost. [default:
-    100000]"""
 
     record: str | None
     """File to write a plan log to: every call into the scheduler's core, every plan and result, for replay;

@@ -15,8 +15,9 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from cadenza.tls import TLS, ChannelFiles
-from cadenza.tls_channel import tls_channel
+from cadenza.tls import TLS
+from cadenza.tls.channel import tls_channel
+from cadenza.tls.connection import ChannelFiles
 
 PROTOCOL_VERSION = 1
 SCHEDULER_PORT = 50051

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from cadenza.grammar.wire import spec_from_wire
-from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
+from cadenza.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from executor_svc.plan import plan as p

@@ -5,12 +5,39 @@ from __future__ import annotations
 from cadenza.grammar.table import GrammarEngine
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
-from executor_svc.plan.description import Description, Fingerprint
+from executor_svc.plan.description import Description, Fingerprint, ModelGeometry
+from executor_svc.plan.plan import Limits
 
 
 def description_to_wire(description: Description) -> pb.DescribeResponse:
     """Return the wire form of the description."""
-    loaded, limits, geometry = description.loaded, description.limits, description.loaded.geometry
+    loaded, limits = description.loaded, description.limits
+    return pb.DescribeResponse(
+        protocol_version=description.protocol_version,
+        incarnation=description.incarnation,
+        model=_model(loaded.geometry),
+        tokenizer=loaded.tokenizer,
+        eos_token_ids=loaded.eos_token_ids,
+        bos_token_id=loaded.bos_token_id,
+        kv=pb.KvGeometry(
+            block_size=limits.block_size,
+            num_device_blocks=limits.num_device_blocks,
+            num_host_blocks=limits.num_host_blocks,
+            bytes_per_block=description.bytes_per_block,
+            dtype=description.fingerprint.kv_dtype,
+            num_groups=1,
+        ),
+        limits=_limits(limits),
+        features=sorted(_features(description)),
+        fingerprint=_fingerprint(description.fingerprint),
+        device=description.device,
+        version=description.version,
+        grammar=_grammar(description.grammar),
+    )
+
+
+def _features(description: Description) -> list[pb.ExecutorFeature.ValueType]:
+    limits = description.limits
     features = [
         pb.EXECUTOR_FEATURE_LOGPROBS,
         pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS,
@@ -30,51 +57,38 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
         features.append(pb.EXECUTOR_FEATURE_SWAP)
     if description.shares_prefixes:
         features.append(pb.EXECUTOR_FEATURE_SHARED_PREFIXES)
-    return pb.DescribeResponse(
-        protocol_version=description.protocol_version,
-        incarnation=description.incarnation,
-        model=pb.ModelGeometry(
-            name=geometry.name,
-            architecture=geometry.architecture,
-            vocab_size=geometry.vocab_size,
-            hidden_size=geometry.hidden_size,
-            num_layers=geometry.num_layers,
-            num_heads=geometry.num_heads,
-            num_kv_heads=geometry.num_kv_heads,
-            head_size=geometry.head_size,
-            max_model_len=geometry.max_model_len,
-            dtype=geometry.dtype,
-            num_parameters=geometry.num_parameters,
-            weight_bytes=geometry.weight_bytes,
-            model_type=geometry.model_type,
-        ),
-        tokenizer=loaded.tokenizer,
-        eos_token_ids=loaded.eos_token_ids,
-        bos_token_id=loaded.bos_token_id,
-        kv=pb.KvGeometry(
-            block_size=limits.block_size,
-            num_device_blocks=limits.num_device_blocks,
-            num_host_blocks=limits.num_host_blocks,
-            bytes_per_block=description.bytes_per_block,
-            dtype=description.fingerprint.kv_dtype,
-            num_groups=1,
-        ),
-        limits=pb.ExecutorLimits(
-            num_slots=limits.num_slots,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_logprobs=limits.max_logprobs,
-            max_inflight_plans=limits.max_inflight_plans,
-            max_drafts=limits.max_drafts,
-            adaptive_drafts=limits.adaptive_drafts,
-            max_loras=limits.max_loras,
-            max_cpu_loras=limits.max_cpu_loras,
-        ),
-        features=sorted(features),
-        fingerprint=_fingerprint(description.fingerprint),
-        device=description.device,
-        version=description.version,
-        grammar=_grammar(description.grammar),
+    return features
+
+
+def _model(geometry: ModelGeometry) -> pb.ModelGeometry:
+    return pb.ModelGeometry(
+        name=geometry.name,
+        architecture=geometry.architecture,
+        vocab_size=geometry.vocab_size,
+        hidden_size=geometry.hidden_size,
+        num_layers=geometry.num_layers,
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_size=geometry.head_size,
+        max_model_len=geometry.max_model_len,
+        dtype=geometry.dtype,
+        num_parameters=geometry.num_parameters,
+        weight_bytes=geometry.weight_bytes,
+        model_type=geometry.model_type,
+    )
+
+
+def _limits(limits: Limits) -> pb.ExecutorLimits:
+    return pb.ExecutorLimits(
+        num_slots=limits.num_slots,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_logprobs=limits.max_logprobs,
+        max_inflight_plans=limits.max_inflight_plans,
+        max_drafts=limits.max_drafts,
+        adaptive_drafts=limits.adaptive_drafts,
+        max_loras=limits.max_loras,
+        max_cpu_loras=limits.max_cpu_loras,
     )
 
 

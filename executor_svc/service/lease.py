@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import grpc
 
-from cadenza.heartbeats import PeerSilence
+from cadenza.serving.heartbeats import PeerSilence
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import execution_pb2 as pb
 

@@ -13,7 +13,7 @@ from cadenza.metrics.families import Definition, Scrape
 from cadenza.metrics.listener_counts import ListenerCounts
 from cadenza.metrics.loop_lag import LoopLag
 from cadenza.metrics.server import LoopCollector, MetricsServer
-from cadenza.tls_files import ExpiringFiles
+from cadenza.tls.files import ExpiringFiles
 from executor_svc.plan.description import Description
 from executor_svc.service.lease import Leases
 from executor_svc.service.servicer import resident_bytes

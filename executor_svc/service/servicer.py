@@ -19,8 +19,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S
-from cadenza.slices import run_in_slices
+from cadenza.serving.heartbeats import HEARTBEAT_S, SILENCE_S
+from cadenza.serving.slices import run_in_slices
 from cadenza.telemetry.spans import SpanSink
 from cadenza.transport import STATUS_DETAILS_KEY, make_status
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc

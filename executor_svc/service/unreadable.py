@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
-from cadenza.call_limits import CallLimits
 from cadenza.metrics.listener_counts import ListenerCounts
+from cadenza.serving.call_limits import CallLimits
 from cadenza.transport import (
     MAX_CONNECTIONS,
     MAX_EXECUTOR_STREAMS,

@@ -9,8 +9,11 @@ from functools import partial
 import torch
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.models.loading import load_model
-from executor_svc.plan.description import Description, describe, limits_of
+from executor_svc.device.interface import Device
+from executor_svc.device.kv_cache import KVCache
+from executor_svc.models.loading import LoadedModel, load_model
+from executor_svc.plan.description import Description, ModelGeometry, describe, limits_of
+from executor_svc.plan.plan import Limits
 from executor_svc.ranks.hosts.places import Place
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, with_adapters
@@ -19,12 +22,14 @@ from executor_svc.startup.executors import make_executor, run_trial
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.grammars import find_grammars, with_grammars
 from executor_svc.startup.speculation import (
+    Draft,
     check_speculation,
     load_speculative_model,
     make_draft_source,
     model_on_gpu,
     state_layers_of,
 )
+from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.worker import Executor
 
 _log = logging.getLogger(__name__)
@@ -48,34 +53,18 @@ def build_model(
     config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
     loaded = load_model(config, device, adapter_sizes(config, device))
-    geometry = loaded.geometry
-    _log.info(
-        "model %s: %s, %d parameters, %s, %d bytes, vocabulary %d, max_model_len %d",
-        geometry.name, geometry.architecture, geometry.num_parameters, geometry.dtype, geometry.weight_bytes,
-        geometry.vocab_size, geometry.max_model_len,
-    )  # fmt: skip
+    _log_model(loaded.geometry)
     draft = load_speculative_model(config, device, loaded)
     adapters = make_adapters(config, device, loaded)
-    on_gpu, step_bytes = device.torch_device.type == "cuda", held_on_cpu(adapters, device)
-    if on_gpu:
-        from executor_svc.gpu.device import BYTES_FOR_GRAPHS
-        from executor_svc.gpu.memory import peak_bytes_of
-
-        step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config, draft), device.torch_device)
-        if adapters is not None:
-            step_bytes += BYTES_FOR_GRAPHS  # of steps with adapters, beside the others
-        _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
-    pools = device.new_kv_cache(geometry, config, step_bytes, None if draft is None else draft.layers)
+    step_bytes = _step_bytes(config, device, loaded, draft, adapters)
+    pools = device.new_kv_cache(loaded.geometry, config, step_bytes, None if draft is None else draft.layers)
     found = find_grammars(loaded)
-    prints = fingerprint(loaded, device, pools, None if found is None else found.engine)
-    limits = with_adapters(limits_of(config, geometry, pools), adapters)
+    engine = None if found is None else found.engine
+    prints = fingerprint(loaded, device, pools, engine)
+    limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
     limits = limits if found is None else found.within(limits)
     grammars = None if found is None else found.of_slots(limits)
-    _log.info(
-        "device %s: %d threads, numerics %s, KV blocks of %d tokens: %d on the device, %d on the host, %d bytes each",
-        device.name, device.num_threads, prints.mode, limits.block_size, limits.num_device_blocks,
-        limits.num_host_blocks, pools.bytes_per_block,
-    )  # fmt: skip
+    _log_device(device, prints.mode, limits, pools)
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
     executor = make_executor(
         loaded,
@@ -97,17 +86,45 @@ def build_model(
         adapters=adapters,
         grammars=grammars,
     )
-    if on_gpu:
+    if device.torch_device.type == "cuda":
         from executor_svc.gpu.warm_up import run_steps
 
         run_steps(executor)
-    description = describe(
-        loaded,
-        limits,
-        pools,
-        prints,
-        device.name,
-        shares_prefixes=loaded.shares_prefixes,
-        grammar=None if found is None else found.engine,
-    )
-    return executor, description
+    shares = loaded.shares_prefixes
+    return executor, describe(loaded, limits, pools, prints, device.name, shares_prefixes=shares, grammar=engine)
+
+
+def _step_bytes(
+    config: ExecutorConfig,
+    device: Device,
+    loaded: LoadedModel,
+    draft: Draft | None,
+    adapters: ModelAdapterLoader | None,
+) -> int:
+    """Return the bytes that steps need on the device, in addition to weights and KV blocks: on a GPU by a trial."""
+    if device.torch_device.type != "cuda":
+        return held_on_cpu(adapters, device)
+    from executor_svc.gpu.device import BYTES_FOR_GRAPHS
+    from executor_svc.gpu.memory import peak_bytes_of
+
+    step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config, draft), device.torch_device)
+    if adapters is not None:
+        step_bytes += BYTES_FOR_GRAPHS  # of steps with adapters, beside the others
+    _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
+    return step_bytes
+
+
+def _log_model(geometry: ModelGeometry) -> None:
+    _log.info(
+        "model %s: %s, %d parameters, %s, %d bytes, vocabulary %d, max_model_len %d",
+        geometry.name, geometry.architecture, geometry.num_parameters, geometry.dtype, geometry.weight_bytes,
+        geometry.vocab_size, geometry.max_model_len,
+    )  # fmt: skip
+
+
+def _log_device(device: Device, numerics: str, limits: Limits, pools: KVCache) -> None:
+    _log.info(
+        "device %s: %d threads, numerics %s, KV blocks of %d tokens: %d on the device, %d on the host, %d bytes each",
+        device.name, device.num_threads, numerics, limits.block_size, limits.num_device_blocks,
+        limits.num_host_blocks, pools.bytes_per_block,
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from scheduler_svc.core.errors import (
     UnknownAdapterError,
     UnknownRequestError,
 )
-from scheduler_svc.engine.adapter_names import AdapterExistsError
+from scheduler_svc.engine.adapters.names import AdapterExistsError
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.tenants.errors import (

@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from cadenza.slices import Work, run_at_once, to_list
+from cadenza.serving.slices import Work, run_at_once, to_list
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.convert.chats import chat_fields
 from scheduler_svc.convert.grammars import grammar_fields, grammar_without_eos
-from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail
 from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, SampleChunk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cadenza.slices import Work
+from cadenza.serving.slices import Work
 from cadenza.v1 import admin_pb2 as pb
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, block_hashes, owner_of, token_ids_of
 from scheduler_svc.engine.kv_events.events import Batch, Event, Removed, Stored

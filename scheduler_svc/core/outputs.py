@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter, itemgetter
 
+from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.types import Finish, PromptLogprobs, SampleDelta, TokenLogprobs
+from scheduler_svc.core.types import Finish, RequestKey
 
 _tenant_of = attrgetter("tenant")
 
@@ -31,6 +32,21 @@ class BeamOutput:
     cumulative_logprob: float | None
     """None: the search found fewer results than requested, and this one is empty."""
     finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDelta:
+    """New tokens of one sample, its finish, or both."""
+
+    key: RequestKey
+    sample_index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: Finish | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """Logprobs of the request's prompt; reported in order, each row once."""
+    cumulative_logprob: float | None = None
+    """Sum of a beam's logprobs, reported with its finish."""
 
 
 @dataclass(slots=True)

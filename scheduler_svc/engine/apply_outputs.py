@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from scheduler_svc.core.outputs import BeamOutput, StepOutputs
+from scheduler_svc.core.result import TokenLogprobs
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import Finish, RequestKey, TokenLogprobs
+from scheduler_svc.core.types import Finish, RequestKey
 from scheduler_svc.engine.live_request import LiveRequest
 
 
@@ -44,13 +45,33 @@ def apply_outputs(
         if live is not None and live.prompt_logprobs is not None:
             touched[live] = None
             live.prompt_logprobs.extend(prompt_logprobs)
+    extended = _append_tokens(outputs, lives, stop_sample, touched, finished)
+    for sequence, token_ids in extended.items():
+        extend(sequence, tuple(token_ids), outputs.logprobs.get(sequence, ()), outputs.finishes.get(sequence))
+    for sequence, finish in outputs.finishes.items():
+        extend(sequence, (), (), finish)
+    for beam in outputs.hypotheses:
+        extend(beam, beam.token_ids, (), beam.finish, beam.cumulative_logprob)
+    return touched, finished
+
+
+def _append_tokens(
+    outputs: StepOutputs,
+    lives: Mapping[RequestKey, LiveRequest],
+    stop_sample: Callable[[RequestKey, int], object],
+    touched: dict[LiveRequest, None],
+    finished: set[LiveRequest],
+) -> dict[Sequence, list[int]]:
+    """Apply outputs that are a token and no more, as nearly every token of a step is; returns the tokens of the others.
+
+    Without a call for each, which takes longer than the rest.
+    """
     with_more, live_of = outputs.logprobs.keys() | outputs.finishes.keys(), lives.get
     extended: dict[Sequence, list[int]] = {}
     for sequence, token_id in zip(outputs.sequences, outputs.token_ids, strict=True):
         if with_more and sequence in with_more:
             extended.setdefault(sequence, []).append(token_id)
             continue
-        # As `extend`, for what nearly every token of a step is: a token and no more. A call takes longer than the rest.
         key, index = sequence.group.key, sequence.sample_index
         live = live_of(key)
         if live is None or index >= len(live.samples):
@@ -64,10 +85,4 @@ def apply_outputs(
         elif sample.append(token_id) is not None:
             finished.add(live)
             stop_sample(key, index)
-    for sequence, token_ids in extended.items():
-        extend(sequence, tuple(token_ids), outputs.logprobs.get(sequence, ()), outputs.finishes.get(sequence))
-    for sequence, finish in outputs.finishes.items():
-        extend(sequence, (), (), finish)
-    for beam in outputs.hypotheses:
-        extend(beam, beam.token_ids, (), beam.finish, beam.cumulative_logprob)
-    return touched, finished
+    return extended

@@ -17,10 +17,11 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import DrainingError, RequestExistsError, UnknownRequestError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import FinishDetail, RequestKey, StepResult
+from scheduler_svc.core.types import FinishDetail, RequestKey
 from scheduler_svc.engine.activity_log import ActivityLog
-from scheduler_svc.engine.adapters import Adapters
+from scheduler_svc.engine.adapters.adapters import Adapters
 from scheduler_svc.engine.apply_outputs import apply_outputs
 from scheduler_svc.engine.deadlines import Deadlines
 from scheduler_svc.engine.faults import Fault, Faults
@@ -29,12 +30,13 @@ from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
 from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.kept_requests import KeptRequests
 from scheduler_svc.engine.kv_events.hub import KvEvents
-from scheduler_svc.engine.lane_views import block_tables, current_load, num_queued, retry_after_s, step_load
+from scheduler_svc.engine.lane_views import block_tables, current_load, num_queued, retry_after_s
 from scheduler_svc.engine.live_request import Listener, LiveRequest, record_planned
 from scheduler_svc.engine.model_events import ModelEvents
 from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import ServedModel
-from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
+from scheduler_svc.engine.step_records import StepRecords
+from scheduler_svc.engine.step_watch import StepWatch
 from scheduler_svc.engine.tracing.request_traces import request_traces
 from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.plan_loop.clock import Clock
@@ -98,7 +100,8 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._started_ns = clock.monotonic_ns()
-        self._recorder = StepRecorder(partial(step_load, core), self._started_ns)
+        self.records = StepRecords(core, self._live, self.numbers, self._traces, self._started_ns)
+        """Of all steps."""
         self._log = ActivityLog(clock, self.load, self.numbers, config)
         self._freed_memory = FreedMemory(clock, release_memory)
         self.kv_events = KvEvents(core, clock)
@@ -310,7 +313,7 @@ class Engine:
 
     def watch(self, *, include_block_tables: bool = False) -> StepWatch:
         """A watch that yields the records of all steps from now on."""
-        return StepWatch(self._recorder.watches, include_block_tables=include_block_tables)
+        return self.records.watch(include_block_tables=include_block_tables)
 
     # --- events of the executors -------------------------------------------------------------------------------------
 
@@ -323,8 +326,7 @@ class Engine:
             self.executors.wake()
         # At once: there may be no executor, and no result for hours.
         finished = self._core.take_finished()
-        self._recorder.on_finished(finished)
-        self.numbers.on_finished(finished)
+        self.records.on_finished(finished)
         release_finished(finished)
 
     def _apply(self, outputs: StepOutputs) -> None:
@@ -335,8 +337,7 @@ class Engine:
         for live in touched:
             if not live.times.first_token_ns and live.num_completion_tokens:
                 live.times.first_token_ns = now
-                self._recorder.on_first_token(now - live.times.arrival_ns)
-                self.numbers.requests.on_first_token(live.request.spec, live.times, live.counts, live.catches_up)
+                self.records.on_first_token(live, now)
             if live in finished and live.finish_if_all_ended():
                 self._close(live.request.spec.key, live, now)
             listener = live.listener
@@ -345,11 +346,9 @@ class Engine:
 
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""
-        self._recorder.on_planned(step.plan)
-        self.numbers.on_planned(step)
         now_ns = self.clock.monotonic_ns()
         started, moved = record_planned(step, self._live, now_ns)
-        self._traces.on_planned(step, self._live, now_ns)
+        self.records.on_planned(step, now_ns)
         for live in started:
             self.quotas.on_started(live.request.spec.key)
             self.journal.on_started(live)
@@ -359,16 +358,12 @@ class Engine:
     def on_applied(
         self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
     ) -> Callable[[], None] | None:
-        """Count the step; returns the call that records it for watches, with its first tokens."""
-        self.numbers.on_applied(step, result, outputs, now)
-        self._traces.on_applied(step, result, outputs, self._live, now)
-        return self._recorder.record_later(self._core.lanes[step.plan.executor_id], step, result, outputs, now)
+        """Record the step; returns the call that goes on with that once its outputs are delivered."""
+        return self.records.on_applied(step, result, outputs, now)
 
     def on_session_ended(self, executor_id: int) -> None:
         """Forget what was recorded for the plans in flight."""
-        self._recorder.on_session_ended(executor_id)
-        self._traces.on_session_ended(executor_id, self._live.values())
-        self.numbers.on_session_ended(executor_id)
+        self.records.on_session_ended(executor_id)
 
     def _close(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
         live.ended = True

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestKey, TokenLogprobs
+from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, RequestKey
 from scheduler_svc.engine.request_trace import RequestTrace
 from scheduler_svc.plan_loop.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.errors import DataLossError
-from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
 from scheduler_svc.engine.resume_point import ResumePoint, check_resume_point
 

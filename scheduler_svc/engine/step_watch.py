@@ -11,9 +11,10 @@ from functools import partial
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.results import context_lens
-from scheduler_svc.core.types import StepPlan, StepResult
 from scheduler_svc.plan_loop.ports import Load, StepRecord
 
 _MAX_RECORDS = 4096

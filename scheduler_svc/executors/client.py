@@ -15,11 +15,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
 from cadenza.metrics.histogram import Histogram
-from cadenza.slices import run_at_once, run_in_slices
-from cadenza.tls import ChannelFiles
-from cadenza.tls_reason import find_tls_reason
+from cadenza.security.tls_reason import find_tls_reason
+from cadenza.serving.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
+from cadenza.serving.slices import run_at_once, run_in_slices
+from cadenza.tls.connection import ChannelFiles
 from cadenza.transport import (
     EXECUTOR_PORT,
     PROTOCOL_VERSION,
@@ -31,7 +31,8 @@ from cadenza.transport import (
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
-from scheduler_svc.core.types import StepPlan, StepResult
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.executors.adapters import command_messages, loaded_adapter, unloaded_adapter
 from scheduler_svc.executors.convert import ProtocolError, model_description, request_in_slices
 from scheduler_svc.executors.results import result_in_slices, step_result

@@ -7,16 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from cadenza.grammar.table import GrammarEngine
-from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
+from cadenza.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
-from scheduler_svc.core.types import (
-    AdmittedSequence,
-    BlockPairs,
-    Sampling,
-    SamplingValue,
-    StepPlan,
-)
+from scheduler_svc.core.plan import AdmittedSequence, StepPlan
+from scheduler_svc.core.types import BlockPairs, Sampling, SamplingValue
 from scheduler_svc.plan_loop.ports import ModelDescription
 
 _ALLOWED = "allowed_token_ids"

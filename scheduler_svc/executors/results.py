@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
+from cadenza.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
-from scheduler_svc.core.types import Candidates, PromptLogprobs, SlotError, StepResult, StepStatus, TokenLogprobs
+from scheduler_svc.core.result import Candidates, PromptLogprobs, SlotError, StepResult, StepStatus, TokenLogprobs
 from scheduler_svc.executors.convert import ProtocolError
 
 _ENTRY_ITEMS = 64

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from scheduler_svc.convert.errors import ForbiddenPathError
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.engine.adapters import Adapters
+from scheduler_svc.engine.adapters.adapters import Adapters
 
 _LOG = logging.getLogger(__name__)
 

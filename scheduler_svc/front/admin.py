@@ -7,14 +7,14 @@ import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from cadenza.slices import run_in_slices
+from cadenza.serving.slices import run_in_slices
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc as pb_grpc
 from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
-from scheduler_svc.engine.adapters import AdapterInfo
+from scheduler_svc.engine.adapters.adapters import AdapterInfo
 from scheduler_svc.executors.addresses import executor_address, is_same_listener
 from scheduler_svc.front.adapter_paths import adapter_name, adapter_path
 from scheduler_svc.front.front import Front, abort_with

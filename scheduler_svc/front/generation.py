@@ -7,7 +7,7 @@ import functools
 from collections.abc import AsyncIterable
 from typing import Any
 
-from cadenza.slices import run_in_slices, slices_of, to_list
+from cadenza.serving.slices import run_in_slices, slices_of, to_list
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
 from scheduler_svc.convert import generation as convert

@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from cadenza.serving.slices import run_in_slices
 from cadenza.settings.extras import install_command
-from cadenza.slices import run_in_slices
-from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription
+from scheduler_svc.kv_events_config import KvEventsConfig
 
 _LOG = logging.getLogger(__name__)
 _NUMBER_BYTES = 8
@@ -68,7 +68,7 @@ class KvPublisher:
     """Publishes from `start` to `stop`."""
 
     def __init__(
-        self, events: KvEvents, adapter_names: Callable[[], Mapping[bytes, str]], config: SchedulerConfig
+        self, events: KvEvents, adapter_names: Callable[[], Mapping[bytes, str]], config: KvEventsConfig
     ) -> None:
         """adapter_names: by the hash of their content. Raises KvPublisherError if packages are missing."""
         try:

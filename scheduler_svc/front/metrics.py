@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from cadenza.metrics.histogram import Histogram
 from cadenza.metrics.listener_counts import ListenerCounts
 from cadenza.metrics.loop_lag import LoopLag
-from cadenza.tls_files import ExpiringFiles
+from cadenza.tls.files import ExpiringFiles
 from scheduler_svc.front.front import Front
 from scheduler_svc.metrics.snapshot import ServiceFigures, Snapshot, take_snapshot
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
-from scheduler_svc.engine.adapters import AdapterUse
+from scheduler_svc.engine.adapters.adapters import AdapterUse
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.process_memory import resident_bytes
 from scheduler_svc.requests.builder import RequestBuilder

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterable
 from typing import Any
 
-from cadenza.slices import run_in_slices
+from cadenza.serving.slices import run_in_slices
 from cadenza.telemetry.logs import without_messages
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert

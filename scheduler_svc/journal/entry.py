@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from scheduler_svc.core.types import FinishDetail, PromptLogprobs
+from scheduler_svc.core.result import PromptLogprobs
+from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.journal.records import (
     EndRecord,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail
 
 _COUNTS = struct.Struct("<II")
 """Number of rows, and of top logprobs in each."""

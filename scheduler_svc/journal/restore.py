@@ -15,7 +15,8 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     SchedulerError,
 )
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling, TokenLogprobs
+from scheduler_svc.core.result import TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
 from scheduler_svc.journal.records import (

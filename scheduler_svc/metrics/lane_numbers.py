@@ -9,8 +9,9 @@ from cadenza.metrics.histogram import Histogram
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import FinishDetail, SequenceState, StepResult
+from scheduler_svc.core.types import FinishDetail, SequenceState
 from scheduler_svc.metrics import buckets
 from scheduler_svc.metrics.adapter_numbers import AdapterNumbers
 from scheduler_svc.metrics.draft_gain import DraftGain

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection
 
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import SequenceState, StepResult
+from scheduler_svc.core.types import SequenceState
 from scheduler_svc.metrics.adapter_numbers import AdapterMessage
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.request_numbers import RequestNumbers

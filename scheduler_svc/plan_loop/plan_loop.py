@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from cadenza.slices import run_in_slices
+from cadenza.serving.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import InvariantError, LimitsError
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.core.scheduler import Scheduler, check_limits
-from scheduler_svc.core.types import SessionEnd, StepResult, StepStatus
+from scheduler_svc.core.types import SessionEnd
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.fleet_model import executor_spec
 from scheduler_svc.plan_loop.listener import PlanLoopListener

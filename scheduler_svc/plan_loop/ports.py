@@ -8,7 +8,9 @@ from typing import Protocol
 
 from cadenza.telemetry.trace_context import TraceContext
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
-from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult
+from scheduler_svc.core.types import RequestSpec
 
 
 @dataclass(frozen=True, slots=True)

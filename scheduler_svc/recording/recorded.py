@@ -15,16 +15,8 @@ from scheduler_svc.core.adapters.events import (
     AdapterUnloaded,
 )
 from scheduler_svc.core.grammar import Grammar
-from scheduler_svc.core.types import (
-    BeamSpec,
-    Candidates,
-    ExecutorSpec,
-    PromptLogprobs,
-    RequestSpec,
-    SessionEnd,
-    StepResult,
-    TokenLogprobs,
-)
+from scheduler_svc.core.result import Candidates, PromptLogprobs, StepResult, TokenLogprobs
+from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec, SessionEnd
 from scheduler_svc.executors import adapters
 from scheduler_svc.executors import convert as execution
 

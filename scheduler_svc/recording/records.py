@@ -7,20 +7,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from cadenza.plan_log import FORMAT_VERSION, MAGIC
+from cadenza.serving.plan_log import FORMAT_VERSION, MAGIC
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterEvent, AdapterLoaded
-from scheduler_svc.core.types import (
-    ExecutorSpec,
-    FinishDetail,
-    RequestKey,
-    RequestSpec,
-    SessionEnd,
-    StepPlan,
-    StepResult,
-)
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SessionEnd
 from scheduler_svc.executors.adapters import loaded_message
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.plan_loop.ports import ModelDescription

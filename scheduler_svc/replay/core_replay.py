@@ -8,13 +8,14 @@ from __future__ import annotations
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from cadenza.plan_log import PlanLogError
+from cadenza.serving.plan_log import PlanLogError
 from cadenza.settings.service import reason
 from cadenza.v1.planlog_pb2 import AdapterCommandsCall, PlanLogHeader, PlanLogRecord
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.adapters.events import AdapterCommands
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import FinishDetail, StepPlan
+from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.policies_from_options import policies_from_options
 from scheduler_svc.executors.adapters import loaded_adapter
 from scheduler_svc.executors.convert import step_plan

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.common.cases import Unavailable
 from benchmarks.gpu.kernels import attention, beside_flashinfer
 from benchmarks.gpu.peers import flashinfer
-from tests.helpers.stand_in_flashinfer import BatchDecodeWithPagedKVCacheWrapper
+from tests.helpers.executor.stand_in_flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
 CPU = torch.device("cpu")
 

@@ -349,7 +349,7 @@ def test_traces_of_whole_steps_need_a_device() -> None:
 
 @pytest.mark.slow
 def test_decode_is_measured_beside_flashinfer(tmp_path: Path) -> None:
-    wrapper = "from tests.helpers.stand_in_flashinfer import BatchDecodeWithPagedKVCacheWrapper\n"
+    wrapper = "from tests.helpers.executor.stand_in_flashinfer import BatchDecodeWithPagedKVCacheWrapper\n"
     (tmp_path / "flashinfer.py").write_text(wrapper, encoding="utf-8")
     lines = child("flashinfer", packages=(tmp_path,))
     found = [line["metrics"] for line in lines if "done" in line]

@@ -18,7 +18,7 @@ from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.common.workload import Request
 from tests.checkpoints import make_llama
-from tests.helpers.peft_adapters import read
+from tests.helpers.models.peft_adapters import read
 
 
 @pytest.fixture(scope="module")

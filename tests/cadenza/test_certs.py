@@ -21,8 +21,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cadenza.certs import main
 from cadenza.cli.app import run
-from cadenza.tls import TLS, no_tls_variables
-from cadenza.tls_files import PemFile, Reread, TlsError, read_pair
+from cadenza.tls import TLS
+from cadenza.tls.connection import no_tls_variables
+from cadenza.tls.files import PemFile, Reread, TlsError, read_pair
 from tests.helpers.certificates import certificates
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from cadenza.calls.convert import prompt_to_proto
 from cadenza.chats import ChatMessage, ToolCall, chat_options, parse_messages
-from cadenza.convert import prompt_to_proto
 from cadenza.prompts import parse_chat, parse_chats
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}

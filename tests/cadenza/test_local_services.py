@@ -17,8 +17,8 @@ import pytest
 
 from cadenza.errors import LocalServiceError, OptionError, UnavailableError
 from cadenza.local import log_line
-from cadenza.local_ports import reserve_port
-from cadenza.supervisor import RestartPolicy
+from cadenza.services.ports import reserve_port
+from cadenza.services.supervisor import RestartPolicy
 from tests.helpers.service_scripts import SERVICE, Fakes, alive, children, until
 
 pytestmark = pytest.mark.slow
@@ -290,7 +290,7 @@ def test_a_deaf_service_is_killed(fakes):
 PARENT = """
 import sys, time
 from cadenza.local import LocalServices
-from cadenza.local_family import Programs
+from cadenza.services.family import Programs
 services = LocalServices("model", programs=Programs((sys.argv[1] + "/executor.py",), (sys.argv[1] + "/scheduler.py",)))
 print("up", flush=True)
 {then}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.stopped_process import process_state
+from cadenza.services.stopped_process import process_state
 from tests.helpers.service_scripts import SERVICE, Fakes, alive, children, until
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ import sys
 from cadenza.cli import up
 from cadenza.cli.app import run
 up._print_settings = lambda services, places: None  # the scripts speak no gRPC
-from cadenza.supervisor import RestartPolicy
+from cadenza.services.supervisor import RestartPolicy
 RestartPolicy.__init__.__defaults__ = (0.02, *RestartPolicy.__init__.__defaults__[1:])  # first_delay_s
 sys.exit(run(sys.argv[1:]))
 """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cadenza.convert import delta_from_proto
+from cadenza.calls.convert import delta_from_proto
+from cadenza.calls.output_collector import OutputCollector
 from cadenza.errors import InternalError
-from cadenza.output_collector import OutputCollector
 from cadenza.outputs import Logprob, RequestOutput
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2 as types

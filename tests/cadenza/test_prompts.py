@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cadenza.calls.convert import prompt_to_proto, request_to_proto
 from cadenza.chats import ChatMessage, ChatOptions
-from cadenza.convert import prompt_to_proto, request_to_proto
 from cadenza.prompts import (
     CallOptions,
     Prompt,

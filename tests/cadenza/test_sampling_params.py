@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from cadenza.convert import params_to_proto
+from cadenza.calls.convert import params_to_proto
 from cadenza.sampling_params import _VLLM_ONLY, SamplingParams
 from cadenza.v1 import types_pb2
 

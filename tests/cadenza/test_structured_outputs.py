@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cadenza import SamplingParams, StructuredOutputsParams
+from cadenza.calls.convert import params_to_proto
 from cadenza.cli.structured import structured_outputs
-from cadenza.convert import params_to_proto
 from cadenza.errors import OptionError
 from cadenza.grammar.spec import GrammarSpec
 from cadenza.grammar.wire import spec_from_wire

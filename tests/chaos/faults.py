@@ -16,7 +16,7 @@ from tests.chaos.load import Load
 from tests.chaos.membership import Membership
 from tests.chaos.schedule import Fault
 from tests.chaos.services import CHANGED_LIMITS, LIMITS, SCHEDULER, Services
-from tests.helpers.relay import Relay
+from tests.helpers.machine.relay import Relay
 
 RECOVERY_LIMIT_S = 90.0
 _LOOK_S = 0.02

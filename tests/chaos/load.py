@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Any
 
-from cadenza import AsyncClient, convert
+from cadenza import AsyncClient
+from cadenza.calls import convert
+from cadenza.calls.output_collector import OutputCollector
+from cadenza.calls.reconnect import grace_s
+from cadenza.calls.request_stream import RequestStream
+from cadenza.calls.session import BatchItem, SessionBatch
 from cadenza.errors import CadenzaError
-from cadenza.output_collector import OutputCollector
 from cadenza.prompts import parse_prompt
-from cadenza.reconnect import grace_s
-from cadenza.request_stream import RequestStream
-from cadenza.session import BatchItem, SessionBatch
 from tests.chaos.checker import Outcome, Violation, check
 from tests.chaos.history import History
 from tests.chaos.requests import Body, content, poisonous

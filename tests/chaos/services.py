@@ -17,16 +17,16 @@ from typing import Any
 
 import psutil
 
-from cadenza.child_process import subject
 from cadenza.local import LocalServices
-from cadenza.local_family import Programs
-from cadenza.supervisor import RestartPolicy
+from cadenza.services.child_process import subject
+from cadenza.services.family import Programs
+from cadenza.services.supervisor import RestartPolicy
 from tests.chaos.health import Truth
 from tests.chaos.history import History
 from tests.chaos.requests import POISON_POSITION, POISON_TOKEN
 from tests.chaos.service import ADDRESSES_FILE, VARIABLE, options_file
-from tests.helpers.relay import Relay, relay
-from tests.helpers.shifted_clock import ShiftedClock
+from tests.helpers.machine.relay import Relay, relay
+from tests.helpers.machine.shifted_clock import ShiftedClock
 
 EXECUTOR, SCHEDULER = "executor", "scheduler"
 LIST_FILE = "executors.list"

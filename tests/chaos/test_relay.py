@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.helpers.relay import Relay, relay
+from tests.helpers.machine.relay import Relay, relay
 
 
 @dataclass

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from scheduler_svc.convert.limits import LIMITS, MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
-from tests.helpers.error_table import CALLS, fields_of, read_rows
+from tests.helpers.errors.error_table import CALLS, fields_of, read_rows
 
 ROWS = read_rows()
 SUBJECTS = [(row, row.subject()) for row in ROWS if isinstance(row.changes, dict)]

@@ -18,7 +18,7 @@ import pytest
 
 from cadenza import AsyncClient, SamplingParams
 from tests.faults.test_killed_processes import Up
-from tests.helpers.relay import relay
+from tests.helpers.machine.relay import relay
 from tests.helpers.service_process import ServiceProcess, service_process
 from tests.helpers.service_scripts import until
 

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cadenza.plan_log import PlanLogReader
-from cadenza.slices import Work
+from cadenza.serving.plan_log import PlanLogReader
+from cadenza.serving.slices import Work
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import generation_pb2 as pb
-from scheduler_svc.core.types import StepPlan
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.convert import request_in_slices
 from scheduler_svc.recording import plan_log
 from scheduler_svc.replay import __main__ as replay
 from tests.checkpoints import make_llama
 from tests.faults.test_killed_processes import Up
-from tests.helpers.full_disk import FullDisk
+from tests.helpers.machine.full_disk import FullDisk
 from tests.helpers.services import Running, cadenza_services, connection
 
 pytestmark = pytest.mark.timeout(120)

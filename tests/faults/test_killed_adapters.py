@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.helpers.killed_scheduler import killable_scheduler, request
-from tests.helpers.simulated_adapters import greedy_tokens, make_adapter
-from tests.helpers.simulated_process import simulated_process
+from tests.helpers.executor.simulated_adapters import greedy_tokens, make_adapter
+from tests.helpers.executor.simulated_process import simulated_process
+from tests.helpers.scheduler.killed_scheduler import killable_scheduler, request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PROMPT = [5, 6, 7] * 5

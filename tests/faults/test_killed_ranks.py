@@ -13,7 +13,7 @@ import pytest
 from cadenza import Client, RequestOutput, SamplingParams
 from tests.checkpoints import make_llama
 from tests.faults.test_killed_processes import Up
-from tests.helpers.memory_limits import limited_addresses, memory_group_or_skip
+from tests.helpers.machine.memory_limits import limited_addresses, memory_group_or_skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEP_TIMEOUT_S = 3

@@ -19,9 +19,16 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from tests.checkpoints import make_llama
 from tests.faults.test_killed_processes import Up
-from tests.helpers.killed_scheduler import KillableScheduler, Load, Output, killable_scheduler, mixed_requests, request
+from tests.helpers.executor.simulated_process import simulated_process
+from tests.helpers.scheduler.killed_scheduler import (
+    KillableScheduler,
+    Load,
+    Output,
+    killable_scheduler,
+    mixed_requests,
+    request,
+)
 from tests.helpers.service_process import service_process
-from tests.helpers.simulated_process import simulated_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 NUM_REQUESTS = 32

@@ -17,7 +17,7 @@ from tests.helpers.compose_cluster import EXECUTOR, SCHEDULER, ComposeCluster, c
 from tests.helpers.docker_engine import needs_docker
 from tests.helpers.manifests import environment_of, needs_kubectl
 from tests.helpers.paths import ROOT
-from tests.helpers.rolling import ClientLoad, Rounds, serving
+from tests.helpers.scheduler.rolling import ClientLoad, Rounds, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), needs_docker, needs_kubectl]
 MAX_TOKENS, NUM_REQUESTS = 1500, 8

@@ -15,7 +15,7 @@ from tests.checkpoints import make_llama
 from tests.helpers.kubernetes_api import kubernetes_api
 from tests.helpers.manifests import needs_kubectl
 from tests.helpers.pods import LocalCluster, Pod, local_cluster
-from tests.helpers.rolling import ClientLoad, Seen, rolling, serving
+from tests.helpers.scheduler.rolling import ClientLoad, Seen, rolling, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), needs_kubectl]
 MAX_TOKENS, NUM_REQUESTS = 250, 8

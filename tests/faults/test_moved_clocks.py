@@ -12,8 +12,8 @@ import pytest
 
 from cadenza import AsyncClient, SamplingParams
 from cadenza.v1 import generation_pb2, generation_pb2_grpc, types_pb2
+from tests.helpers.machine.shifted_clock import ShiftedClock
 from tests.helpers.service_process import service_process
-from tests.helpers.shifted_clock import ShiftedClock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -13,8 +13,8 @@ from cadenza import AsyncClient, SamplingParams
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from tests.checkpoints import make_llama
-from tests.helpers.golden import transformers_greedy, transformers_model
-from tests.helpers.rolling import ClientLoad, RollingService, rolling
+from tests.helpers.models.golden import transformers_greedy, transformers_model
+from tests.helpers.scheduler.rolling import ClientLoad, RollingService, rolling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 SIZES = ("--device", "cpu", "--num-gpu-blocks", "400", "--max-num-seqs", "16")

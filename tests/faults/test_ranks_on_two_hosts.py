@@ -11,10 +11,10 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from tests.helpers.certificates import certificates
 from tests.helpers.external_ranks import ExternalRanks, external_ranks
-from tests.helpers.rolling import ClientLoad, Seen
+from tests.helpers.machine.two_hosts import TwoHosts, two_hosts_or_skip
+from tests.helpers.scheduler.rolling import ClientLoad, Seen
 from tests.helpers.service_process import service_process
 from tests.helpers.services import scheduler_service
-from tests.helpers.two_hosts import TwoHosts, two_hosts_or_skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -24,7 +24,7 @@ from tests.helpers.ray_cluster import (
     ray_machines,
     raylet_of,
 )
-from tests.helpers.rolling import ClientLoad, rolling
+from tests.helpers.scheduler.rolling import ClientLoad, rolling
 from tests.helpers.service_process import service_process
 from tests.helpers.service_scripts import until
 

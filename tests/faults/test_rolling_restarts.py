@@ -19,8 +19,8 @@ from cadenza.transport import channel_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cadenza.v1 import generation_pb2 as pb
 from tests.checkpoints import make_llama
-from tests.helpers.killed_scheduler import Load, request
-from tests.helpers.rolling import ClientLoad, RollingService, Seen, rolling
+from tests.helpers.scheduler.killed_scheduler import Load, request
+from tests.helpers.scheduler.rolling import ClientLoad, RollingService, Seen, rolling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 NUM_RESTARTS = 3

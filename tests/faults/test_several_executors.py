@@ -18,7 +18,7 @@ from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from executor_svc.replay.__main__ import main as replay_executor
 from scheduler_svc.replay.__main__ import main as replay_core
-from tests.helpers.rolling import ClientLoad, RollingService, Seen, rolling
+from tests.helpers.scheduler.rolling import ClientLoad, RollingService, Seen, rolling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 MAX_TOKENS = 100

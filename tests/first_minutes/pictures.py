@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tests.first_minutes.places import Place
 from tests.first_minutes.shell import Shell
-from tests.helpers.terminal import Terminal
+from tests.helpers.machine.terminal import Terminal
 
 _SERVER = "cadenza up models/cadenza-demo"
 _LOAD = "cadenza loadtest --request-rate 40 --num-requests 100000 --quiet"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.first_minutes.pages import all_commands
+from tests.helpers.machine.wheel_environment import build_wheel, install_wheel, share_packages
 from tests.helpers.paths import ROOT
-from tests.helpers.wheel_environment import build_wheel, install_wheel, share_packages
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.helpers.terminal import CTRL_C, Terminal
+from tests.helpers.machine.terminal import CTRL_C, Terminal
 
 _PS1 = r"[\#:$?]$ "  # the command's number, and the exit code of the one before
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")

@@ -6,7 +6,7 @@ from random import Random
 
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 from tests.fuzz.settings import TENANTS, Settings
-from tests.helpers.core_sampling import core_sampling
+from tests.helpers.core.core_sampling import core_sampling
 
 
 def draw_stems(settings: Settings, rng: Random) -> list[tuple[int, ...]]:

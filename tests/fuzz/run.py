@@ -8,23 +8,16 @@ from random import Random
 
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import SlotError, StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import (
-    Finish,
-    FinishDetail,
-    RequestKey,
-    SequenceState,
-    SessionEnd,
-    SlotError,
-    StepPlan,
-    StepResult,
-)
+from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, SessionEnd
 from tests.fuzz.draw_requests import draw_request, draw_stems
 from tests.fuzz.outcome import Limits, Outcome, check
 from tests.fuzz.settings import Settings, draw_spec
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.digest import check_mirror
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.executor.digest import check_mirror
 
 _EXECUTOR = 0
 _MAX_IDLE = 3000

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.types import StepPlan, StepResult
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult
 from tests.fuzz.__main__ import FuzzError, fuzz_run, main
 from tests.fuzz.settings import AXES
-from tests.helpers.core_executor import CoreExecutor
+from tests.helpers.core.core_executor import CoreExecutor
 
 
 def counts_of(seed: int, num_runs: int) -> Counter[str]:

@@ -22,11 +22,11 @@ from executor_svc.models.heads.draft import load_draft
 from executor_svc.plan.arrays import IntArray
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
-from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
-from tests.helpers.core_model import Chat, Outcome, Rig, Setting
-from tests.helpers.known_drafts import KnownDrafts
+from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
+from tests.helpers.core.core_model import Chat, Outcome, Rig, Setting
+from tests.helpers.executor.known_drafts import KnownDrafts
 from tests.helpers.marks import short_and_long
-from tests.helpers.peft_adapters import save_peft_adapter
+from tests.helpers.models.peft_adapters import save_peft_adapter
 
 SIZES = AdapterSizes(num_places=16, max_rank=64)
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from executor_svc.sampling.candidates import CandidateColumns
+from scheduler_svc.core.result import Candidates
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
-from scheduler_svc.core.types import BeamSpec, Candidates, Finish, FinishDetail
+from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
-from tests.helpers.cpu_sampling import best_candidates
-from tests.helpers.golden import transformers_model
+from tests.helpers.executor.cpu_sampling import best_candidates
+from tests.helpers.models.golden import transformers_model
 
 # Peaked enough that beams meet their stop ids, flat enough that they wander; never fewer ids than beams and stop ids.
 SHAPES: dict[str, dict[str, Any]] = {

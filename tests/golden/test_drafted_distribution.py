@@ -17,9 +17,9 @@ from executor_svc.models.heads.draft import load_draft
 from scheduler_svc.core.types import RequestSpec
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
-from tests.helpers.core_model import Chat, Rig, Setting
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.known_drafts import KnownDrafts
+from tests.helpers.core.core_model import Chat, Rig, Setting
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.executor.known_drafts import KnownDrafts
 
 PROMPT = (5, 9, 17, 4, 9, 17)
 ALLOWED = (3, 4, 9, 17)

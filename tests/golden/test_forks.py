@@ -13,8 +13,8 @@ from executor_svc.plan.plan import BlockMoves, SlotError, StepResult
 from executor_svc.plan.sampling import SequenceSampling
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.plans import columns, ints, scheduled, sequence
-from tests.helpers.stepping import BLOCK_SIZE, Stepper
+from tests.helpers.executor.plans import columns, ints, scheduled, sequence
+from tests.helpers.executor.stepping import BLOCK_SIZE, Stepper
 
 NUM_OUTPUT = 12
 WORDS = tuple(ints(*word) for word in ([5], [17, 18], *([i, i] for i in range(20, 130))))

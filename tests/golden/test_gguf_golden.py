@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType as Type
 from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.gguf_files import Kinds, all_of, dequantized, write_gguf
-from tests.helpers.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
+from tests.helpers.models.gguf_files import Kinds, all_of, dequantized, write_gguf
+from tests.helpers.models.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
 from tests.helpers.services import cadenza_services
 
 NEW_TOKENS = 16

@@ -10,7 +10,7 @@ import torch
 
 from tests.checkpoints import edit_config, make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.golden import (
+from tests.helpers.models.golden import (
     check_bfloat16,
     compare,
     our_greedy,

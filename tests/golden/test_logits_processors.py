@@ -17,9 +17,9 @@ from executor_svc.sampling.columns import sampling_columns
 from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.row_math import argmax
-from tests.helpers.cpu_sampling import choose, sample
-from tests.helpers.fake_executor import LIMITS
-from tests.helpers.plans import ints, plan, scheduled, sequence
+from tests.helpers.executor.cpu_sampling import choose, sample
+from tests.helpers.executor.plans import ints, plan, scheduled, sequence
+from tests.helpers.scheduler.fake_executor import LIMITS
 
 VOCAB = LIMITS.vocab_size
 HISTORIES = [

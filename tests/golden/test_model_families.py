@@ -17,7 +17,7 @@ import torch
 from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import FAMILIES, edit_config, make_checkpoint
 from tests.executor_svc.driver import Model, Tokens
-from tests.helpers.golden import (
+from tests.helpers.models.golden import (
     check_bfloat16,
     compare,
     our_greedy,

@@ -8,9 +8,9 @@ import torch
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.heads.mtp_loading import load_mtp
 from tests.executor_svc.driver import Model
-from tests.golden.test_invariance import ALONE, MODEL_DRAFTS, SETTINGS, Golden, load, run
-from tests.helpers.core_model import Rig
-from tests.helpers.mtp_heads import make_mimo
+from tests.golden.invariance import ALONE, MODEL_DRAFTS, SETTINGS, Golden, load, run
+from tests.helpers.core.core_model import Rig
+from tests.helpers.models.mtp_heads import make_mimo
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -17,8 +17,8 @@ from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling import prompt_logprobs
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.plans import ints, scheduled, sequence
-from tests.helpers.stepping import Stepper
+from tests.helpers.executor.plans import ints, scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 
 VOCAB = 131
 LENGTH = 50

@@ -9,8 +9,8 @@ import pytest
 
 from tests.checkpoints import FAMILIES, edit_config, make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
-from tests.helpers.quantized_layouts import LAYOUTS, quantize_checkpoint
+from tests.helpers.models.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
+from tests.helpers.models.quantized_layouts import LAYOUTS, quantize_checkpoint
 
 NEW_TOKENS = 12
 CLOSE = 2e-5

@@ -17,15 +17,15 @@ from executor_svc.startup.speculation import Draft
 from scheduler_svc.core.lanes.lane_counts import DraftCounts
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS
+from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.golden.test_adapter_invariance import KINDS, RANKS, SIZES, adapted_load
-from tests.golden.test_invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
-from tests.helpers.core_model import Outcome, Rig
-from tests.helpers.eagle3_heads import HeadShape, make_head
-from tests.helpers.known_drafts import KnownDrafts
+from tests.helpers.core.core_model import Outcome, Rig
+from tests.helpers.executor.known_drafts import KnownDrafts
+from tests.helpers.executor.rank_threads import Connections, RankThreads
 from tests.helpers.marks import short_and_long
-from tests.helpers.mtp_heads import make_mimo
-from tests.helpers.peft_adapters import save_peft_adapter
-from tests.helpers.rank_threads import Connections, RankThreads
+from tests.helpers.models.eagle3_heads import HeadShape, make_head
+from tests.helpers.models.mtp_heads import make_mimo
+from tests.helpers.models.peft_adapters import save_peft_adapter
 
 NAMES = (
     "all at once", "small chunks, few at once", "recompute, no cache, four plans", "swap", "cached in the host pool",

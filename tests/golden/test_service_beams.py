@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
-from cadenza.step_watch import StepWatch, watch_steps
+from cadenza.steps.watch import StepWatch, watch_steps
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS
-from tests.helpers.gate import Gate
-from tests.helpers.golden import transformers_model
 from tests.helpers.marks import short_and_long
+from tests.helpers.models.golden import transformers_model
+from tests.helpers.scheduler.gate import Gate
 from tests.helpers.services import cadenza_services
 
 EOS, MAX_TOKENS, MAX_MODEL_LEN = 1, 24, 56

@@ -17,8 +17,8 @@ from executor_svc.plan.plan import AdmittedSequence, BlockMoves, StepResult
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.plans import ints, scheduled, sequence
-from tests.helpers.stepping import BLOCK_SIZE, Stepper
+from tests.helpers.executor.plans import ints, scheduled, sequence
+from tests.helpers.executor.stepping import BLOCK_SIZE, Stepper
 
 NUM_OUTPUT = 10
 

@@ -28,9 +28,9 @@ from executor_svc.startup.executors import make_executor
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import HOSTED, edit_config, make_checkpoint
-from tests.helpers.golden import random_prompts, teacher_forced, transformers_greedy, transformers_model
+from tests.helpers.executor.plans import ints, plan, scheduled, sequence
+from tests.helpers.models.golden import random_prompts, teacher_forced, transformers_greedy, transformers_model
 from tests.helpers.paths import ROOT
-from tests.helpers.plans import ints, plan, scheduled, sequence
 from tests.helpers.services import cadenza_services
 
 BLOCK_SIZE = 8

@@ -22,7 +22,7 @@ import yaml
 from tests.helpers.certificates import certificates
 from tests.helpers.compose import last_instruction, read_dockerfile
 from tests.helpers.kubernetes_api import FakeKubernetes, kubernetes_api
-from tests.helpers.loopback import new_address
+from tests.helpers.machine.loopback import new_address
 from tests.helpers.manifests import PodTemplate, environment_of, named, of_kind, pod_templates, worker_template
 from tests.helpers.paths import ROOT
 from tests.helpers.probes import passes_from_outside

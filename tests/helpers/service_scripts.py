@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from cadenza.local import LocalServices
-from cadenza.local_family import Programs
+from cadenza.services.family import Programs
 
 # Listens, notes how it was called in its folder, says ready, and waits. A file `NAME.fail` makes it fail at start;
 # Signals end it unless a file `NAME.deaf` is there.

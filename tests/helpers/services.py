@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
+from cadenza.security.tls_server import credentials_of, listener_files
 from cadenza.tls import TLS
-from cadenza.tls_server import credentials_of, listener_files
 from cadenza.transport import aio_channel, bind
 from cadenza.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from executor_svc.app import build_executor, open_traces
@@ -24,7 +24,7 @@ from executor_svc.service.unreadable import limited_server
 from executor_svc.worker.worker import Worker
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.gate import Gate
+from tests.helpers.scheduler.gate import Gate
 
 
 @asynccontextmanager

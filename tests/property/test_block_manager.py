@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.helpers.block_world import PROMPTS, STOP, TOKENS, World
+from tests.helpers.core.block_world import PROMPTS, STOP, TOKENS, World
 
 START = {
     "block_size": [2, 3, 1],

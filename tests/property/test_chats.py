@@ -12,7 +12,7 @@ from hypothesis import given
 from cadenza.v1 import types_pb2
 from scheduler_svc.convert.chats import chat_fields
 from scheduler_svc.requests.chats.variables import template_variables
-from tests.helpers.chats import chat_of, with_text_arguments
+from tests.helpers.models.chats import chat_of, with_text_arguments
 
 texts = st.text(max_size=12)
 names = st.text(min_size=1, max_size=8)

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.toy_tokenizers import byte_fallback, byte_level, unigram
+from tests.helpers.models.toy_tokenizers import byte_fallback, byte_level, unigram
 
 ALPHABET = "aHhel lo.\n你好世界🏳️‍🌈👨‍👩‍👧😀e\u0301é€\ufffd"
 TEXT = st.text(alphabet=ALPHABET, max_size=60) | st.text(max_size=30)

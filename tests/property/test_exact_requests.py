@@ -22,11 +22,11 @@ from executor_svc.plan.plan import StepPlan, StepResult
 from executor_svc.startup.speculation import Draft
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.core_model import Outcome, Rig, Setting
-from tests.helpers.eagle3_heads import HeadShape, make_head
+from tests.helpers.core.core_model import Outcome, Rig, Setting
+from tests.helpers.core.random_loads import draw_load, draw_setting
 from tests.helpers.fresh import fresh_seed
 from tests.helpers.marks import short_and_long
-from tests.helpers.random_loads import draw_load, draw_setting
+from tests.helpers.models.eagle3_heads import HeadShape, make_head
 
 NUM_CHATS = 12
 NUM_MORE_ROWS = 30

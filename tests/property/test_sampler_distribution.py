@@ -13,9 +13,9 @@ from scipy import stats
 from executor_svc.batch.step_result import RowLogprobs, SampledTokens
 from executor_svc.sampling.edits import LogitsEdits
 from executor_svc.sampling.reference import probabilities
-from tests.helpers.cpu_sampling import sample
+from tests.helpers.executor.cpu_sampling import sample
+from tests.helpers.executor.sampling import columns, edited_exactly, edits
 from tests.helpers.marks import short_and_long
-from tests.helpers.sampling import columns, edited_exactly, edits
 
 DRAWS = 20_000
 

@@ -16,21 +16,14 @@ from scheduler_svc.core.adapters.events import AdapterDue, AdapterRegistered, Ad
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.result import PromptLogprobs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
-from scheduler_svc.core.types import (
-    ExecutorSpec,
-    FinishDetail,
-    PromptLogprobs,
-    RequestKey,
-    RequestSpec,
-    SequenceState,
-    SessionEnd,
-)
-from tests.helpers.core_checks import check_adapters, check_beams
-from tests.helpers.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
-from tests.helpers.known import as_lists, known_prompt_logprobs, known_sample
-from tests.helpers.lane_rig import BROKEN, LaneRig, fits_one
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SequenceState, SessionEnd
+from tests.helpers.core.core_checks import check_adapters, check_beams
+from tests.helpers.core.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
+from tests.helpers.core.known import as_lists, known_prompt_logprobs, known_sample
+from tests.helpers.core.lane_rig import BROKEN, LaneRig, fits_one
 
 ENDED_EARLY = (FinishDetail.ABORTED, FinishDetail.EXECUTOR_ERROR)
 MANY_STEPS = 5_000

@@ -7,9 +7,9 @@ import ast
 import pytest
 
 from scheduler_svc.core.types import FinishDetail
-from tests.helpers.fake_clock import FakeClock
 from tests.helpers.paths import ROOT
-from tests.helpers.virtual_engine import START_S, started
+from tests.helpers.scheduler.fake_clock import FakeClock
+from tests.helpers.scheduler.virtual_engine import START_S, started
 
 READERS = {
     "scheduler_svc/plan_loop/clock.py": "for deadlines that a restart must keep",

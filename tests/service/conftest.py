@@ -11,7 +11,7 @@ import pytest
 def tokenizer_folder(tmp_path_factory):
     """A folder with the toy byte-level tokenizer and its chat template."""
     # transformers takes seconds to import: only for those who need it.
-    from tests.helpers.toy_tokenizers import hf_byte_level
+    from tests.helpers.models.toy_tokenizers import hf_byte_level
 
     folder = tmp_path_factory.mktemp("tokenizer")
     hf_byte_level().save_pretrained(folder)
@@ -20,8 +20,8 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer_folders(tokenizer_folder, tmp_path_factory):
-    """The same, and one without a chat template: what tests.helpers.error_servers needs."""
-    from tests.helpers.toy_tokenizers import hf_byte_level
+    """The same, and one without a chat template: what tests.helpers.errors.error_servers needs."""
+    from tests.helpers.models.toy_tokenizers import hf_byte_level
 
     folder = tmp_path_factory.mktemp("no_template")
     hf_byte_level(template=False).save_pretrained(folder)
@@ -31,7 +31,7 @@ def tokenizer_folders(tokenizer_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """A tiny model with a tokenizer, in transformers' hands: what sampling is held against."""
-    from tests.helpers.sampling_reference import load_reference
+    from tests.helpers.models.sampling_reference import load_reference
 
     return load_reference(tmp_path_factory.mktemp("model"))
 
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def real_worker(checkpoint):
     """A device thread with that model."""
-    from tests.helpers.executor_harness import model_worker
+    from tests.helpers.executor.executor_harness import model_worker
 
     with model_worker(checkpoint) as running:
         yield running
@@ -56,7 +56,7 @@ def real_worker(checkpoint):
 @pytest.fixture
 async def real(real_worker):
     """The executor service around it."""
-    from tests.helpers.executor_harness import model_executor
+    from tests.helpers.executor.executor_harness import model_executor
 
     async with model_executor(*real_worker) as harness:
         yield harness
@@ -72,8 +72,8 @@ def no_errors_are_logged(caplog):
 
 @pytest.fixture
 async def w(tokenizer_folder, no_errors_are_logged):
-    """A scheduler over a scripted executor; see tests.helpers.scheduler_world."""
-    from tests.helpers.scheduler_world import world
+    """A scheduler over a scripted executor; see tests.helpers.scheduler.scheduler_world."""
+    from tests.helpers.scheduler.scheduler_world import world
 
     async with world(tokenizer=tokenizer_folder) as it:
         yield it

@@ -13,9 +13,9 @@ import pytest
 
 from cadenza import AsyncClient, SamplingParams
 from cadenza.errors import CadenzaError, FailedPreconditionError, NotFoundError
-from scheduler_svc.engine import adapter_names
+from scheduler_svc.engine.adapters import names as adapter_names
+from tests.helpers.executor.simulated_adapters import greedy_tokens, make_adapter
 from tests.helpers.services import Running, cadenza_services
-from tests.helpers.simulated_adapters import greedy_tokens, make_adapter
 
 NUM_TOKENS = 8
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -11,9 +11,9 @@ import pytest
 from cadenza import AsyncClient, SamplingParams
 from cadenza.errors import CadenzaError
 from cadenza.v1 import generation_pb2
-from tests.helpers.scheduler_world import collect, request
+from tests.helpers.executor.simulated_adapters import greedy_tokens, make_adapter
+from tests.helpers.scheduler.scheduler_world import collect, request
 from tests.helpers.services import executor_service, scheduler_service
-from tests.helpers.simulated_adapters import greedy_tokens, make_adapter
 
 PROMPT = [5, 6, 7, 8]
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

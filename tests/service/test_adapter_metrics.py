@@ -15,8 +15,8 @@ from cadenza.info import AdapterUse, ServerInfo
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.metrics.export import scrape
+from tests.helpers.executor.simulated_adapters import make_adapter
 from tests.helpers.services import executor_service
-from tests.helpers.simulated_adapters import make_adapter
 
 PROMPT = [5, 6, 7, 8]
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -17,8 +17,8 @@ from cadenza.v1 import admin_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
+from tests.helpers.executor.simulated_adapters import greedy_tokens, make_adapter
 from tests.helpers.services import executor_service
-from tests.helpers.simulated_adapters import greedy_tokens, make_adapter
 from tests.helpers.tenants import token, write_tenants
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

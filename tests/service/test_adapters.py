@@ -15,8 +15,8 @@ from cadenza import AsyncClient, RequestOutput, SamplingParams
 from cadenza.errors import CadenzaError, FailedPreconditionError, InvalidRequestError, NotFoundError
 from cadenza.v1 import admin_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
+from tests.helpers.executor.simulated_adapters import content_hash, greedy_tokens, make_adapter
 from tests.helpers.services import Running, cadenza_services, executor_service, scheduler_service
-from tests.helpers.simulated_adapters import content_hash, greedy_tokens, make_adapter
 
 NUM_TOKENS = 20
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from cadenza import AsyncClient, SamplingParams
-from cadenza.plan_log import PlanLogReader, record_bytes
+from cadenza.serving.plan_log import PlanLogReader, record_bytes
 from cadenza.v1 import planlog_pb2 as pb
 from executor_svc.replay import __main__ as executor_replay
 from scheduler_svc.replay import __main__ as scheduler_replay
+from tests.helpers.executor.simulated_adapters import make_adapter
 from tests.helpers.services import cadenza_services
-from tests.helpers.simulated_adapters import make_adapter
 
 PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
 

@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2
 
 from cadenza.v1 import admin_pb2, types_pb2
 from cadenza.v1 import generation_pb2 as pb
-from tests.helpers.scheduler_world import collect, error_of, request, violation
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.scheduler_world import collect, error_of, request, violation
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_errors_are_logged")]
 

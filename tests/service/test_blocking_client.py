@@ -13,13 +13,13 @@ import weakref
 import pytest
 
 from cadenza.async_client import AsyncClient
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.client import Client
 from cadenza.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from cadenza.loop_thread import LoopThread
-from tests.helpers.scripted_server import Script, interrupt_when, start
+from tests.helpers.client.scripted_server import Script, interrupt_when, start
 
 
 @pytest.fixture

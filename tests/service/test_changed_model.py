@@ -12,8 +12,8 @@ from cadenza import AsyncClient, SamplingParams
 from cadenza.errors import FailedPreconditionError
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from tests.helpers.scheduler_world import Output, collect, error_of, request, session_events, violation, world
-from tests.helpers.scripted_executor import ScriptedExecutor
+from tests.helpers.scheduler.scheduler_world import Output, collect, error_of, request, session_events, violation, world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -23,7 +23,7 @@ PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION.value[0]
 @pytest.fixture(scope="module")
 def other_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tokenizer whose ids mean other texts."""
-    from tests.helpers.toy_tokenizers import unigram
+    from tests.helpers.models.toy_tokenizers import unigram
 
     folder = tmp_path_factory.mktemp("other")
     unigram()._inner.save_pretrained(folder)
@@ -134,7 +134,7 @@ async def test_a_request_that_fits_no_more_ends_alone(tokenizer_folder: str) -> 
 
 
 async def test_a_copied_folder_changes_nothing_but_the_name(tokenizer_folder: str, tmp_path: Any) -> None:
-    from tests.helpers.toy_tokenizers import hf_byte_level
+    from tests.helpers.models.toy_tokenizers import hf_byte_level
 
     hf_byte_level().save_pretrained(tmp_path)
     async with world(ScriptedExecutor(tokenizer=tokenizer_folder)) as w:

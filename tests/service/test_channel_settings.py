@@ -15,7 +15,7 @@ import pytest
 from cadenza.transport import bind, channel_options, server_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc
-from tests.helpers.relay import relay
+from tests.helpers.machine.relay import relay
 
 
 class Server(generation_pb2_grpc.GenerationServiceServicer):

@@ -9,11 +9,11 @@ import json
 import pytest
 
 from cadenza import AsyncClient, Client, SamplingParams
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
 from cadenza.errors import InvalidRequestError
-from cadenza.loop_thread import LoopThread
-from tests.helpers.scheduler_world import world
-from tests.helpers.toy_tokenizers import TEMPLATE, hf_byte_level
+from tests.helpers.models.toy_tokenizers import TEMPLATE, hf_byte_level
+from tests.helpers.scheduler.scheduler_world import world
 
 SYSTEM = {"role": "system", "content": "You answer briefly. 简短回答。"}
 TURNS = [

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from cadenza.loop_thread import LoopThread
-from tests.helpers.scripted_server import Script, start
-from tests.helpers.terminal import CTRL_C, CTRL_D, Terminal
+from cadenza.calls.loop_thread import LoopThread
+from tests.helpers.client.scripted_server import Script, start
+from tests.helpers.machine.terminal import CTRL_C, CTRL_D, Terminal
 
 pytestmark = pytest.mark.slow
 ALT_ENTER, UP = b"\x1b\r", b"\x1b[A"

@@ -11,15 +11,15 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cadenza import AsyncClient, ChatMessage, Client, SamplingParams, ToolCall
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.errors import FailedPreconditionError, InvalidRequestError
 from cadenza.info import AddedToken
-from cadenza.loop_thread import LoopThread
 from scheduler_svc.requests.chats import renderer
-from tests.helpers.chat_templates import CHATS, HERMES, QWEN_THINKING, TOOLS, USER
-from tests.helpers.chats import with_text_arguments
-from tests.helpers.scheduler_world import World, world
-from tests.helpers.scripted_executor import ScriptedExecutor
-from tests.helpers.toy_tokenizers import SPECIAL, hf_byte_level
+from tests.helpers.models.chat_templates import CHATS, HERMES, QWEN_THINKING, TOOLS, USER
+from tests.helpers.models.chats import with_text_arguments
+from tests.helpers.models.toy_tokenizers import SPECIAL, hf_byte_level
+from tests.helpers.scheduler.scheduler_world import World, world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor
 
 PARAMS = SamplingParams(max_tokens=1)
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

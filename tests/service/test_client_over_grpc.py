@@ -21,9 +21,9 @@ from cadenza.errors import (
 )
 from cadenza.prompts import CallOptions, parse_prompts
 from cadenza.sampling_params import SamplingParams
-from cadenza.step_watch import watch_steps
+from cadenza.steps.watch import watch_steps
 from cadenza.transport import MAX_REQUEST_BYTES
-from tests.helpers.scripted_server import Script, start, until
+from tests.helpers.client.scripted_server import Script, start, until
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ async def test_one_failing_prompt_leaves_the_others(client):
 
 
 async def test_a_request_too_large_to_be_sent_ends_alone(client, script, monkeypatch):
-    monkeypatch.setattr("cadenza.session.MAX_REQUEST_BYTES", 1000)
+    monkeypatch.setattr("cadenza.calls.session.MAX_REQUEST_BYTES", 1000)
     with pytest.raises(
         InvalidRequestError, match=r"^prompt 1: the request has 20\d\d bytes, .* 1000 at most$"
     ) as caught:

@@ -18,7 +18,7 @@ from cadenza.errors import (
     UnavailableError,
 )
 from cadenza.v1 import generation_pb2 as pb
-from tests.helpers.scripted_server import STOPPED, Script, event, responses_to, start, until
+from tests.helpers.client.scripted_server import STOPPED, Script, event, responses_to, start, until
 
 
 class Breaking(Script):

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from cadenza.loop_thread import LoopThread
+from cadenza.calls.loop_thread import LoopThread
+from tests.helpers.client.scripted_server import Script, start
+from tests.helpers.machine.terminal import CTRL_C, Terminal
 from tests.helpers.paths import ROOT
-from tests.helpers.scripted_server import Script, start
 from tests.helpers.service_scripts import SERVICE, Fakes, alive, until
-from tests.helpers.terminal import CTRL_C, Terminal
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import pytest
 from cadenza import AsyncClient, SamplingParams, errors
 from cadenza.v1 import generation_pb2, generation_pb2_grpc
 from tests.checkpoints import make_llama
-from tests.helpers import error_servers
-from tests.helpers.error_table import PAGE
+from tests.helpers.errors import error_servers
+from tests.helpers.errors.error_table import PAGE
 
 pytestmark = pytest.mark.timeout(60)
 BAD_TOP_P = generation_pb2.GenerateRequest(prompt=[{"tokens": {"ids": [5]}}], sampling_params={"top_p": 1.5})

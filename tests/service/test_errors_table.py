@@ -8,9 +8,9 @@ import pytest_asyncio
 
 from cadenza import errors
 from tests.checkpoints import make_llama
-from tests.helpers import error_servers
-from tests.helpers.error_calls import in_session, perform, perform_in_session
-from tests.helpers.error_table import matches, read_rows
+from tests.helpers.errors import error_servers
+from tests.helpers.errors.error_calls import in_session, perform, perform_in_session
+from tests.helpers.errors.error_table import matches, read_rows
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
 

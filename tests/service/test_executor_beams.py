@@ -11,7 +11,7 @@ import torch
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
-from tests.helpers.executor_harness import (
+from tests.helpers.executor.executor_harness import (
     Harness,
     Stream,
     admit,

@@ -12,12 +12,14 @@ import pytest
 
 from cadenza.transport import STATUS_DETAILS_KEY, make_status
 from cadenza.v1 import execution_pb2
-from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan, StepStatus, TokenLogprobs
+from scheduler_svc.core.plan import AdmittedSequence, StepPlan
+from scheduler_svc.core.result import StepStatus, TokenLogprobs
+from scheduler_svc.core.types import Sampling
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.client import GrpcExecutor
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, StaleEpochError
-from tests.helpers.relay import relay
-from tests.helpers.scripted_executor import ScriptedExecutor, serve
+from tests.helpers.machine.relay import relay
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -19,7 +19,7 @@ from scheduler_svc.plan_loop.ports import (
     PlanStream,
     StaleEpochError,
 )
-from tests.helpers.relay import Relay, relay
+from tests.helpers.machine.relay import Relay, relay
 from tests.helpers.services import executor_service
 
 pytestmark = pytest.mark.timeout(30)

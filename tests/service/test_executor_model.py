@@ -15,7 +15,7 @@ import pytest
 from cadenza.transport import MAX_STEP_LOGPROBS
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc, types_pb2
-from tests.helpers.executor_harness import (
+from tests.helpers.executor.executor_harness import (
     GREEDY,
     Harness,
     admit,

@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
-from tests.helpers.executor_harness import INCARNATION, Harness, admit, fake_executor, scheduled
+from tests.helpers.executor.executor_harness import INCARNATION, Harness, admit, fake_executor, scheduled
 
 
 @pytest.fixture

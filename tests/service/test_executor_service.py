@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cadenza.slices import Work
+from cadenza.serving.slices import Work
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.service import servicer
@@ -21,7 +21,7 @@ from executor_svc.service.lease import Lease
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Worker
-from tests.helpers.executor_harness import (
+from tests.helpers.executor.executor_harness import (
     INCARNATION,
     Harness,
     Stream,
@@ -31,7 +31,7 @@ from tests.helpers.executor_harness import (
     scheduled,
     served,
 )
-from tests.helpers.fake_executor import LIMITS
+from tests.helpers.scheduler.fake_executor import LIMITS
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import pytest
 from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.helpers.external_ranks import PORT, ExternalRanks, external_ranks
-from tests.helpers.golden import random_prompts, transformers_greedy, transformers_model
-from tests.helpers.loopback import new_address
-from tests.helpers.peft_adapters import save_peft_adapter
-from tests.helpers.rolling import ClientLoad
+from tests.helpers.machine.loopback import new_address
+from tests.helpers.models.golden import random_prompts, transformers_greedy, transformers_model
+from tests.helpers.models.peft_adapters import save_peft_adapter
+from tests.helpers.scheduler.rolling import ClientLoad
 from tests.helpers.services import scheduler_service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

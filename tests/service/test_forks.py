@@ -9,8 +9,8 @@ import textwrap
 
 import pytest
 
-from cadenza.loop_thread import LoopThread
-from tests.helpers.scripted_server import Script, start
+from cadenza.calls.loop_thread import LoopThread
+from tests.helpers.client.scripted_server import Script, start
 
 TIMEOUT_S = 60
 
@@ -96,7 +96,7 @@ def test_a_child_that_ends_leaves_the_services_alone(tmp_path):
         """
         import os, sys
         from cadenza.local import LocalServices
-        from cadenza.local_family import Programs
+        from cadenza.services.family import Programs
         services = LocalServices("model", programs=Programs(sys.argv[1:], sys.argv[1:]))
         pids = services.pids()
         if (child := os.fork()) == 0:

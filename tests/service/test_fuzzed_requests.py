@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from cadenza.v1 import generation_pb2, types_pb2
 from tests.checkpoints import make_llama
-from tests.helpers import error_servers
-from tests.helpers.error_calls import in_session, perform, perform_in_session
-from tests.helpers.error_table import CALLS
+from tests.helpers.errors import error_servers
+from tests.helpers.errors.error_calls import in_session, perform, perform_in_session
+from tests.helpers.errors.error_table import CALLS
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 

@@ -14,9 +14,9 @@ import grpc
 import pytest
 
 from cadenza import Client, LocalServices, SamplingParams
-from tests.helpers.kserve import kserve, outputs, request
+from tests.helpers.gateway.kserve import kserve, outputs, request
+from tests.helpers.gateway.vllm_engine import asked, engine
 from tests.helpers.service_scripts import until
-from tests.helpers.vllm_engine import asked, engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PROMPTS = ["Hello", "The fox", "12+34=", "one two three"]

@@ -11,7 +11,7 @@ import pytest
 
 from cadenza import Client, LocalServices, SamplingParams
 from tests.helpers.examples import run
-from tests.helpers.node_packages import need_node, with_packages
+from tests.helpers.machine.node_packages import need_node, with_packages
 from tests.helpers.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -11,10 +11,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cadenza.loop_thread import LoopThread
+from cadenza.calls.loop_thread import LoopThread
 from tests.checkpoints import make_llama
-from tests.helpers.chat_templates import HERMES, MISTRAL
-from tests.helpers.gateway import gateway
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.models.chat_templates import HERMES, MISTRAL
 from tests.helpers.services import cadenza_services
 
 pytestmark = pytest.mark.slow

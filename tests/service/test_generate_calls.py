@@ -10,9 +10,9 @@ from google.rpc import error_details_pb2
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from tests.helpers.scheduler_world import collect, error_of, request, script, violation, world
-from tests.helpers.scripted_executor import EOS, ScriptedExecutor
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.scheduler_world import collect, error_of, request, script, violation, world
+from tests.helpers.scheduler.scripted_executor import EOS, ScriptedExecutor
 
 REPLACED = "another stream has taken this request over"
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_errors_are_logged")]

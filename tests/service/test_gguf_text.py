@@ -10,11 +10,11 @@ import gguf
 import pytest
 
 from cadenza import Client, SamplingParams
-from cadenza.local_options import route_options
-from cadenza.loop_thread import LoopThread
+from cadenza.calls.loop_thread import LoopThread
+from cadenza.services.options import route_options
 from tests.checkpoints import make_llama
-from tests.helpers.gguf_files import all_of, write_gguf
-from tests.helpers.gguf_vocabularies import full_keys, recorded, vocabulary
+from tests.helpers.models.gguf_files import all_of, write_gguf
+from tests.helpers.models.gguf_vocabularies import full_keys, recorded, vocabulary
 from tests.helpers.services import executor_service, scheduler_service
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from benchmarks.common.service_process import service_process
-from cadenza.call_limits import CallLimits, UnfinishedMessages
-from cadenza.connection_limits import PeerLimit
 from cadenza.metrics.listener_counts import ListenerCounts
-from cadenza.tls_server import credentials_of
+from cadenza.security.tls_server import credentials_of
+from cadenza.serving.call_limits import CallLimits, UnfinishedMessages
+from cadenza.serving.connection_limits import PeerLimit
 from cadenza.transport import MAX_METADATA_BYTES, aio_channel, bind, server_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc
@@ -25,7 +25,7 @@ from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.links import front_files
 from tests.helpers.certificates import certificates
-from tests.helpers.hostile import (
+from tests.helpers.machine.hostile import (
     CONTINUATION,
     DATA,
     END_HEADERS,

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.plan_loop.progress import MIN_ALLOWED_S
-from tests.helpers.scheduler_world import Output, collect, request, world
+from tests.helpers.scheduler.scheduler_world import Output, collect, request, world
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_errors_are_logged")]
 

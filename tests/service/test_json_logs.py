@@ -15,7 +15,7 @@ from cadenza import Client, SamplingParams
 from cadenza.errors import InvalidRequestError
 from cadenza.v1 import generation_pb2 as pb
 from tests.helpers.paths import ROOT
-from tests.helpers.scheduler_world import request, world
+from tests.helpers.scheduler.scheduler_world import request, world
 
 MARKER = "marker-7f3a"
 DEMO = str(ROOT / "models" / "cadenza-demo")

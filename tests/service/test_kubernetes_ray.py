@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cadenza.local_options import ignored_variables, read_places, route_options
+from cadenza.services.options import ignored_variables, read_places, route_options
 from tests.helpers.compose import last_instruction, read_dockerfile
 from tests.helpers.manifests import RAY, matches, named, needs_kubectl, of_kind
 from tests.helpers.paths import ROOT

@@ -12,15 +12,15 @@ from aiohttp import web
 
 from cadenza import AsyncClient, LocalServices, SamplingParams
 from cadenza.loadtest.arrivals import make_arrivals
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.driver import drive
-from cadenza.loadtest.live import LiveRequest
-from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.driving.driver import drive
+from cadenza.loadtest.driving.live import LiveRequest
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.targets.generate import GenerateTarget
 from cadenza.loadtest.targets.openai import OpenAITarget
 from cadenza.loadtest.targets.session import SessionTarget
-from tests.helpers.scheduler_world import world
+from cadenza.loadtest.workloads.prompts import Prompts
+from tests.helpers.scheduler.scheduler_world import world
 
 STEP_S = 0.02
 VOCAB_SIZE = 1000

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from cadenza.errors import CadenzaError, UnavailableError
-from cadenza.loadtest.driver import drive
-from cadenza.loadtest.live import LiveRequest
+from cadenza.loadtest.driving.driver import drive
+from cadenza.loadtest.driving.live import LiveRequest
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.settings import make_settings
 from cadenza.loadtest.targets import make_target
@@ -20,7 +20,7 @@ from cadenza.loadtest.targets.generate import GenerateTarget
 from cadenza.loadtest.targets.openai import OpenAITarget
 from cadenza.loadtest.targets.session import SessionTarget
 from cadenza.loadtest.targets.sse import EventParser
-from tests.helpers.openai_server import DONE, Server, ask, burst, chunk, prompts, served, shape, until, usage
+from tests.helpers.gateway.openai_server import DONE, Server, ask, burst, chunk, prompts, served, shape, until, usage
 
 
 async def test_a_completion_is_streamed() -> None:

@@ -12,21 +12,21 @@ import pytest
 
 from cadenza import AsyncClient
 from cadenza.errors import UnavailableError
-from cadenza.loadtest.driver import Progress, drive
+from cadenza.loadtest.driving.driver import Progress, drive
+from cadenza.loadtest.driving.watch import watch_series
 from cadenza.loadtest.failures import Failures
-from cadenza.loadtest.metrics import measure
-from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.measures.metrics import measure
 from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.targets.generate import GenerateTarget
 from cadenza.loadtest.targets.session import SessionTarget
 from cadenza.loadtest.tenant_tokens import read_tenant_tokens
-from cadenza.loadtest.watch import watch_series
-from tests.helpers import scripted_server
-from tests.helpers.scheduler_world import world
-from tests.helpers.scripted_executor import VOCAB_SIZE, ScriptedExecutor
-from tests.helpers.scripted_server import Script, event, responses_to, text_of
+from cadenza.loadtest.workloads.prompts import Prompts
+from tests.helpers.client import scripted_server
+from tests.helpers.client.scripted_server import Script, event, responses_to, text_of
+from tests.helpers.executor.simulated_adapters import make_adapter
+from tests.helpers.scheduler.scheduler_world import world
+from tests.helpers.scheduler.scripted_executor import VOCAB_SIZE, ScriptedExecutor
 from tests.helpers.services import cadenza_services
-from tests.helpers.simulated_adapters import make_adapter
 from tests.helpers.tenants import token, write_tenants
 
 BOTH = pytest.mark.parametrize("kind", [SessionTarget, GenerateTarget])

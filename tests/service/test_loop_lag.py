@@ -21,7 +21,7 @@ from cadenza.transport import channel_options
 from cadenza.v1 import execution_pb2 as execution
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from tests.helpers.toy_tokenizers import hf_byte_level
+from tests.helpers.models.toy_tokenizers import hf_byte_level
 
 MAX_CPU_MS = 40
 """A callback takes at most 5 ms on an idle machine. Before requests were handled in slices, 4M ids took 600 ms."""

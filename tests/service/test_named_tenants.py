@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from cadenza.v1 import generation_pb2 as pb
-from tests.helpers.scheduler_world import request, world
+from tests.helpers.scheduler.scheduler_world import request, world
 from tests.helpers.tenants import bearer, token, write_tenants
 
 TENANTS = {"gold": {}, "free": {"max_requests": 1}, "gateway": {"may_name_tenants": True}}

@@ -20,8 +20,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from cadenza.cli.extras import LOADTEST_MODULES
+from tests.helpers.machine.wheel_environment import build_wheel, install_wheel, run, share_packages
 from tests.helpers.paths import ROOT
-from tests.helpers.wheel_environment import build_wheel, install_wheel, run, share_packages
 
 PACKAGES = ("cadenza", "executor_svc", "scheduler_svc")
 

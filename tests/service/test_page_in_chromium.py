@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cadenza import Client, LocalServices, SamplingParams
-from tests.helpers.node_packages import need_node, with_packages
+from tests.helpers.machine.node_packages import need_node, with_packages
 from tests.helpers.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -15,11 +15,11 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.startup.device import make_device
 from executor_svc.startup.rank_checks import RanksError, check_ranks, threads_of
 from tests.checkpoints import make_checkpoint
-from tests.helpers.eagle3_heads import HeadShape, make_head
-from tests.helpers.golden import random_prompts, transformers_greedy, transformers_model
 from tests.helpers.marks import short_and_long
-from tests.helpers.mtp_heads import make_mimo
-from tests.helpers.peft_adapters import save_peft_adapter
+from tests.helpers.models.eagle3_heads import HeadShape, make_head
+from tests.helpers.models.golden import random_prompts, transformers_greedy, transformers_model
+from tests.helpers.models.mtp_heads import make_mimo
+from tests.helpers.models.peft_adapters import save_peft_adapter
 from tests.helpers.service_process import service_process
 
 NEW_TOKENS = 16

@@ -19,7 +19,7 @@ from cadenza.errors import AlreadyExistsError, InvalidRequestError, RequestLostE
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.relay import Relay, relay
+from tests.helpers.machine.relay import Relay, relay
 from tests.helpers.services import Running, executor_service, scheduler_service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

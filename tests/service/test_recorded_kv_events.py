@@ -13,8 +13,8 @@ from google.protobuf.json_format import ParseDict
 
 from cadenza.dialects import smg_common_pb2
 from cadenza.v1 import admin_pb2
-from tests.helpers.kv_exchange import RECORDED, exchange
-from tests.helpers.kv_router import Router
+from tests.helpers.core.kv_exchange import RECORDED, exchange
+from tests.helpers.core.kv_router import Router
 
 msgpack = pytest.importorskip("msgpack", reason="the extra kv-events")
 SIZE = 4

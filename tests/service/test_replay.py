@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cadenza.plan_log import PlanLogReader, record_bytes
+from cadenza.serving.plan_log import PlanLogReader, record_bytes
 from cadenza.v1 import execution_pb2, generation_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from executor_svc.config import ExecutorConfig
@@ -28,9 +28,9 @@ from scheduler_svc.core.steps.suspects import MAX_DEATHS_ALONE
 from scheduler_svc.replay import __main__ as scheduler_replay
 from tests.checkpoints import make_llama
 from tests.helpers.marks import short_and_long
-from tests.helpers.scheduler_world import collect, world
-from tests.helpers.scheduler_world import request as any_request
-from tests.helpers.scripted_executor import ScriptedExecutor
+from tests.helpers.scheduler.scheduler_world import collect, world
+from tests.helpers.scheduler.scheduler_world import request as any_request
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor
 from tests.helpers.services import executor_service, scheduler_service
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,15 @@ import pytest
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from tests.helpers.scheduler_world import Output, collect, error_of, request, script, session_events, violation
+from tests.helpers.scheduler.scheduler_world import (
+    Output,
+    collect,
+    error_of,
+    request,
+    script,
+    session_events,
+    violation,
+)
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_errors_are_logged")]
 GRACE_S = 60.0

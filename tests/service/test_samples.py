@@ -12,9 +12,9 @@ import torch
 from transformers import MinNewTokensLengthLogitsProcessor, SequenceBiasLogitsProcessor
 
 from cadenza import AsyncClient, CompletionOutput, InvalidRequestError, RequestOutput, SamplingParams
-from cadenza.step_watch import watch_steps
-from tests.helpers.gate import Gate
-from tests.helpers.sampling_reference import EOS, NUM_TOKENS, PROMPT, ROOMY, Reference, params, serving
+from cadenza.steps.watch import watch_steps
+from tests.helpers.models.sampling_reference import EOS, NUM_TOKENS, PROMPT, ROOMY, Reference, params, serving
+from tests.helpers.scheduler.gate import Gate
 from tests.helpers.services import cadenza_services
 
 TIGHT = {"num_gpu_blocks": 24, "block_size": 8}

@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from cadenza import SamplingParams
-from tests.helpers.gate import Gate
-from tests.helpers.sampling_reference import (
+from tests.helpers.models.sampling_reference import (
     EOS,
     LETTERS,
     PROMPT,
@@ -33,6 +32,7 @@ from tests.helpers.sampling_reference import (
     params,
     serving,
 )
+from tests.helpers.scheduler.gate import Gate
 
 
 class OutputPenalties(LogitsProcessor):

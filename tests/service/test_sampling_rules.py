@@ -13,7 +13,7 @@ from scipy import stats
 
 from cadenza import InvalidRequestError, SamplingParams
 from cadenza.v1 import generation_pb2, types_pb2
-from tests.helpers.sampling_reference import (
+from tests.helpers.models.sampling_reference import (
     EOS,
     LETTERS,
     PROMPT,

@@ -13,8 +13,8 @@ from cadenza.v1 import admin_pb2, execution_pb2, generation_pb2_grpc
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.scheduler_world import Output, collect, error_of, request, session_events, world
-from tests.helpers.scripted_executor import ScriptedExecutor, serve
+from tests.helpers.scheduler.scheduler_world import Output, collect, error_of, request, session_events, world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_errors_are_logged")]
 

@@ -14,7 +14,7 @@ import pytest
 from cadenza.transport import channel_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
-from tests.helpers.scripted_executor import ScriptedExecutor, serve
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 

@@ -11,9 +11,9 @@ import pytest
 from cadenza import LocalServices
 from cadenza.loadtest.campaign import run_campaign
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import LoadTestFile
+from cadenza.loadtest.results.results import LoadTestFile
 from cadenza.loadtest.settings import LoadSettings, make_settings
-from cadenza.plan_log import PlanLogReader, record_bytes
+from cadenza.serving.plan_log import PlanLogReader, record_bytes
 from cadenza.simulate.campaign import Simulated, run_simulation
 from cadenza.simulate.executor_profiles import Overheads
 from cadenza.simulate.fit import fit_costs, fitted_profile
@@ -21,7 +21,7 @@ from cadenza.simulate.options import find_profile, scheduler_config
 from cadenza.simulate.recordings import read_recording
 from cadenza.v1.planlog_pb2 import PlanLogRecord
 from executor_svc.simulated.costs import StepCosts
-from tests.helpers.load_views import SilentView
+from tests.helpers.loadtest.load_views import SilentView
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.simulated.tokens import expected_logprobs, expected_tokens
-from tests.helpers.plans import ints
+from tests.helpers.executor.plans import ints
+from tests.helpers.executor.simulated_process import simulated_process
 from tests.helpers.services import scheduler_service
-from tests.helpers.simulated_process import simulated_process
 
 VOCAB = 5000
 EOS = 17

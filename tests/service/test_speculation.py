@@ -19,8 +19,8 @@ from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from tests.checkpoints import make_llama
-from tests.helpers.eagle3_heads import HeadShape, make_head
-from tests.helpers.mtp_heads import make_mimo
+from tests.helpers.models.eagle3_heads import HeadShape, make_head
+from tests.helpers.models.mtp_heads import make_mimo
 from tests.helpers.services import cadenza_services
 
 PROMPTS = [[5, 6, 7, 8, 9] * 6, [20, 21, 22], [30 + number for number in range(50)]]

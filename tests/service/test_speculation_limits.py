@@ -10,8 +10,8 @@ import pytest
 
 from cadenza import AsyncClient, InvalidRequestError, SamplingParams
 from cadenza.v1 import generation_pb2 as pb
-from tests.helpers.scheduler_world import collect, error_of, request, violation, world
-from tests.helpers.scripted_executor import ScriptedExecutor
+from tests.helpers.scheduler.scheduler_world import collect, error_of, request, violation, world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_errors_are_logged")]
 EXECUTORS_LIMIT = 8

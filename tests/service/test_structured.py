@@ -23,7 +23,7 @@ from cadenza.v1 import generation_pb2, types_pb2
 from executor_svc.structured.mask_threads import MaskThreads
 from executor_svc.structured.matcher import GrammarState
 from tests.checkpoints import make_llama
-from tests.helpers.eagle3_heads import HeadShape, make_head
+from tests.helpers.models.eagle3_heads import HeadShape, make_head
 from tests.helpers.services import cadenza_services
 
 pytestmark = pytest.mark.slow

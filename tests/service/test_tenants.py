@@ -20,7 +20,7 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.scheduler_world import collect, error_of, request, world
+from tests.helpers.scheduler.scheduler_world import collect, error_of, request, world
 from tests.helpers.services import Running, executor_service
 from tests.helpers.tenants import bearer, token, write_tenants
 
@@ -317,7 +317,7 @@ async def test_without_a_file_no_token_is_needed_and_one_is_ignored():
 
 
 async def test_an_admin_call_of_the_library_is_refused_by_name(file):
-    from cadenza.step_watch import watch_steps
+    from cadenza.steps.watch import watch_steps
 
     async with serving(file) as w, AsyncClient(w.target, token=token("gold")) as client:
         with pytest.raises(PermissionDeniedError, match="a tenant with admin = true"):

@@ -21,7 +21,7 @@ from cadenza.healthcheck import check
 from cadenza.metrics.common import LISTENER_DEFINITIONS, add_expiries
 from cadenza.metrics.families import Scrape
 from cadenza.tls import TLS
-from cadenza.tls_files import PemFile, first_expiries
+from cadenza.tls.files import PemFile, first_expiries
 from cadenza.transport import aio_channel, bind
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc, generation_pb2
@@ -307,7 +307,7 @@ async def test_files_that_cannot_be_used_are_named_with_their_options(certs, tmp
 
 @pytest.mark.parametrize("service", ["scheduler", "executor"])
 async def test_nothing_listens_beyond_loopback_without_credentials(service, certs) -> None:
-    from cadenza.tls_server import listener_files
+    from cadenza.security.tls_server import listener_files
     from executor_svc.config import ExecutorConfig
 
     def files(**options):

@@ -11,18 +11,18 @@ import sys
 import grpc
 import pytest
 
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
-from cadenza.cli.top import follow
+from cadenza.cli.top.top import follow
 from cadenza.errors import DeadlineError, UnavailableError, UnsupportedError
-from cadenza.loop_thread import LoopThread
 from cadenza.top.figures import Lost, Snapshot, json_line, percentiles
 from cadenza.top.watching import observe
-from tests.helpers import scripted_server
-from tests.helpers.relay import relay
-from tests.helpers.scheduler_world import collect, request, world
-from tests.helpers.scripted_executor import ScriptedExecutor, serve
-from tests.helpers.scripted_server import Script
-from tests.helpers.terminal import CTRL_C, Terminal
+from tests.helpers.client import scripted_server
+from tests.helpers.client.scripted_server import Script
+from tests.helpers.machine.relay import relay
+from tests.helpers.machine.terminal import CTRL_C, Terminal
+from tests.helpers.scheduler.scheduler_world import collect, request, world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 
 pytestmark = pytest.mark.timeout(60)
 INTERVAL_S = 0.1
@@ -159,7 +159,7 @@ async def test_once_shows_one_and_ends() -> None:
     async with world() as w:
         async with asyncio.timeout(10):
             await follow(w.target, shown.append, interval_s=INTERVAL_S, window_s=0.0, once=True)
-        await w.until(lambda: not w.engine._recorder.watches)
+        await w.until(lambda: not w.engine.records.recorder.watches)
         (snapshot,) = shown
         assert json.loads(json_line(snapshot, target=w.target, time_s=1.0))["executors"][0]["target"]
     with pytest.raises(UnavailableError, match="no service at"):

@@ -24,9 +24,9 @@ from executor_svc import app as executor_app
 from executor_svc.config import ExecutorConfig
 from scheduler_svc import app as scheduler_app
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.scheduler_world import request
+from tests.helpers.machine.trace_collector import Collector, collector
+from tests.helpers.scheduler.scheduler_world import request
 from tests.helpers.services import cadenza_services
-from tests.helpers.trace_collector import Collector, collector
 
 pytestmark = pytest.mark.timeout(60)
 SIZES = {
@@ -244,7 +244,7 @@ def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
 def test_a_program_without_a_span_does_not_import_opentelemetry() -> None:
     program = """
 import sys, cadenza
-from cadenza import convert
+from cadenza.calls import convert
 from cadenza.prompts import parse_prompt
 request = convert.request_to_proto("id", parse_prompt([5]), cadenza.SamplingParams(), final_only=True)
 assert request.traceparent == ""

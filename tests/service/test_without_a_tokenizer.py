@@ -9,9 +9,9 @@ import json
 import pytest
 
 from cadenza import Client, SamplingParams
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
 from cadenza.errors import FailedPreconditionError
-from cadenza.loop_thread import LoopThread
 from tests.helpers.services import executor_service, scheduler_service
 
 SAID = (

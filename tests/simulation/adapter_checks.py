@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from scheduler_svc.core.adapters.lane_adapters import AdapterState
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.sequences.sequence import SequenceGroup
-from scheduler_svc.core.types import StepPlan
 from tests.simulation.lane_checks import Violation
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from random import Random
 
 from scheduler_svc.core.adapters import turns
 from scheduler_svc.core.adapters.events import AdapterError, AdapterLoaded, AdapterRegistered
-from tests.helpers.known import adapter_hash
+from tests.helpers.core.known import adapter_hash
 
 CONTENTS = (1, 2, 3)
 """What the folder of an adapter may hold; 0: nothing that can be loaded."""

@@ -22,18 +22,11 @@ from executor_svc.simulated.tokens import (
     expected_logprobs,
     expected_tokens,
 )
-from scheduler_svc.core.types import (
-    BeamSpec,
-    Candidates,
-    FinishDetail,
-    PromptLogprobs,
-    RequestSpec,
-    Sampling,
-    TokenLogprobs,
-)
+from scheduler_svc.core.result import Candidates, PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.core_sampling import core_sampling, for_executor
-from tests.helpers.known import (
+from tests.helpers.core.core_sampling import core_sampling, for_executor
+from tests.helpers.core.known import (
     VOCAB_SIZE,
     adapter_hash,
     known_beams,

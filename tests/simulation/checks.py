@@ -10,8 +10,9 @@ from scheduler_svc.core.errors import (
     RequestRejectedError,
     UnknownAdapterError,
 )
-from scheduler_svc.core.types import FinishDetail, TokenLogprobs
-from scheduler_svc.engine.adapters import FIELD
+from scheduler_svc.core.result import TokenLogprobs
+from scheduler_svc.core.types import FinishDetail
+from scheduler_svc.engine.adapters.adapters import FIELD
 from tests.simulation.adapting import FAILED, INVALID
 from tests.simulation.catalogue import (
     LettersDecoder,

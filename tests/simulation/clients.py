@@ -14,7 +14,8 @@ from scheduler_svc.core.errors import (
     RequestRejectedError,
     UnknownAdapterError,
 )
-from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec, TokenLogprobs
+from scheduler_svc.core.result import TokenLogprobs
+from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, RequestReader
 from scheduler_svc.plan_loop.ports import EngineRequest

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from scheduler_svc.core.types import StepStatus
+from scheduler_svc.core.result import StepStatus
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.helpers.changing_executor import OTHER_NUMERICS
+from tests.helpers.scheduler.changing_executor import OTHER_NUMERICS
 from tests.simulation.adapter_faults import AdapterFaults
 from tests.simulation.catalogue import catalogue
 from tests.simulation.host import Host

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.types import StepPlan
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.engine.fleet.executor_member import ExecutorMember
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.adapter_checks import check_named_adapters, check_unloads

@@ -14,7 +14,8 @@ from random import Random
 from typing import Any
 
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
-from scheduler_svc.core.types import StepPlan, StepResult, StepStatus
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.plan_loop.ports import (
     ExecutorHeldError,
     ExecutorLostError,
@@ -27,7 +28,7 @@ from scheduler_svc.plan_loop.ports import (
 from tests.simulation.process import ExecutorProcess, Session
 
 SILENCE_S = 2.0
-"""Both services take a peer that sends nothing for so long as lost (cadenza.heartbeats)."""
+"""Both services take a peer that sends nothing for so long as lost (cadenza.serving.heartbeats)."""
 HEARTBEAT_S = 0.5
 _RETRY_S = 0.2
 """Interval at which the client asks an address where nothing answers."""

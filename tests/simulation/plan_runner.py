@@ -11,16 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler_svc.core.types import (
-    AdmittedSequence,
-    BlockPairs,
-    Candidates,
-    PromptLogprobs,
-    SlotError,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from scheduler_svc.core.plan import AdmittedSequence, StepPlan
+from scheduler_svc.core.result import Candidates, PromptLogprobs, SlotError, StepResult, TokenLogprobs
+from scheduler_svc.core.types import BlockPairs
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.drafting import NO_DRAFTS, DraftPlan, in_order, make_drafts, num_allowed, rows_left, take_drafts
 from tests.simulation.slot import Slot

@@ -12,7 +12,8 @@ from random import Random
 from typing import Protocol
 
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
-from scheduler_svc.core.types import StepPlan, StepResult, StepStatus
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.adapting import AdapterFiles, AdapterLoads
 from tests.simulation.plan_runner import PlanError

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler_svc.core.types import ExecutorSpec, SlotError, StepPlan, StepResult
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import SlotError, StepResult
+from scheduler_svc.core.types import ExecutorSpec
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.known import adapter_hash
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.core.known import adapter_hash
 
 
 class RealRunner:

@@ -9,8 +9,8 @@ from typing import Any
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.helpers.changing_executor import MODEL, OTHER_NUMERICS
-from tests.helpers.simulations import options
+from tests.helpers.loadtest.simulations import options
+from tests.helpers.scheduler.changing_executor import MODEL, OTHER_NUMERICS
 from tests.simulation.adapting import CONTENTS, NO_ADAPTERS, AdapterPlan, path_of
 from tests.simulation.catalogue import NUM_ENTRIES, NUM_STEMS, catalogue, entries_of_stem
 from tests.simulation.drafting import NO_DRAFTS, DraftPlan

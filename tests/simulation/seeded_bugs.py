@@ -169,7 +169,7 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "a lost executor is waited for although others serve",
-        "scheduler_svc.engine.fleet.executor_set", "ExecutorSet._move_requests",
+        "scheduler_svc.engine.fleet.request_moves", "RequestMoves.move",
         "self._give_up(member)", "pass",
     ),
     SeededBug(
@@ -240,7 +240,7 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "an ended request leaves the timer of its adapter",
-        "scheduler_svc.engine.adapters", "Adapters.on_ended",
+        "scheduler_svc.engine.adapters.adapters", "Adapters.on_ended",
         "timer.cancel()", "pass",
     ),
     SeededBug(

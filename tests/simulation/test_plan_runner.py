@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.types import AdmittedSequence, StepPlan
-from tests.helpers.changing_executor import MODEL
+from scheduler_svc.core.plan import AdmittedSequence, StepPlan
+from tests.helpers.scheduler.changing_executor import MODEL
 from tests.simulation.catalogue import KnownTokens, catalogue
 from tests.simulation.history import run_history
 from tests.simulation.plan_runner import PlanError, PlanRunner

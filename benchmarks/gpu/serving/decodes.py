@@ -15,7 +15,7 @@ from benchmarks.common.workload import Request
 from benchmarks.gpu.common.cases import Metrics
 from benchmarks.gpu.common.trace import device_time, read_trace
 from cadenza import AsyncClient, SamplingParams
-from cadenza.step_watch import StepWatch, watch_steps
+from cadenza.steps.watch import StepWatch, watch_steps
 from cadenza.transport import channel_options
 from cadenza.v1 import admin_pb2
 from cadenza.v1.admin_pb2_grpc import ExecutorAdminServiceStub

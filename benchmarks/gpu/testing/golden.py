@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cadenza import LLM, SamplingParams
 from tests.checkpoints import make_checkpoint
-from tests.helpers.golden import random_prompts
+from tests.helpers.models.golden import random_prompts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEW_TOKENS = 24

@@ -15,28 +15,16 @@ from typing import Annotated, Any
 import typer
 
 from cadenza import __version__
-from cadenza.cli import (
-    certs,
-    chat,
-    drain,
-    executors,
-    fit_costs,
-    gateway,
-    generate,
-    loadtest,
-    lora,
-    report,
-    simulate,
-    simulate_fleet,
-    tenants,
-    top,
-    up,
-)
+from cadenza.cli import certs, gateway, generate, up
+from cadenza.cli.admin import drain, executors, lora, tenants
+from cadenza.cli.chat import chat
 from cadenza.cli.connection import with_connection
 from cadenza.cli.credentials import with_credentials
+from cadenza.cli.load import fit_costs, loadtest, report, simulate, simulate_fleet
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
+from cadenza.cli.top import top
 from cadenza.errors import CadenzaError, OptionError
-from cadenza.local_options import LISTENER_OPTIONS
+from cadenza.services.options import LISTENER_OPTIONS
 from cadenza.settings.extras import install_command
 from cadenza.spelling import suggestion
 
@@ -202,11 +190,11 @@ def demo(
     opens the live page in a browser, where an executor can be killed: the streams go on.
     """
     if page:
-        from cadenza.cli.demo_page import run_page
+        from cadenza.cli.demo.page import run_page
 
         run_page(model=model, device=device, max_num_seqs=max_num_seqs, speculative=speculative)
         return
-    from cadenza.cli.demo import run_demo
+    from cadenza.cli.demo.demo import run_demo
 
     run_demo(model=model, device=device, max_num_seqs=max_num_seqs, speculative=speculative)
 

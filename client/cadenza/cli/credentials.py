@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cadenza.credentials import TOKEN_VARIABLE, chosen_token, command_credentials
 from cadenza.errors import PermissionDeniedError, UnauthenticatedError
+from cadenza.security.credentials import TOKEN_VARIABLE, chosen_token, command_credentials
 
 _WHERE = f"--token-file FILE or {TOKEN_VARIABLE}"
 TokenFile = Annotated[

@@ -8,9 +8,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza.cli.text import size
-from cadenza.credentials import authorized, call_metadata, chosen_token
 from cadenza.local import LocalServices
-from cadenza.local_options import SCHEDULER, Setting
+from cadenza.security.credentials import authorized, call_metadata, chosen_token
+from cadenza.services.options import SCHEDULER, Setting
 from cadenza.tls import TLS
 from cadenza.transport import sync_channel
 from cadenza.v1 import execution_pb2, execution_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from cadenza.errors import OptionError
-from cadenza.local_options import option_classes, read_places, service_options
+from cadenza.services.options import option_classes, read_places, service_options
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -105,7 +105,7 @@ def serving(target: str | None, model: str | None, config: str | None, options: 
     from rich.console import Console
 
     from cadenza.local import LocalServices
-    from cadenza.tls import no_tls_variables
+    from cadenza.tls.connection import no_tls_variables
 
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:

@@ -84,7 +84,7 @@ def up(
     **options: Any,
 ) -> None:
     """Serve until SIGINT or SIGTERM; raises LocalServiceError if a service does not start the first time."""
-    from cadenza.local_options import read_places
+    from cadenza.services.options import read_places
 
     if named is not None and model not in (None, named):
         raise OptionError(f"option model: it is given twice: {named} and --model {model}")
@@ -113,8 +113,8 @@ def _errors_as_lines() -> Iterator[None]:
 
 def _run(places: Any, config: Any, options: Mapping[str, Any]) -> None:
     from cadenza.local import LocalServices
-    from cadenza.local_options import Setting
-    from cadenza.supervisor import RestartPolicy
+    from cadenza.services.options import Setting
+    from cadenza.services.supervisor import RestartPolicy
 
     def value(name: str, default: Any) -> Any:
         return places.get(name, Setting(default)).value
@@ -145,7 +145,7 @@ def _run(places: Any, config: Any, options: Mapping[str, Any]) -> None:
 
 def _log_format(model: str, options: Mapping[str, Any], config: Any) -> str:
     """The effective --log-format, which holds for this program's own lines too."""
-    from cadenza.local_options import route_options
+    from cadenza.services.options import route_options
 
     setting = route_options(model, {"log_format": options.get("log_format")}, config=config).settings.get("log_format")
     return "text" if setting is None else str(setting.value)

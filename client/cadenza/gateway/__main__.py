@@ -16,7 +16,7 @@ import logging
 
 try:
     from cadenza.gateway.config import GatewayConfig
-    from cadenza.page_starter import PAGE_DEMO, PAGE_TOKEN, ask_to_kill
+    from cadenza.gateway.page_starter import PAGE_DEMO, PAGE_TOKEN, ask_to_kill
     from cadenza.settings import service as settings
     from cadenza.telemetry import logs
 except ModuleNotFoundError as missing:

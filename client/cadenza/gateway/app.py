@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from cadenza.credentials import read_token
 from cadenza.gateway import system
 from cadenza.gateway.access import PageRights
 from cadenza.gateway.anthropic import messages
@@ -22,6 +21,7 @@ from cadenza.gateway.openapi import add_openapi
 from cadenza.gateway.page.routes import add_page
 from cadenza.gateway.scheduler.link import SchedulerLink
 from cadenza.gateway.state import STATE, State
+from cadenza.security.credentials import read_token
 
 
 def make_state(config: GatewayConfig, page_rights: PageRights | None = None) -> State:

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from cadenza.credentials import is_loopback
 from cadenza.gateway.parsing.formats import ReasoningOption, ToolOption
+from cadenza.security.credentials import is_loopback
+from cadenza.serving.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.settings.help import about
 from cadenza.settings.service import Settings, split_list
-from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.transport import SCHEDULER_PORT, parse_address
 
 HTTP_PORT = 8000

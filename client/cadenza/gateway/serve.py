@@ -9,14 +9,14 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cadenza.connection_limits import allow_connections
 from cadenza.errors import OptionError
 from cadenza.gateway.access import PageRights
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.listeners import Listeners
 from cadenza.gateway.state import State
-from cadenza.stop_signals import StopSignals
+from cadenza.serving.connection_limits import allow_connections
+from cadenza.serving.stop_signals import StopSignals
 
 _LOG = logging.getLogger(__name__)
 EXIT_OK, EXIT_FAILED, EXIT_OPTIONS = 0, 1, 2

@@ -14,13 +14,14 @@ from typing import Protocol
 
 from cadenza.errors import CadenzaError, PermissionDeniedError
 from cadenza.loadtest.caveats import full_batch, load_caveats, server_caveats
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.driver import Progress, drive, undo_cancellation
+from cadenza.loadtest.driving.driver import Progress, drive, undo_cancellation
+from cadenza.loadtest.driving.target import ServerFacts, Target
+from cadenza.loadtest.driving.watch import StepSeries, watch_series
 from cadenza.loadtest.failures import Failures, failure_sentences
-from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.loadtest.rate_search import RateSearch
 from cadenza.loadtest.rate_trial import FIRST_RATE, Judgement, at_rate, judge, limits_of
-from cadenza.loadtest.results import CTRL_C, LoadTestFile, MaxRate, Point, Reached, Run, point_of, run_of
+from cadenza.loadtest.results.results import CTRL_C, LoadTestFile, MaxRate, Point, Reached, Run, point_of, run_of
 from cadenza.loadtest.schedule import (
     DEFAULT_REQUESTS,
     ScheduledRequest,
@@ -31,10 +32,9 @@ from cadenza.loadtest.schedule import (
     window_of,
 )
 from cadenza.loadtest.settings import LoadSettings
-from cadenza.loadtest.target import ServerFacts, Target
 from cadenza.loadtest.targets import make_target
 from cadenza.loadtest.truncation import Truncations
-from cadenza.loadtest.watch import StepSeries, watch_series
+from cadenza.loadtest.workloads.prompts import Prompts
 
 _RUN_SEEDS = 2**32
 """Distance between the prompt seeds of successive runs: the points of a sweep have the same lengths and arrivals, but

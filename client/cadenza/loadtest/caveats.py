@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cadenza.loadtest.driving.target import ServerFacts
 from cadenza.loadtest.settings import LoadSettings
-from cadenza.loadtest.spec import find_file
-from cadenza.loadtest.target import ServerFacts
-from cadenza.loadtest.workload_readers import read_records
+from cadenza.loadtest.workloads.readers import read_records
+from cadenza.loadtest.workloads.spec import find_file
 
 
 def load_caveats(settings: LoadSettings) -> Iterator[str]:

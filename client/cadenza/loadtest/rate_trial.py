@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.latencies import Rows, Window, is_within
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.latencies import Rows, Window, is_within
+from cadenza.loadtest.measures.slo import Slo, kept
+from cadenza.loadtest.measures.windows import kept_up, steady_window
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.settings import LoadSettings, parse_window
-from cadenza.loadtest.slo import Slo, kept
-from cadenza.loadtest.windows import kept_up, steady_window
 
 FIRST_RATE = 1.0
 """Default start of the search, in requests per second."""

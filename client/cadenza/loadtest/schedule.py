@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterable, Iterator
 
 from cadenza.loadtest.arrivals import make_arrivals
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.latencies import Window
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.latencies import Window
+from cadenza.loadtest.measures.windows import steady_window
 from cadenza.loadtest.rate_trial import FIRST_RATE
 from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.settings import LoadSettings, changed, parse_window
-from cadenza.loadtest.windows import steady_window
-from cadenza.loadtest.workloads import make_workload
+from cadenza.loadtest.workloads.workloads import make_workload
 
 DEFAULT_REQUESTS = 100
 ScheduledRequest = tuple[float, RequestShape]

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from cadenza.loadtest.measures.slo import Slo, parse_slo, slo_of
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.slo import Slo, parse_slo, slo_of
-from cadenza.loadtest.spec import GROUP as WORKLOAD
-from cadenza.loadtest.spec import WorkloadSpec
 from cadenza.loadtest.sweep import combinations, parse_sweep, swept_name
+from cadenza.loadtest.workloads.spec import GROUP as WORKLOAD
+from cadenza.loadtest.workloads.spec import WorkloadSpec
 from cadenza.settings.help import about, group_of
 from cadenza.settings.names import flag
 from cadenza.settings.service import reason
 
 if TYPE_CHECKING:
-    from cadenza.loadtest.results import LoadTestFile
+    from cadenza.loadtest.results.results import LoadTestFile
 
 _OF_CAMPAIGN = {"sweep", "find_max_rate"}
 """Settings that determine the set of points, not a single point."""

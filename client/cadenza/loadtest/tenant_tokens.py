@@ -5,9 +5,9 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 
-from cadenza.credentials import chosen_token
 from cadenza.errors import OptionError
 from cadenza.loadtest.requests import LoadTestError
+from cadenza.security.credentials import chosen_token
 
 
 def read_tenant_tokens(path: str) -> Mapping[str, str]:

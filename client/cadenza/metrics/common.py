@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from cadenza.metrics.families import Definition, Scrape
 from cadenza.metrics.histogram import Histogram
 from cadenza.metrics.listener_counts import ListenerCounts
-from cadenza.tls_files import ExpiringFiles
+from cadenza.tls.files import ExpiringFiles
 
 LOOP_DEFINITIONS = (
     Definition(

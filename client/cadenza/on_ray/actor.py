@@ -16,8 +16,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from cadenza.child_process import ChildService
 from cadenza.on_ray.orders import News, Order
+from cadenza.services.child_process import ChildService
 from cadenza.transport import format_address
 
 EXIT_LOST = 1

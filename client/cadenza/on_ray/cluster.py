@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cadenza.credentials import is_loopback
 from cadenza.errors import OptionError
+from cadenza.security.credentials import is_loopback
 from cadenza.transport import parse_address
 
 _RAY_PORT = 6379

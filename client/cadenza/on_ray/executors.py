@@ -12,10 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from cadenza.child_process import LogSink
 from cadenza.errors import LocalServiceError
-from cadenza.executor_hosts import Command
-from cadenza.local_options import EXECUTOR, ServiceArguments
 from cadenza.on_ray.certificates import make_link_certificates
 from cadenza.on_ray.cluster import Cluster, all_on_loopback
 from cadenza.on_ray.executor_list import ExecutorList
@@ -26,6 +23,9 @@ from cadenza.on_ray.replica import Replica, ReplicaLife
 from cadenza.on_ray.scaler import Scaler
 from cadenza.on_ray.scaling import Scaling
 from cadenza.on_ray.shares import placement_of, rank_share
+from cadenza.services.child_process import LogSink
+from cadenza.services.executor_hosts import Command
+from cadenza.services.options import EXECUTOR, ServiceArguments
 from cadenza.tls import TLS
 
 

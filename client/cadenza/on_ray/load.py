@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from cadenza.credentials import authorized, call_metadata, chosen_token
 from cadenza.on_ray.scaling import Load
+from cadenza.security.credentials import authorized, call_metadata, chosen_token
 from cadenza.tls import TLS
 from cadenza.transport import sync_channel
 from cadenza.v1 import generation_pb2, generation_pb2_grpc

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from cadenza.child_process import LogSink
 from cadenza.on_ray.actor import EXIT_LOST
 from cadenza.on_ray.orders import News, Order
+from cadenza.services.child_process import LogSink
 from cadenza.transport import parse_address
 
 _TAIL_LINES = 40

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from cadenza.credentials import is_loopback
 from cadenza.errors import OptionError
 from cadenza.on_ray.cluster import Cluster
 from cadenza.on_ray.launch import Launch
 from cadenza.on_ray.places import Places
 from cadenza.on_ray.replica import ReplicaLife
 from cadenza.on_ray.shares import placement_of, rank_share
+from cadenza.security.credentials import is_loopback
 from cadenza.settings.arguments import to_arguments
 from cadenza.transport import EXECUTOR_PORT, format_address, parse_address
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cadenza.loadtest.caveats import load_caveats
-from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import CTRL_C, LoadTestFile, MaxRate, Point, Run, point_of, run_of
+from cadenza.loadtest.results.results import CTRL_C, LoadTestFile, MaxRate, Point, Run, point_of, run_of
 from cadenza.loadtest.schedule import make_schedule, planned_points, truncated_to, window_of
 from cadenza.loadtest.settings import LoadSettings
 from cadenza.loadtest.truncation import Truncations
-from cadenza.simulate.capacity import Capacity
-from cadenza.simulate.capacity_search import TOLERANCE, CapacitySearch, SearchView
+from cadenza.loadtest.workloads.prompts import Prompts
+from cadenza.simulate.capacity.capacity import Capacity
+from cadenza.simulate.capacity.rate_trials import RunAt
+from cadenza.simulate.capacity.search import TOLERANCE, CapacitySearch, SearchView
+from cadenza.simulate.capacity.time_budget import TimeBudget
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.placement import PlacementName
-from cadenza.simulate.rate_trials import RunAt
 from cadenza.simulate.request_log import Watch
 from cadenza.simulate.run import Outcome, Simulation
-from cadenza.simulate.time_budget import TimeBudget
 from cadenza.simulate.traffic import Traffic
 from scheduler_svc.config import SchedulerConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import LoadTestFile
+from cadenza.loadtest.results.results import LoadTestFile
 from cadenza.simulate.recordings import Recording
 
 _CLOCKS_S = 60.0

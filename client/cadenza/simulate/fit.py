@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from cadenza.loadtest.columns import RequestColumns
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.loadtest.requests import Floats, LoadTestError
 from cadenza.simulate.executor_profiles import ExecutorProfile, Noise, Overheads
 from cadenza.simulate.host_gaps import measure_host_gaps

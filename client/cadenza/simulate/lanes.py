@@ -13,9 +13,9 @@ from cadenza.simulate.step_costs import step_cost_function
 from executor_svc.simulated.tokens import rank_logprob
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.result import Candidates, StepResult
 from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import Candidates, StepResult
 from scheduler_svc.plan_loop.pacing import StepPacer
 
 TOKEN = 1

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import LoadTestFile
-from cadenza.local_options import route_options
+from cadenza.loadtest.results.results import LoadTestFile
+from cadenza.services.options import route_options
 from cadenza.settings.service import reason
 from cadenza.simulate.campaign import Simulated
 from cadenza.simulate.executor_profiles import ExecutorProfile, read_profile

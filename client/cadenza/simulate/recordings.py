@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from cadenza.loadtest.requests import Floats, LoadTestError
-from cadenza.plan_log import PlanLogError, PlanLogReader
+from cadenza.serving.plan_log import PlanLogError, PlanLogReader
 from cadenza.simulate.executor_profiles import ProfileLimits
 from cadenza.v1.planlog_pb2 import ApplyResultCall, PlanLogHeader, PlanLogRecord, PlanStepCall
 from scheduler_svc.core.steps.results import context_lens

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.loadtest.columns import RequestColumns
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.loadtest.requests import RequestShape
 from cadenza.simulate.lanes import TOKEN, InflightStep, SimulatedLane
 from cadenza.simulate.rows import RequestRows, gaps_between

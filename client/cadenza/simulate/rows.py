@@ -8,7 +8,7 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.loadtest.columns import RequestColumns, StepColumns
+from cadenza.loadtest.measures.columns import RequestColumns, StepColumns
 from cadenza.loadtest.requests import Floats, Ints, RequestShape
 
 _REQUEST_FIELDS = (

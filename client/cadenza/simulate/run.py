@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cadenza.loadtest.columns import RequestColumns, StepColumns
+from cadenza.loadtest.measures.columns import RequestColumns, StepColumns
 from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.truncation import Truncations
 from cadenza.simulate.executor_profiles import ExecutorProfile
@@ -39,7 +39,7 @@ MAX_STEP_ROWS = 65_536
 
 
 class PromptMaker(Protocol):
-    """`cadenza.loadtest.prompts.Prompts`."""
+    """`cadenza.loadtest.workloads.prompts.Prompts`."""
 
     def token_ids(self, shape: RequestShape, history: Sequence[int] = ()) -> list[int]:
         """The tokens of a prompt, after the `history` of the session's earlier turns."""

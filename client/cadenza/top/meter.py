@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cadenza.info import ExecutorInfo, ServerInfo, ServerLoad
-from cadenza.prompt_counter import PromptCounter
-from cadenza.schedule import ran
+from cadenza.steps.prompt_counter import PromptCounter
+from cadenza.steps.schedule import ran
 from cadenza.top.ages import Ages
 from cadenza.top.figures import TIMES, ExecutorFigures, Percentiles, Snapshot, TenantFigures, percentiles
 from cadenza.v1 import admin_pb2, execution_pb2

@@ -16,7 +16,7 @@ from cadenza.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from cadenza.step_watch import StepWatch, watch_steps
+from cadenza.steps.watch import StepWatch, watch_steps
 from cadenza.top.figures import Lost, Snapshot
 from cadenza.top.meter import Meter
 

@@ -20,9 +20,10 @@ from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.queues import RunningQueue
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, SequenceState, StepResult
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, SequenceState
 
 _NO_TOKENS: list[int] = []  # of a slot from which none are expected
 

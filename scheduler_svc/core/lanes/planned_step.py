@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import StepPlan
 
 
 @dataclass(slots=True)

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.types import BeamSpec, Candidates, Finish, FinishDetail
+from scheduler_svc.core.result import Candidates
+from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
 
 MAX_CANDIDATES = 256
 """Maximum number of candidates per beam that an executor returns: see execution.proto."""

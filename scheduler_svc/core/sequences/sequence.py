@@ -5,18 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.result import Candidates, PromptLogprobs
 from scheduler_svc.core.sequences.beams import BeamSearch
 from scheduler_svc.core.sequences.sequence_tokens import SequenceTokens, StepCounter
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
-from scheduler_svc.core.types import (
-    Candidates,
-    Finish,
-    FinishDetail,
-    PromptLogprobs,
-    RequestSpec,
-    Sampling,
-    SequenceState,
-)
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling, SequenceState
 
 _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),

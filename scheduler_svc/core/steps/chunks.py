@@ -9,9 +9,9 @@ from scheduler_svc.core.lanes.draft_limits import draft_scope, max_drafts_of
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
 from scheduler_svc.core.memory.block_tables import have_same_blocks
+from scheduler_svc.core.plan import AdmittedSequence, PrefixSource
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.budget import StepBudget
-from scheduler_svc.core.types import AdmittedSequence, PrefixSource
 
 
 def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> list[Sequence]:

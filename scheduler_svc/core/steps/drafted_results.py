@@ -9,8 +9,9 @@ from scheduler_svc.core.lanes.draft_control import DraftedStep
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import Finish, SequenceState, StepResult
+from scheduler_svc.core.types import Finish, SequenceState
 
 
 def check_drafts(lane: Lane, step: PlannedStep, result: StepResult) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.request_table import RequestTable
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import SequenceState, StepResult
+from scheduler_svc.core.types import SequenceState
 
 
 def may_be_late(sequence: Sequence) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 from scheduler_svc.core.steps.admission import admit
@@ -13,7 +14,6 @@ from scheduler_svc.core.steps.drafts import plan_drafts
 from scheduler_svc.core.steps.preemption import append_missing, move_away, preempt_for_admission, preempt_for_decodes
 from scheduler_svc.core.steps.shares import plan_prompts_by_rank, preempt_for_share
 from scheduler_svc.core.steps.suspects import clear_sequence, is_ready, next_trial
-from scheduler_svc.core.types import StepPlan
 
 
 def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) -> PlannedStep | None:

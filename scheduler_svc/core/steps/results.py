@@ -12,11 +12,12 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import count_by_tenant
 from scheduler_svc.core.request_table import RequestTable
+from scheduler_svc.core.result import SlotError, StepResult, StepStatus
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.beam_scheduling import take_candidates
 from scheduler_svc.core.steps.drafted_results import check_drafts, count_drafted
 from scheduler_svc.core.steps.late_results import count_late, may_be_late
-from scheduler_svc.core.types import Finish, FinishDetail, SequenceState, SlotError, StepResult, StepStatus
+from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 
 _DETAILS = {
     SlotError.NON_FINITE_LOGITS: FinishDetail.NON_FINITE_LOGITS,

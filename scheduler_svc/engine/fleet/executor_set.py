@@ -1,9 +1,4 @@
-"""The executors of the service: each has a plan loop, they serve one model, and requests move between them.
-
-An executor that is lost keeps its requests for MOVE_AFTER_S, since a session that broke is mostly opened again at
-once, with the KV that is there. Then its requests go to the others, if one of them takes requests. With a single
-executor, requests wait for it however long that takes.
-"""
+"""The executors of the service: each has a plan loop, they serve one model, and requests move between them."""
 
 from __future__ import annotations
 
@@ -15,8 +10,8 @@ from functools import partial
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import StepResult
 from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.fleet.changes import Changes
 from scheduler_svc.engine.fleet.executor_member import (
@@ -27,6 +22,7 @@ from scheduler_svc.engine.fleet.executor_member import (
 )
 from scheduler_svc.engine.fleet.fault_report import FaultReport
 from scheduler_svc.engine.fleet.listener import ExecutorSetListener
+from scheduler_svc.engine.fleet.request_moves import RequestMoves
 from scheduler_svc.engine.fleet.served_executors import ModelListener, ServedExecutors
 from scheduler_svc.engine.lane_views import num_held
 from scheduler_svc.engine.request_trace import ExecutorIdentity
@@ -45,9 +41,6 @@ from scheduler_svc.plan_loop.ports import (
 )
 
 _LOG = logging.getLogger(__name__)
-MOVE_AFTER_S = 0.5
-"""Requests of a lost executor move this long after the end of its session: later than a session that is opened again
-(0.2 s), earlier than a process that is started again."""
 HELD_RETRY_S = 1.0
 """Time until an executor that another scheduler holds is described again."""
 
@@ -76,6 +69,7 @@ class ExecutorSet:
         self._num_added = 0
         self._running = False
         self._changes = Changes()
+        self._moves = RequestMoves(clock, self._give_up, self._on_change)
         self.served = ServedExecutors(core, config, clock, models, self._members)
         self.started = asyncio.Event()
         """Set once the first session is open, or when none can be opened: see `start_error`."""
@@ -263,10 +257,8 @@ class ExecutorSet:
 
     def on_lost(self, executor_id: int, error: ExecutorLostError | None, outputs: StepOutputs) -> None:
         """A session has ended."""
-        member, now = self._members[executor_id], self._clock.monotonic()
-        stopped = isinstance(error, ExecutorStoppedError)
-        member.lost_at = now
-        member.moves_at = now if stopped else now + MOVE_AFTER_S
+        member = self._members[executor_id]
+        self._moves.on_lost(member, stopped=isinstance(error, ExecutorStoppedError))
         self._listener.on_outputs(outputs)
         self._listener.on_session_ended(executor_id)
         if error is not None:
@@ -362,29 +354,12 @@ class ExecutorSet:
         """Some executor has begun or ceased to take requests."""
         self._listener.report_health()
         if self.can_serve:
-            self._move_requests()
+            self._moves.move(self._present)
         self.wake()
         self._changes.notify()
 
-    def _move_requests(self) -> None:
-        """Let requests of executors that are lost or stalled go to those that take requests."""
-        now = self._clock.monotonic()
-        for member in self._present:
-            if member.loop.stalled:
-                member.loop.end_session("it makes no progress")
-            elif member.lost_at is not None and not member.given_up:
-                if now >= member.moves_at:
-                    self._give_up(member)
-                elif member.timer is None:
-                    member.timer = self._clock.call_later(member.moves_at - now, partial(self._on_timer, member))
-
-    def _on_timer(self, member: ExecutorMember) -> None:
-        member.timer = None
-        self._on_change()
-
     def _give_up(self, member: ExecutorMember) -> None:
-        member.given_up = True
-        member.cancel_timer()
+        """Let the requests of an executor go to those that take requests."""
         self.deliver()
         self._listener.on_outputs(self._core.give_up_executor(member.index, self._clock.monotonic()))
         self._faults.count_suspects(member)

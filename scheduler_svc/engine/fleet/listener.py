@@ -7,7 +7,7 @@ from typing import Protocol
 
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.types import StepResult
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.metrics.numbers import EngineNumbers
 
 

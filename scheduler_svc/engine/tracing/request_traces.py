@@ -9,7 +9,8 @@ from typing import Protocol
 from cadenza.telemetry.spans import SpanSink
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.types import RequestKey, StepResult
+from scheduler_svc.core.result import StepResult
+from scheduler_svc.core.types import RequestKey
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.request_trace import ExecutorIdentity, RequestTrace, TracedStep
 from scheduler_svc.engine.tracing.request_spans import request_span

@@ -6,12 +6,12 @@ import io
 
 import pytest
 
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
-from cadenza.cli.chat_commands import HELP_TEXT, command_of, unknown
-from cadenza.cli.chat_input import is_open_block, without_block
-from cadenza.loop_thread import LoopThread
+from cadenza.cli.chat.commands import HELP_TEXT, command_of, unknown
+from cadenza.cli.chat.input import is_open_block, without_block
 from cadenza.v1 import generation_pb2 as pb
-from tests.helpers.scripted_server import Script, start
+from tests.helpers.client.scripted_server import Script, start
 
 
 class NotingScript(Script):

@@ -10,12 +10,12 @@ import signal
 import pytest
 
 import cadenza
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
-from cadenza.cli.interrupts import Interrupts
-from cadenza.loop_thread import LoopThread
+from cadenza.cli.chat.interrupts import Interrupts
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from tests.helpers.scripted_server import Script, interrupt_when, start
+from tests.helpers.client.scripted_server import Script, interrupt_when, start
 
 
 @pytest.fixture
@@ -371,7 +371,7 @@ def test_interrupts_are_raised_once_and_only_where_they_may_be():
 
 def test_an_answer_that_is_cut_says_so(target, capsys, monkeypatch):
     cut = types_pb2.Finish(reason=types_pb2.FINISH_REASON_LENGTH, detail=types_pb2.FINISH_DETAIL_MAX_TOKENS)
-    monkeypatch.setattr("tests.helpers.scripted_server.STOPPED", cut)
+    monkeypatch.setattr("tests.helpers.client.scripted_server.STOPPED", cut)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert run(["chat", "--target", target]) == 0
     assert capsys.readouterr().err == "cadenza: the answer ended early: max_tokens\n"

@@ -9,11 +9,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from cadenza.cli.demo import _report
-from cadenza.cli.demo_view import Answer, answers_table, summary_lines, tail
+from cadenza.cli.demo.demo import _report
+from cadenza.cli.demo.view import Answer, answers_table, summary_lines, tail
 from cadenza.cli.text import printable
-from cadenza.schedule import summarize
-from cadenza.step_watch import StepWatch
+from cadenza.steps.schedule import summarize
+from cadenza.steps.watch import StepWatch
 from cadenza.v1 import admin_pb2, execution_pb2
 
 

@@ -8,9 +8,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.effective_options import effective_options
-from cadenza.local_options import Setting
-from cadenza.loop_thread import LoopThread
+from cadenza.services.options import Setting
 from cadenza.v1 import execution_pb2, execution_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
 
 MIB = 2**20

@@ -8,8 +8,8 @@ import json
 import grpc
 import pytest
 
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
-from cadenza.loop_thread import LoopThread
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 FIRST, SECOND = "127.0.0.1:50052", "[::1]:50053"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cadenza.cli.app import run
-from cadenza.loadtest.lengths import FORMS
-from cadenza.loadtest.mixes import MIX_FORM, TENANTS_FORM
-from cadenza.loadtest.results import read
-from cadenza.loadtest.spec import KINDS
+from cadenza.loadtest.results.results import read
+from cadenza.loadtest.workloads.lengths import FORMS
+from cadenza.loadtest.workloads.mixes import MIX_FORM, TENANTS_FORM
+from cadenza.loadtest.workloads.spec import KINDS
 
 SMALL = "--num-requests 5 --input-len uniform:4:40 --output-len uniform:2:10"
 NOBODY = "--target 127.0.0.1:1"

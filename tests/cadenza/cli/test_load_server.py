@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from cadenza.cli.app import run
-from cadenza.cli.load_server import Place, reached_at, rerun_place
+from cadenza.cli.load.server import Place, reached_at, rerun_place
 from cadenza.errors import OptionError
-from cadenza.loadtest.results import Reached, read, write
+from cadenza.loadtest.results.results import Reached, read, write
 from cadenza.loadtest.settings import settings_of
-from tests.helpers.loadtest_runs import made_up_file
+from tests.helpers.loadtest.loadtest_runs import made_up_file
 
 RAN = Reached(target="127.0.0.1:51151")
 STARTED = Reached(model="an/id", options={"max_num_seqs": "16", "simulate": "costs.json"})

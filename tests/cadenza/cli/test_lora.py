@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.cli.app import run
-from cadenza.loop_thread import LoopThread
+from tests.helpers.executor.simulated_adapters import content_hash, greedy_tokens, make_adapter
 from tests.helpers.services import cadenza_services
-from tests.helpers.simulated_adapters import content_hash, greedy_tokens, make_adapter
 
 
 @pytest.fixture

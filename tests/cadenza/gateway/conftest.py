@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.gateway import gateway
-from tests.helpers.scheduler_world import world
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.scheduler.scheduler_world import world
 
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
     """A folder with the toy byte-level tokenizer and its chat template."""
-    from tests.helpers.toy_tokenizers import hf_byte_level
+    from tests.helpers.models.toy_tokenizers import hf_byte_level
 
     folder = tmp_path_factory.mktemp("tokenizer")
     hf_byte_level().save_pretrained(folder)

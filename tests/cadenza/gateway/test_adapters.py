@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.gateway import gateway
+from tests.helpers.executor.simulated_adapters import greedy_tokens, make_adapter
+from tests.helpers.gateway.gateway import gateway
 from tests.helpers.services import cadenza_services
-from tests.helpers.simulated_adapters import greedy_tokens, make_adapter
 
 PATH = "/v1/completions"
 IDS = [5, 6, 7, 8]

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from tests.helpers.gateway import chat_text
-from tests.helpers.scheduler_world import script
-from tests.helpers.toy_tokenizers import hf_byte_level
+from tests.helpers.gateway.gateway import chat_text
+from tests.helpers.models.toy_tokenizers import hf_byte_level
+from tests.helpers.scheduler.scheduler_world import script
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}

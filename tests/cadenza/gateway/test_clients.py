@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.gateway import read_events
+from tests.helpers.gateway.gateway import read_events
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
 USER = [{"role": "user", "content": "Hello"}]

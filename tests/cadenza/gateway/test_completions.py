@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from tests.helpers.gateway import completion_text
-from tests.helpers.scheduler_world import script
-from tests.helpers.scripted_executor import EOS
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.gateway.gateway import completion_text
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.scheduler_world import script
+from tests.helpers.scheduler.scripted_executor import EOS
 
 PATH = "/v1/completions"
 

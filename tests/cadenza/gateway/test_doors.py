@@ -17,8 +17,8 @@ from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.http_listener import tls_of
 from tests.helpers.certificates import certificates
-from tests.helpers.gateway import gateway
-from tests.helpers.scheduler_world import world
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.scheduler.scheduler_world import world
 from tests.helpers.tenants import token, write_tenants
 
 CHAT = "/v1/chat/completions"

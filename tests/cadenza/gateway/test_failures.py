@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cadenza.v1 import execution_pb2 as pb
-from tests.helpers.scheduler_world import script
+from tests.helpers.scheduler.scheduler_world import script
 
 USER = [{"role": "user", "content": "Hello"}]
 BODIES = {

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from cadenza.calls.loop_thread import LoopThread
 from cadenza.gateway.fields.tables import APIS, REQUIRED
-from cadenza.loop_thread import LoopThread
 from cadenza.transport import parse_address
-from tests.helpers.gateway import gateway
-from tests.helpers.scheduler_world import world
-from tests.helpers.tool_models import hermes_tokenizer, saved
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.models.tool_models import hermes_tokenizer, saved
+from tests.helpers.scheduler.scheduler_world import world
 
 TEXTS = st.one_of(st.text(max_size=20), st.sampled_from(["", "\ud800", "\x00", "user", "toy", "Hello", "a" * 5000]))
 NUMBERS = st.one_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.toy_tokenizers import byte_level, hf_byte_level
+from tests.helpers.models.toy_tokenizers import byte_level, hf_byte_level
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "Hello"}

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.helpers.gateway import gateway
-from tests.helpers.scheduler_world import world
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.scheduler.scheduler_world import world
 from tests.helpers.tenants import token, write_tenants
 
 PATH = "/v1/completions"

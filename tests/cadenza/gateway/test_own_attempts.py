@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
+from cadenza.calls.output_collector import OutputCollector
 from cadenza.errors import AlreadyExistsError, CadenzaError, InvalidRequestError, UnavailableError
 from cadenza.gateway.scheduler.caller import Caller
 from cadenza.gateway.scheduler.calls import Calls
 from cadenza.gateway.scheduler.inbox import Inbox
 from cadenza.gateway.scheduler.session import GatewaySession, LiveRequest
-from cadenza.output_collector import OutputCollector
 from cadenza.v1 import admin_pb2
 from cadenza.v1 import generation_pb2 as pb
 
@@ -68,7 +68,7 @@ def token(request_id: str, index: int = 0) -> pb.SessionResponse:
 
 async def test_takeovers_of_one_request_are_not_those_of_another(monkeypatch):
     """Each may be taken back three times after a lost connection, however many there are."""
-    monkeypatch.setattr("cadenza.reconnect.random.uniform", lambda low, high: 0.0)
+    monkeypatch.setattr("cadenza.calls.reconnect.random.uniform", lambda low, high: 0.0)
     counts: dict[str, int] = {}
 
     def answer(message):
@@ -88,7 +88,7 @@ async def test_takeovers_of_one_request_are_not_those_of_another(monkeypatch):
 
 
 async def test_a_request_that_is_always_unavailable_ends_beside_others_that_run(monkeypatch):
-    monkeypatch.setattr("cadenza.reconnect.random.uniform", lambda low, high: 0.0)
+    monkeypatch.setattr("cadenza.calls.reconnect.random.uniform", lambda low, high: 0.0)
 
     indexes = itertools.count()
 
@@ -108,7 +108,7 @@ async def test_a_request_that_is_always_unavailable_ends_beside_others_that_run(
 
 
 async def test_a_request_that_was_ended_is_not_sent_again_after_a_lost_connection(monkeypatch):
-    monkeypatch.setattr("cadenza.reconnect.random.uniform", lambda low, high: 0.0)
+    monkeypatch.setattr("cadenza.calls.reconnect.random.uniform", lambda low, high: 0.0)
     written = []
 
     def answer(message):
@@ -149,7 +149,7 @@ class Lost(grpc.aio.AioRpcError):
 )
 async def test_a_load_that_is_tried_again_looks_at_what_is_loaded(monkeypatch, there, errors, expected):
     """there: the adapter of that name at each look."""
-    monkeypatch.setattr("cadenza.reconnect.random.uniform", lambda low, high: 0.0)
+    monkeypatch.setattr("cadenza.calls.reconnect.random.uniform", lambda low, high: 0.0)
     monkeypatch.setattr("cadenza.gateway.scheduler.caller._POLL_S", 0.0)
     calls = Calls("127.0.0.1:9", None, 30.0, lambda: True)
     calls.was_reached = True

@@ -10,7 +10,7 @@ import sys
 import pytest
 from aiohttp import ClientSession
 
-from tests.helpers.scheduler_world import script
+from tests.helpers.scheduler.scheduler_world import script
 from tests.helpers.service_process import service_process
 
 pytestmark = pytest.mark.slow

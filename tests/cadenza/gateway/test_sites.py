@@ -6,8 +6,8 @@ import pytest
 
 from cadenza.gateway.app import make_state
 from cadenza.gateway.config import GatewayConfig
-from tests.helpers.gateway import gateway
-from tests.helpers.scheduler_world import world
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.scheduler.scheduler_world import world
 from tests.helpers.tenants import token, write_tenants
 
 COMPLETIONS = "/v1/completions"

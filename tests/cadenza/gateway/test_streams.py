@@ -13,10 +13,10 @@ import pytest
 from cadenza.transport import parse_address
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
-from tests.helpers.gateway import completion_text, gateway, read_events
-from tests.helpers.scheduler_world import script, world
-from tests.helpers.scripted_executor import ScriptedExecutor, serve
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.gateway.gateway import completion_text, gateway, read_events
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.scheduler_world import script, world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 
 PATH = "/v1/completions"
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 200, "seed": 7, "ignore_eos": True}

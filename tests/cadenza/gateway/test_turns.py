@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from cadenza.calls.output_collector import OutputCollector
 from cadenza.gateway.scheduler.inbox import Inbox
 from cadenza.gateway.scheduler.session import GatewaySession, LiveRequest
-from cadenza.output_collector import OutputCollector
 from cadenza.v1 import generation_pb2 as pb
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cadenza.grammar.compiling import GrammarError, new_matcher
 from cadenza.grammar.spec import GrammarSpec
-from tests.helpers.tool_models import mistral_tokenizer
+from tests.helpers.models.tool_models import mistral_tokenizer
 
 ONE_TO_NINE = {"type": "integer", "minimum": 1, "maximum": 9}
 TAG = {"begin": "<f=a>", "schema": ONE_TO_NINE, "end": "</f>"}

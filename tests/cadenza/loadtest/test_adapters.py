@@ -11,17 +11,17 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from cadenza.loadtest.adapters import adapter_names, parse_adapters
-from cadenza.loadtest.csv_files import write_csv
-from cadenza.loadtest.metrics import MAX_ADAPTERS, measure
+from cadenza.loadtest.measures.metrics import MAX_ADAPTERS, measure
+from cadenza.loadtest.measures.uncertainty import replicates_of
+from cadenza.loadtest.reports.summary import point_view
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import point_of, read, run_of, write
-from cadenza.loadtest.summary import point_view
-from cadenza.loadtest.uncertainty import replicates_of
-from cadenza.loadtest.workloads import make_spec, make_workload
+from cadenza.loadtest.results.csv_files import write_csv
+from cadenza.loadtest.results.results import point_of, read, run_of, write
+from cadenza.loadtest.workloads.adapters import adapter_names, parse_adapters
+from cadenza.loadtest.workloads.workloads import make_spec, make_workload
 from cadenza.simulate.campaign import simulate
 from cadenza.simulate.options import find_profile, scheduler_config
-from tests.helpers.loadtest_runs import made_up, made_up_file
+from tests.helpers.loadtest.loadtest_runs import made_up, made_up_file
 
 COUNT = 20_000
 

@@ -9,12 +9,12 @@ import pytest
 
 from cadenza.loadtest import campaign
 from cadenza.loadtest.caveats import full_batch, load_caveats, server_caveats
+from cadenza.loadtest.driving.target import ServerFacts
 from cadenza.loadtest.settings import make_settings
-from cadenza.loadtest.target import ServerFacts
 from cadenza.simulate.campaign import run_simulation
 from cadenza.simulate.options import make_simulated
-from tests.helpers.driver_target import CampaignTarget
-from tests.helpers.load_views import SilentView
+from tests.helpers.loadtest.driver_target import CampaignTarget
+from tests.helpers.loadtest.load_views import SilentView
 
 PLAIN = ServerFacts("cadenza", "session", "h:1", "m", options={"batching": "continuous", "batch_size": "8"})
 STATIC = replace(PLAIN, options={"batching": "static", "batch_size": "8"})

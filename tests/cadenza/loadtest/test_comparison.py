@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from cadenza.loadtest.comparison import SettingDifference, compare, welch, welch_ratio
-from cadenza.loadtest.metrics import Slo, measure, parse_slo
+from cadenza.loadtest.measures.metrics import Slo, measure, parse_slo
+from cadenza.loadtest.reports.summary import comparison_view, notices, number, point_view, points_view
+from cadenza.loadtest.reports.tables import NumberTable
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import LoadTestFile, MaxRate, point_of, read, run_of, write
-from cadenza.loadtest.summary import comparison_view, notices, number, point_view, points_view
-from cadenza.loadtest.tables import NumberTable
-from tests.helpers.loadtest_runs import columns, made_up, made_up_file, made_up_steps
+from cadenza.loadtest.results.comparison import SettingDifference, compare, welch, welch_ratio
+from cadenza.loadtest.results.results import LoadTestFile, MaxRate, point_of, read, run_of, write
+from tests.helpers.loadtest.loadtest_runs import columns, made_up, made_up_file, made_up_steps
 
 
 def text_of(view: Any, width: int = 100) -> str:

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.cli.load_results import check_whole, show
+from cadenza.cli.load.results import check_whole, show
 from cadenza.errors import CadenzaError, UnavailableError
 from cadenza.loadtest import campaign
-from cadenza.loadtest.comparison import compare
-from cadenza.loadtest.report import write_report
-from cadenza.loadtest.results import CTRL_C, LoadTestFile
+from cadenza.loadtest.reports.report import write_report
+from cadenza.loadtest.results.comparison import compare
+from cadenza.loadtest.results.results import CTRL_C, LoadTestFile
 from cadenza.loadtest.settings import make_settings
 from cadenza.simulate import campaign as simulation
 from cadenza.simulate.options import make_simulated
-from tests.helpers.driver_target import CampaignTarget
-from tests.helpers.load_views import SilentView
-from tests.helpers.loadtest_runs import made_up_file
+from tests.helpers.loadtest.driver_target import CampaignTarget
+from tests.helpers.loadtest.load_views import SilentView
+from tests.helpers.loadtest.loadtest_runs import made_up_file
 
 pytestmark = pytest.mark.slow
 

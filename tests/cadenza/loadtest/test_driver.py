@@ -11,11 +11,11 @@ from array import array
 import numpy as np
 import pytest
 
-from cadenza.loadtest import timer
-from cadenza.loadtest.driver import drive
-from cadenza.loadtest.live import LiveRequest, collect
-from cadenza.loadtest.timer import Timer
-from tests.helpers.driver_target import FakePrompts, FakeTarget, at, shape
+from cadenza.loadtest.driving import timer
+from cadenza.loadtest.driving.driver import drive
+from cadenza.loadtest.driving.live import LiveRequest, collect
+from cadenza.loadtest.driving.timer import Timer
+from tests.helpers.loadtest.driver_target import FakePrompts, FakeTarget, at, shape
 
 pytestmark = pytest.mark.slow
 

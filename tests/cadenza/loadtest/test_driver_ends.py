@@ -8,9 +8,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from cadenza.loadtest.driver import Progress, drive
+from cadenza.loadtest.driving.driver import Progress, drive
 from cadenza.loadtest.requests import LoadTestError
-from tests.helpers.driver_target import FakePrompts, FakeTarget, at, shape
+from tests.helpers.loadtest.driver_target import FakePrompts, FakeTarget, at, shape
 
 pytestmark = pytest.mark.slow
 

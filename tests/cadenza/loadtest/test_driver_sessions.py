@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cadenza.loadtest.driver import drive
-from cadenza.loadtest.pacing import units
+from cadenza.loadtest.driving.driver import drive
+from cadenza.loadtest.driving.pacing import units
 from cadenza.loadtest.requests import RequestShape
-from tests.helpers.driver_target import FakePrompts, FakeTarget, shape
+from tests.helpers.loadtest.driver_target import FakePrompts, FakeTarget, shape
 
 pytestmark = pytest.mark.slow
 

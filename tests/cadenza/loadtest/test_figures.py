@@ -8,8 +8,6 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.path import Path
 
-from cadenza.loadtest.columns import StepColumns
-from cadenza.loadtest.comparison import Change, Interval
 from cadenza.loadtest.figures.changes import ratios
 from cadenza.loadtest.figures.latency import latency_cdfs, latency_over_time
 from cadenza.loadtest.figures.occupancy import occupancy
@@ -18,7 +16,9 @@ from cadenza.loadtest.figures.saving import inline_svg
 from cadenza.loadtest.figures.style import drawable, look, look_within, new_figure, styled
 from cadenza.loadtest.figures.sweeps import Curve, over_swept, throughput_and_latency
 from cadenza.loadtest.figures.thinning import binned, cdf_points, running
-from cadenza.loadtest.uncertainty import Estimate
+from cadenza.loadtest.measures.columns import StepColumns
+from cadenza.loadtest.measures.uncertainty import Estimate
+from cadenza.loadtest.results.comparison import Change, Interval
 
 
 def sample(label: str, ttft_s: np.ndarray, **more: object) -> Sample:

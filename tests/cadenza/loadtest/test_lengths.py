@@ -10,9 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from cadenza.loadtest.lengths import FORMS, lengths_of, parse_lengths
-from cadenza.loadtest.published import SHAREGPT_MEAN_INPUT, SHAREGPT_MEAN_OUTPUT, lognormal_text, sharegpt_lengths
 from cadenza.loadtest.requests import LoadTestError
+from cadenza.loadtest.workloads.lengths import FORMS, lengths_of, parse_lengths
+from cadenza.loadtest.workloads.published import (
+    SHAREGPT_MEAN_INPUT,
+    SHAREGPT_MEAN_OUTPUT,
+    lognormal_text,
+    sharegpt_lengths,
+)
 
 COUNT = 100_000
 

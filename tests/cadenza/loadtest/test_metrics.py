@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.latencies import in_flight, longest_gap_s, per_request, tokens_within
-from cadenza.loadtest.metric_names import describe, is_latency, values_of
-from cadenza.loadtest.metrics import Slo, Spread, measure, parse_slo, spread_of, steady_window
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.latencies import in_flight, longest_gap_s, per_request, tokens_within
+from cadenza.loadtest.measures.metric_names import describe, is_latency, values_of
+from cadenza.loadtest.measures.metrics import Slo, Spread, measure, parse_slo, spread_of, steady_window
 from cadenza.loadtest.requests import LoadTestError
-from tests.helpers.loadtest_runs import NAN, columns, made_up, made_up_steps
+from tests.helpers.loadtest.loadtest_runs import NAN, columns, made_up, made_up_steps
 
 # One that was sent late, one with two samples, one that failed half way, one that never began.
 FOUR: dict[str, Any] = {

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from cadenza.loadtest.prompts import Prompts, id_range
 from cadenza.loadtest.requests import LoadTestError, RequestShape
-from cadenza.loadtest.vocabulary import VOCABULARY
+from cadenza.loadtest.workloads.prompts import Prompts, id_range
+from cadenza.loadtest.workloads.vocabulary import VOCABULARY
 
 
 def shape(index: int, length: int, **fields: object) -> RequestShape:

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cadenza.loadtest.columns import RequestColumns
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.loadtest.rate_trial import at_rate, judge
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.settings import LoadSettings, make_settings
-from tests.helpers.loadtest_runs import columns
+from tests.helpers.loadtest.loadtest_runs import columns
 
 DUE_S = np.arange(1000) / 10
 """When requests are due: ten a second."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.comparison import compare
-from cadenza.loadtest.metrics import Slo, measure
-from cadenza.loadtest.rate_uncertainty import FEWEST_BLOCKS, rate_replicates
-from cadenza.loadtest.results import LoadTestFile, point_of, run_of
-from cadenza.loadtest.summary import unknown_sentences
-from cadenza.loadtest.uncertainty import RATES, interval, summarise
-from tests.helpers.loadtest_runs import columns, made_up
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.metrics import Slo, measure
+from cadenza.loadtest.measures.rate_uncertainty import FEWEST_BLOCKS, rate_replicates
+from cadenza.loadtest.measures.uncertainty import RATES, interval, summarise
+from cadenza.loadtest.reports.summary import unknown_sentences
+from cadenza.loadtest.results.comparison import compare
+from cadenza.loadtest.results.results import LoadTestFile, point_of, run_of
+from tests.helpers.loadtest.loadtest_runs import columns, made_up
 
 WINDOW = (2.0, 62.0)
 

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from cadenza.loadtest.columns import RequestColumns, StepColumns
-from cadenza.loadtest.comparison import compare
-from cadenza.loadtest.curves import curves_of
 from cadenza.loadtest.figures.saving import inline_svg
 from cadenza.loadtest.figures.style import look
 from cadenza.loadtest.figures.sweeps import throughput_and_latency
-from cadenza.loadtest.report import figures_of, write_figures, write_report
+from cadenza.loadtest.measures.columns import RequestColumns, StepColumns
+from cadenza.loadtest.measures.slo import parse_slo
+from cadenza.loadtest.reports.curves import curves_of
+from cadenza.loadtest.reports.report import figures_of, write_figures, write_report
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import LoadTestFile, MaxRate, point_of, run_of
-from cadenza.loadtest.slo import parse_slo
-from tests.helpers.loadtest_runs import columns
+from cadenza.loadtest.results.comparison import compare
+from cadenza.loadtest.results.results import LoadTestFile, MaxRate, point_of, run_of
+from tests.helpers.loadtest.loadtest_runs import columns
 from tests.helpers.marks import short_and_long
 
 HOSTILE = '<script>alert("x")</script> $x_1$ _'

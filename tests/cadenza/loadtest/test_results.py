@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from pydantic_core import PydanticSerializationError
 
-from cadenza.cli.load_results import Outputs, write_outputs
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.csv_files import write_csv
-from cadenza.loadtest.metrics import Slo
+from cadenza.cli.load.results import Outputs, write_outputs
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.metrics import Slo
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import (
+from cadenza.loadtest.results.csv_files import write_csv
+from cadenza.loadtest.results.results import (
     LoadTestFile,
     MaxRate,
     client_facts,
@@ -30,7 +30,7 @@ from cadenza.loadtest.results import (
     steps_of,
     write,
 )
-from tests.helpers.loadtest_runs import columns, made_up, made_up_file, made_up_steps
+from tests.helpers.loadtest.loadtest_runs import columns, made_up, made_up_file, made_up_steps
 
 
 def same(ours: Any, theirs: Any, rounding: float = 5.1e-7) -> None:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from cadenza.cli.app import run
-from cadenza.loadtest.metrics import measure
-from cadenza.loadtest.results import read
+from cadenza.loadtest.measures.metrics import measure
+from cadenza.loadtest.reports.summary import notices
+from cadenza.loadtest.results.results import read
 from cadenza.loadtest.schedule import make_schedule
 from cadenza.loadtest.settings import make_settings
-from cadenza.loadtest.summary import notices
 from cadenza.loadtest.truncation import Truncations
-from tests.helpers.loadtest_runs import columns
+from tests.helpers.loadtest.loadtest_runs import columns
 
 
 def truncations_of(**given: object) -> tuple[Truncations, list[int]]:

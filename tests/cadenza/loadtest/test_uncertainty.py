@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cadenza.loadtest.metric_names import values_of
-from cadenza.loadtest.metrics import PERCENTILES, Slo, measure
-from cadenza.loadtest.uncertainty import (
+from cadenza.loadtest.measures.metric_names import values_of
+from cadenza.loadtest.measures.metrics import PERCENTILES, Slo, measure
+from cadenza.loadtest.measures.uncertainty import (
     RESAMPLES,
     bootstrap,
     has_interval,
@@ -17,7 +17,7 @@ from cadenza.loadtest.uncertainty import (
     resample,
     summarise,
 )
-from tests.helpers.loadtest_runs import columns, made_up
+from tests.helpers.loadtest.loadtest_runs import columns, made_up
 
 
 def test_students_interval_by_hand() -> None:

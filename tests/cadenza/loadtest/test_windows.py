@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from cadenza.loadtest.metrics import measure, steady_window
+from cadenza.loadtest.measures.metrics import measure, steady_window
+from cadenza.loadtest.measures.windows import mser5, warm_up_end
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.windows import mser5, warm_up_end
-from tests.helpers.loadtest_runs import columns
+from tests.helpers.loadtest.loadtest_runs import columns
 
 
 @pytest.mark.parametrize(

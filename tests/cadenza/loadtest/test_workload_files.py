@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError, RequestShape
-from cadenza.loadtest.workloads import make_spec, make_workload
+from cadenza.loadtest.workloads.prompts import Prompts
+from cadenza.loadtest.workloads.workloads import make_spec, make_workload
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

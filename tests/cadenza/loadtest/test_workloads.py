@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from cadenza.loadtest.mixes import Algorithm, parse_mix, parse_tenants
 from cadenza.loadtest.requests import LoadTestError, RequestShape
-from cadenza.loadtest.workloads import KINDS, WorkloadSpec, make_spec, make_workload
+from cadenza.loadtest.workloads.mixes import Algorithm, parse_mix, parse_tenants
+from cadenza.loadtest.workloads.workloads import KINDS, WorkloadSpec, make_spec, make_workload
 
 COUNT = 10_000
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from cadenza.errors import OptionError
-from cadenza.local_checks import check_scaling
-from cadenza.local_options import Setting
 from cadenza.on_ray.certificates import make_link_certificates
 from cadenza.on_ray.cluster import Cluster, _check_address
 from cadenza.on_ray.executor_list import ExecutorList
+from cadenza.services.checks import check_scaling
+from cadenza.services.options import Setting
 from cadenza.settings.service import read_config
 from executor_svc.config import ExecutorConfig
 from scheduler_svc.config import SchedulerConfig

@@ -12,7 +12,7 @@ import executor_svc.__main__ as executor
 import scheduler_svc.__main__ as scheduler
 from cadenza.llm import LLM
 from cadenza.llm_options import LLMOptions
-from cadenza.local_options import config_classes, service_options
+from cadenza.services.options import config_classes, service_options
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import GROUPS, group_of
 from cadenza.settings.names import ENV_PREFIX, OF_OTHERS

@@ -6,16 +6,16 @@ import math
 
 import pytest
 
+from cadenza.loadtest.measures.slo import parse_slo
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.settings import LoadSettings, make_settings
-from cadenza.loadtest.slo import parse_slo
 from cadenza.simulate.campaign import Simulated, run_simulation, simulate
-from cadenza.simulate.capacity import Capacity, as_plot, summary_of
-from cadenza.simulate.capacity_search import CapacitySearch
+from cadenza.simulate.capacity.capacity import Capacity, as_plot, summary_of
+from cadenza.simulate.capacity.rate_trials import Misses, RunAt
+from cadenza.simulate.capacity.search import CapacitySearch
 from cadenza.simulate.executor_profiles import ExecutorProfile
-from cadenza.simulate.rate_trials import Misses, RunAt
-from tests.helpers.load_views import SilentView
-from tests.helpers.simulations import options, profile, shape
+from tests.helpers.loadtest.load_views import SilentView
+from tests.helpers.loadtest.simulations import options, profile, shape
 
 SHORT = {"input_len": "uniform:8:32", "output_len": "uniform:8:24"}
 BUSY = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cadenza.cli import simulate as command
 from cadenza.cli.app import run
-from cadenza.cli.search_view import SearchView
+from cadenza.cli.load import simulate as command
+from cadenza.cli.load.search_view import SearchView
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.schedule import make_schedule
 from cadenza.loadtest.settings import LoadSettings, make_settings
-from cadenza.simulate.capacity import Capacity
-from cadenza.simulate.capacity_search import TRIAL_S, CapacitySearch, TrialProgress
-from cadenza.simulate.rate_trials import RunAt, TrialRunner
+from cadenza.simulate.capacity.capacity import Capacity
+from cadenza.simulate.capacity.rate_trials import RunAt, TrialRunner
+from cadenza.simulate.capacity.search import TRIAL_S, CapacitySearch, TrialProgress
+from cadenza.simulate.capacity.time_budget import DEFAULT_S, TimeBudget, read_time_budget
 from cadenza.simulate.request_log import Watch
 from cadenza.simulate.run import Outcome
-from cadenza.simulate.time_budget import DEFAULT_S, TimeBudget, read_time_budget
-from tests.helpers.load_views import SilentView
-from tests.helpers.loadtest_runs import columns
-from tests.helpers.simulations import shape
+from tests.helpers.loadtest.load_views import SilentView
+from tests.helpers.loadtest.loadtest_runs import columns
+from tests.helpers.loadtest.simulations import shape
 
 REQUEST_S = 0.001
 """Real time in which a request is simulated."""

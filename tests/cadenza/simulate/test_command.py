@@ -10,11 +10,11 @@ import pytest
 
 from cadenza.cli.app import run
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import read
+from cadenza.loadtest.results.results import read
 from cadenza.simulate.campaign import may_share
-from cadenza.simulate.capacity import Capacity
+from cadenza.simulate.capacity.capacity import Capacity
+from cadenza.simulate.capacity.pictures import capacity_figure, write_capacity
 from cadenza.simulate.options import find_profile, make_simulated, read_counts
-from cadenza.simulate.pictures import capacity_figure, write_capacity
 from cadenza.simulate.published import PUBLISHED
 
 SMALL = ["--num-requests", "20", "--input-len", "uniform:4:40", "--output-len", "uniform:2:10"]

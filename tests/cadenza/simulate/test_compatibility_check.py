@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import LoadTestFile
+from cadenza.loadtest.results.results import LoadTestFile
 from cadenza.simulate.compatibility_check import check_compatible
 from cadenza.simulate.recordings import Recording
-from tests.helpers.loadtest_runs import made_up_file
-from tests.helpers.made_recordings import COSTS, recording
+from tests.helpers.loadtest.loadtest_runs import made_up_file
+from tests.helpers.loadtest.made_recordings import COSTS, recording
 
 SERVER = {"model": "toy", "executors": [{"device": "cpu"}]}
 

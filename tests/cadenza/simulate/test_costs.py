@@ -15,8 +15,8 @@ from cadenza.simulate.executor_profiles import ExecutorProfile, Overheads, Profi
 from cadenza.simulate.published import A100_40GB, LLAMA_3_1_8B, OPT_13B, PUBLISHED
 from cadenza.simulate.step_costs import step_cost_function
 from executor_svc.simulated.costs import StepCosts, StepWork, read_costs
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.simulations import options, profile, random_schedule, simulation
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.loadtest.simulations import options, profile, random_schedule, simulation
 
 COSTS = StepCosts(
     step_us=900, token_us=70, context_token_us=0.11, sample_us=3, moved_block_us=21, kv_token_us=0.7, hidden_tokens=5

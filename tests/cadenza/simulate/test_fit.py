@@ -10,8 +10,8 @@ import pytest
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.simulate.fit import Fit, fit_costs, fitted_profile, with_clients
 from executor_svc.simulated.costs import StepCosts
-from tests.helpers.loadtest_runs import columns
-from tests.helpers.made_recordings import COSTS, recording
+from tests.helpers.loadtest.loadtest_runs import columns
+from tests.helpers.loadtest.made_recordings import COSTS, recording
 
 
 def check_close(fit: Fit, costs: StepCosts, rel: float) -> None:

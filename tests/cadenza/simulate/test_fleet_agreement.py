@@ -8,16 +8,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.loadtest.requests import RequestShape
+from cadenza.loadtest.workloads.prompts import Prompts
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.fleet.arrivals import Arrivals, alone
 from cadenza.simulate.fleet.model import model_of
 from cadenza.simulate.fleet.results import FleetResult
 from cadenza.simulate.published import PUBLISHED
-from tests.helpers.fleets import serve
-from tests.helpers.simulations import options, shape, simulate
+from tests.helpers.loadtest.fleets import serve
+from tests.helpers.loadtest.simulations import options, shape, simulate
 
 TOLERANCE = 0.1
 """Of medians of TTFT and TPOT, and of the time of all steps."""

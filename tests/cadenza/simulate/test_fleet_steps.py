@@ -9,7 +9,7 @@ from cadenza.simulate.fleet.engine import LOST_S, Fleet, FleetPlan, Split
 from cadenza.simulate.fleet.failures import FAILURES_PER_GPU_HOUR, Failures
 from cadenza.simulate.fleet.histogram import LogHistogram
 from cadenza.simulate.fleet.results import FleetResult, Objective
-from tests.helpers.fleets import Given, model, requests, serve
+from tests.helpers.loadtest.fleets import Given, model, requests, serve
 
 
 def ms(result: FleetResult, name: str, mark: int = 50) -> float:

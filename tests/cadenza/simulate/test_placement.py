@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError, RequestShape
+from cadenza.loadtest.workloads.prompts import Prompts
 from cadenza.simulate.placement import LlmdScores, PlacementName, SglangCacheAware, read_placement
 from cadenza.simulate.run import Simulation
 from scheduler_svc.core.lanes.lane import Lane
@@ -14,7 +14,7 @@ from scheduler_svc.core.policies.placement import Candidate
 from scheduler_svc.core.queues.orders import FcfsOrder
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling
-from tests.helpers.simulations import options, profile, simulation
+from tests.helpers.loadtest.simulations import options, profile, simulation
 
 SPEC = ExecutorSpec(
     block_size=16, num_blocks=64, num_slots=64, max_num_seqs=32, max_num_batched_tokens=64, max_model_len=1024,

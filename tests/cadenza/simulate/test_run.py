@@ -8,16 +8,16 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.latencies import per_request
-from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.latencies import per_request
 from cadenza.loadtest.requests import LoadTestError
+from cadenza.loadtest.workloads.prompts import Prompts
 from cadenza.simulate import rows
 from cadenza.simulate import run as run_module
 from cadenza.simulate.executor_profiles import Noise
 from cadenza.simulate.rows import StepRows
 from executor_svc.simulated.costs import StepCosts
-from tests.helpers.simulations import options, profile, random_schedule, shape, simulate, simulation
+from tests.helpers.loadtest.simulations import options, profile, random_schedule, shape, simulate, simulation
 
 COSTS = {"step_us": 1000.0, "token_us": 100.0}
 OVERHEADS = {"plan_us": 200.0, "transit_us": 100.0, "request_us": 500.0, "reply_us": 300.0}

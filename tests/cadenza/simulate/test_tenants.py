@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cadenza.loadtest.columns import RequestColumns
+from cadenza.loadtest.measures.columns import RequestColumns
 from cadenza.loadtest.requests import RequestShape
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.run import Simulation

@@ -12,7 +12,7 @@ from cadenza.errors import UnavailableError
 from cadenza.top.figures import Lost, Percentiles, json_line, percentiles
 from cadenza.top.meter import Meter
 from cadenza.top.sparkline import sparkline
-from tests.helpers.top_figures import busy_interval, drafting, info, record
+from tests.helpers.client.top_figures import busy_interval, drafting, info, record
 
 
 def test_rates_are_of_the_window():

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from cadenza.cli.top_view import Page
+from cadenza.cli.top.view import Page
 from cadenza.info import AdapterUse
 from cadenza.top.figures import Snapshot, json_line
-from tests.helpers.top_figures import SIZES, busy_interval, screen, view_of
+from tests.helpers.client.top_figures import SIZES, busy_interval, screen, view_of
 
 
 def adapting(*uses: AdapterUse, num_loaded: int = 3) -> Snapshot:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from cadenza.cli.top_tenants import age
-from cadenza.cli.top_view import Page
+from cadenza.cli.top.tenants import age
+from cadenza.cli.top.view import Page
 from cadenza.info import FaultCount, ServerInfo, TenantInfo
 from cadenza.top.figures import Snapshot, TenantFigures, json_line
 from cadenza.top.meter import Meter
-from tests.helpers.top_figures import SIZES, busy_interval, info, screen, view_of
+from tests.helpers.client.top_figures import SIZES, busy_interval, info, screen, view_of
 
 
 def shared(*, num_tenants: int = 2, num_kinds: int = 2) -> Snapshot:

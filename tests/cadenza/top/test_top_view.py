@@ -10,12 +10,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from cadenza.cli.rows import Row, elide, fit, named
-from cadenza.cli.top_view import Page
+from cadenza.cli.top.rows import Row, elide, fit, named
+from cadenza.cli.top.view import Page
 from cadenza.info import ExecutorInfo, ServerLoad
 from cadenza.top.figures import Percentiles, Snapshot
 from cadenza.top.meter import Meter
-from tests.helpers.top_figures import LOST, SIZES, alone, busy_interval, drafting, info, record, screen, view_of
+from tests.helpers.client.top_figures import LOST, SIZES, alone, busy_interval, drafting, info, record, screen, view_of
 
 
 def large(*, num_executors: int = 1, num_dropped: int = 0) -> Snapshot:

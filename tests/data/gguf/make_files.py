@@ -20,7 +20,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from tests.checkpoints import make_checkpoint
-from tests.helpers.gguf_files import all_of, write_gguf
+from tests.helpers.models.gguf_files import all_of, write_gguf
 
 HERE = Path(__file__).parent
 TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")

@@ -19,7 +19,7 @@ from typing import Any
 import llama_cpp
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from tests.helpers.gguf_vocabularies import DATA, recorded, vocabulary, write_vocabulary
+from tests.helpers.models.gguf_vocabularies import DATA, recorded, vocabulary, write_vocabulary
 
 ROOT = Path(__file__).parents[3]
 _SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|end|>", "<|endoftext|>"]

@@ -18,9 +18,9 @@ from executor_svc.batch.slots import Slots
 from executor_svc.plan.plan import AdmittedSequence, ScheduledTokens, StepPlan
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling.columns import candidate_columns, sampling_columns
-from tests.helpers.fake_executor import LIMITS
-from tests.helpers.naive_slots import Naive, by_row
-from tests.helpers.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.executor.naive_slots import Naive, by_row
+from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.scheduler.fake_executor import LIMITS
 
 BLOCK = LIMITS.block_size
 

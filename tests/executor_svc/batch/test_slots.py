@@ -11,8 +11,8 @@ from executor_svc.batch.ragged import SlotLists
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.plan import BlockMoves, InvalidPlan, PrefixSource, SlotColumns, StepPlan
 from executor_svc.plan.sampling import SequenceSampling
-from tests.helpers.fake_executor import LIMITS
-from tests.helpers.plans import columns, ints, plan, run, scheduled, sequence
+from tests.helpers.executor.plans import columns, ints, plan, run, scheduled, sequence
+from tests.helpers.scheduler.fake_executor import LIMITS
 
 
 @pytest.fixture

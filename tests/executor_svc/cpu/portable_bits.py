@@ -28,7 +28,7 @@ from executor_svc.sampling.functions import RowFunctions, TorchFunctions
 from executor_svc.sampling.sampler import sample
 from executor_svc.startup.fingerprint import fingerprint
 from tests.executor_svc.driver import Model
-from tests.helpers.sampling import columns, edits
+from tests.helpers.executor.sampling import columns, edits
 
 VOCAB = 5003
 LENGTH = 700

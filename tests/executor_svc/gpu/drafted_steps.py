@@ -14,8 +14,8 @@ from executor_svc.plan.plan import AdmittedSequence, StepResult, StepStatus
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
-from tests.helpers.plans import ints, plan, scheduled, sequence
-from tests.helpers.stepping import Stepper
+from tests.helpers.executor.plans import ints, plan, scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 
 VOCAB = 131
 MAX_DRAFTS = 3

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from executor_svc.gpu.kernels.quantize import FP8_MAX, quantize_fp8, quantize_int8
 from executor_svc.gpu.linear import Quantization
-from tests.helpers.golden import transformers_model
+from tests.helpers.models.golden import transformers_model
 
 
 def logprobs(

@@ -22,7 +22,7 @@ from executor_svc.gpu.slot_changes import Applied
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.plan import AdmittedSequence, Limits, PrefixSource, ScheduledTokens, SlotError, StepPlan
 from executor_svc.plan.sampling import SequenceSampling
-from tests.helpers.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 
 LIMITS = Limits(
     num_slots=9,

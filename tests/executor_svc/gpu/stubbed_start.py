@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from executor_svc.gpu import device as gpu_device
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.startup import device as startup_device
-from tests.helpers.plans import ints, scheduled, sequence
+from tests.helpers.executor.plans import ints, scheduled, sequence
 
 LIBRARY = "libcuda.so.1"
 OPTIONS: dict[str, Any] = {

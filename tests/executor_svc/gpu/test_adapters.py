@@ -25,9 +25,9 @@ from executor_svc.worker.adapters import AdapterRefused
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.peft_adapters import read, save_peft_adapter
-from tests.helpers.plans import ints, scheduled, sequence
-from tests.helpers.stepping import Stepper
+from tests.helpers.executor.plans import ints, scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
+from tests.helpers.models.peft_adapters import read, save_peft_adapter
 
 VOCAB = 131
 SIZES = AdapterSizes(num_places=2, max_rank=40)

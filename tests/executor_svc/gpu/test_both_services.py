@@ -9,8 +9,8 @@ import pytest
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from tests.checkpoints import make_checkpoint
-from tests.helpers.gate import Gate
 from tests.helpers.marks import short_and_long
+from tests.helpers.scheduler.gate import Gate
 from tests.helpers.services import cadenza_services
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -17,8 +17,8 @@ from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.device_errors import is_out_of_memory
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.plans import scheduled, sequence
-from tests.helpers.stepping import Stepper
+from tests.helpers.executor.plans import scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ from tests.executor_svc.gpu.drafted_steps import (
     note_replays,
     outputs,
 )
-from tests.helpers.plans import ints, scheduled, sequence
-from tests.helpers.stepping import Stepper
+from tests.helpers.executor.plans import ints, scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 
 DRAWN = SequenceSampling(temperature=0.7, seed=3, top_k=9)
 

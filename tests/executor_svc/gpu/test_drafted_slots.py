@@ -19,7 +19,7 @@ from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.speculation.drafting import Drafting, draft_room
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.speculation.verification import accept_drafts
-from tests.helpers.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 
 VOCAB = 50
 LIMITS = Limits(

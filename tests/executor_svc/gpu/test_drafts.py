@@ -30,9 +30,9 @@ from tests.executor_svc.gpu.drafted_steps import (
     note_replays,
     outputs,
 )
+from tests.helpers.executor.plans import columns, ints, scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 from tests.helpers.marks import short_and_long
-from tests.helpers.plans import columns, ints, scheduled, sequence
-from tests.helpers.stepping import Stepper
 
 SOURCES: dict[str, Callable[[Limits], DraftSource]] = {"ngram": NgramSource, "suffix": SuffixSource}
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.plans import scheduled, sequence
-from tests.helpers.stepping import Stepper
+from tests.helpers.executor.plans import scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.test_sampling_steps import assert_same
-from tests.helpers.plans import columns, ints, plan, scheduled, sequence
-from tests.helpers.stepping import Stepper
+from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 
 VOCAB = 300
 DIGITS = [ord(each) - ord("!") + 5 for each in "0123456789"]

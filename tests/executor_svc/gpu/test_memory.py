@@ -22,8 +22,8 @@ from executor_svc.startup.executors import make_executor, run_trial
 from executor_svc.worker.worker import Executor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.allocations import taken_by
-from tests.helpers.plans import ints, plan, scheduled, sequence
+from tests.helpers.executor.allocations import taken_by
+from tests.helpers.executor.plans import ints, plan, scheduled, sequence
 
 SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": 96, "num_gpu_blocks": 64}
 VOCAB = {"llama": 600, "gpt2": 20000}

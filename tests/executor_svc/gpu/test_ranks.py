@@ -27,9 +27,9 @@ from executor_svc.startup.device import make_device
 from executor_svc.startup.rank_checks import RanksError, check_ranks
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.gpu.test_both_services import LIMITS
-from tests.helpers.gate import Gate
-from tests.helpers.golden import transformers_greedy, transformers_model
 from tests.helpers.marks import short_and_long
+from tests.helpers.models.golden import transformers_greedy, transformers_model
+from tests.helpers.scheduler.gate import Gate
 from tests.helpers.services import cadenza_services
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -17,8 +17,8 @@ from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.plans import ints, plan, scheduled, sequence
-from tests.helpers.stepping import Stepper
+from tests.helpers.executor.plans import ints, plan, scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama, group 4": {"family": "llama", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64},

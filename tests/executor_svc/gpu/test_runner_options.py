@@ -19,9 +19,9 @@ from executor_svc.plan.sampling import SequenceSampling
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.quantized_reference import logprobs
+from tests.helpers.executor.plans import scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 from tests.helpers.marks import short_and_long
-from tests.helpers.plans import scheduled, sequence
-from tests.helpers.stepping import Stepper
 
 pytestmark = pytest.mark.slow
 

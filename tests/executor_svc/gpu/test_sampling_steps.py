@@ -21,8 +21,8 @@ from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.plans import columns, ints, plan, scheduled, sequence
-from tests.helpers.stepping import Stepper
+from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 
 VOCAB = 131
 PROMPTS = ([5, 9, 2], list(range(3, 40)), [7] * 20)

@@ -21,7 +21,7 @@ from executor_svc.gpu.staging import Changes, Download, Upload
 from executor_svc.plan.plan import StepPlan
 from executor_svc.plan.sampling import SequenceSampling
 from tests.executor_svc.gpu.slot_histories import LIMITS, MOST, History
-from tests.helpers.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 
 LEAST_STAGING = MOST.num_words + RUN_WORDS
 

@@ -29,9 +29,9 @@ from executor_svc.startup.executors import run_trial
 from executor_svc.startup.speculation import load_speculative_model, make_draft_source, model_on_gpu
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
+from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 from tests.helpers.marks import short_and_long
-from tests.helpers.plans import columns, ints, plan, scheduled, sequence
-from tests.helpers.quantized_layouts import LAYOUTS, quantize_checkpoint
+from tests.helpers.models.quantized_layouts import LAYOUTS, quantize_checkpoint
 
 # What the cache holds at first is anything, and the interpreter multiplies it by numpy.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")]

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.method import read_quantization
-from tests.helpers.quantized_layouts import LAYOUTS
+from tests.helpers.models.quantized_layouts import LAYOUTS
 
 W4 = LAYOUTS["w4a16"][0]
 GROUP_0 = W4["config_groups"]["group_0"]

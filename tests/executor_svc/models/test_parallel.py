@@ -24,10 +24,10 @@ from executor_svc.models.parallel.split import Part, check_split, part_of
 from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor_svc.driver import Driver, Tokens
-from tests.helpers.golden import random_prompts, teacher_forced, transformers_model
+from tests.helpers.executor.rank_threads import RankThreads, on_ranks
 from tests.helpers.marks import short_and_long
-from tests.helpers.peft_adapters import spec_of
-from tests.helpers.rank_threads import RankThreads, on_ranks
+from tests.helpers.models.golden import random_prompts, teacher_forced, transformers_model
+from tests.helpers.models.peft_adapters import spec_of
 
 
 @pytest.fixture(scope="module")

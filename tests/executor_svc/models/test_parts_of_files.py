@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cadenza.gguf_file import read_gguf
+from cadenza.gguf.file import read_gguf
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import ModelConfigError
@@ -83,7 +83,7 @@ def expected_in_order(wanted: torch.Tensor, whole: QuantRows) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
 def test_a_part_of_a_gguf_file(kind: str, tmp_path: Path, read: list[int]) -> None:
     """Rows of heads that llama.cpp has stored in another order, and columns in blocks of 32."""
-    gguf_files = pytest.importorskip("tests.helpers.gguf_files")
+    gguf_files = pytest.importorskip("tests.helpers.models.gguf_files")
     sizes = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 16}
     folder = make_checkpoint(tmp_path / "dense", "llama", **sizes)
     path = gguf_files.write_gguf(folder, tmp_path / "model.gguf", gguf_files.all_of(getattr(gguf_files.Type, kind)))

@@ -27,7 +27,7 @@ from executor_svc.models.quantized.gptq import Gptq
 from executor_svc.models.quantized.method import Quantization, read_quantization
 from tests.checkpoints import edit_config, make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.quantized_layouts import LAYOUTS
+from tests.helpers.models.quantized_layouts import LAYOUTS
 
 CPU = torch.device("cpu")
 HERE = Path(__file__).parent / "quantized_files"

@@ -20,7 +20,7 @@ from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from tests.checkpoints import make_checkpoint, make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
+from tests.helpers.models.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 

@@ -18,7 +18,7 @@ from executor_svc.models.loading import LoaderError, load_model
 from executor_svc.models.quantized import saving
 from executor_svc.startup.device import make_device
 from tests.checkpoints import edit_config, make_llama
-from tests.helpers.quantized_layouts import quantize_checkpoint
+from tests.helpers.models.quantized_layouts import quantize_checkpoint
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 

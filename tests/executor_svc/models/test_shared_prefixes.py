@@ -15,7 +15,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.service.description import description_to_wire
 from tests.checkpoints import edit_config, make_llama
 from tests.executor_svc.driver import Model, Tokens
-from tests.helpers.golden import random_prompts
+from tests.helpers.models.golden import random_prompts
 
 pytestmark = pytest.mark.slow
 

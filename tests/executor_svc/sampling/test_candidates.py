@@ -13,9 +13,9 @@ from torch import Tensor
 from executor_svc.plan.plan import SlotError
 from executor_svc.sampling import row_math
 from executor_svc.sampling.candidates import CandidateColumns
-from tests.helpers.cpu_sampling import best_candidates, row_logprobs, sample
-from tests.helpers.plans import ints
-from tests.helpers.sampling import columns, edits
+from tests.helpers.executor.cpu_sampling import best_candidates, row_logprobs, sample
+from tests.helpers.executor.plans import ints
+from tests.helpers.executor.sampling import columns, edits
 
 NONE = float("-inf")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from executor_svc.sampling.floors import row_floors
-from tests.helpers.cpu_sampling import sample
-from tests.helpers.sampling import columns, edits
+from tests.helpers.executor.cpu_sampling import sample
+from tests.helpers.executor.sampling import columns, edits
 
 INF = float("inf")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from executor_svc.sampling.logits_processors import process
-from tests.helpers.cpu_sampling import sample
-from tests.helpers.sampling import columns, edited_exactly, edits
+from tests.helpers.executor.cpu_sampling import sample
+from tests.helpers.executor.sampling import columns, edited_exactly, edits
 
 INF = float("inf")
 LARGEST = torch.finfo(torch.float32).max

@@ -9,8 +9,8 @@ import torch
 from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.noise import Purpose, philox4x32, row_keys
 from executor_svc.sampling.row_math import fold_sum
-from tests.helpers.cpu_sampling import FUNCTIONS, sample
-from tests.helpers.sampling import columns, edits
+from tests.helpers.executor.cpu_sampling import FUNCTIONS, sample
+from tests.helpers.executor.sampling import columns, edits
 
 INF, NAN = float("inf"), float("nan")
 

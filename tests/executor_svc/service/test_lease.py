@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from cadenza.heartbeats import CHECK_S, SILENCE_S
+from cadenza.serving.heartbeats import CHECK_S, SILENCE_S
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.service.lease import Lease, Leases, Refusal
 

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.slices import SLICE_ITEMS, run_at_once
+from cadenza.serving.slices import SLICE_ITEMS, run_at_once
 from cadenza.transport import MAX_PLAN_BYTES, MAX_SHORT_BYTES
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2

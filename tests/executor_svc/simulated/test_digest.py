@@ -6,11 +6,13 @@ import random
 
 import pytest
 
-from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
-from tests.helpers.core_bench import Bench
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.digest import check_mirror, lane_digest
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult
+from scheduler_svc.core.types import RequestSpec
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.executor.digest import check_mirror, lane_digest
 
 VOCAB = 60
 

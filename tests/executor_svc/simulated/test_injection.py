@@ -15,8 +15,8 @@ from executor_svc.simulated.injection import (
     InjectionError,
     read_injection,
 )
-from tests.helpers.plans import columns, scheduled, sequence
-from tests.helpers.simulated_rig import Rig, moves
+from tests.helpers.executor.plans import columns, scheduled, sequence
+from tests.helpers.executor.simulated_rig import Rig, moves
 
 
 def test_the_chosen_step_hangs_and_no_other() -> None:

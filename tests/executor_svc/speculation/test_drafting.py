@@ -19,7 +19,7 @@ from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.speculation.drafting import Drafting
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.speculation.verification import accept_drafts
-from tests.helpers.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 
 LIMITS = Limits(
     num_slots=8, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=40, vocab_size=50, max_logprobs=5,

@@ -10,7 +10,7 @@ import pytest
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.startup.speculation import SpeculationError, check_speculation, load_speculative_model
-from tests.helpers.eagle3_heads import HeadShape, make_head
+from tests.helpers.models.eagle3_heads import HeadShape, make_head
 
 
 @pytest.mark.parametrize("kind", ["off", "ngram", "suffix", "auto"])

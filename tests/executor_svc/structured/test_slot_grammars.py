@@ -17,8 +17,8 @@ from executor_svc.structured.slot_grammars import SlotGrammars
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.plans import scheduled, sequence
-from tests.helpers.stepping import Stepper
+from tests.helpers.executor.plans import scheduled, sequence
+from tests.helpers.executor.stepping import Stepper
 
 FORCED, OTHER = GrammarSpec("regex", "a{40}b"), GrammarSpec("regex", "c{40}d")
 

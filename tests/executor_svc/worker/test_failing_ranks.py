@@ -22,7 +22,7 @@ from executor_svc.service.convert import plan_from_bytes, plan_from_wire
 from executor_svc.startup import member
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import make_llama
-from tests.helpers.rank_threads import Connections, Meeting, RankThreads, SharedMemory
+from tests.helpers.executor.rank_threads import Connections, Meeting, RankThreads, SharedMemory
 
 PROMPT = list(range(3, 40))
 

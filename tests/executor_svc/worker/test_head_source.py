@@ -21,10 +21,10 @@ from executor_svc.worker.head_source import HeadSource
 from scheduler_svc.core.types import RequestSpec, Sampling
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.core_model import Chat, Rig, Setting
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.eagle3_heads import HeadShape, ReferenceHead, make_head
-from tests.helpers.mtp_heads import ReferenceMtp, make_mimo
+from tests.helpers.core.core_model import Chat, Rig, Setting
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.models.eagle3_heads import HeadShape, ReferenceHead, make_head
+from tests.helpers.models.mtp_heads import ReferenceMtp, make_mimo
 
 PROMPT = tuple(range(2, 40))
 

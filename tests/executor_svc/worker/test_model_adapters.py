@@ -22,7 +22,7 @@ from executor_svc.worker.adapters import AdapterRefused
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.peft_adapters import save_peft_adapter
+from tests.helpers.models.peft_adapters import save_peft_adapter
 
 SIZES = AdapterSizes(num_places=2, max_rank=2)
 

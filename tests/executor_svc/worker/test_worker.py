@@ -19,7 +19,7 @@ from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.worker.session import RejectedPlan, Session
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Worker
-from tests.helpers.fake_executor import LIMITS, CountingRunner, RecordingPools
+from tests.helpers.scheduler.fake_executor import LIMITS, CountingRunner, RecordingPools
 
 
 class Rig:

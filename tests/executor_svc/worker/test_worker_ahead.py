@@ -15,7 +15,7 @@ from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult, StepStatus
 from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
 from executor_svc.worker.session import Session
 from executor_svc.worker.worker import Worker
-from tests.helpers.fake_executor import LIMITS
+from tests.helpers.scheduler.fake_executor import LIMITS
 
 
 @dataclass

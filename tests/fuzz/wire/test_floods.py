@@ -14,8 +14,8 @@ from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Worker
 from tests.fuzz.wire.floods import FLOODS, flooded_executor, flooded_scheduler, half_open_plans
 from tests.fuzz.wire.processes import FuzzedService
-from tests.helpers.executor_harness import fake_description
-from tests.helpers.fake_executor import LIMITS, CountingRunner, RecordingPools
+from tests.helpers.executor.executor_harness import fake_description
+from tests.helpers.scheduler.fake_executor import LIMITS, CountingRunner, RecordingPools
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

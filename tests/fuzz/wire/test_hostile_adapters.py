@@ -15,8 +15,8 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec
 from scheduler_svc.executors.adapters import loaded_adapter, unloaded_adapter
 from tests.fuzz.wire.messages import any_message, damaged, mixed, near
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.core_sampling import core_sampling
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.core.core_sampling import core_sampling
 
 VOCAB = 50
 NUM_ADAPTERS = 4

@@ -18,9 +18,9 @@ from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec
 from scheduler_svc.executors.convert import ProtocolError, model_description, step_plan
 from scheduler_svc.executors.results import step_result
 from tests.fuzz.wire.messages import any_message, damaged, mixed, near
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.known import known_sample
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.known import known_sample
 
 VOCAB = 50
 SPEC = ExecutorSpec(8, 40, 10, 8, 64, 64)

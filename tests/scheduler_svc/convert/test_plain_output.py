@@ -9,21 +9,14 @@ from hypothesis import strategies as st
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert.generation import fill_response
 from scheduler_svc.convert.plain_output import PlainOutput, varint
-from scheduler_svc.core.types import (
-    BeamSpec,
-    Finish,
-    FinishDetail,
-    PromptLogprobs,
-    RequestSpec,
-    Sampling,
-    TokenLogprobs,
-)
+from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.models.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 LAST = Finish(FinishDetail.MAX_TOKENS)

@@ -8,9 +8,9 @@ from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.policies.policies import Policies, Preemption
 from scheduler_svc.core.queues.orders import PriorityOrder
 from scheduler_svc.core.types import BeamSpec, FinishDetail
-from tests.helpers.core_bench import Bench
-from tests.helpers.digest import check_mirror
-from tests.helpers.known import known_cuts
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.known import known_cuts
+from tests.helpers.executor.digest import check_mirror
 
 THREE = BeamSpec(3)
 

@@ -8,10 +8,11 @@ import pytest
 
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, PriorityOrder
-from scheduler_svc.core.types import BeamSpec, FinishDetail, SlotError
-from tests.helpers.core_bench import Bench
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.known import VOCAB_SIZE
+from scheduler_svc.core.result import SlotError
+from scheduler_svc.core.types import BeamSpec, FinishDetail
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.core.known import VOCAB_SIZE
 
 
 def come_back(bench: Bench, **limits: int) -> None:

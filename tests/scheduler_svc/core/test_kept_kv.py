@@ -6,7 +6,7 @@ import pytest
 
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, SequenceState, SessionEnd
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 
 def num_computed_after(bench: Bench) -> int:

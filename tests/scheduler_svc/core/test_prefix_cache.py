@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, FinishDetail
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 SYSTEM_PROMPT = tuple(range(16))
 """Four blocks."""

@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.types import FinishDetail, PromptLogprobs, SlotError
-from tests.helpers.core_bench import Bench
-from tests.helpers.known import known_prompt_logprobs
+from scheduler_svc.core.result import PromptLogprobs, SlotError
+from scheduler_svc.core.types import FinishDetail
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.known import known_prompt_logprobs
 
 
 def joined(parts: list[PromptLogprobs]) -> PromptLogprobs:

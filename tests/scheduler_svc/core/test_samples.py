@@ -10,7 +10,7 @@ from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import PriorityOrder
 from scheduler_svc.core.types import FinishDetail, SequenceState
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 
 def holders(bench: Bench, request_id: str) -> list[int]:

@@ -8,20 +8,13 @@ import pytest
 
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lanes.slot_pool import SlotPool
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FcfsOrder, OrderPolicy, PriorityOrder
-from scheduler_svc.core.types import (
-    FinishDetail,
-    RequestSpec,
-    Sampling,
-    SequenceState,
-    SlotError,
-    StepPlan,
-    StepResult,
-    StepStatus,
-)
-from tests.helpers.core_bench import Bench
-from tests.helpers.known import known_prompt_logprobs, known_sample
+from scheduler_svc.core.result import SlotError, StepResult, StepStatus
+from scheduler_svc.core.types import FinishDetail, RequestSpec, Sampling, SequenceState
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.known import known_prompt_logprobs, known_sample
 
 
 def test_chunks_and_decodes_share_a_step_within_the_budget() -> None:

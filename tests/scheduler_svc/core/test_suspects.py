@@ -11,7 +11,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.suspects import MAX_DEATHS_ALONE
 from scheduler_svc.core.types import BeamSpec, FinishDetail
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 BEAMS = {"beams": BeamSpec(2), "temperature": 0.0}
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.batching import ContinuousBatching
 from scheduler_svc.core.policies.policies import Policies, Preemption
 from scheduler_svc.core.queues.orders import PriorityOrder
-from scheduler_svc.core.types import BeamSpec, FinishDetail, SequenceState, StepPlan
-from tests.helpers.core_bench import Bench
-from tests.helpers.core_executor import StepCosts
+from scheduler_svc.core.types import BeamSpec, FinishDetail, SequenceState
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.core_executor import StepCosts
 
 
 def bench_of(preemption: Preemption, *, costs: StepCosts | None = None, **limits: int) -> Bench:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cadenza.v1 import execution_pb2, types_pb2
-from scheduler_svc.core.types import FinishDetail, Sampling, SlotError, StepStatus
+from scheduler_svc.core.result import SlotError, StepStatus
+from scheduler_svc.core.types import FinishDetail, Sampling
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.activity_log import figures_line
 from scheduler_svc.plan_loop.ports import Load
-from tests.helpers.virtual_engine import STEP_S, started
+from tests.helpers.scheduler.virtual_engine import STEP_S, started
 
 LOGGER = "scheduler_svc.engine.activity_log"
 

@@ -11,12 +11,12 @@ from scheduler_svc.core.adapters.events import AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, Sampling
-from scheduler_svc.engine.adapters import LOOKS, Adapters
+from scheduler_svc.engine.adapters.adapters import LOOKS, Adapters
 from scheduler_svc.engine.journal import NoJournal
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.tenants.registry import Registry
-from tests.helpers.fake_clock import FakeClock
+from tests.helpers.scheduler.fake_clock import FakeClock
 
 SPEC = ExecutorSpec(16, 1000, 64, 32, 512, 4096, max_loras=2, max_cpu_loras=4, shares_prefixes=True)
 LIMIT_S = 60.0

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.types import BeamSpec
 from scheduler_svc.replay.__main__ import replay
-from tests.helpers.changing_executor import (
+from tests.helpers.scheduler.changing_executor import (
     MODEL,
     STEP_S,
     ChangingWorld,

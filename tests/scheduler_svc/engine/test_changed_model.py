@@ -13,7 +13,8 @@ from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.engine.served_model import PreparedModel
 from scheduler_svc.plan_loop.model_change import ModelChange, ModelRefusedError
 from scheduler_svc.plan_loop.ports import EngineRequest
-from tests.helpers.changing_executor import (
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.scheduler.changing_executor import (
     MODEL,
     OTHER_NUMERICS,
     STEP_S,
@@ -22,7 +23,6 @@ from tests.helpers.changing_executor import (
     other_vocabulary,
     submit_all_kinds,
 )
-from tests.helpers.core_sampling import core_sampling
 
 
 @pytest.mark.parametrize("options", [{}, {"allow_fingerprint_change": True}], ids=["default", "allowed"])

@@ -8,8 +8,8 @@ import pytest
 
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.plan_loop.ports import Load, ModelDescription
-from tests.helpers.fake_clock import TimedExecutor
-from tests.helpers.virtual_engine import MODEL, STEP_S, World, started
+from tests.helpers.scheduler.fake_clock import TimedExecutor
+from tests.helpers.scheduler.virtual_engine import MODEL, STEP_S, World, started
 
 COUNTERS = (
     "num_steps",

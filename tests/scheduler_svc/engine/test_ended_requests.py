@@ -12,8 +12,8 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import PriorityOrder
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling, SequenceState
 from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription, SequenceBlockTable, StepRecord
-from tests.helpers.kept_objects import kept_objects
-from tests.helpers.virtual_engine import MODEL, STEP_S, World, started
+from tests.helpers.scheduler.kept_objects import kept_objects
+from tests.helpers.scheduler.virtual_engine import MODEL, STEP_S, World, started
 
 SMALL = replace(MODEL, num_device_blocks=16, num_host_blocks=64)
 KINDS = {"one": {}, "samples": {"num_samples": 3}, "beams": {"num_samples": 2, "beams": BeamSpec(3)}}

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.core.types import FinishDetail, StepPlan
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.plan_loop.clock import SystemClock
 from tests.helpers.paths import ROOT
-from tests.helpers.virtual_engine import START_S, STEP_S, started
+from tests.helpers.scheduler.virtual_engine import START_S, STEP_S, started
 
 
 async def test_a_request_takes_its_steps_on_the_clock() -> None:

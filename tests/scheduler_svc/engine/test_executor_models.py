@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.core.errors import ModelChangedError
-from tests.helpers.changing_executor import OTHER_NUMERICS, STEP_S
-from tests.helpers.fleet_world import fleet
+from tests.helpers.scheduler.changing_executor import OTHER_NUMERICS, STEP_S
+from tests.helpers.scheduler.fleet_world import fleet
 
 OTHER_MODEL = {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": OTHER_NUMERICS["numerics"]}
 OTHER_KERNELS = {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": (("weights", "1111"), ("kernels", "b"))}

@@ -12,11 +12,11 @@ import pytest
 
 from scheduler_svc.core.errors import LimitsError, QueueFullError
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
-from scheduler_svc.engine.fleet.executor_set import MOVE_AFTER_S
+from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
 from scheduler_svc.plan_loop.ports import ExecutorFencedError
 from scheduler_svc.replay.__main__ import main as replay
-from tests.helpers.changing_executor import OTHER_NUMERICS, STEP_S
-from tests.helpers.fleet_world import fleet
+from tests.helpers.scheduler.changing_executor import OTHER_NUMERICS, STEP_S
+from tests.helpers.scheduler.fleet_world import fleet
 
 OTHER_MODEL = {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": OTHER_NUMERICS["numerics"]}
 OTHER_KERNELS = {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": (("weights", "1111"), ("kernels", "b"))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from cadenza.convert import server_info_from_proto
+from cadenza.calls.convert import server_info_from_proto
 from cadenza.v1 import generation_pb2 as pb
 from executor_svc.simulated.poison import Poison
 from scheduler_svc.config import SchedulerConfig
@@ -13,13 +13,13 @@ from scheduler_svc.convert.errors import UnreadableMessageError
 from scheduler_svc.convert.generation import fault_counts
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.faults import Fault
-from scheduler_svc.engine.fleet.executor_set import MOVE_AFTER_S
+from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
 from scheduler_svc.front.front import Front
 from scheduler_svc.journal.journal import connect
 from scheduler_svc.journal.store import JournalStore
 from scheduler_svc.journal.writer import JournalWriter
-from tests.helpers.changing_executor import OTHER_NUMERICS, STEP_S
-from tests.helpers.fleet_world import fleet
+from tests.helpers.scheduler.changing_executor import OTHER_NUMERICS, STEP_S
+from tests.helpers.scheduler.fleet_world import fleet
 
 
 def counts(engine: Engine) -> dict[Fault, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 from scheduler_svc.engine.freed_memory import MAX_LIVE_TOKENS, MIN_FREED_TOKENS, FreedMemory
-from tests.helpers.fake_clock import FakeClock
+from tests.helpers.scheduler.fake_clock import FakeClock
 
 
 class Burst:

@@ -10,13 +10,14 @@ import pytest
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import ModelChangedError, RequestExistsError, UnknownRequestError
-from scheduler_svc.core.types import FinishDetail, RequestSpec, Sampling, TokenLogprobs
+from scheduler_svc.core.result import TokenLogprobs
+from scheduler_svc.core.types import FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.kept_requests import result_bytes
 from scheduler_svc.engine.live_request import Listener, LiveRequest
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.toy_tokenizers import byte_level
-from tests.helpers.virtual_engine import STEP_S, World, started
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.virtual_engine import STEP_S, World, started
 
 GRACE_S = 5.0
 

@@ -6,13 +6,14 @@ import pytest
 
 from cadenza.v1 import generation_pb2
 from scheduler_svc.convert.generation import fill_response
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling, TokenLogprobs
+from scheduler_svc.core.result import TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.prompt_columns import made_up_prompt_logprobs
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.executor.prompt_columns import made_up_prompt_logprobs
+from tests.helpers.models.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 END = Finish(FinishDetail.MAX_TOKENS)

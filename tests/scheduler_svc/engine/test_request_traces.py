@@ -14,9 +14,9 @@ from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.request_trace import MAX_STEPS
 from scheduler_svc.plan_loop.ports import EngineRequest
-from tests.helpers import fleet_world
-from tests.helpers.changing_executor import STEP_S
-from tests.helpers.fleet_world import fleet
+from tests.helpers.scheduler import fleet_world
+from tests.helpers.scheduler.changing_executor import STEP_S
+from tests.helpers.scheduler.fleet_world import fleet
 
 
 @dataclass

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from scheduler_svc.core.errors import DataLossError, RequestRejectedError
-from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestSpec, Sampling, TokenLogprobs
+from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, RequestReader
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.models.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 TEXTS = [

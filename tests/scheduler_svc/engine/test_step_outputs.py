@@ -7,23 +7,17 @@ import pytest
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import BeamOutput, StepOutputs
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import TokenLogprobs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.types import (
-    BeamSpec,
-    Finish,
-    FinishDetail,
-    RequestSpec,
-    Sampling,
-    StepPlan,
-    TokenLogprobs,
-)
+from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
-from tests.helpers.fake_clock import FakeClock
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.fake_clock import FakeClock
 
 TOKENIZER = byte_level()
 EOS = Finish(FinishDetail.EOS)

@@ -15,11 +15,11 @@ from executor_svc.service.convert import plan_from_wire
 from executor_svc.service.description import description_to_wire
 from executor_svc.simulated.build import build_simulated
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.types import AdmittedSequence, StepPlan
+from scheduler_svc.core.plan import AdmittedSequence, StepPlan
 from scheduler_svc.executors.convert import model_description, step_plan
 from scheduler_svc.plan_loop.fleet_model import executor_spec
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.helpers.core_sampling import core_sampling
+from tests.helpers.core.core_sampling import core_sampling
 
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "swapped_out": ({"swapped_out": [(3, 1), (5, 0)]}, {"swap_out": ([3, 5], [1, 0])}),

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.slices import SLICE_ITEMS, run_at_once
+from cadenza.serving.slices import SLICE_ITEMS, run_at_once
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.plan import plan as p
 from executor_svc.service.convert import plan_in_slices, response_in_slices
-from scheduler_svc.core.types import AdmittedSequence, PrefixSource, StepPlan
+from scheduler_svc.core.plan import AdmittedSequence, PrefixSource, StepPlan
 from scheduler_svc.executors.convert import request_in_slices
 from scheduler_svc.executors.results import result_in_slices
-from tests.helpers.core_sampling import core_sampling
+from tests.helpers.core.core_sampling import core_sampling
 
 LONG = tuple(range(8 * SLICE_ITEMS))
 ALLOWED = tuple(range(4 * SLICE_ITEMS))

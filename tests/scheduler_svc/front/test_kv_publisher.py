@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.slices import Work, run_at_once
+from cadenza.serving.slices import Work, run_at_once
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
 from scheduler_svc.engine.kv_events.events import Batch, Cleared, Event, Removed, Stored
 from scheduler_svc.engine.kv_events.hub import KvEvents
-from tests.helpers.core_bench import Bench
-from tests.helpers.fake_clock import FakeClock
-from tests.helpers.kv_exchange import RECORDED as EXCHANGE
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.kv_exchange import RECORDED as EXCHANGE
 from tests.helpers.paths import ROOT
+from tests.helpers.scheduler.fake_clock import FakeClock
 
 msgpack = pytest.importorskip("msgpack", reason="the extra kv-events")
 RECORDED = ROOT / "tests" / "data" / "kv_events" / "payloads.json"

@@ -12,7 +12,8 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestSpec, Sampling
+from scheduler_svc.core.result import PromptLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, RequestReader
 from scheduler_svc.front.session import Session, _Entry

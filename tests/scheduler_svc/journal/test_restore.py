@@ -1,120 +1,32 @@
-"""A second process on the journal of a first one, both on virtual time: which requests go on, and with what.
-
-Token 9 comes in each step of 10 ms. The monotonic clock of the second process begins elsewhere.
-"""
+"""A second process on the journal of a first one, both on virtual time: which requests go on, and with what."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.errors import (
-    DataLossError,
-    PreconditionError,
-    QueueFullError,
     RequestExistsError,
-    RequestRejectedError,
 )
-from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.journal import writer as writer_module
-from scheduler_svc.journal.journal import connect
-from scheduler_svc.journal.restore import Restored, Restorer
-from scheduler_svc.journal.writer import JournalWriter
+from scheduler_svc.journal.restore import Restored
 from scheduler_svc.plan_loop.ports import ModelDescription
-from scheduler_svc.requests.builder import RequestBuilder
-from scheduler_svc.requests.grammar_door import GrammarDoor
 from scheduler_svc.tenants.errors import TenantLimitError
 from scheduler_svc.tenants.registry import Registry
-from scheduler_svc.tenants.tenant import Tenant
-from tests.helpers.journals import HeldThread, opened_store, stored
+from tests.helpers.scheduler.journals import stored
 from tests.helpers.tenants import write_tenants
-from tests.helpers.virtual_engine import MODEL, STEP_S, World
-
-EXACT = replace(MODEL, is_exact=True, fingerprint=b"print", eos_token_ids=(2,), max_logprobs=5)
-FAST = replace(EXACT, is_exact=False)
-GRACE_S = 30.0
-
-
-@dataclass
-class Process:
-    """A scheduler's process: its engine, and what it restored."""
-
-    world: World
-    builder: RequestBuilder
-    restored: Restored
-
-    def submit(self, request_id: str = "r", max_tokens: int = 20, **fields) -> LiveRequest:
-        params = types_pb2.SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, **fields.pop("params", {}))
-        prompt = [types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5, 6, 7]))]
-        tenant = Tenant(fields.pop("tenant", ""))
-        message = pb.GenerateRequest(request_id=request_id, prompt=prompt, sampling_params=params, **fields)
-        now = self.world.clock.monotonic()
-        return self.world.engine.submit(self.builder.build(request_fields(message, tenant), now=now, time_left_s=None))
-
-    async def steps(self, count: int) -> None:
-        await self.world.clock.advance(count * STEP_S)
-
-
-@contextlib.asynccontextmanager
-async def process(
-    folder: Path,
-    model: ModelDescription = EXACT,
-    *,
-    at_s: float = 0.0,
-    allow_fingerprint_change: bool = False,
-    registry: Registry | None = None,
-    grammars: GrammarDoor | None = None,
-) -> AsyncIterator[Process]:
-    """`at_s`: seconds on the wall's clock since the first process began."""
-    world = World(SchedulerConfig(), STEP_S, model, Policies(), registry)
-    if at_s:
-        world.clock.now_ns, start_ns = 7_000_000_000, world.clock.wall_time_ns()
-        world.clock.wall_time_ns = lambda: start_ns + round(at_s * 1e9) + world.clock.now_ns - 7_000_000_000
-    store = opened_store(folder, HeldThread())
-    writer = JournalWriter(store, world.clock, restart_grace_s=GRACE_S)
-    engine = world.engine
-    engine.journal = writer
-    connect(writer, engine)
-    starting = asyncio.create_task(engine.start())
-    await world.clock.advance(0)
-    await starting
-    world.executor.lane = world.core.lanes[0]
-    builder = RequestBuilder(model, None, max_model_len=model.max_model_len, grammars=grammars)
-    restorer = Restorer(
-        engine, writer, builder, restart_grace_s=GRACE_S, allow_fingerprint_change=allow_fingerprint_change
-    )
-    requests, last_number = store.load().result()
-    writer.continue_after(last_number)
-    restored = await restorer.run(requests)
-    try:
-        yield Process(world, builder, restored)
-    finally:
-        await writer.close()
-        await engine.stop()
-
-
-def read(live: LiveRequest) -> tuple[list[int], FinishDetail | None]:
-    """The tokens of all samples as a new stream gets them, and the last finish."""
-    reader, tokens, finish = RequestReader(live), [], None
-    while (chunk := reader.take()) is not None:
-        for sample in chunk.samples:
-            tokens += sample.token_ids
-            finish = sample.finish.detail if sample.finish is not None else finish
-    return tokens, finish
+from tests.scheduler_svc.journal.restarts import EXACT, FAST, GRACE_S, Process, process, read
 
 
 def num_steps(folder: Path) -> int:
@@ -233,17 +145,6 @@ async def test_the_limit_of_drafts_stays(tmp_path: Path, model: ModelDescription
         assert found(third, *waiting) == waiting
 
 
-async def test_end_ids_are_those_of_the_admission(tmp_path: Path) -> None:
-    """The generation config of the model may have changed, which the fingerprint does not cover."""
-    async with process(tmp_path) as first:
-        message = pb.GenerateRequest(request_id="r", prompt=[types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5]))])
-        first.world.engine.submit(first.builder.build(request_fields(message), now=0.0, time_left_s=None))
-        await first.steps(3)
-    async with process(tmp_path, replace(EXACT, eos_token_ids=(9,)), at_s=1.0) as second:
-        await second.steps(5)
-        assert second.world.engine.find("", "r").num_completion_tokens == 5
-
-
 async def test_a_request_whose_stream_stays_away_is_aborted_and_forgotten(tmp_path: Path) -> None:
     async with process(tmp_path) as first:
         first.submit("away", 4000)
@@ -305,30 +206,6 @@ async def test_in_fast_mode_the_stored_tokens_are_a_prompt(tmp_path: Path) -> No
         assert second.world.core.num_output_tokens == 28
 
 
-async def test_under_another_fingerprint_what_was_shown_is_lost_and_the_rest_begins_anew(tmp_path: Path) -> None:
-    async with process(tmp_path) as first:
-        for index in range(4):
-            first.submit(f"shown {index}", 4000)
-        first.submit("waited", params={"temperature": 0.5})
-        await first.steps(3)
-    other = replace(EXACT, fingerprint=b"other")
-    async with process(tmp_path, other, at_s=1.0) as second:
-        assert second.restored == Restored(num_unfinished=1, num_lost=4)
-        engine = second.world.engine
-        lost = engine.find("", "shown 0")
-        assert isinstance(lost.error, DataLossError)
-        assert (lost.ended, read(lost)) == (True, ([], None))
-        assert "another numerics fingerprint than when this request began" in str(lost.error)
-        await second.steps(25)
-        assert read(engine.find("", "waited")) == ([9] * 20, FinishDetail.MAX_TOKENS)
-    # It had shown output under the new fingerprint, which is the one in the journal now.
-    (row,) = [each for each in stored(tmp_path) if each.admission.request_id == "waited"]
-    assert (row.admission.fingerprint, row.started) == (b"other", True)
-    # And with the first executor back, the others go on.
-    async with process(tmp_path, at_s=2.0) as third:
-        assert third.restored == Restored(num_unfinished=4, num_ended=1)
-
-
 async def test_tokens_are_written_whole_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the rows of single steps go; also tokens of requests that cannot run in this process stay."""
     monkeypatch.setattr(writer_module, "STEPS_KEPT", 4)
@@ -370,33 +247,6 @@ async def test_a_number_is_not_used_again_while_a_step_has_it(tmp_path: Path) ->
     assert sum(len(part.token_ids) for part in row.tokens[0]) == 4
 
 
-@pytest.mark.parametrize(("vocab_size", "found"), [(64, Restored(num_unfinished=1)), (65, Restored(num_lost=1))])
-async def test_stored_tokens_go_on_under_another_fingerprint_if_that_is_allowed(
-    tmp_path: Path, vocab_size: int, found: Restored
-) -> None:
-    async with process(tmp_path, FAST) as first:
-        first.submit()
-        await first.steps(3)
-    other = replace(FAST, fingerprint=b"other", vocab_size=vocab_size)
-    async with process(tmp_path, other, at_s=1.0) as second:
-        assert second.restored == Restored(num_lost=1)
-    async with process(tmp_path, other, at_s=1.0, allow_fingerprint_change=True) as third:
-        assert third.restored == found
-
-
-async def test_a_request_that_the_executor_cannot_hold_any_more_ends_alone(tmp_path: Path) -> None:
-    async with process(tmp_path) as first:
-        first.submit("wide", params={"n": 4, "temperature": 0.5})
-        first.submit("small")
-        await first.steps(2)
-    async with process(tmp_path, replace(EXACT, max_num_seqs=2), at_s=1.0) as second:
-        assert second.restored == Restored(num_unfinished=1, num_lost=1)
-        wide = second.world.engine.find("", "wide")
-        assert isinstance(wide.error, PreconditionError)
-        await second.steps(25)
-        assert read(second.world.engine.find("", "small"))[1] is FinishDetail.MAX_TOKENS
-
-
 async def test_tenants_are_apart(tmp_path: Path) -> None:
     async with process(tmp_path) as first:
         first.submit(tenant="blue", max_tokens=5)
@@ -431,34 +281,3 @@ async def test_restored_requests_count_in_their_tenants_limits(tmp_path: Path) -
         await second.steps(20)
         assert quotas.usage("blue").num_requests == 0
         second.submit("c", tenant="blue")
-
-
-class OneAnswer(GrammarDoor):
-    """Answers every constraint with this error."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    async def check(self, *_: object) -> None:
-        raise self.error
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (QueueFullError("takes over 10 s to compile", 10.0), Restored(num_unfinished=1, num_lost=4)),
-        (RequestRejectedError("grammar", "another version refuses it"), Restored(num_lost=5)),
-    ],
-)
-async def test_a_constraint_that_there_is_no_time_for_now_was_compiled_before(
-    tmp_path: Path, error: Exception, expected: Restored
-) -> None:
-    """Under other numerics a request begins anew, and is checked anew: what the moment refuses is not lost."""
-    model = replace(FAST, grammar_engine=b"engine")
-    async with process(tmp_path, model) as first:
-        for index in range(4):
-            first.submit(f"shown {index}", 4000)
-        first.submit("constrained", params={"grammar": types_pb2.GrammarSpec(json_object=True)})
-    other = replace(model, fingerprint=b"other", grammar_engine=b"other engine")
-    async with process(tmp_path, other, at_s=1.0, grammars=OneAnswer(error)) as second:
-        assert second.restored == expected

@@ -10,7 +10,16 @@ import pytest
 
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.store import Batch, JournalStore
-from tests.helpers.journals import HeldThread, admission, end, new_tokens, opened_store, sample, stored, tokens
+from tests.helpers.scheduler.journals import (
+    HeldThread,
+    admission,
+    end,
+    new_tokens,
+    opened_store,
+    sample,
+    stored,
+    tokens,
+)
 
 
 def test_what_is_committed_is_there_in_order_of_arrival(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from scheduler_svc.journal.journal import connect
 from scheduler_svc.journal.store import JournalStore
 from scheduler_svc.journal.writer import JournalWriter
 from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
-from tests.helpers.journals import HeldThread, opened_store, stored
-from tests.helpers.virtual_engine import MODEL, STEP_S, World
+from tests.helpers.scheduler.journals import HeldThread, opened_store, stored
+from tests.helpers.scheduler.virtual_engine import MODEL, STEP_S, World
 
 EXACT = replace(MODEL, is_exact=True, fingerprint=b"print")
 FAST = replace(EXACT, is_exact=False)

@@ -13,21 +13,23 @@ from cadenza.metrics.listener_counts import ListenerCounts
 from scheduler_svc.convert import generation
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import DraftCounts
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
+from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 from scheduler_svc.metrics.draft_gain import DraftGain
 from scheduler_svc.metrics.export import scrape
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.snapshot import ServiceFigures, take_snapshot
 from scheduler_svc.plan_loop.ports import EngineRequest, Load, StepRecord
-from tests.helpers.core_bench import Bench
-from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.fake_clock import TimedExecutor
-from tests.helpers.known import VOCAB_SIZE
-from tests.helpers.virtual_engine import MODEL, STEP_S, World, started
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.core_executor import CoreExecutor
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.known import VOCAB_SIZE
+from tests.helpers.scheduler.fake_clock import TimedExecutor
+from tests.helpers.scheduler.virtual_engine import MODEL, STEP_S, World, started
 
 
 @dataclass

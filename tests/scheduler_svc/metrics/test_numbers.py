@@ -10,14 +10,14 @@ from cadenza.metrics.histogram import sum_of
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.engine.fleet.executor_set import MOVE_AFTER_S
+from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.metrics import buckets
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.request_numbers import OTHER_TENANT
-from tests.helpers.changing_executor import STEP_S as FLEET_STEP_S
-from tests.helpers.fleet_world import fleet
-from tests.helpers.virtual_engine import MODEL, STEP_S, World, started
+from tests.helpers.scheduler.changing_executor import STEP_S as FLEET_STEP_S
+from tests.helpers.scheduler.fleet_world import fleet
+from tests.helpers.scheduler.virtual_engine import MODEL, STEP_S, World, started
 
 SMALL = replace(MODEL, num_device_blocks=12, num_host_blocks=64)
 

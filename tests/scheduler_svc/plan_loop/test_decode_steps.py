@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.virtual_engine import MODEL, STEP_S, started
+from tests.helpers.scheduler.virtual_engine import MODEL, STEP_S, started
 
 
 async def test_a_step_that_decodes_only_needs_no_timeout_and_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:

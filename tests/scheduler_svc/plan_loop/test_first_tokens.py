@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.types import StepPlan
-from tests.helpers.virtual_engine import MODEL, started
+from scheduler_svc.core.plan import StepPlan
+from tests.helpers.scheduler.virtual_engine import MODEL, started
 
 
 @pytest.mark.parametrize(("num_others", "plans_first"), [(0, False), (40, True)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.plan_loop.model_change import ModelChange, model_change
-from tests.helpers.changing_executor import MODEL, OTHER_NUMERICS
+from tests.helpers.scheduler.changing_executor import MODEL, OTHER_NUMERICS
 
 
 def change(**changes: Any) -> ModelChange:

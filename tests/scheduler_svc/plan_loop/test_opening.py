@@ -16,8 +16,8 @@ from scheduler_svc.plan_loop.ports import (
     PlanStream,
     StaleEpochError,
 )
-from tests.helpers.fake_clock import FakeClock, TimedExecutor
-from tests.helpers.virtual_engine import MODEL
+from tests.helpers.scheduler.fake_clock import FakeClock, TimedExecutor
+from tests.helpers.scheduler.virtual_engine import MODEL
 
 LEASE_S = 2.0
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from scheduler_svc.plan_loop.progress import FIRST_STEP_S, MIN_ALLOWED_S
-from tests.helpers.virtual_engine import STEP_S, World, started
+from tests.helpers.scheduler.virtual_engine import STEP_S, World, started
 
 TICK_S = 0.05
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from executor_svc.simulated.poison import Poison
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.replay.__main__ import main as replay
-from tests.helpers.changing_executor import STEP_S, ChangingWorld, changing_world
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.known import known_sample
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.known import known_sample
+from tests.helpers.scheduler.changing_executor import STEP_S, ChangingWorld, changing_world
 
 
 def check_tokens(world: ChangingWorld) -> None:

@@ -8,22 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.plan_log import PlanLogError, PlanLogReader, record_bytes
+from cadenza.serving.plan_log import PlanLogError, PlanLogReader, record_bytes
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.grammar import Grammar
+from scheduler_svc.core.plan import AdmittedSequence, StepPlan
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import (
-    AdmittedSequence,
-    BeamSpec,
-    ExecutorSpec,
-    FinishDetail,
-    RequestSpec,
-    SessionEnd,
-    StepPlan,
-)
+from scheduler_svc.core.types import BeamSpec, ExecutorSpec, FinishDetail, RequestSpec, SessionEnd
 from scheduler_svc.executors.convert import model_description, step_plan
 from scheduler_svc.executors.results import step_result
 from scheduler_svc.recording import plan_log, records
@@ -38,8 +31,8 @@ from scheduler_svc.recording.recorded import (
 )
 from scheduler_svc.replay import __main__ as replay
 from scheduler_svc.replay import core_replay
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.full_disk import FullDisk
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.machine.full_disk import FullDisk
 
 # Every field is another than its default, and fractions are those of float32.
 SAMPLING = core_sampling(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cadenza.plan_log import PlanLogReader
+from cadenza.serving.plan_log import PlanLogReader
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording import records
 from scheduler_svc.recording.recording import recorded_core
 from scheduler_svc.replay.core_replay import CoreReplay
-from tests.helpers.fake_clock import FakeClock, TimedExecutor
-from tests.helpers.virtual_engine import MODEL
+from tests.helpers.scheduler.fake_clock import FakeClock, TimedExecutor
+from tests.helpers.scheduler.virtual_engine import MODEL
 
 
 def weight_of(core: Scheduler, tenant: str) -> float:

@@ -16,8 +16,8 @@ from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.chats.renderer import ChatSettings
 from scheduler_svc.requests.tokenizer import Tokenizer
-from tests.helpers.core_sampling import core_sampling
-from tests.helpers.toy_tokenizers import byte_level, hf_byte_level
+from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.models.toy_tokenizers import byte_level, hf_byte_level
 
 MODEL = ModelDescription(
     name="toy", architecture="Toy", vocab_size=512, max_model_len=64, dtype="float32", num_parameters=1, tokenizer="",

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from scheduler_svc.plan_loop.ports import StopMatch
 from scheduler_svc.requests.detokenizer import TextStream
 from scheduler_svc.requests.tokenizer import Tokenizer
-from tests.helpers.toy_tokenizers import byte_fallback, byte_level, unigram
+from tests.helpers.models.toy_tokenizers import byte_fallback, byte_level, unigram
 
 TOKENIZER = byte_level()
 

@@ -10,7 +10,7 @@ import pytest
 from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 from scheduler_svc.requests.executor_features import check_features
-from tests.helpers.changing_executor import MODEL
+from tests.helpers.scheduler.changing_executor import MODEL
 
 
 def spec(**fields: Any) -> RequestSpec:

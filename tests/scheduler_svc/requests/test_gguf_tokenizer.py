@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from scheduler_svc.requests.chats.fields import ChatFields, MessageFields
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from tests.helpers.gguf_vocabularies import DEMO, Pairs, recorded, vocabulary, write_vocabulary
+from tests.helpers.models.gguf_vocabularies import DEMO, Pairs, recorded, vocabulary, write_vocabulary
 
 CHAT = ChatFields((MessageFields("user", "Hi"),), add_generation_prompt=False)
 BYTE_LEVEL, SENTENCEPIECE = "bpe-llama-bpe", "spm-llama"

@@ -17,8 +17,8 @@ from cadenza.grammar.table import TableSource, table_source
 from scheduler_svc.core.errors import PreconditionError, QueueFullError, RequestRejectedError
 from scheduler_svc.requests import grammar_door
 from scheduler_svc.requests.grammar_door import GrammarDoor
+from tests.helpers.client.scripted_server import until
 from tests.helpers.paths import ROOT
-from tests.helpers.scripted_server import until
 
 BAD = [
     (GrammarSpec("json_schema", "{"), "the schema is no JSON"),

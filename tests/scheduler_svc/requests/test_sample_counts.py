@@ -15,7 +15,7 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import BeamSpec
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.models.toy_tokenizers import byte_level
 
 MODEL = ModelDescription(
     name="toy", architecture="Toy", vocab_size=512, max_model_len=64, dtype="float32", num_parameters=1, tokenizer="",

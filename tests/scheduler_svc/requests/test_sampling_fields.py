@@ -12,11 +12,12 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan
+from scheduler_svc.core.plan import AdmittedSequence, StepPlan
+from scheduler_svc.core.types import Sampling
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
-from tests.helpers.toy_tokenizers import byte_fallback, byte_level, unigram
+from tests.helpers.models.toy_tokenizers import byte_fallback, byte_level, unigram
 
 VOCAB_SIZE = 512
 MODEL = ModelDescription(

@@ -10,8 +10,8 @@ import pytest
 from scheduler_svc.requests.chats.errors import ChatError
 from scheduler_svc.requests.chats.renderer import ChatSettings
 from scheduler_svc.requests.tokenizer import MAX_ADDED_TOKENS, AddedToken, TokenizerError, load_tokenizer
-from tests.helpers.chats import chat_of
-from tests.helpers.toy_tokenizers import SPECIAL, TEMPLATE, byte_level, hf_byte_level
+from tests.helpers.models.chats import chat_of
+from tests.helpers.models.toy_tokenizers import SPECIAL, TEMPLATE, byte_level, hf_byte_level
 
 USER = {"role": "user", "content": "Hi"}
 

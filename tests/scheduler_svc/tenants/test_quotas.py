@@ -15,8 +15,8 @@ from scheduler_svc.core.queues.orders import FairOrder
 from scheduler_svc.tenants.errors import TenantLimitError
 from scheduler_svc.tenants.quotas import TokenBucket
 from scheduler_svc.tenants.registry import Registry
+from tests.helpers.scheduler.virtual_engine import STEP_S, World, started
 from tests.helpers.tenants import write_tenants
-from tests.helpers.virtual_engine import STEP_S, World, started
 
 _ids = (f"r{number}" for number in itertools.count())
 

@@ -16,7 +16,7 @@ from scheduler_svc.tenants.errors import (
     UnauthenticatedError,
 )
 from scheduler_svc.tenants.registry import Metadata, Registry
-from tests.helpers.fake_clock import FakeClock
+from tests.helpers.scheduler.fake_clock import FakeClock
 from tests.helpers.tenants import bearer, token, write_tenants
 
 

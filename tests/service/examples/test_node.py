@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.examples import EXAMPLES, REFUSED_TOP_P, one, run
-from tests.helpers.node_packages import NO_NETWORK, need_node, npm_ci, with_packages
+from tests.helpers.machine.node_packages import NO_NETWORK, need_node, npm_ci, with_packages
 from tests.helpers.paths import ROOT
 from tests.helpers.services import connection
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.helpers.examples import EXAMPLES
-from tests.helpers.scripted_executor import ScriptedExecutor, serve
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 from tests.helpers.services import Running, scheduler_service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hmac
 import os
 
-from cadenza.credentials import MAX_TOKEN_CHARS
 from cadenza.errors import OptionError
 from cadenza.gateway.http.errors import ApiError
+from cadenza.security.credentials import MAX_TOKEN_CHARS
 
 _MAX_BYTES = 1024 * 1024
 

@@ -12,10 +12,10 @@ import ipaddress
 
 from aiohttp import web
 
-from cadenza.credentials import is_loopback
 from cadenza.gateway.config import GatewayConfig
 from cadenza.gateway.http.cors import Cors
 from cadenza.gateway.http.errors import ApiError
+from cadenza.security.credentials import is_loopback
 
 _RESERVED = (".localhost", ".internal")
 """Nobody can have such a name in the public DNS (RFC 6761, ICANN's resolution of 2024-07-29): containers call the

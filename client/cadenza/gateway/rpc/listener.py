@@ -9,12 +9,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cadenza.call_limits import CallLimits
 from cadenza.errors import OptionError
 from cadenza.gateway.config import GatewayConfig
-from cadenza.health_servicer import HealthServicer
-from cadenza.tls_files import PemFile, TlsError
-from cadenza.tls_server import ListenerFiles
+from cadenza.security.tls_server import ListenerFiles
+from cadenza.serving.call_limits import CallLimits
+from cadenza.serving.health_servicer import HealthServicer
+from cadenza.tls.files import PemFile, TlsError
 from cadenza.transport import bind, format_address, server_options
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024

@@ -13,14 +13,14 @@ from typing import Any
 
 import grpc
 
-from cadenza import convert
 from cadenza.adapters import AdapterInfo, adapter_from_proto
-from cadenza.credentials import authorized, call_metadata
+from cadenza.calls import convert
 from cadenza.errors import AlreadyExistsError, CadenzaError, NotFoundError, UnavailableError
 from cadenza.gateway.scheduler.calls import Calls
 from cadenza.gateway.scheduler.session import GatewaySession, LiveRequest
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.prompts import Prompt
+from cadenza.security.credentials import authorized, call_metadata
 from cadenza.v1 import admin_pb2, generation_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub

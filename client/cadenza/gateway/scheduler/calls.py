@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import grpc
 
+from cadenza.calls.reconnect import Attempts, is_lost_connection
 from cadenza.errors import CadenzaError, from_rpc_error
-from cadenza.reconnect import Attempts, is_lost_connection
+from cadenza.security.tls_client import explained_unavailable
 from cadenza.tls import TLS
-from cadenza.tls_client import explained_unavailable
 
 T = TypeVar("T")
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from cadenza import convert
+from cadenza.calls import convert
+from cadenza.calls.output_collector import OutputCollector
+from cadenza.calls.reconnect import grace_s
 from cadenza.errors import CadenzaError, InvalidRequestError
 from cadenza.gateway.scheduler.caller import Caller
 from cadenza.gateway.scheduler.inbox import Inbox, Taken
 from cadenza.gateway.scheduler.session import LiveRequest
-from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import CallOptions, Prompt
-from cadenza.reconnect import grace_s
 from cadenza.sampling_params import SamplingParams
 from cadenza.transport import MAX_REQUEST_BYTES
 

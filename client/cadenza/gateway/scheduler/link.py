@@ -16,13 +16,13 @@ from collections import OrderedDict
 import grpc
 from google.protobuf import wrappers_pb2
 
-from cadenza.credentials import MAX_TOKEN_CHARS, is_loopback
 from cadenza.errors import CadenzaError, OptionError, UnauthenticatedError, UnavailableError
 from cadenza.gateway.scheduler.caller import Caller, close_all
 from cadenza.gateway.scheduler.calls import Calls
 from cadenza.gateway.scheduler.session import GatewaySession
 from cadenza.gateway.scheduler.watching import Watching
-from cadenza.tls_client import client_files, client_tls
+from cadenza.security.credentials import MAX_TOKEN_CHARS, is_loopback
+from cadenza.security.tls_client import client_files, client_tls
 from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
 
 _LOG = logging.getLogger(__name__)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from cadenza.convert import delta_from_proto, resume_to_proto
+from cadenza.calls.convert import delta_from_proto, resume_to_proto
+from cadenza.calls.output_collector import OutputCollector
+from cadenza.calls.reconnect import Attempts, is_lost_connection, whole_message
 from cadenza.errors import (
     CadenzaError,
     DamagedStreamError,
@@ -27,8 +29,6 @@ from cadenza.errors import (
     from_status,
 )
 from cadenza.gateway.scheduler.inbox import Inbox
-from cadenza.output_collector import OutputCollector
-from cadenza.reconnect import Attempts, is_lost_connection, whole_message
 from cadenza.v1 import generation_pb2
 
 if TYPE_CHECKING:

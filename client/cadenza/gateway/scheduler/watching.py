@@ -7,12 +7,12 @@ from typing import Any
 
 import grpc
 
-from cadenza.convert import server_info_from_proto
-from cadenza.credentials import authorized, call_metadata
+from cadenza.calls.convert import server_info_from_proto
 from cadenza.errors import from_rpc_error
 from cadenza.info import ServerInfo
+from cadenza.security.credentials import authorized, call_metadata
+from cadenza.security.tls_client import explained_unavailable
 from cadenza.tls import TLS
-from cadenza.tls_client import explained_unavailable
 from cadenza.v1 import admin_pb2, generation_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub

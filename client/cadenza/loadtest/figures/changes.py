@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cadenza.loadtest.comparison import Change
 from cadenza.loadtest.figures.style import INK, MUTED, drawable, line_handle, look, new_figure, put_legend, say, styled
 from cadenza.loadtest.figures.ticks import plain, set_scale
-from cadenza.loadtest.metric_names import describe
+from cadenza.loadtest.measures.metric_names import describe
+from cadenza.loadtest.results.comparison import Change
 
 _LOOKS = {
     "better": (look(2).colour, True),

@@ -8,10 +8,10 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cadenza.loadtest.columns import StepColumns
 from cadenza.loadtest.figures.style import FAILED, line_handle, look, new_figure, put_panel_legend, say, styled
 from cadenza.loadtest.figures.thinning import binned
 from cadenza.loadtest.figures.ticks import clock_unit, set_scale
+from cadenza.loadtest.measures.columns import StepColumns
 from cadenza.loadtest.requests import Floats
 
 _BINS = 350

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.figures.style import Look
-from cadenza.loadtest.latencies import Window, gaps_of, is_within, per_request
+from cadenza.loadtest.measures.columns import RequestColumns
+from cadenza.loadtest.measures.latencies import Window, gaps_of, is_within, per_request
 from cadenza.loadtest.requests import Floats
 
 SHORT = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}

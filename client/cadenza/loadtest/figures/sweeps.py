@@ -15,8 +15,8 @@ from cadenza.loadtest.figures.naming import Named, put_names
 from cadenza.loadtest.figures.sample import SHORT
 from cadenza.loadtest.figures.style import INK, MUTED, Look, line_handle, look, new_figure, put_legend, say, styled
 from cadenza.loadtest.figures.ticks import seconds_unit, set_scale, wants_log
+from cadenza.loadtest.measures.uncertainty import Estimate
 from cadenza.loadtest.requests import Floats
-from cadenza.loadtest.uncertainty import Estimate
 
 _NEAR = 2.0
 """An SLO this many times above the data is left out, because it would flatten the curves."""

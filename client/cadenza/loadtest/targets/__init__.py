@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cadenza.loadtest.target import Target
+from cadenza.loadtest.driving.target import Target
 
 if TYPE_CHECKING:
     from cadenza.loadtest.settings import LoadSettings

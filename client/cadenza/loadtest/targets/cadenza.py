@@ -12,10 +12,10 @@ from typing import Any
 from google.rpc import code_pb2
 
 from cadenza.async_client import AsyncClient
-from cadenza.credentials import chosen_token
-from cadenza.loadtest.live import LiveRequest
+from cadenza.loadtest.driving.live import LiveRequest
+from cadenza.loadtest.driving.target import Clock, ExecutorFacts, ServerFacts
 from cadenza.loadtest.requests import LoadTestError, RequestShape
-from cadenza.loadtest.target import Clock, ExecutorFacts, ServerFacts
+from cadenza.security.credentials import chosen_token
 from cadenza.v1 import generation_pb2, types_pb2
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from cadenza.loadtest.live import LiveRequest
+from cadenza.loadtest.driving.live import LiveRequest
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.targets.cadenza import INCOMPLETE, TOO_LARGE, CadenzaTarget, take_response
 from cadenza.transport import MAX_REQUEST_BYTES

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from cadenza.errors import CadenzaError, UnavailableError
-from cadenza.loadtest.live import LiveRequest
+from cadenza.loadtest.driving.live import LiveRequest
+from cadenza.loadtest.driving.target import Clock, ServerFacts
 from cadenza.loadtest.requests import LoadTestError, RequestShape
-from cadenza.loadtest.target import Clock, ServerFacts
 from cadenza.loadtest.targets.openai_answer import BAD_RESPONSE, Answer, message_of
 from cadenza.loadtest.targets.sse import EventParser
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cadenza.loadtest.live import LiveRequest
+from cadenza.loadtest.driving.live import LiveRequest
 
 INCOMPLETE = "INCOMPLETE"
 """The stream ended before the answer was complete."""

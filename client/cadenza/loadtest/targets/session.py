@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cadenza.loadtest.live import CANCELLED, LiveRequest
+from cadenza.loadtest.driving.live import CANCELLED, LiveRequest
+from cadenza.loadtest.driving.target import Clock, ServerFacts
 from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.target import Clock, ServerFacts
 from cadenza.loadtest.targets.cadenza import INCOMPLETE, TOO_LARGE, CadenzaTarget, code_name, take_response
 from cadenza.transport import MAX_REQUEST_BYTES
 from cadenza.v1 import generation_pb2

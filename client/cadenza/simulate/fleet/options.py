@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from cadenza.loadtest.measures.slo import parse_slo
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.slo import parse_slo
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.fleet.arrivals import ChunkedTraffic
 from cadenza.simulate.fleet.drawn import DrawnTraffic

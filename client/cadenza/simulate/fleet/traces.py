@@ -13,8 +13,8 @@ import numpy as np
 
 from cadenza.loadtest.requests import Floats, Ints, LoadTestError
 from cadenza.loadtest.seeds import stream
-from cadenza.loadtest.workload_readers import read_records
-from cadenza.loadtest.workload_records import BLOCK_TOKENS, Record
+from cadenza.loadtest.workloads.readers import read_records
+from cadenza.loadtest.workloads.records import BLOCK_TOKENS, Record
 from cadenza.simulate.fleet.arrivals import Arrivals, ChunkedTraffic, joined
 from cadenza.simulate.fleet.routers import mixed
 from cadenza.simulate.fleet.statistics import day_factor, day_peak

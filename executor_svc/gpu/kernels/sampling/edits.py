@@ -78,35 +78,18 @@ def edit(
             last = tl.minimum(first + CHUNK, vocab)
             tl.debug_barrier()
             start = tl.load(record + _BIAS_START)
-            at = tl.full((), 0, tl.int32)
-            while at < num_biases:
-                lane = at + tl.arange(0, LANES)
-                token = tl.load(bias_ids + start + lane, lane < num_biases, other=-1)
-                in_chunk = (token >= first) & (token < last)
-                raw = tl.load(x_row + token, in_chunk, other=0.0)
-                biased = _bounded(raw, raw + tl.load(biases + start + lane, in_chunk, other=0.0))
-                biased = _penalise(biased, token, in_chunk, record, count_row, penalised)
-                tl.store(out_row + token, _mask_others(biased, token, in_chunk, bits_row, has_allowed), in_chunk)
-                at += LANES
+            _write_biased(
+                x_row, out_row, bias_ids + start, biases + start, num_biases, first, last,
+                record, count_row, penalised, bits_row, has_allowed, LANES,
+            )  # fmt: skip
             tl.debug_barrier()
             start = tl.load(record + _WORD_START)
             history = token_ids + slot * tokens_stride
-            at = tl.full((), 0, tl.int32)
-            while at < num_words_of_slot:
-                lane = at + tl.arange(0, LANES)
-                fits = _completed_words(
-                    lane, num_words_of_slot, word_ids + start, word_following + start, history, known, prompt
-                )
-                token = tl.load(word_ids + start + lane, fits, other=-1)
-                tl.store(out_row + token, _RULED_OUT, (token >= first) & (token < last))
-                at += LANES
-            start = tl.load(record + _STOP_START)
-            at = tl.full((), 0, tl.int32)
-            while at < num_stops:
-                lane = at + tl.arange(0, LANES)
-                token = tl.load(stop_ids + start + lane, lane < num_stops, other=-1)
-                tl.store(out_row + token, _RULED_OUT, (token >= first) & (token < last))
-                at += LANES
+            _rule_out_words(
+                out_row, word_ids + start, word_following + start, num_words_of_slot, first, last,
+                history, known, prompt, LANES,
+            )  # fmt: skip
+            _rule_out(out_row, stop_ids + tl.load(record + _STOP_START), num_stops, first, last, LANES)
             tl.debug_barrier()
             x = tl.load(out_row + ids, ids < vocab, other=_RULED_OUT)
             _store_peaks(x, ids, row, 1, chunk, best, tops, vocab, num_chunks, num_blocks, TOPS, CHUNK, SUB)
@@ -132,6 +115,49 @@ def _store_peaks(
     highest = tl.max(of_blocks, axis=0)
     token = tl.min(tl.min(tl.where(key == highest, ids, NO_ID), axis=1), axis=0)
     tl.store(best + (row * 2 + which) * num_chunks + chunk, join(highest, token))
+
+
+@triton.jit
+def _write_biased(
+    x_row, out_row, bias_ids, biases, length, first, last,
+    record, count_row, penalised, bits_row, has_allowed, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write the logits of the slot's tokens with a bias between first and last: bias, penalties, allowed tokens."""
+    at = tl.full((), 0, tl.int32)
+    while at < length:
+        lane = at + tl.arange(0, LANES)
+        token = tl.load(bias_ids + lane, lane < length, other=-1)
+        in_chunk = (token >= first) & (token < last)
+        raw = tl.load(x_row + token, in_chunk, other=0.0)
+        biased = _bounded(raw, raw + tl.load(biases + lane, in_chunk, other=0.0))
+        biased = _penalise(biased, token, in_chunk, record, count_row, penalised)
+        tl.store(out_row + token, _mask_others(biased, token, in_chunk, bits_row, has_allowed), in_chunk)
+        at += LANES
+
+
+@triton.jit
+def _rule_out_words(
+    out_row, ids, following, length, first, last, history, known, prompt, LANES: tl.constexpr
+):  # fmt: skip
+    """Write -inf for tokens between first and last that would complete a bad word."""
+    at = tl.full((), 0, tl.int32)
+    while at < length:
+        lane = at + tl.arange(0, LANES)
+        fits = _completed_words(lane, length, ids, following, history, known, prompt)
+        token = tl.load(ids + lane, fits, other=-1)
+        tl.store(out_row + token, _RULED_OUT, (token >= first) & (token < last))
+        at += LANES
+
+
+@triton.jit
+def _rule_out(out_row, ids, length, first, last, LANES: tl.constexpr):
+    """Write -inf for listed tokens between first and last."""
+    at = tl.full((), 0, tl.int32)
+    while at < length:
+        lane = at + tl.arange(0, LANES)
+        token = tl.load(ids + lane, lane < length, other=-1)
+        tl.store(out_row + token, _RULED_OUT, (token >= first) & (token < last))
+        at += LANES
 
 
 @triton.jit

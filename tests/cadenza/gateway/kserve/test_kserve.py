@@ -14,10 +14,10 @@ from cadenza.gateway.http.errors import ApiError
 from cadenza.gateway.kserve.requests import read_request
 from cadenza.gateway.kserve.statistics import Statistics
 from cadenza.gateway.kserve.stream import MAX_BYTES, InferStream
-from tests.helpers.gateway import gateway
-from tests.helpers.kserve import kserve, outputs, request, texts
-from tests.helpers.scheduler_world import script
-from tests.helpers.toy_tokenizers import byte_level
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.gateway.kserve import kserve, outputs, request, texts
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.scheduler_world import script
 
 TEXT = "The quick brown fox"
 PARAMS = {"seed": "1", "temperature": "0.1", "max_tokens": "50"}

@@ -9,9 +9,9 @@ import pytest
 from cadenza.gateway.page.blocks import CACHED, FREE, BlockMap
 from cadenza.gateway.page.board import Board
 from cadenza.gateway.page.rows import MAX_COLUMNS, MAX_ROWS, ScheduleRows
-from cadenza.schedule import Cell
+from cadenza.steps.schedule import Cell
 from cadenza.v1 import admin_pb2 as pb
-from tests.helpers.top_figures import info, record
+from tests.helpers.client.top_figures import info, record
 
 
 def states(changes: list[int]) -> dict[int, tuple[int, int]]:

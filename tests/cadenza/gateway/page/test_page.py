@@ -13,8 +13,8 @@ from cadenza.gateway.access import PageRights
 from cadenza.gateway.page import feed as feeds
 from cadenza.gateway.page.feed import MAX_EVENTS, View
 from cadenza.gateway.page.files import page_files
-from tests.helpers.gateway import gateway, read_events
-from tests.helpers.scheduler_world import script, world
+from tests.helpers.gateway.gateway import gateway, read_events
+from tests.helpers.scheduler.scheduler_world import script, world
 from tests.helpers.tenants import token, write_tenants
 
 RIGHT = {"X-Cadenza-Page-Token": "the-token"}
@@ -236,7 +236,7 @@ async def test_with_tenants_the_watch_is_the_gateways_own(tmp_path, tokenizer_fo
 
 async def test_pages_share_a_watch_that_ends_with_the_last_one(w, p):
     script(w, "Hello there")
-    recorder = w.engine._recorder
+    recorder = w.engine.records.recorder
     assert not recorder.watches
     async with opened(p) as first, opened(p) as second:
         assert (await anext(first))["type"] == (await anext(second))["type"] == "snapshot"

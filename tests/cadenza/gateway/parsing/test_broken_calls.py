@@ -9,7 +9,7 @@ import pytest
 
 from cadenza.gateway.parsing.output import Message, Reading
 from tests.cadenza.gateway.parsing.test_streamed_parts import IDS, NAMES, formats
-from tests.helpers.outputs_in_deltas import Token, deltas, message_of, parse, whole
+from tests.helpers.models.outputs_in_deltas import Token, deltas, message_of, parse, whole
 
 OPEN, CLOSE, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
 

@@ -7,7 +7,7 @@ import pytest
 from cadenza.gateway.parsing.formats import Formats, find_formats
 from cadenza.gateway.parsing.parts import Role
 from cadenza.info import AddedToken, ModelInfo
-from tests.helpers.chat_templates import HERMES, LLAMA, MISTRAL
+from tests.helpers.models.chat_templates import HERMES, LLAMA, MISTRAL
 
 CODER = "{% for tool in tools %}{% endfor %}<tool_call>\n<function=f>"
 PYTHONIC = "{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}"

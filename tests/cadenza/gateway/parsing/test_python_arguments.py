@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cadenza.gateway.parsing.formats import Formats
 from cadenza.gateway.parsing.output import Reading
 from cadenza.gateway.parsing.python_call import PythonArguments
-from tests.helpers.outputs_in_deltas import Token, message_of, parse, whole
+from tests.helpers.models.outputs_in_deltas import Token, message_of, parse, whole
 
 TEXT = st.text(alphabet="ab \"'\\/{}[](),=:\n\t\x00\u2028é天😀u0nx", max_size=12)
 LEAVES = [st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXT]

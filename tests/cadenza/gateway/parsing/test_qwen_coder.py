@@ -12,7 +12,7 @@ from cadenza.gateway.parsing.argument_kinds import kinds_of
 from cadenza.gateway.parsing.output import Message, Reading
 from cadenza.gateway.parsing.parts import CallArguments
 from tests.cadenza.gateway.parsing.test_streamed_parts import IDS, TEXT, cut, formats, tokens_of
-from tests.helpers.outputs_in_deltas import Token, deltas, message_of, parse, whole
+from tests.helpers.models.outputs_in_deltas import Token, deltas, message_of, parse, whole
 
 SCHEMAS = {
     "text": {"type": "string"},

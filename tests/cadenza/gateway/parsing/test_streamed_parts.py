@@ -14,7 +14,7 @@ from cadenza.gateway.parsing.output import OutputParser, Reading, read_output
 from cadenza.gateway.parsing.parts import Content
 from cadenza.gateway.parsing.reasoning import Opening, opening_of_turn
 from cadenza.info import AddedToken, ModelInfo
-from tests.helpers.outputs_in_deltas import Token, deltas, joined, message_of, parse, whole
+from tests.helpers.models.outputs_in_deltas import Token, deltas, joined, message_of, parse, whole
 
 NAMES = ("get_weather", "f", "a-b")
 MARKERS = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.gateway import gateway
-from tests.helpers.scheduler_world import world
-from tests.helpers.scripted_executor import ScriptedExecutor
-from tests.helpers.tool_models import hermes_tokenizer, mistral_tokenizer, saved, scripts
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.models.tool_models import hermes_tokenizer, mistral_tokenizer, saved, scripts
+from tests.helpers.scheduler.scheduler_world import world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor
 
 
 @pytest.fixture(scope="session")

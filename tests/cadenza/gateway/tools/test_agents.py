@@ -14,7 +14,7 @@ from cadenza.gateway.anthropic.blocks import messages_prompt
 from cadenza.gateway.openai.carried_thoughts import brought_back, carried
 from cadenza.gateway.openai.response_input import response_prompt
 from cadenza.gateway.tools.definitions import ToolUse
-from tests.helpers.tool_models import call_text
+from tests.helpers.models.tool_models import call_text
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]}

@@ -21,8 +21,8 @@ from cadenza.gateway.tools.xml_arguments import argument_kinds
 from cadenza.info import AddedToken, ModelInfo
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
-from tests.helpers.outputs_in_deltas import Token, whole
-from tests.helpers.tool_models import MARKERS, hermes_tokenizer
+from tests.helpers.models.outputs_in_deltas import Token, whole
+from tests.helpers.models.tool_models import MARKERS, hermes_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 

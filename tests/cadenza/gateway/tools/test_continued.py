@@ -8,11 +8,11 @@ import pytest
 
 from cadenza.gateway.anthropic import messages
 from cadenza.gateway.openai import responses, tokens
-from tests.helpers.chat_templates import TIME
-from tests.helpers.gateway import gateway
-from tests.helpers.scheduler_world import world
-from tests.helpers.scripted_executor import ScriptedExecutor
-from tests.helpers.tool_models import call_text, hermes_tokenizer, scripts
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.models.chat_templates import TIME
+from tests.helpers.models.tool_models import call_text, hermes_tokenizer, scripts
+from tests.helpers.scheduler.scheduler_world import world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "Weather?"}

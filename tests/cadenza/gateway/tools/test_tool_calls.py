@@ -9,8 +9,8 @@ import pytest
 
 from cadenza.gateway.anthropic.content import _object
 from cadenza.gateway.tools.definitions import chat_tools, message_tools, response_tools
-from tests.helpers.chat_templates import TIME, WEATHER
-from tests.helpers.tool_models import call_text, hermes_tokenizer, mistral_tokenizer
+from tests.helpers.models.chat_templates import TIME, WEATHER
+from tests.helpers.models.tool_models import call_text, hermes_tokenizer, mistral_tokenizer
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "Weather?"}

@@ -13,11 +13,11 @@ import pytest
 from cadenza import AsyncClient, SamplingParams
 from cadenza.dialects import smg_common_pb2 as common
 from cadenza.dialects import vllm_engine_pb2 as pb
-from tests.helpers import vllm_engine
-from tests.helpers.gateway import gateway
-from tests.helpers.scheduler_world import script
-from tests.helpers.toy_tokenizers import byte_level
-from tests.helpers.vllm_engine import engine
+from tests.helpers.gateway import vllm_engine
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.gateway.vllm_engine import engine
+from tests.helpers.models.toy_tokenizers import byte_level
+from tests.helpers.scheduler.scheduler_world import script
 
 TEXT = "The quick brown fox"
 IDS = byte_level().encode("Hello")

@@ -10,11 +10,11 @@ import pytest
 
 from cadenza.dialects import smg_common_pb2 as common
 from cadenza.v1 import admin_pb2, execution_pb2
-from tests.helpers import vllm_engine
-from tests.helpers.gateway import gateway
-from tests.helpers.kv_router import Router
-from tests.helpers.scheduler_world import collect, request, world
-from tests.helpers.scripted_executor import ScriptedExecutor
+from tests.helpers.core.kv_router import Router
+from tests.helpers.gateway import vllm_engine
+from tests.helpers.gateway.gateway import gateway
+from tests.helpers.scheduler.scheduler_world import collect, request, world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor
 
 BLOCK = 16
 FIRST, SECOND = list(range(5, 5 + 3 * BLOCK + 1)), [9] * (2 * BLOCK + 1)

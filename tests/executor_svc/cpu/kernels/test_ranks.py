@@ -17,7 +17,7 @@ from executor_svc.device.ranks import RankError, Share
 from executor_svc.ranks.hosts.credentials import Credentials, read_credentials
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.helpers.certificates import certificates
-from tests.helpers.rank_threads import Connections, Meeting, SharedMemory, on_ranks
+from tests.helpers.executor.rank_threads import Connections, Meeting, SharedMemory, on_ranks
 
 ROWS, HIDDEN, VOCABULARY = 40, 37, 101
 

@@ -15,8 +15,8 @@ from executor_svc.models.heads.mtp_loading import load_mtp
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.heads.head_driver import HeadDriver, Text, load_head, random_tokens
-from tests.helpers.eagle3_heads import HeadShape, make_head
-from tests.helpers.mtp_heads import make_mimo
+from tests.helpers.models.eagle3_heads import HeadShape, make_head
+from tests.helpers.models.mtp_heads import make_mimo
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.driver import Driver, Model, Tokens
 from tests.helpers.marks import short_and_long
-from tests.helpers.peft_adapters import read, save_peft_adapter
+from tests.helpers.models.peft_adapters import read, save_peft_adapter
 
 SIZES = AdapterSizes(num_places=4, max_rank=64)
 KINDS: dict[str, dict[str, Any]] = {

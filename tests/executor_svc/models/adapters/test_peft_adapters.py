@@ -14,7 +14,7 @@ from torch import Tensor
 
 from executor_svc.models.adapters.errors import AdapterError
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.helpers.peft_adapters import (
+from tests.helpers.models.peft_adapters import (
     adapted_head,
     adapted_linear,
     adapted_table,

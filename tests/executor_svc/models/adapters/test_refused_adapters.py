@@ -20,7 +20,7 @@ from executor_svc.models.adapters.errors import AdapterError, naming
 from executor_svc.models.adapters.modules import decoder_modules
 from executor_svc.models.adapters.targets import find_targets
 from tests.checkpoints import make_checkpoint
-from tests.helpers.peft_adapters import read, save_peft_adapter, spec_of
+from tests.helpers.models.peft_adapters import read, save_peft_adapter, spec_of
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 TABLE = "base_model.model.model.embed_tokens"

@@ -25,8 +25,8 @@ from executor_svc.plan.description import limits_of
 from executor_svc.startup.fingerprint import fingerprint
 from tests.checkpoints import edit_config, make_checkpoint, make_llama
 from tests.executor_svc.driver import Model, flat_batch, spoil
-from tests.helpers.gguf_files import all_of, write_gguf
-from tests.helpers.gguf_vocabularies import write_vocabulary
+from tests.helpers.models.gguf_files import all_of, write_gguf
+from tests.helpers.models.gguf_vocabularies import write_vocabulary
 
 VOCAB = 270
 DRAFT_SHAPE: dict[str, Any] = {

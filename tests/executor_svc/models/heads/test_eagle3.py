@@ -16,7 +16,7 @@ from executor_svc.models.decoder import Decoder
 from tests.checkpoints import make_checkpoint, make_llama
 from tests.executor_svc.driver import Model, flat_batch
 from tests.executor_svc.models.heads.head_driver import HeadDriver, Text, check_rows, load_head, random_tokens
-from tests.helpers.eagle3_heads import HeadShape, ReferenceHead, make_head
+from tests.helpers.models.eagle3_heads import HeadShape, ReferenceHead, make_head
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 96, "max_num_seqs": 8, "block_size": 16}
 BLOCKS = [9, 2, 14, 5, 7, 0]

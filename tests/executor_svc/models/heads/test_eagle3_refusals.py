@@ -16,7 +16,7 @@ from executor_svc.models.folder import LoaderError
 from tests.checkpoints import edit_config, make_checkpoint, make_llama
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.heads.head_driver import load_head
-from tests.helpers.eagle3_heads import HeadShape, make_head
+from tests.helpers.models.eagle3_heads import HeadShape, make_head
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

@@ -24,8 +24,8 @@ from executor_svc.startup.speculation import load_speculative_model
 from tests.checkpoints import edit_config, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.heads.head_driver import HeadDriver, Text, check_rows, random_tokens
-from tests.helpers.mtp_heads import PREFIX, ReferenceMtp, all_tensors, edit_tensors, make_mimo
-from tests.helpers.quantized_layouts import quantize_checkpoint
+from tests.helpers.models.mtp_heads import PREFIX, ReferenceMtp, all_tensors, edit_tensors, make_mimo
+from tests.helpers.models.quantized_layouts import quantize_checkpoint
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 96, "max_num_seqs": 8, "block_size": 16}
 BLOCKS = [9, 2, 14, 5, 7, 0]

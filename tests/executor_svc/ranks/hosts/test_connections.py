@@ -26,7 +26,7 @@ from executor_svc.ranks.hosts.places import Place, PlaceError
 from executor_svc.ranks.hosts.watching import watch
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 from tests.helpers.certificates import Certificates, certificates
-from tests.helpers.loopback import new_address
+from tests.helpers.machine.loopback import new_address
 
 PORT, SECRET = 50053, Credentials(b"sixteen bytes or more")
 

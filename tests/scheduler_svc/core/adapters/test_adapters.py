@@ -18,7 +18,7 @@ from scheduler_svc.core.errors import InvariantError, RequestRejectedError
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, PriorityOrder
 from scheduler_svc.core.types import RequestSpec, Sampling
-from tests.helpers.adapter_rig import Rig
+from tests.helpers.core.adapter_rig import Rig
 
 
 def test_adapters_with_names_are_loaded_while_there_are_places_a_few_at_once() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler_svc.core.adapters.events import AdapterDue, AdapterLoaded, AdapterUnloaded
-from tests.helpers.adapter_rig import Rig
+from tests.helpers.core.adapter_rig import Rig
 
 
 def test_a_due_adapter_takes_the_place_of_one_whose_requests_only_wait() -> None:

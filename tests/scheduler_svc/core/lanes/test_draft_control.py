@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler_svc.core.lanes.draft_control import DraftControl, DraftedStep
-from tests.helpers.draft_machine import DraftMachine, StepNs, ideal, rows_cost
+from tests.helpers.core.draft_machine import DraftMachine, StepNs, ideal, rows_cost
 
 MOST = 5
 MACHINES: dict[str, StepNs] = {

@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.policies.batching import StaticBatching
 from scheduler_svc.core.policies.policies import Policies
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 
 class Unread(list[int]):

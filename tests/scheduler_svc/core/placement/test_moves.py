@@ -10,7 +10,7 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.policies.batching import StaticBatching
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import FinishDetail, RequestSpec, SessionEnd
-from tests.helpers.fleet_bench import SMALL, FleetBench, spec
+from tests.helpers.core.fleet_bench import SMALL, FleetBench, spec
 
 
 def started(*specs: object, count: int = 4, policies: Policies | None = None, **fields: object) -> FleetBench:

@@ -14,7 +14,7 @@ from scheduler_svc.core.policies.placement import MAX_EXCESS, RoundRobin
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import PriorityOrder
 from scheduler_svc.core.types import FinishDetail
-from tests.helpers.fleet_bench import SMALL, FleetBench, spec
+from tests.helpers.core.fleet_bench import SMALL, FleetBench, spec
 
 SHARED = [7, *range(30)]
 """The beginning of many prompts."""

@@ -7,7 +7,7 @@ import pytest
 from scheduler_svc.core.policies.batching import ContinuousBatching, StaticBatching
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import BeamSpec, FinishDetail
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 
 def static(batch_size: int, window_s: float | None = None, **limits: int) -> Bench:

@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc.core.policies.policies import Policies, Preemption
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
 from scheduler_svc.core.types import BeamSpec, FinishDetail
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 ONE_AT_A_TIME = {"max_num_seqs": 1, "num_slots": 4}
 

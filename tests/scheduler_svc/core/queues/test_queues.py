@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import PriorityOrder
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 
 def test_the_oldest_group_is_overdue_first() -> None:

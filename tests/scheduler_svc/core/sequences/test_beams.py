@@ -14,8 +14,9 @@ import pytest
 from hypothesis import event, given, settings
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.result import Candidates
 from scheduler_svc.core.sequences.beams import MAX_CANDIDATES, BeamSearch, Hypothesis
-from scheduler_svc.core.types import BeamSpec, Candidates, Finish, FinishDetail
+from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
 
 EOS, STOP = 1, 2
 NUM_PROMPT_TOKENS = 7

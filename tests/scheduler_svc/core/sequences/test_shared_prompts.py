@@ -14,7 +14,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import PriorityOrder
 from scheduler_svc.core.types import BeamSpec, FinishDetail, SequenceState
 from scheduler_svc.engine.lane_views import block_tables
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 NUM = 16
 """Sequences of the group."""

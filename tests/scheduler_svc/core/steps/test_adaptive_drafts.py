@@ -7,8 +7,8 @@ import pytest
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.drafts import AcceptanceSource
 from executor_svc.speculation.drafting import Drafting
-from tests.helpers.core_bench import Bench
-from tests.helpers.known import VOCAB_SIZE
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.known import VOCAB_SIZE
 
 NUM_TOKENS = 110
 CHEAP = StepCosts(step_us=1000, token_us=10)

@@ -12,7 +12,7 @@ from scheduler_svc.core.steps.budget import (
     AdmissionBudget,
     StepBudget,
 )
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 MANY = 3 * MAX_ADMITTED_SEQUENCES
 

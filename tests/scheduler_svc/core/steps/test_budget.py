@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES, StepBudget
-from tests.helpers.core_bench import Bench
-from tests.helpers.known import VOCAB_SIZE
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.known import VOCAB_SIZE
 
 
 def test_the_description_of_the_first_sequence_always_fits() -> None:

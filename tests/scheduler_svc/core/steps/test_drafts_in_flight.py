@@ -11,7 +11,7 @@ from scheduler_svc.core.memory.prefix_cache import PrefixCache, pack_blocks
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import SequenceState
 from scheduler_svc.executors.convert import step_plan
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 SIZES = {"max_drafts": 4, "num_slots": 32, "max_num_seqs": 32, "max_num_batched_tokens": 64}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_SEQUENCES, SINGLE_WEIGHT
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 
 def test_a_victim_that_would_come_back_at_once_is_not_preempted() -> None:

@@ -10,20 +10,13 @@ import pytest
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.request_table import RequestTable
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps import admission
-from scheduler_svc.core.types import (
-    ExecutorSpec,
-    Finish,
-    FinishDetail,
-    RequestSpec,
-    Sampling,
-    SequenceState,
-    StepResult,
-)
+from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec, Sampling, SequenceState
 from scheduler_svc.executors.convert import step_plan
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 NUM_STEPS = 120
 STOP_IDS = (2, 5)

@@ -14,11 +14,12 @@ from executor_svc.service.convert import plan_from_wire
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.grammar import Grammar
 from scheduler_svc.core.placement.candidates import may_continue
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.types import StepPlan, StepResult
+from scheduler_svc.core.result import StepResult
 from scheduler_svc.executors.convert import step_plan
-from tests.helpers.core_bench import Bench
-from tests.helpers.core_executor import LateSteps
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.core_executor import LateSteps
 
 ENGINE = b"engine"
 ANY = Grammar(types_pb2.GrammarSpec(json_object=True).SerializeToString(), ENGINE)
@@ -36,7 +37,7 @@ class RandomlyLate(LateSteps):
 
 @pytest.fixture(autouse=True)
 def late_executors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.helpers.core_executor.LateSteps", RandomlyLate)
+    monkeypatch.setattr("tests.helpers.core.core_executor.LateSteps", RandomlyLate)
 
 
 def run(bench: Bench, depth: int) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core.memory import prefix_lookups
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.types import StepPlan
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 SLICE_BLOCKS = 1024
 NUM_TOKENS = 4 * 4 * SLICE_BLOCKS

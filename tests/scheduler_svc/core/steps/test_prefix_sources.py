@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.core.plan import PrefixSource, StepPlan
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES, MAX_GROUP_TOKENS
-from scheduler_svc.core.types import BeamSpec, FinishDetail, PrefixSource, StepPlan
-from tests.helpers.core_bench import Bench
+from scheduler_svc.core.types import BeamSpec, FinishDetail
+from tests.helpers.core.core_bench import Bench
 
 
 def plans_of(bench: Bench) -> list[StepPlan]:

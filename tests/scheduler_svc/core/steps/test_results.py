@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.result import SlotError, StepResult, StepStatus
 from scheduler_svc.core.steps.results import check_result
-from scheduler_svc.core.types import SlotError, StepResult, StepStatus
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 
 def decoding(num_requests: int = 2) -> Bench:

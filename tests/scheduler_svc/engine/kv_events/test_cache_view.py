@@ -11,7 +11,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, block_hashes, first_block, next_block, token_ids_of
 from scheduler_svc.engine.kv_events.cache_view import CacheView
 from scheduler_svc.engine.kv_events.events import net
-from tests.helpers.core_bench import Bench
+from tests.helpers.core.core_bench import Bench
 
 PLAIN = ("", b"", b"")
 

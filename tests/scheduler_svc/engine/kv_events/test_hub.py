@@ -11,8 +11,8 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events import hub as module
 from scheduler_svc.engine.kv_events.events import Batch, Cleared, Removed, Stored
 from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription
-from tests.helpers.core_bench import Bench
-from tests.helpers.fake_clock import FakeClock
+from tests.helpers.core.core_bench import Bench
+from tests.helpers.scheduler.fake_clock import FakeClock
 
 
 class Rig:

@@ -16,8 +16,8 @@ from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatFields, Me
 from scheduler_svc.requests.chats.job import Job, failed, read_answer, rendered
 from scheduler_svc.requests.chats.renderer import INLINE_CHARS, ChatRenderer, templates_of
 from scheduler_svc.requests.chats.template import compile_template, render
-from tests.helpers.chat_templates import CHATS, HERMES, TOOLS
-from tests.helpers.chats import chat_of
+from tests.helpers.models.chat_templates import CHATS, HERMES, TOOLS
+from tests.helpers.models.chats import chat_of
 
 SHORT = ChatFields((MessageFields("user", "Hello"),))
 LONG = ChatFields((MessageFields("user", "Hello é " * 2000),))

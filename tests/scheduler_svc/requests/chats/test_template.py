@@ -12,9 +12,19 @@ import pytest
 from scheduler_svc.requests.chats.errors import ChatError
 from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatFields, MessageFields, ToolCallFields
 from scheduler_svc.requests.chats.template import compile_template, render
-from tests.helpers.chat_templates import ANSWER, CHATS, HERMES, LLAMA, MISTRAL, QWEN_THINKING, TEMPLATES, TOOLS, USER
-from tests.helpers.chats import chat_of, with_text_arguments
-from tests.helpers.toy_tokenizers import hf_byte_level
+from tests.helpers.models.chat_templates import (
+    ANSWER,
+    CHATS,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    QWEN_THINKING,
+    TEMPLATES,
+    TOOLS,
+    USER,
+)
+from tests.helpers.models.chats import chat_of, with_text_arguments
+from tests.helpers.models.toy_tokenizers import hf_byte_level
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 HELLO = (MessageFields("user", "Hello"),)

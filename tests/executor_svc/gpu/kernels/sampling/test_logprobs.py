@@ -13,7 +13,7 @@ from executor_svc.gpu.kernels.sampling.sampling import sample
 from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace, field
 from executor_svc.sampling import logprobs
 from executor_svc.sampling.functions import TorchFunctions
-from tests.helpers.device_sampling import sequence, world
+from tests.helpers.executor.device_sampling import sequence, world
 
 INF, NAN = float("inf"), float("nan")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from executor_svc.gpu.kernels.sampling.penalties import add_tokens, restart_counts
 from executor_svc.gpu.kernels.sampling.state import RECORD_WORDS, SamplingState
-from tests.helpers.device_sampling import sequence, world
+from tests.helpers.executor.device_sampling import sequence, world
 
 PENALTIES = {"repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": 0.5}
 

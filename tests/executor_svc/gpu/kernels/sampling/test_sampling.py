@@ -20,7 +20,7 @@ from executor_svc.sampling import noise as philox
 from executor_svc.sampling.functions import TorchFunctions
 from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.sampling.logits_processors import process
-from tests.helpers.device_sampling import UNTOUCHED, sequence, world
+from tests.helpers.executor.device_sampling import UNTOUCHED, sequence, world
 
 INF, NAN = float("inf"), float("nan")
 NON_FINITE, NONE_ALLOWED = int(SlotError.NON_FINITE_LOGITS), int(SlotError.NO_ALLOWED_TOKEN)

@@ -1,0 +1,367 @@
+"""The core over the real executor of a model, in one process, moved on step by step. For tests only.
+
+Plans and results go through the wire's own conversions. Time is counted, not taken, so the same requests give the same
+plans in every run. KV that nobody has computed is NaN: whoever reads it fails.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.cpu.runner import ModelRunner
+from executor_svc.plan.description import limits_of
+from executor_svc.plan.plan import Limits
+from executor_svc.ranks.drafts import LeaderDrafts
+from executor_svc.service.convert import plan_from_wire, result_to_wire
+from executor_svc.speculation.drafts import DraftSource
+from executor_svc.startup.speculation import Draft, make_draft_source, source_of, state_layers_of
+from executor_svc.worker.model_adapters import ModelAdapterLoader
+from executor_svc.worker.step import StepExecutor
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.outputs import SampleDelta, StepOutputs
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.result import StepResult
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestKey, RequestSpec, SessionEnd
+from scheduler_svc.engine.policies_from_options import policies_from_options
+from scheduler_svc.executors.convert import step_plan
+from scheduler_svc.executors.results import step_result
+from tests.executor_svc.driver import Model
+from tests.helpers.core.core_adapters import CoreAdapters
+from tests.helpers.executor.rank_threads import RankModel, RankThreads
+
+_STEP_S = 0.01
+_MAX_CUTS = 40
+_EPOCH = 1
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request, and what the user says after each answer: a turn's prompt is all that was said before it."""
+
+    spec: RequestSpec
+    says: tuple[tuple[int, ...], ...] = ()
+
+    def turn(self, answer: list[int]) -> Chat:
+        """The next one."""
+        prompt = (*self.spec.prompt_token_ids, *answer, *self.says[0])
+        return Chat(
+            replace(self.spec, request_id=f"{self.spec.request_id}, on", prompt_token_ids=prompt), self.says[1:]
+        )
+
+
+@dataclass
+class Told:
+    """All that was reported of a sample."""
+
+    token_ids: list[int] = field(default_factory=list)
+    chosen_logprobs: list[float] = field(default_factory=list)
+    logprobs: bytes = b""
+    """Bits of every row: ranks, top ids, logprobs."""
+    prompt_logprobs: bytes = b""
+    """The same of the prompt, with indices."""
+    cumulative_logprob: float | None = None
+    finish: Finish | None = None
+
+    def add(self, delta: SampleDelta) -> None:
+        """Take what one delta brings."""
+        assert self.finish is None, "outputs of a sample that has ended"
+        self.token_ids += delta.token_ids
+        for row in delta.logprobs:
+            self.chosen_logprobs.append(row.logprob)
+            self.logprobs += _bits((row.rank, *row.top_token_ids), (row.logprob, *row.top_logprobs))
+        if (prompt := delta.prompt_logprobs) is not None:
+            for at, (logprob, rank) in enumerate(zip(prompt.logprobs, prompt.ranks, strict=True)):
+                top = slice(at * prompt.num_top, (at + 1) * prompt.num_top)
+                self.prompt_logprobs += _bits(
+                    (prompt.start + at, rank, *prompt.top_token_ids[top]), (logprob, *prompt.top_logprobs[top])
+                )
+        self.finish, self.cumulative_logprob = delta.finish, delta.cumulative_logprob
+
+
+Outcome = dict[tuple[str, int], Told]
+"""By request id and sample index."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes, options of the scheduler, who comes when, and what must happen."""
+
+    block_size: int = 16
+    num_blocks: int = 600
+    num_host_blocks: int = 0
+    max_num_seqs: int = 24
+    max_num_batched_tokens: int = 256
+    depth: int = 2
+    """Plans in flight."""
+    arrivals: Literal["together", "shuffled", "scattered", "alone"] = "together"
+    """All before the first step, in one order or another; now and then; each when the one before has ended."""
+    loses_every: int = 0
+    """The session with the executor breaks after so many steps, and its memory is gone; 0: never."""
+    cuts_every: int = 0
+    """The session breaks after so many steps, and the executor keeps its memory; 0: never."""
+    max_drafts: int = 0
+    """The most drafts of a sequence in one step."""
+    max_loras: int = 0
+    max_cpu_loras: int = 0
+    aborts: bool = False
+    """Others come that are aborted."""
+    happens: frozenset[str] = frozenset()
+    """Of: hits, host hits, drafts; recompute or swap, and whom: one, samples, beams."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the scheduler service, those that rule the core."""
+
+
+class Rig:
+    """One lane of the core, its executor, and the plans in flight between them."""
+
+    def __init__(
+        self,
+        model: Model | RankModel,
+        setting: Setting,
+        drafts: DraftSource | None = None,
+        draft_model: Draft | None = None,
+        speculative: str | None = None,
+        adapters: Mapping[int, Path] | None = None,
+        ranks: RankThreads | None = None,
+    ) -> None:
+        """drafts: a source without a model; draft_model: a source with one. speculative: the source of this option.
+
+        adapters: folders by index, for a model that has places. ranks: of which `model` is the first one's part.
+        """
+        sizes: dict[str, Any] = {
+            "block_size": setting.block_size,
+            "num_gpu_blocks": setting.num_blocks,
+            "num_cpu_blocks": setting.num_host_blocks,
+            "max_num_seqs": setting.max_num_seqs,
+            "max_num_batched_tokens": setting.max_num_batched_tokens,
+        }
+        config, geometry = ExecutorConfig(**{**model.options, **sizes}), model.loaded.geometry
+        self.setting = setting
+        self.happened: Counter[str] = Counter()
+        """How often what a setting may ask for did happen."""
+        self.outcome: Outcome = {}
+        self.pools = model.device.new_kv_cache(
+            model.loaded.own_geometry, config, draft=None if draft_model is None else draft_model.layers
+        )
+        loras = {"max_loras": setting.max_loras, "max_cpu_loras": setting.max_cpu_loras}
+        limits = replace(limits_of(config, geometry, self.pools), max_drafts=setting.max_drafts, **loras)
+        self.core = Scheduler(policies_from_options(SchedulerConfig(**setting.options)))
+        self.core.add_executor(0, _spec(limits))
+        places = model.loaded.adapters
+        self.adapters = None
+        if adapters:
+            assert places is not None
+            most = setting.max_cpu_loras
+            self.adapters = CoreAdapters(
+                self.core,
+                adapters,
+                lambda: ModelAdapterLoader(places, most) if ranks is None else ranks.new_loader(most),
+            )
+
+        def start() -> StepExecutor:
+            source = drafts
+            layers = state_layers_of(draft_model)
+            runner = ModelRunner(
+                model.loaded.model, model.device, self.pools, limits, state_layers=layers, adapters=places
+            )
+            if speculative is not None:
+                kind = config.model_copy(update={"speculative": speculative})
+                source = make_draft_source(kind, limits, draft_model, model.device, self.pools, runner)
+            elif draft_model is not None:
+                source = source_of(draft_model, limits, model.device, self.pools, runner)
+            loader = None if self.adapters is None else self.adapters.loader
+            if ranks is None:
+                return StepExecutor(runner, self.pools, limits, drafts=source, adapters=loader)
+            leader = ranks.start(config, limits)
+            shared = None if source is None else LeaderDrafts(source, leader)
+            return StepExecutor(runner, self.pools, limits, drafts=shared, adapters=loader, ranks=leader)
+
+        self._start = start
+        self.executor = start()
+        self._plans: deque[StepPlan] = deque()
+        self._chats: dict[str, Chat] = {}
+        self._doomed: deque[RequestKey] = deque()
+        self._rng = random.Random(3)
+        self._now = 0.0
+        self._num_applied = 0
+        self._lose_memory()
+
+    def run(self, chats: Iterable[Chat]) -> Outcome:
+        """Let all of them come, and go on until all is reported and nothing is held."""
+        for coming in self._arrivals(list(chats)):
+            for chat in coming:
+                self._add(chat)
+            self._step()
+        while self.core.groups or self._plans:
+            self._step()
+        self._step()
+        blocks = self.core.lanes[0].blocks
+        assert blocks.num_free == self.setting.num_blocks
+        assert blocks.num_used_host == 0
+        assert not self.executor.slots.admitted.any()
+        self.happened["hits"] += blocks.prefix_counts.num_hits
+        self.happened["drafts"] += sum(self.core.lanes[0].counts.drafts.accepted)
+        return self.outcome
+
+    def _arrivals(self, chats: list[Chat]) -> Iterator[list[Chat]]:
+        """Who comes before each step."""
+        rng, arrivals = self._rng, self.setting.arrivals
+        everyone = list(chats)
+        if arrivals in ("shuffled", "scattered"):
+            rng.shuffle(chats)
+        if arrivals in ("together", "shuffled"):
+            yield chats
+            chats = []
+        while chats or self.core.groups.keys() - set(self._doomed):
+            count = not self.core.groups if arrivals == "alone" else rng.choice([0, 0, 0, 1, 1, 3])
+            yield chats[:count]
+            del chats[:count]
+            if self.setting.aborts and rng.random() < 0.3:
+                self._disturb(rng.choice(everyone).spec)
+
+    def _add(self, chat: Chat) -> None:
+        self._chats[chat.spec.request_id] = chat
+        self.core.add_request(chat.spec, self._now)
+        self.core.drain(False)
+        for index in range(chat.spec.num_samples):
+            self.outcome[chat.spec.request_id, index] = Told()
+
+    def _disturb(self, spec: RequestSpec) -> None:
+        """One like this comes, and another before it is aborted."""
+        doomed = replace(spec, request_id=f"doomed at {self._num_applied} of {spec.tenant}")
+        if doomed.key not in self.core.groups:
+            self._add(Chat(doomed))
+            self._doomed.append(doomed.key)
+        if len(self._doomed) > 2:
+            self._take(self.core.abort(self._doomed.popleft(), FinishDetail.ABORTED))
+
+    def _step(self) -> None:
+        """Plan as far ahead as may be, then let the oldest plan run."""
+        self._now += _STEP_S
+        if self.adapters is not None:
+            self.adapters.step(self._settle)
+        while len(self._plans) < self.setting.depth and self._plan():
+            pass
+        if self._plans:
+            self._apply()
+        elif (wakes_at := self.core.wakes_at(0, self._now)) is not None:
+            self._now = wakes_at
+        elif self.core.groups:
+            self.core.drain(True)  # A static batch would wait for more.
+
+    def _settle(self) -> None:
+        while self._plans:
+            self._apply()
+
+    def _plan(self) -> bool:
+        plan = self.core.plan_step(0, self._now)
+        self._take(self.core.take_outputs())
+        self.core.check_integrity()
+        if plan is None:
+            return False
+        self._plans.append(plan)
+        step = self.core.lanes[0].inflight[-1]
+        swapped = set(step.swapped_out)
+        self.happened.update(f"{'swap' if one in swapped else 'recompute'} {_kind(one)}" for one in step.preempted)
+        self.happened["host hits"] += bool(plan.swapped_in and not step.swapped_in)
+        return True
+
+    def _apply(self) -> None:
+        plan = self._plans.popleft()
+        made = self.executor.execute(plan_from_wire(step_plan(plan, _EPOCH)), received_ns=0)
+        result = step_result(result_to_wire(made, _EPOCH, incarnation=1))
+        assert not result.error_slots
+        self._take(self.core.apply_result(0, _modelled(plan, result), self._now)[1])
+        self.core.check_integrity()
+        self._num_applied += 1
+        if self.setting.loses_every and self._num_applied % self.setting.loses_every == 0:
+            self._plans.clear()
+            self._lose_memory()
+            self._take(self.core.executor_lost(0, self._now))
+            if self.adapters is not None:
+                self.adapters.open_session(same=False)
+        cuts_every = self.setting.cuts_every
+        # Not for ever: a prompt with logprobs begins anew after each cut.
+        if cuts_every and self._num_applied % cuts_every == 0 and self._num_applied < _MAX_CUTS * cuts_every:
+            self._cut_session()
+
+    def _cut_session(self) -> None:
+        """The plans in flight ran in part: whoever reads what they were to write fails."""
+        pools = (*self.pools.layers, *self.pools._host_layers)
+        before = [layer.clone() for layer in pools]
+        while len(self._plans) < self.setting.depth and self._plan():
+            pass
+        for plan in self._plans:
+            self.executor.execute(plan_from_wire(step_plan(plan, _EPOCH)), received_ns=0)
+        for layer, former in zip(pools, before, strict=True):
+            layer[(layer != former) & ~(layer.isnan() & former.isnan())] = float("nan")
+        self._plans.clear()
+        self.executor.clear()
+        self._take(self.core.executor_lost(0, self._now, SessionEnd()))
+        self.core.check_integrity()
+        if self.adapters is None:
+            self._take(self.core.session_opened(0, same_incarnation=True, keeps_kv=True))
+        else:
+            self.adapters.open_session(same=True)
+        self.core.check_integrity()
+        self.happened["kept sessions"] += bool(len(self.core.lanes[0].running))
+
+    def _lose_memory(self) -> None:
+        """Whoever reads what was not computed since then fails."""
+        if self.adapters is not None:
+            self.adapters.restart()
+        self.executor = self._start()
+        for layer in (*self.pools.layers, *self.pools.draft_layers, *self.pools._host_layers):
+            layer.fill_(float("nan"))
+
+    def _take(self, outputs: StepOutputs) -> None:
+        for delta in outputs:
+            self.outcome[delta.key[1], delta.sample_index].add(delta)
+            if delta.finish is not None:
+                self._talk_on(delta.key[1])
+
+    def _talk_on(self, request_id: str) -> None:
+        """With all its samples reported, a chat goes on from the first."""
+        chat = self._chats[request_id]
+        every = [self.outcome[request_id, index] for index in range(chat.spec.num_samples)]
+        if chat.says and all(sample.finish for sample in every):
+            self._add(chat.turn(every[0].token_ids))
+
+
+def _kind(sequence: Sequence) -> str:
+    return "beams" if sequence.is_beam else "samples" if len(sequence.group.sequences) > 1 else "one"
+
+
+def _spec(limits: Limits) -> ExecutorSpec:
+    return ExecutorSpec(
+        block_size=limits.block_size,
+        num_blocks=limits.num_device_blocks,
+        num_slots=limits.num_slots,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        num_host_blocks=limits.num_host_blocks,
+        max_drafts=limits.max_drafts,
+        max_loras=limits.max_loras,
+        max_cpu_loras=limits.max_cpu_loras,
+    )
+
+
+def _bits(integers: Iterable[int], numbers: Iterable[float]) -> bytes:
+    return array("q", integers).tobytes() + array("d", numbers).tobytes()
+
+
+def _modelled(plan: StepPlan, result: StepResult) -> StepResult:
+    """Times by a model: moving blocks costs less than computing in 24 steps, and more in the next 24."""
+    num_tokens = sum(plan.scheduled_num_tokens) + len(result.slots)
+    num_moves = len(plan.swapped_out) + len(plan.swapped_in)
+    return replace(result, device_ns=num_tokens * (1 if plan.step_id // 24 % 2 else 1000), moves_ns=2000 * num_moves)

@@ -1,0 +1,80 @@
+"""A StepExecutor over a real tiny model, plan by plan, without a thread or a service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.models.decoder import Decoder
+from executor_svc.models.heads.draft import LoadedDraft
+from executor_svc.plan.plan import Limits, StepResult, StepStatus
+from executor_svc.speculation.drafts import DraftSource
+from executor_svc.startup.adapters import with_adapters
+from executor_svc.startup.executors import make_executor
+from executor_svc.startup.grammars import Grammars
+from executor_svc.worker.model_adapters import ModelAdapterLoader
+from tests.executor_svc.driver import Model, spoil
+from tests.helpers.executor.plans import plan
+
+BLOCK_SIZE = 8
+BLOCKS_PER_SLOT = 16
+
+
+class Stepper:
+    """Steps of a model with a cache of its own, full of NaN at first; slot s may use the blocks of `blocks(s)`."""
+
+    def __init__(
+        self,
+        model: Model,
+        num_slots: int = 8,
+        max_drafts: int = 0,
+        drafts: Callable[[Limits], DraftSource] | None = None,
+        draft: LoadedDraft[Decoder] | None = None,
+        adapters: ModelAdapterLoader | None = None,
+        grammars: Grammars | None = None,
+        **limits_of_test: int,
+    ) -> None:
+        """drafts: makes the source of drafts. draft: makes them on a GPU. adapters and grammars: of the model.
+        limits_of_test: fields of Limits in place of the usual ones.
+        """
+        options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
+        config = ExecutorConfig(**options)
+        self.pools = pools = model.device.new_kv_cache(
+            model.loaded.geometry, config, 0, None if draft is None else draft.layers
+        )
+        spoil(pools)
+        vocab = model.loaded.geometry.vocab_size
+        limits = Limits(
+            num_slots=num_slots,
+            max_num_seqs=num_slots,
+            max_num_batched_tokens=256,
+            max_model_len=BLOCK_SIZE * BLOCKS_PER_SLOT,
+            vocab_size=vocab,
+            max_logprobs=vocab,
+            block_size=BLOCK_SIZE,
+            num_device_blocks=pools.num_device_blocks,
+            num_host_blocks=pools.num_host_blocks,
+            max_inflight_plans=1,
+            max_drafts=max_drafts,
+        )
+        limits = with_adapters(replace(limits, **limits_of_test), adapters)
+        limits = limits if grammars is None else grammars.within(limits)
+        self.executor = make_executor(
+            model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager,
+            drafts=lambda _: None if drafts is None else drafts(limits),
+            draft_model=None if draft is None else draft.model, adapters=adapters,
+            grammars=None if grammars is None else grammars.of_slots(limits),
+        )  # fmt: skip
+        self._step_id = 0
+
+    @staticmethod
+    def blocks(slot: int) -> list[int]:
+        return list(range(slot * BLOCKS_PER_SLOT, (slot + 1) * BLOCKS_PER_SLOT))
+
+    def step(self, **fields: Any) -> StepResult:
+        self._step_id += 1
+        result = self.executor.launch(plan(step_id=self._step_id, **fields), 0).result()
+        assert result.status == StepStatus.OK
+        return result

@@ -150,7 +150,7 @@ class RequestTable:
 
     def fits_elsewhere(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether an open lane other than this one can hold a group."""
-        others = able_lanes(group, [each for each in self.lanes.values() if each is not lane])
+        others = able_lanes(group, [[each] for each in self.lanes.values() if each is not lane])
         return any(each.is_open and not each.draining for each in others)
 
     def outgrows(self, group: SequenceGroup, lane: Lane) -> bool:
@@ -158,7 +158,7 @@ class RequestTable:
 
         It is not placed on a pool of this size again.
         """
-        larger = [each for each in self.lanes.values() if each.num_kv_tokens > lane.num_kv_tokens]
+        larger = [[each] for each in self.lanes.values() if each.num_kv_tokens > lane.num_kv_tokens]
         if not holding_lanes(group, larger):
             return False
         group.outgrown_kv_tokens = max(group.outgrown_kv_tokens, lane.num_kv_tokens)
@@ -215,6 +215,7 @@ class RequestTable:
         lane = self.lane_of(group)
         if lane is not None:
             lane.drop(sequence)
+            self.placer.on_lane_used(lane.executor_id)
         sequence.change_state(SequenceState.FINISHED)
         sequence.finish = finish
         if group.queued and not group.waiting_sequences:

@@ -1,0 +1,72 @@
+"""The groups that wait for one lane, and what a group that is placed there would find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.policies.placement import Candidate, candidate_of
+from scheduler_svc.core.queues.orders import OrderPolicy
+from scheduler_svc.core.queues.passed import NOTHING_PASSED, PassedOver
+from scheduler_svc.core.queues.queues import WaitingQueue
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+
+
+class LaneQueue:
+    """A lane's part of the waiting queue, in the same order. Sizes are in tokens."""
+
+    def __init__(self, lane: Lane, order: OrderPolicy, max_wait_s: float | None) -> None:
+        self.lane = lane
+        self._groups = WaitingQueue(order, max_wait_s)
+        self._num_tokens = self._num_sequences = 0
+        self._candidate: Candidate | None = None
+        """The lane as it is; None: it has changed, or was not looked at."""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        """All groups by arrival."""
+        return iter(self._groups)
+
+    def __contains__(self, group: object) -> bool:
+        return group in list(self._groups)
+
+    def head(self, now: float, passed: PassedOver = NOTHING_PASSED) -> SequenceGroup | None:
+        """The group to admit next, as of the waiting queue."""
+        return self._groups.head(now, passed)
+
+    def add(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Place a group here, with so many tokens to compute."""
+        group.placed_on, group.num_placed_tokens = self.lane.executor_id, num_tokens
+        self._groups.add(group, again=True)
+        self._num_tokens += num_tokens
+        self._num_sequences += len(group.sequences)
+        self._candidate = None
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Withdraw a group, which stays in the queue of all."""
+        self._groups.remove(group)
+        group.queued, group.placed_on = True, None
+        self._num_tokens -= group.num_placed_tokens
+        self._num_sequences -= len(group.sequences)
+        self._candidate = None
+
+    def on_lane_used(self) -> None:
+        """Something has changed on the lane."""
+        self._candidate = None
+
+    def candidate(self) -> Candidate:
+        """The lane as it is, for a group that is to be placed: looked at once between two changes."""
+        found = self._candidate
+        if found is None:
+            found = self._candidate = candidate_of(self.lane, self._num_sequences, self._num_tokens)
+        return found
+
+    def check_integrity(self) -> None:
+        """Check what is counted by change; raises InvariantError."""
+        if self._num_tokens != sum(group.num_placed_tokens for group in self._groups):
+            raise InvariantError(f"the tokens that wait for executor {self.lane.executor_id} do not add up")
+        if self._candidate not in (None, candidate_of(self.lane, self._num_sequences, self._num_tokens)):
+            raise InvariantError(f"executor {self.lane.executor_id} has changed since it was looked at for placements")

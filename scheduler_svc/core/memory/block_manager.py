@@ -8,7 +8,7 @@ free the blocks of sequences that finish.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from collections.abc import Sequence as Ids
 
 from scheduler_svc.core.errors import InvariantError
@@ -113,9 +113,10 @@ class BlockManager:
         """Number of tokens of the prefix that `find_cached_prefix` returns; 0 without a prefix cache."""
         return self._lookups.num_tokens(sequence) if self.caching and may_hit(sequence) else 0
 
-    def has_first_block(self, block: Key | None) -> bool:
-        """Whether a first block, as `first_block` names it, is cached."""
-        return block is not None and self.tiers.cache.find(*block) is not None
+    @property
+    def cached(self) -> Container[Key]:
+        """The blocks in the prefix cache."""
+        return self.tiers.cache.present
 
     def look_up(self, sequence: Sequence, num_blocks: int) -> int:
         """Number of blocks of a waiting sequence's cached prefix, counted up to `num_blocks`.

@@ -132,6 +132,11 @@ def may_continue(lane: Lane, group: SequenceGroup) -> bool:
     return not group.numerics or group.numerics == lane.spec.numerics or not group.has_output
 
 
+def takes_groups(lane: Lane) -> bool:
+    """Whether groups may be placed on a lane now."""
+    return lane.is_open and not lane.draining
+
+
 def has_adapter(lane: Lane, group: SequenceGroup) -> bool:
     """Whether the executor has the group's adapter loaded, or the group has none."""
     return lane.adapters.has(group.spec.adapter_index)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.memory.prefix_cache import Key
 from scheduler_svc.core.policies.placement import Candidate, candidate_of
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.passed import NOTHING_PASSED, PassedOver
@@ -18,10 +19,13 @@ class LaneQueue:
 
     def __init__(self, lane: Lane, order: OrderPolicy, max_wait_s: float | None) -> None:
         self.lane = lane
+        self.block_size = lane.spec.block_size
+        self.cached: Container[Key] = lane.blocks.cached
+        """The blocks in its prefix cache."""
         self._groups = WaitingQueue(order, max_wait_s)
         self._num_tokens = self._num_sequences = 0
-        self._candidate: Candidate | None = None
-        """The lane as it is; None: it has changed, or was not looked at."""
+        self.seen: Candidate | None = None
+        """What `look` has found; None: something has changed since."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -43,7 +47,7 @@ class LaneQueue:
         self._groups.add(group, again=True)
         self._num_tokens += num_tokens
         self._num_sequences += len(group.sequences)
-        self._candidate = None
+        self.seen = None
 
     def remove(self, group: SequenceGroup) -> None:
         """Withdraw a group, which stays in the queue of all."""
@@ -51,22 +55,26 @@ class LaneQueue:
         group.queued, group.placed_on = True, None
         self._num_tokens -= group.num_placed_tokens
         self._num_sequences -= len(group.sequences)
-        self._candidate = None
+        self.seen = None
 
     def on_lane_used(self) -> None:
         """Something has changed on the lane."""
-        self._candidate = None
+        self.seen = None
 
-    def candidate(self) -> Candidate:
-        """The lane as it is, for a group that is to be placed: looked at once between two changes."""
-        found = self._candidate
-        if found is None:
-            found = self._candidate = candidate_of(self.lane, self._num_sequences, self._num_tokens)
+    def on_lane_changed(self) -> None:
+        """The lane may have begun anew."""
+        self.seen, self.cached = None, self.lane.blocks.cached
+
+    def look(self) -> Candidate:
+        """The lane as it is, for a group that is to be placed; `seen or look()` looks once between two changes."""
+        self.seen = found = candidate_of(self.lane, self._num_sequences, self._num_tokens)
         return found
 
     def check_integrity(self) -> None:
         """Check what is counted by change; raises InvariantError."""
         if self._num_tokens != sum(group.num_placed_tokens for group in self._groups):
             raise InvariantError(f"the tokens that wait for executor {self.lane.executor_id} do not add up")
-        if self._candidate not in (None, candidate_of(self.lane, self._num_sequences, self._num_tokens)):
+        if self.cached is not self.lane.blocks.cached:
+            raise InvariantError(f"placement knows a former prefix cache of executor {self.lane.executor_id}")
+        if self.seen not in (None, candidate_of(self.lane, self._num_sequences, self._num_tokens)):
             raise InvariantError(f"executor {self.lane.executor_id} has changed since it was looked at for placements")

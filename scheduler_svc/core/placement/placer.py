@@ -14,8 +14,16 @@ from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.memory.prefix_cache import Key
 from scheduler_svc.core.memory.prefix_lookups import first_block
-from scheduler_svc.core.placement.candidates import able_lanes, has_adapter, holding_lanes, kinds_of, may_continue
+from scheduler_svc.core.placement.candidates import (
+    able_lanes,
+    has_adapter,
+    holding_lanes,
+    kinds_of,
+    may_continue,
+    takes_groups,
+)
 from scheduler_svc.core.placement.lane_queue import LaneQueue
 from scheduler_svc.core.policies.placement import NeededTokens, PlacementPolicy, candidate_of, expected_s
 from scheduler_svc.core.queues.orders import OrderPolicy
@@ -55,6 +63,8 @@ class Placer:
         """All lanes, by what they can hold."""
         self._queues: dict[int, LaneQueue] = {}
         """By lane: the groups placed there."""
+        self._open: list[LaneQueue] = []
+        """Those of lanes that take groups now, by executor."""
         self._hits: dict[SequenceGroup, dict[int, int]] = {}
         """Of each placed group, by lane: the tokens that its prefix cache had when the group was placed."""
         self._looked_up: dict[SequenceGroup, dict[int, int]] = {}
@@ -129,6 +139,7 @@ class Placer:
             self._unplaced.clear()
         self._kinds = kinds_of(self._lanes.values())
         self._queues = {lane_id: self._queue_of(lane) for lane_id, lane in self._lanes.items()}
+        self._open = [queue for _, queue in sorted(self._queues.items()) if takes_groups(queue.lane)]
 
     # --- what lanes need ---------------------------------------------------------------------------------------------
 
@@ -241,6 +252,8 @@ class Placer:
             raise InvariantError("a group is placed although there is one lane")
         for queue in self._queues.values():
             queue.check_integrity()
+        if self._open != [queue for _, queue in sorted(self._queues.items()) if takes_groups(queue.lane)]:
+            raise InvariantError("placement knows other open lanes than there are")
         if {lane_id: queue.lane for lane_id, queue in self._queues.items()} != self._lanes:
             raise InvariantError("placement knows other lanes than there are")
         if self._kinds != kinds_of(self._lanes.values()):
@@ -264,9 +277,8 @@ class Placer:
         first = _first_waiting(group)
         looked_up = self._looked_up.get(group)
         if looked_up is None:
-            lanes = self._open_lanes()
-            num_left -= _PLACED_TOKENS + len(lanes) * _CANDIDATE_TOKENS
-            looked_up = dict.fromkeys([] if first is None else _lanes_with_first_block(first, lanes), 0)
+            num_left -= _PLACED_TOKENS + len(self._open) * _CANDIDATE_TOKENS
+            looked_up = dict.fromkeys([] if first is None else _with_first_block(first, self._open), 0)
             self._looked_up[group] = looked_up
         for executor_id, known in looked_up.items():
             assert first is not None
@@ -294,10 +306,13 @@ class Placer:
         holder, able = self._holder(group), self._able_lanes(group)
         if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
             return holder
-        candidates = [self._queues[lane.executor_id].candidate() for lane in able if lane.is_open and not lane.draining]
-        if candidates:
+        if len(able) == len(self._lanes):
+            queues = self._open
+        else:
+            queues = [queue for queue in self._open if queue.lane in able]
+        if queues:
             needed = NeededTokens(_num_tokens(group), self._hits[group])
-            return self._policy.choose(group, candidates, needed, now).lane
+            return self._policy.choose(group, [each.seen or each.look() for each in queues], needed, now).lane
         # What no other lane can hold ends on the draining one, where it ran.
         return next((lane for lane in able if lane.executor_id == group.lane_id and lane.is_open), None)
 
@@ -306,7 +321,7 @@ class Placer:
         able = able_lanes(group, self._kinds)
         if able or holding_lanes(group, self._kinds):
             return able
-        lanes = self._open_lanes() or self._lanes.values()
+        lanes = [queue.lane for queue in self._open] or self._lanes.values()
         ready = [lane for lane in lanes if has_adapter(lane, group) and may_continue(lane, group)]
         return [max(ready, key=lambda lane: lane.spec.num_blocks)] if ready else []
 
@@ -315,15 +330,12 @@ class Placer:
         holder = self._lanes.get(group.lane_id) if group.lane_id is not None else None
         return holder if holder is not None and holder.holds(group, swapped=swapped) else None
 
-    def _open_lanes(self) -> list[Lane]:
-        return [lane for lane in self._lanes.values() if lane.is_open and not lane.draining]
-
     def _queue_of(self, lane: Lane) -> LaneQueue:
         """The queue of a lane, which may be a new one in place of a lost one, and may have changed."""
         queue = self._queues.get(lane.executor_id)
         if queue is None or queue.lane is not lane:
             queue = LaneQueue(lane, self._order, self._waiting.max_wait_s)
-        queue.on_lane_used()
+        queue.on_lane_changed()
         return queue
 
     def _num_hits(self, group: SequenceGroup, lane: Lane) -> int:
@@ -353,7 +365,7 @@ class Placer:
             group = queue.head(now)
             if queue.lane is lane or group is None or not self._may_move(group, lane):
                 continue
-            num_tokens, there = _num_tokens(group), queue.candidate()
+            num_tokens, there = _num_tokens(group), queue.seen or queue.look()
             there_s = expected_s(there, num_tokens - self._num_hits(group, queue.lane), now, goes_first=True)
             gain = there_s - expected_s(here, num_tokens - self._num_hits(group, lane), now, goes_first=True)
             if gain > 0:
@@ -385,7 +397,14 @@ def _num_tokens(group: SequenceGroup) -> int:
     return sum(sequence.num_tokens for sequence in group.waiting_sequences if sequence.state is SequenceState.WAITING)
 
 
-def _lanes_with_first_block(sequence: Sequence, lanes: list[Lane]) -> list[int]:
+def _with_first_block(sequence: Sequence, queues: list[LaneQueue]) -> list[int]:
     """The lanes whose prefix caches have the first block of a waiting sequence: no other one has any of it."""
-    blocks = {size: first_block(sequence, size) for size in {lane.spec.block_size for lane in lanes}}
-    return [lane.executor_id for lane in lanes if lane.blocks.has_first_block(blocks[lane.spec.block_size])]
+    blocks: dict[int, Key | None] = {}
+    found = []
+    for queue in queues:
+        size = queue.block_size
+        if size not in blocks:
+            blocks[size] = first_block(sequence, size)
+        if (block := blocks[size]) is not None and block in queue.cached:
+            found.append(queue.lane.executor_id)
+    return found

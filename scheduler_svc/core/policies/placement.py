@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from math import inf
 from typing import ClassVar, NamedTuple, Protocol
 
 from scheduler_svc.core.lanes.lane import Lane
@@ -97,18 +98,20 @@ class ExpectedTime:
     max_excess_share: float = field(default=MAX_EXCESS_SHARE)
 
     def choose(self, group: SequenceGroup, candidates: Ids[Candidate], needed: NeededTokens, now: float) -> Candidate:
-        """The candidate with the least expected time; of equal ones the one with the fewest sequences."""
+        """The first one with the least expected time, and of these with the fewest sequences."""
         num_tokens, hits = needed
-        counts = [each.num_queued + each.num_running for each in candidates]
-        least = min(counts)
+        least = min([each.num_queued + each.num_running for each in candidates])
         most = least + max(self.max_excess, self.max_excess_share * least)
-        rated = []
-        for each, count in zip(candidates, counts, strict=True):
-            if count <= most:
-                executor_id = each.lane.executor_id
-                num_new = num_tokens - hits.get(executor_id, 0)
-                rated.append((expected_s(each, num_new, now), count, executor_id, each))
-        return min(rated)[3]  # no two have the same id
+        chosen, chosen_s, fewest = candidates[0], inf, 0
+        for each in candidates:
+            count = each.num_queued + each.num_running
+            if count > most:
+                continue
+            num_new = num_tokens - hits.get(each.lane.executor_id, 0) if hits else num_tokens
+            found_s = expected_s(each, num_new, now)
+            if found_s < chosen_s or (found_s == chosen_s and count < fewest):
+                chosen, chosen_s, fewest = each, found_s, count
+        return chosen
 
 
 def candidate_of(lane: Lane, num_queued: int = 0, num_queued_tokens: int = 0) -> Candidate:

@@ -177,8 +177,12 @@ class RequestTable:
             self.policies.order.on_admission(group)
 
     def record_new_admissions(self, groups: list[SequenceGroup], lane: Lane) -> None:
-        """Record that the oldest groups of the waiting queue, in its order, were admitted to a lane, the first time."""
-        self.waiting.remove_first(len(groups))
+        """Record that groups, the next ones of a lane by arrival, were admitted there, the first time."""
+        if groups[0].placed_on is None:
+            self.waiting.remove_first(len(groups))
+        else:
+            for group in groups:
+                self._leave_queue(group)
         lane_id, numerics, on_admission = lane.executor_id, lane.spec.numerics, self.policies.order.on_admission
         for group in groups:
             group.lane_id, group.numerics = lane_id, numerics

@@ -9,7 +9,7 @@ is expected to serve it sooner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
@@ -218,9 +218,16 @@ class Placer:
         queue = self._queues.get(lane.executor_id)
         return None if queue is None else queue.head(now, passed)
 
-    def takes_all(self, lane: Lane) -> bool:
-        """Whether a lane takes the groups of the waiting queue one after the other: it is the only one, and stays."""
-        return len(self._lanes) == 1 and not lane.draining
+    def by_arrival(self, lane: Lane, now: float) -> Iterable[SequenceGroup]:
+        """The groups that a lane takes one after the other in the order of arrival; none if others may go first."""
+        if lane.draining:
+            return ()
+        if not self._is_active:
+            return self._waiting if len(self._lanes) == 1 else ()
+        oldest = self._waiting.oldest
+        if oldest is None or (self._rebalances and oldest.arrival + MAX_PASS_OVER_S <= now):
+            return ()
+        return self._queues[lane.executor_id]
 
     def is_own(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether a lane stops at a group that it has no room for, rather than passing it over."""

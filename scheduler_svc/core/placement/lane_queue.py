@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.memory.prefix_cache import Key
-from scheduler_svc.core.policies.placement import Candidate, candidate_of
+from scheduler_svc.core.policies.placement import Candidate
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.passed import NOTHING_PASSED, PassedOver
 from scheduler_svc.core.queues.queues import WaitingQueue
@@ -15,17 +15,15 @@ from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 
 class LaneQueue:
-    """A lane's part of the waiting queue, in the same order. Sizes are in tokens."""
+    """A lane's part of the waiting queue, in the same order."""
 
     def __init__(self, lane: Lane, order: OrderPolicy, max_wait_s: float | None) -> None:
         self.lane = lane
         self.block_size = lane.spec.block_size
         self.cached: Container[Key] = lane.blocks.cached
         """The blocks in its prefix cache."""
+        self.candidate = Candidate(lane)
         self._groups = WaitingQueue(order, max_wait_s)
-        self._num_tokens = self._num_sequences = 0
-        self.seen: Candidate | None = None
-        """What `look` has found; None: something has changed since."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -33,9 +31,6 @@ class LaneQueue:
     def __iter__(self) -> Iterator[SequenceGroup]:
         """All groups by arrival."""
         return iter(self._groups)
-
-    def __contains__(self, group: object) -> bool:
-        return group in list(self._groups)
 
     def head(self, now: float, passed: PassedOver = NOTHING_PASSED) -> SequenceGroup | None:
         """The group to admit next, as of the waiting queue."""
@@ -45,36 +40,34 @@ class LaneQueue:
         """Place a group here, with so many tokens to compute."""
         group.placed_on, group.num_placed_tokens = self.lane.executor_id, num_tokens
         self._groups.add(group, again=True)
-        self._num_tokens += num_tokens
-        self._num_sequences += len(group.sequences)
-        self.seen = None
+        self.candidate.num_queued += len(group.sequences)
+        self.candidate.num_queued_tokens += num_tokens
 
     def remove(self, group: SequenceGroup) -> None:
         """Withdraw a group, which stays in the queue of all."""
         self._groups.remove(group)
         group.queued, group.placed_on = True, None
-        self._num_tokens -= group.num_placed_tokens
-        self._num_sequences -= len(group.sequences)
-        self.seen = None
+        self.candidate.num_queued -= len(group.sequences)
+        self.candidate.num_queued_tokens -= group.num_placed_tokens
 
     def on_lane_used(self) -> None:
         """Something has changed on the lane."""
-        self.seen = None
+        self.candidate.seen = None
 
     def on_lane_changed(self) -> None:
         """The lane may have begun anew."""
-        self.seen, self.cached = None, self.lane.blocks.cached
-
-    def look(self) -> Candidate:
-        """The lane as it is, for a group that is to be placed; `seen or look()` looks once between two changes."""
-        self.seen = found = candidate_of(self.lane, self._num_sequences, self._num_tokens)
-        return found
+        self.candidate.seen, self.cached = None, self.lane.blocks.cached
 
     def check_integrity(self) -> None:
         """Check what is counted by change; raises InvariantError."""
-        if self._num_tokens != sum(group.num_placed_tokens for group in self._groups):
-            raise InvariantError(f"the tokens that wait for executor {self.lane.executor_id} do not add up")
+        name, found = f"executor {self.lane.executor_id}", self.candidate
+        if any(group.placed_on != self.lane.executor_id for group in self._groups):
+            raise InvariantError(f"a group is in the queue of {name}, but not placed there")
+        if found.num_queued_tokens != sum(group.num_placed_tokens for group in self._groups):
+            raise InvariantError(f"the tokens that wait for {name} do not add up")
+        if found.num_queued != sum(len(group.sequences) for group in self._groups):
+            raise InvariantError(f"the sequences that wait for {name} do not add up")
         if self.cached is not self.lane.blocks.cached:
-            raise InvariantError(f"placement knows a former prefix cache of executor {self.lane.executor_id}")
-        if self.seen not in (None, candidate_of(self.lane, self._num_sequences, self._num_tokens)):
-            raise InvariantError(f"executor {self.lane.executor_id} has changed since it was looked at for placements")
+            raise InvariantError(f"placement knows a former prefix cache of {name}")
+        if found.seen not in (None, Candidate(self.lane).look()):
+            raise InvariantError(f"{name} has changed since it was looked at for placements")

@@ -14,8 +14,6 @@ from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.memory.prefix_cache import Key
-from scheduler_svc.core.memory.prefix_lookups import first_block
 from scheduler_svc.core.placement.candidates import (
     able_lanes,
     has_adapter,
@@ -25,28 +23,16 @@ from scheduler_svc.core.placement.candidates import (
     takes_groups,
 )
 from scheduler_svc.core.placement.lane_queue import LaneQueue
-from scheduler_svc.core.policies.placement import NeededTokens, PlacementPolicy, candidate_of, expected_s
+from scheduler_svc.core.placement.lookups import PlacementLookups, first_waiting
+from scheduler_svc.core.policies.placement import Candidate, NeededTokens, PlacementPolicy, expected_s
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.passed import NOTHING_PASSED, PassedOver
 from scheduler_svc.core.queues.queues import WaitingQueue
-from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import SequenceState
 
 MAX_PASS_OVER_S = 1.0
 """For how long after its arrival a lane with room for the head of the queue may pass it over."""
-_MAX_LOOKED_UP = 16_384
-"""Tokens that one plan looks up for placements, in 0.5 ms, or 1 ms in cold memory: the next plans go on with the rest.
-"""
-_MIN_LOOKED_UP = 128
-"""Tokens whose lookup takes as long as what else there is to do for a cached prefix on one lane …"""
-_PLACED_TOKENS = 512
-"""… for a group …"""
-_CANDIDATE_TOKENS = 32
-"""… and for each lane that it may be placed on."""
-_MIN_BLOCK_TOKENS = 16
-"""Looking up a smaller block takes as long as one of this size."""
-_WHOLE = 1 << 62
-"""In place of a number of blocks: the lookup is complete."""
 
 
 class Placer:
@@ -65,14 +51,11 @@ class Placer:
         """By lane: the groups placed there."""
         self._open: list[LaneQueue] = []
         """Those of lanes that take groups now, by executor."""
+        self._candidates: list[Candidate] = []
+        """Their lanes."""
         self._hits: dict[SequenceGroup, dict[int, int]] = {}
         """Of each placed group, by lane: the tokens that its prefix cache had when the group was placed."""
-        self._looked_up: dict[SequenceGroup, dict[int, int]] = {}
-        """Of the group to be placed next, once its lookups have begun: by lane that has its first block, the blocks
-        looked up so far.
-
-        It does not depend on what lookups are remembered, which a replay does not know.
-        """
+        self._lookups = PlacementLookups()
         self._unplaced: dict[SequenceGroup, None] = {}
         """Groups to be placed by the next plans."""
         self._stranded: dict[SequenceGroup, None] = {}
@@ -90,7 +73,7 @@ class Placer:
         if group.placed_on is not None:
             self._withdraw(group)
         self._unplaced.pop(group, None)
-        self._looked_up.pop(group, None)
+        self._lookups.forget(group)
         self._stranded.pop(group, None)
 
     def on_bound(self, group: SequenceGroup, lane: Lane) -> None:
@@ -130,7 +113,7 @@ class Placer:
         for hits in self._hits.values():
             for lane_id in [*hits] if executor_id is None else [executor_id]:
                 hits.pop(lane_id, None)
-        self._looked_up.clear()
+        self._lookups.clear()
         self._unplaced |= self._stranded
         self._stranded.clear()
         if self._is_active:
@@ -140,6 +123,7 @@ class Placer:
         self._kinds = kinds_of(self._lanes.values())
         self._queues = {lane_id: self._queue_of(lane) for lane_id, lane in self._lanes.items()}
         self._open = [queue for _, queue in sorted(self._queues.items()) if takes_groups(queue.lane)]
+        self._candidates = [queue.candidate for queue in self._open]
 
     # --- what lanes need ---------------------------------------------------------------------------------------------
 
@@ -160,20 +144,20 @@ class Placer:
 
     def place(self, now: float) -> None:
         """Place the next groups that are not placed yet, as far as their lookups go in one plan."""
-        num_left = _MAX_LOOKED_UP
-        while self._unplaced and num_left > 0:
+        self._lookups.start_plan()
+        while self._unplaced and self._lookups.may_go_on:
             group = next(iter(self._unplaced))
-            num_left = self._look_up(group, num_left)
-            if group in self._looked_up:
+            hits = self._lookups.hits(group, self._open)
+            if hits is None:
                 return
             del self._unplaced[group]
-            found = self._choice(group, now)
+            needed = NeededTokens(_num_tokens(group), hits)
+            found = self._choice(group, needed, now)
             if found is None:
-                del self._hits[group]
                 self._stranded[group] = None
             else:
-                num_hits = self._num_hits(group, found)
-                self._queues[found.executor_id].add(group, _num_tokens(group) - num_hits)
+                self._hits[group] = hits
+                self._queues[found.executor_id].add(group, needed.num_tokens - self._num_hits(group, found))
 
     def admissible(self, lane: Lane, now: float, most: int) -> list[SequenceGroup]:
         """Groups that a plan of this lane may admit, the next one first, the others by arrival; `most` or two more."""
@@ -246,12 +230,9 @@ class Placer:
     def check_integrity(self) -> None:
         """Check that each waiting group is placed, to be placed or stranded; raises InvariantError."""
         placed = [group for queue in self._queues.values() for group in queue]
-        if any(group not in self._queues[group.placed_on] for group in placed if group.placed_on is not None):
-            raise InvariantError("a group is in the queue of another lane than the one that it is placed on")
         if self._hits.keys() != set(placed):
             raise InvariantError("prefix hits are kept of a group that is not placed, or a placed one has none")
-        if not self._looked_up.keys() <= self._unplaced.keys():
-            raise InvariantError("lookups have begun of a group that is not to be placed")
+        self._lookups.check_integrity(self._unplaced)
         found = [*placed, *self._unplaced, *self._stranded]
         if self._is_active and sorted(map(id, found)) != sorted(map(id, self._waiting)):
             raise InvariantError("a waiting group is not placed, or placed twice")
@@ -276,50 +257,18 @@ class Placer:
     def _rebalances(self) -> bool:
         return self._policy is not None and self._policy.rebalances
 
-    def _look_up(self, group: SequenceGroup, num_left: int) -> int:
-        """Go on with the lookups of a group; returns how many of `num_left` tokens are left.
-
-        The group is in `_looked_up` until they are complete.
-        """
-        first = _first_waiting(group)
-        looked_up = self._looked_up.get(group)
-        if looked_up is None:
-            num_left -= _PLACED_TOKENS + len(self._open) * _CANDIDATE_TOKENS
-            looked_up = dict.fromkeys([] if first is None else _with_first_block(first, self._open), 0)
-            self._looked_up[group] = looked_up
-        for executor_id, known in looked_up.items():
-            assert first is not None
-            if not known:
-                num_left -= _MIN_LOOKED_UP
-            lane = self._lanes[executor_id]
-            block_tokens = max(_MIN_BLOCK_TOKENS, lane.spec.block_size)
-            while known < _WHOLE:
-                if num_left <= 0:
-                    return 0
-                most = known + max(1, num_left // block_tokens)
-                found = lane.blocks.look_up(first, most)
-                num_left -= max(0, found - known) * block_tokens
-                known = looked_up[executor_id] = found if found == most else _WHOLE
-        hits = self._hits.setdefault(group, {})
-        for executor_id in looked_up:
-            assert first is not None
-            hits[executor_id] = self._lanes[executor_id].blocks.num_cached_tokens(first)
-        del self._looked_up[group]
-        return num_left
-
-    def _choice(self, group: SequenceGroup, now: float) -> Lane | None:
+    def _choice(self, group: SequenceGroup, needed: NeededTokens, now: float) -> Lane | None:
         """The lane to place a group on; None: no open lane can hold it."""
         assert self._policy is not None
         holder, able = self._holder(group), self._able_lanes(group)
         if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
             return holder
         if len(able) == len(self._lanes):
-            queues = self._open
+            candidates = self._candidates
         else:
-            queues = [queue for queue in self._open if queue.lane in able]
-        if queues:
-            needed = NeededTokens(_num_tokens(group), self._hits[group])
-            return self._policy.choose(group, [each.seen or each.look() for each in queues], needed, now).lane
+            candidates = [each for each in self._candidates if each.lane in able]
+        if candidates:
+            return self._policy.choose(group, candidates, needed, now).lane
         # What no other lane can hold ends on the draining one, where it ran.
         return next((lane for lane in able if lane.executor_id == group.lane_id and lane.is_open), None)
 
@@ -353,7 +302,7 @@ class Placer:
         hits = self._hits[group]
         found = hits.get(lane.executor_id)
         if found is None:
-            first = _first_waiting(group)
+            first = first_waiting(group)
             found = hits[lane.executor_id] = 0 if first is None else lane.blocks.num_cached_tokens(first)
         return found
 
@@ -367,14 +316,14 @@ class Placer:
     def _sooner_here(self, lane: Lane, now: float) -> list[SequenceGroup]:
         """The heads of other lanes that this lane is expected to serve sooner, those that gain most first."""
         gains: list[tuple[float, int, SequenceGroup]] = []
-        here = candidate_of(lane)
+        here = Candidate(lane)
         for queue in self._queues.values():
             group = queue.head(now)
             if queue.lane is lane or group is None or not self._may_move(group, lane):
                 continue
-            num_tokens, there = _num_tokens(group), queue.seen or queue.look()
-            there_s = expected_s(there, num_tokens - self._num_hits(group, queue.lane), now, goes_first=True)
-            gain = there_s - expected_s(here, num_tokens - self._num_hits(group, lane), now, goes_first=True)
+            num_tokens, there = _num_tokens(group), Candidate(queue.lane, seen=queue.candidate.seen)
+            there_s = expected_s(there, num_tokens - self._num_hits(group, queue.lane), now)
+            gain = there_s - expected_s(here, num_tokens - self._num_hits(group, lane), now)
             if gain > 0:
                 gains.append((gain, -group.arrival_number, group))
         return [group for _, _, group in sorted(gains, reverse=True)]
@@ -394,24 +343,6 @@ class Placer:
         return next((group for group in groups if self._may_move(group, lane)), None)
 
 
-def _first_waiting(group: SequenceGroup) -> Sequence | None:
-    """The sequence of a group that is looked up: the first that waits without KV; the others share its blocks."""
-    return next((each for each in group.waiting_sequences if each.state is SequenceState.WAITING), None)
-
-
 def _num_tokens(group: SequenceGroup) -> int:
     """Number of tokens whose KV its waiting sequences need: of each one that has output, else of the prompt."""
-    return sum(sequence.num_tokens for sequence in group.waiting_sequences if sequence.state is SequenceState.WAITING)
-
-
-def _with_first_block(sequence: Sequence, queues: list[LaneQueue]) -> list[int]:
-    """The lanes whose prefix caches have the first block of a waiting sequence: no other one has any of it."""
-    blocks: dict[int, Key | None] = {}
-    found = []
-    for queue in queues:
-        size = queue.block_size
-        if size not in blocks:
-            blocks[size] = first_block(sequence, size)
-        if (block := blocks[size]) is not None and block in queue.cached:
-            found.append(queue.lane.executor_id)
-    return found
+    return sum([each.num_tokens for each in group.waiting_sequences if each.state is SequenceState.WAITING])

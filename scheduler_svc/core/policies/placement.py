@@ -19,14 +19,9 @@ _UNKNOWN_S = 1.0
 """Assumed time between two finishes before any was measured."""
 
 
-class Candidate(NamedTuple):
-    """An open lane, as every group that is placed before its next plan or result finds it. Times are in seconds."""
+class LaneOutlook(NamedTuple):
+    """A lane as every group finds it that is placed before the lane's next plan or result. Times are in seconds."""
 
-    lane: Lane
-    num_queued: int
-    """Number of sequences that wait there."""
-    num_queued_tokens: int
-    """Number of tokens that those need computed."""
     num_running: int
     max_num_seqs: int
     block_size: int
@@ -47,10 +42,28 @@ class Candidate(NamedTuple):
     finish_s: float
     """Between two finishes."""
 
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A lane that takes groups, with what waits there."""
+
+    lane: Lane
+    num_queued: int = 0
+    """Number of sequences that wait there."""
+    num_queued_tokens: int = 0
+    """Number of tokens that those need computed."""
+    seen: LaneOutlook | None = None
+    """What `look` has found; None: the lane has changed since."""
+
+    def look(self) -> LaneOutlook:
+        """The lane as it is; `seen or look()` looks once between two changes."""
+        self.seen = found = _outlook(self.lane)
+        return found
+
     @property
     def num_sequences(self) -> int:
         """Number of sequences that run or wait there."""
-        return self.num_queued + self.num_running
+        return self.num_queued + len(self.lane.running)
 
 
 class NeededTokens(NamedTuple):
@@ -100,11 +113,11 @@ class ExpectedTime:
     def choose(self, group: SequenceGroup, candidates: Ids[Candidate], needed: NeededTokens, now: float) -> Candidate:
         """The first one with the least expected time, and of these with the fewest sequences."""
         num_tokens, hits = needed
-        least = min([each.num_queued + each.num_running for each in candidates])
+        counts = [each.num_queued + (each.seen or each.look()).num_running for each in candidates]
+        least = min(counts)
         most = least + max(self.max_excess, self.max_excess_share * least)
         chosen, chosen_s, fewest = candidates[0], inf, 0
-        for each in candidates:
-            count = each.num_queued + each.num_running
+        for each, count in zip(candidates, counts, strict=True):
             if count > most:
                 continue
             num_new = num_tokens - hits.get(each.lane.executor_id, 0) if hits else num_tokens
@@ -114,8 +127,29 @@ class ExpectedTime:
         return chosen
 
 
-def candidate_of(lane: Lane, num_queued: int = 0, num_queued_tokens: int = 0) -> Candidate:
-    """A lane as it is now, for which so many sequences and tokens wait."""
+def expected_s(candidate: Candidate, num_tokens: int, now: float) -> float:
+    """Expected seconds to a group's next token if it is placed there now, with so many tokens to compute.
+
+    The lane completes its plans in flight, computes what is queued there, then the group's own tokens, in steps that
+    also decode all running sequences; before that, as many sequences must finish as the group lacks slots or blocks.
+    """
+    (
+        num_running, max_num_seqs, block_size, num_free, num_held, num_prefill_tokens, room, token_s, step_s, due_at,
+        later_s, finish_s,
+    ) = candidate.seen or candidate.look()  # fmt: skip
+    num_tokens += candidate.num_queued_tokens
+    num_missing: float = num_running + candidate.num_queued + 1 - max_num_seqs
+    num_short = -(-num_tokens // block_size) - num_free
+    if num_short > 0 and num_running:
+        num_missing = max(num_missing, num_short * num_running / max(1, num_held))
+    num_tokens += num_prefill_tokens
+    found = later_s + (-(-num_tokens // room) or 1) * step_s + num_tokens * token_s
+    if due_at > now:
+        found += due_at - now
+    return found + num_missing * finish_s if num_missing > 0 else found
+
+
+def _outlook(lane: Lane) -> LaneOutlook:
     token_ns, step_ns = lane.rates.line
     token_s, step_s = token_ns / 1e9, step_ns / 1e9
     due_at = later_s = 0.0
@@ -124,10 +158,7 @@ def candidate_of(lane: Lane, num_queued: int = 0, num_queued_tokens: int = 0) ->
         first_s, *later = [step_s + step.total_tokens * token_s for step in lane.inflight]
         due_at, later_s = max(lane.inflight[0].planned_at, lane.last_result_at) + first_s, sum(later)
     spec, num_decoding, num_free = lane.spec, len(lane.decode_batch), lane.blocks.num_free
-    return Candidate(
-        lane,
-        num_queued,
-        num_queued_tokens,
+    return LaneOutlook(
         len(lane.running),
         spec.max_num_seqs,
         spec.block_size,
@@ -141,28 +172,3 @@ def candidate_of(lane: Lane, num_queued: int = 0, num_queued_tokens: int = 0) ->
         later_s,
         lane.turnover.interval_s or _UNKNOWN_S,
     )
-
-
-def expected_s(candidate: Candidate, num_tokens: int, now: float, *, goes_first: bool = False) -> float:
-    """Expected seconds to a group's next token if it is placed there now, with so many tokens to compute.
-
-    The lane completes its plans in flight, computes what is queued there unless the group goes first, then the group's
-    own tokens, in steps that also decode all running sequences; before that, as many sequences must finish as the group
-    lacks slots or blocks.
-    """
-    (
-        _, num_queued, num_queued_tokens, num_running, max_num_seqs, block_size, num_free, num_held, num_prefill_tokens,
-        room, token_s, step_s, due_at, later_s, finish_s,
-    ) = candidate  # fmt: skip
-    if goes_first:
-        num_queued = num_queued_tokens = 0
-    num_tokens += num_queued_tokens
-    num_missing: float = num_running + num_queued + 1 - max_num_seqs
-    num_short = -(-num_tokens // block_size) - num_free
-    if num_short > 0 and num_running:
-        num_missing = max(num_missing, num_short * num_running / max(1, num_held))
-    num_tokens += num_prefill_tokens
-    found = later_s + (-(-num_tokens // room) or 1) * step_s + num_tokens * token_s
-    if due_at > now:
-        found += due_at - now
-    return found + num_missing * finish_s if num_missing > 0 else found

@@ -10,7 +10,7 @@ from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.simulate.placement import LlmdScores, PlacementName, SglangCacheAware, read_placement
 from cadenza.simulate.run import Simulation
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.policies.placement import Candidate, NeededTokens, candidate_of
+from scheduler_svc.core.policies.placement import Candidate, NeededTokens
 from scheduler_svc.core.queues.orders import FcfsOrder
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling
@@ -32,7 +32,7 @@ def group(*token_ids: int) -> SequenceGroup:
 
 
 def candidates(of: list[Lane], *num_queued: int) -> list[Candidate]:
-    return [candidate_of(lane, count) for lane, count in zip(of, num_queued, strict=True)]
+    return [Candidate(lane, count) for lane, count in zip(of, num_queued, strict=True)]
 
 
 def test_llmd_follows_the_prefix_until_the_queue_weighs_more() -> None:

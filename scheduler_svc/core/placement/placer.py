@@ -45,6 +45,8 @@ class Placer:
         self._lanes = lanes
         self._order = order
         self._policy = policy
+        self._is_active = False
+        """Whether groups are placed: there are several lanes, and a policy."""
         self._kinds: list[list[Lane]] = []
         """All lanes, by what they can hold."""
         self._queues: dict[int, LaneQueue] = {}
@@ -103,6 +105,7 @@ class Placer:
 
         None: all lanes may have changed.
         """
+        self._is_active = self._policy is not None and len(self._lanes) > 1
         for lane_id, queue in self._queues.items():
             # A single lane that is left takes its groups from the queue of all, and others may take those of a drain.
             lane = self._lanes.get(lane_id)
@@ -244,14 +247,12 @@ class Placer:
             raise InvariantError("placement knows other open lanes than there are")
         if {lane_id: queue.lane for lane_id, queue in self._queues.items()} != self._lanes:
             raise InvariantError("placement knows other lanes than there are")
+        if self._is_active != (self._policy is not None and len(self._lanes) > 1):
+            raise InvariantError("groups are placed although there is one lane, or are not although there are several")
         if self._kinds != kinds_of(self._lanes.values()):
             raise InvariantError("placement knows other limits of lanes than they have")
 
     # --- placing -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_active(self) -> bool:
-        return self._policy is not None and len(self._lanes) > 1
 
     @property
     def _rebalances(self) -> bool:

@@ -150,7 +150,7 @@ class RequestTable:
 
     def fits_elsewhere(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether an open lane other than this one can hold a group."""
-        others = able_lanes(group, [each for each in self.lanes.values() if each is not lane])
+        others = able_lanes(group, [[each] for each in self.lanes.values() if each is not lane])
         return any(each.is_open and not each.draining for each in others)
 
     def outgrows(self, group: SequenceGroup, lane: Lane) -> bool:
@@ -158,7 +158,7 @@ class RequestTable:
 
         It is not placed on a pool of this size again.
         """
-        larger = [each for each in self.lanes.values() if each.num_kv_tokens > lane.num_kv_tokens]
+        larger = [[each] for each in self.lanes.values() if each.num_kv_tokens > lane.num_kv_tokens]
         if not holding_lanes(group, larger):
             return False
         group.outgrown_kv_tokens = max(group.outgrown_kv_tokens, lane.num_kv_tokens)
@@ -177,8 +177,12 @@ class RequestTable:
             self.policies.order.on_admission(group)
 
     def record_new_admissions(self, groups: list[SequenceGroup], lane: Lane) -> None:
-        """Record that the oldest groups of the waiting queue, in its order, were admitted to a lane, the first time."""
-        self.waiting.remove_first(len(groups))
+        """Record that groups, the next ones of a lane by arrival, were admitted there, the first time."""
+        if groups[0].placed_on is None:
+            self.waiting.remove_first(len(groups))
+        else:
+            for group in groups:
+                self._leave_queue(group)
         lane_id, numerics, on_admission = lane.executor_id, lane.spec.numerics, self.policies.order.on_admission
         for group in groups:
             group.lane_id, group.numerics = lane_id, numerics
@@ -215,6 +219,7 @@ class RequestTable:
         lane = self.lane_of(group)
         if lane is not None:
             lane.drop(sequence)
+            self.placer.on_lane_used(lane.executor_id)
         sequence.change_state(SequenceState.FINISHED)
         sequence.finish = finish
         if group.queued and not group.waiting_sequences:

@@ -326,6 +326,7 @@ class Scheduler:
         """Plan the next step; None if it would be empty. Finishes that planning causes are in `take_outputs`."""
         lane = self.lanes[executor_id]
         step = plan_step(self._requests, lane, StepPlan(lane.counts.last_step_id + 1, executor_id), now)
+        self._requests.placer.on_lane_used(executor_id)
         if step is None:
             return None
         step.num_planned_tokens = step.total_tokens
@@ -359,6 +360,7 @@ class Scheduler:
         outputs = self.take_outputs()
         lane.counts.num_output_tokens += sum(len(output.token_ids) for output in outputs.hypotheses)
         lane.update_turnover(len(outputs.finishes) + len(outputs.hypotheses), now)
+        self._requests.placer.on_lane_used(executor_id)
         return step, outputs
 
     def check_integrity(self) -> None:

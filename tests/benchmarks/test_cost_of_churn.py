@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common import core_load
+from benchmarks.common.lane_load import LaneCase, LaneLoad
 from benchmarks.common.scheduler_load import Case
 
 NUM_STEPS = 20
@@ -54,3 +55,24 @@ def test_a_request_that_joins_and_ends_takes_few_calls(prefix_cache: bool, most:
         with calls.counting():
             core_load._apply(core, result)
     assert calls.count / case.num_changing <= most
+
+
+def placing_calls(num_lanes: int) -> float:
+    """Calls of functions for each request that is placed on one of so many executors."""
+    load = LaneLoad(LaneCase(num_lanes, 8), seed=1)
+    load.fill()
+    load._add(16)
+    placer, calls = load.core._requests.placer, Calls()
+    with calls.counting():
+        while placer.num_unplaced:
+            placer.place(0.0)
+    assert sum(placer.num_placed(executor_id) for executor_id in load.core.lanes) == 16
+    return calls.count / 16
+
+
+def test_one_more_executor_adds_little_to_a_placement() -> None:
+    """An expected time, and a sixteenth of a look at the lane. Decision 0055 records how they became fewer: there were
+    23 for each."""
+    few, many = placing_calls(4), placing_calls(20)
+    assert (many - few) / 16 <= 2.5
+    assert few <= 70

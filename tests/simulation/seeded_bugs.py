@@ -127,13 +127,13 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "a request is placed on an executor that is lost",
-        "scheduler_svc.core.placement.placer", "Placer._choice",
-        "if lane.is_open and not lane.draining", "if not lane.draining",
+        "scheduler_svc.core.placement.candidates", "takes_groups",
+        "lane.is_open and not lane.draining", "not lane.draining",
     ),
     SeededBug(
         "a draining executor admits requests",
-        "scheduler_svc.core.placement.placer", "Placer._choice",
-        "if lane.is_open and not lane.draining", "if lane.is_open",
+        "scheduler_svc.core.placement.candidates", "takes_groups",
+        "lane.is_open and not lane.draining", "lane.is_open",
     ),
     SeededBug(
         "another lane takes a request to which plans in flight refer",

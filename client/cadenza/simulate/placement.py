@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cadenza.loadtest.requests import LoadTestError
-from scheduler_svc.core.policies.placement import Candidate, ExpectedTime, PlacementPolicy, RoundRobin
+from scheduler_svc.core.policies.placement import Candidate, ExpectedTime, NeededTokens, PlacementPolicy, RoundRobin
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 PlacementName = Literal["expected-time", "round-robin", "llm-d", "sglang"]
@@ -56,7 +56,7 @@ class LlmdScores:
         """Seed the generator."""
         self._random = random.Random(f"llm-d {self.seed}")
 
-    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
+    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], needed: NeededTokens, now: float) -> Candidate:
         """The candidate with the highest score."""
         if (stays := _present(group, candidates)) is not None:
             return stays
@@ -146,7 +146,7 @@ class SglangCacheAware:
     balance_rel_threshold: float = 1.5
     _root: _Node = field(default_factory=lambda: _Node((), -1))
 
-    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
+    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], needed: NeededTokens, now: float) -> Candidate:
         """The candidate that had the prefix first, or the one with the fewest unfinished requests."""
         if (stays := _present(group, candidates)) is not None:
             return stays

@@ -8,7 +8,7 @@ free the blocks of sequences that finish.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from collections.abc import Sequence as Ids
 
 from scheduler_svc.core.errors import InvariantError
@@ -28,8 +28,8 @@ from scheduler_svc.core.memory.block_tables import (
     stop_sharing,
 )
 from scheduler_svc.core.memory.block_tiers import BlockTiers
-from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Parent, PrefixCounts, pack_blocks
-from scheduler_svc.core.memory.prefix_lookups import PrefixLookups, root_of
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Key, Parent, PrefixCounts, pack_blocks
+from scheduler_svc.core.memory.prefix_lookups import PrefixLookups, may_hit, root_of
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.sequence import Sequence
 
@@ -105,20 +105,25 @@ class BlockManager:
         prompt logprobs. Host blocks are included as far as swapping them in costs less than computing. Use the result
         before other blocks are taken or swapped.
         """
-        if not self.caching or not _may_hit(sequence):
+        if not self.caching or not may_hit(sequence):
             return NO_PREFIX
         return self._lookups.find(sequence)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Number of tokens of the prefix that `find_cached_prefix` returns; 0 without a prefix cache."""
-        return self._lookups.num_tokens(sequence) if self.caching and _may_hit(sequence) else 0
+        return self._lookups.num_tokens(sequence) if self.caching and may_hit(sequence) else 0
+
+    @property
+    def cached(self) -> Container[Key]:
+        """The blocks in the prefix cache."""
+        return self.tiers.cache.present
 
     def look_up(self, sequence: Sequence, num_blocks: int) -> int:
         """Number of blocks of a waiting sequence's cached prefix, counted up to `num_blocks`.
 
         Nothing is looked up beyond. Fewer than `num_blocks`: `find_cached_prefix` takes little time now.
         """
-        return self._lookups.look_up(sequence, num_blocks) if self.caching and _may_hit(sequence) else 0
+        return self._lookups.look_up(sequence, num_blocks) if self.caching and may_hit(sequence) else 0
 
     def num_looked_up(self, sequence: Sequence) -> int:
         """Number of blocks of its cached prefix as of its last lookup; 0 if that is not remembered."""
@@ -381,7 +386,3 @@ class BlockManager:
             if shared_of(tables) != {shared: shared.num_holders for shared in pool.shared}:
                 raise InvariantError("the sequences that share blocks are miscounted")
         self.tiers.check_integrity(on_device, on_hosts)
-
-
-def _may_hit(sequence: Sequence) -> bool:
-    return sequence.group.spec.uses_prefix_cache and not sequence.needs_prompt_logprobs

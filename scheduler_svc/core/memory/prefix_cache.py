@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
@@ -127,6 +127,11 @@ class PrefixCache:
         """The nodes removed or moved after the first `num_changes` changes; None if they are not known any more."""
         first = num_changes - self._num_dropped_changes
         return self._changed[first:] if first >= 0 else None
+
+    @property
+    def present(self) -> Container[Key]:
+        """The keys of all nodes."""
+        return self._nodes
 
     def find(self, parent: Parent, content: bytes) -> int | None:
         """The node of these tokens after that parent."""

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from scheduler_svc.core.memory.block_tiers import BlockTiers
-from scheduler_svc.core.memory.prefix_cache import CachedPrefix, Parent, host_place, pack_blocks
+from scheduler_svc.core.memory.prefix_cache import CachedPrefix, Key, Parent, host_place, pack_blocks
 from scheduler_svc.core.sequences.sequence import Sequence
 
 _MAX_LOOKUPS = 4096
@@ -203,6 +203,18 @@ class PrefixLookups:
 def _is_replaced(sequence: Sequence) -> bool:
     """Whether its tokens may be replaced, so that its lookup is not remembered: a beam takes those of another one."""
     return sequence.is_beam and sequence.num_output_tokens > 0
+
+
+def first_block(sequence: Sequence, block_size: int) -> Key | None:
+    """Where the prefix cache of any executor has the first block of a sequence; None: no block of it can be used."""
+    if sequence.num_tokens <= block_size or not may_hit(sequence):
+        return None
+    return root_of(sequence), pack_blocks(sequence.tokens(0, block_size), block_size)[0]
+
+
+def may_hit(sequence: Sequence) -> bool:
+    """Whether a sequence may use cached blocks."""
+    return sequence.group.spec.uses_prefix_cache and not sequence.needs_prompt_logprobs
 
 
 def root_of(sequence: Sequence) -> tuple[str, bytes, bytes]:

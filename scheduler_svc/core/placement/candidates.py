@@ -87,22 +87,39 @@ def count_field(spec: RequestSpec) -> str:
     return "sampling_params.beam_width" if spec.beams else "sampling_params.n"
 
 
-def able_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
+def kinds_of(lanes: Iterable[Lane]) -> list[list[Lane]]:
+    """The lanes by kind: those of one kind can hold the same groups, apart from their adapters."""
+    kinds: dict[object, list[Lane]] = {}
+    for lane in lanes:
+        spec = lane.spec
+        sizes = spec.num_blocks, spec.block_size, spec.max_num_seqs, spec.max_model_len
+        kinds.setdefault((sizes, spec.lacks, spec.grammar_engine, spec.numerics), []).append(lane)
+    return list(kinds.values())
+
+
+def able_lanes(group: SequenceGroup, kinds: Iterable[list[Lane]]) -> list[Lane]:
     """The lanes that can hold a waiting group to its end, or further than all others: its tokens must not depend on
     where it runs. They have its adapter loaded."""
-    return [lane for lane in holding_lanes(group, lanes) if has_adapter(lane, group)]
+    able = holding_lanes(group, kinds)
+    return [lane for lane in able if has_adapter(lane, group)] if group.spec.adapter_index else able
 
 
-def holding_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
+def holding_lanes(group: SequenceGroup, kinds: Iterable[list[Lane]]) -> list[Lane]:
     """As `able_lanes`, with those that may yet load its adapter."""
-    index = group.spec.adapter_index
-    size = present_size(group)
-    able = [lane for lane in lanes if may_continue(lane, group) and _holds(lane, group, size)]
-    if index:
-        able = [lane for lane in able if lane.adapters.may_have(index)]
-    limits = [group.length_limit(lane.spec.max_model_len)[0] for lane in able]
-    longest = max(limits, default=0)
-    return [lane for lane, limit in zip(able, limits, strict=True) if limit == longest]
+    index, size = group.spec.adapter_index, present_size(group)
+    able: list[Lane] = []
+    longest = 0
+    for lanes in kinds:
+        first = lanes[0]
+        if not (may_continue(first, group) and _holds(first, group, size)):
+            continue
+        if index:
+            lanes = [lane for lane in lanes if lane.adapters.may_have(index)]
+        limit = group.length_limit(first.spec.max_model_len)[0]
+        if lanes and limit >= longest:
+            able = able + lanes if limit == longest else lanes
+            longest = limit
+    return able
 
 
 def may_continue(lane: Lane, group: SequenceGroup) -> bool:
@@ -113,6 +130,11 @@ def may_continue(lane: Lane, group: SequenceGroup) -> bool:
     if lane.spec.lacks and not lane.spec.lacks.isdisjoint(needed_features(group.spec)):
         return False
     return not group.numerics or group.numerics == lane.spec.numerics or not group.has_output
+
+
+def takes_groups(lane: Lane) -> bool:
+    """Whether groups may be placed on a lane now."""
+    return lane.is_open and not lane.draining
 
 
 def has_adapter(lane: Lane, group: SequenceGroup) -> bool:

@@ -9,31 +9,30 @@ is expected to serve it sooner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Ids
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.placement.candidates import able_lanes, has_adapter, holding_lanes, may_continue
-from scheduler_svc.core.policies.placement import Candidate, LaneOutlook, PlacementPolicy, expected_s
+from scheduler_svc.core.placement.candidates import (
+    able_lanes,
+    has_adapter,
+    holding_lanes,
+    kinds_of,
+    may_continue,
+    takes_groups,
+)
+from scheduler_svc.core.placement.lane_queue import LaneQueue
+from scheduler_svc.core.placement.lookups import PlacementLookups, first_waiting
+from scheduler_svc.core.policies.placement import Candidate, NeededTokens, PlacementPolicy, expected_s
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.passed import NOTHING_PASSED, PassedOver
 from scheduler_svc.core.queues.queues import WaitingQueue
-from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import SequenceState
 
 MAX_PASS_OVER_S = 1.0
 """For how long after its arrival a lane with room for the head of the queue may pass it over."""
-_MAX_LOOKED_UP = 16_384
-"""Tokens that one plan looks up for placements, in 0.5 ms, or 1 ms in cold memory: the next plans go on with the rest.
-"""
-_MIN_LOOKED_UP = 128
-"""Tokens whose lookup takes as long as a candidate, with or without a cached prefix."""
-_MIN_BLOCK_TOKENS = 16
-"""Looking up a smaller block takes as long as one of this size."""
-_WHOLE = 1 << 62
-"""In place of a number of blocks: the lookup is complete."""
 
 
 class Placer:
@@ -46,18 +45,19 @@ class Placer:
         self._lanes = lanes
         self._order = order
         self._policy = policy
-        self._queues: dict[int, WaitingQueue] = {}
+        self._is_active = False
+        """Whether groups are placed: there are several lanes, and a policy."""
+        self._kinds: list[list[Lane]] = []
+        """All lanes, by what they can hold."""
+        self._queues: dict[int, LaneQueue] = {}
         """By lane: the groups placed there."""
-        self._num_tokens: dict[int, int] = {}
-        self._num_sequences: dict[int, int] = {}
-        """By lane: tokens and sequences of these groups."""
+        self._open: list[LaneQueue] = []
+        """Those of lanes that take groups now, by executor."""
+        self._candidates: list[Candidate] = []
+        """Their lanes."""
         self._hits: dict[SequenceGroup, dict[int, int]] = {}
         """Of each placed group, by lane: the tokens that its prefix cache had when the group was placed."""
-        self._looked_up: dict[SequenceGroup, dict[int, int]] = {}
-        """Of the group to be placed next, once its lookups have begun: by lane, the blocks looked up so far.
-
-        It does not depend on what lookups are remembered, which a replay does not know.
-        """
+        self._lookups = PlacementLookups()
         self._unplaced: dict[SequenceGroup, None] = {}
         """Groups to be placed by the next plans."""
         self._stranded: dict[SequenceGroup, None] = {}
@@ -75,7 +75,7 @@ class Placer:
         if group.placed_on is not None:
             self._withdraw(group)
         self._unplaced.pop(group, None)
-        self._looked_up.pop(group, None)
+        self._lookups.forget(group)
         self._stranded.pop(group, None)
 
     def on_bound(self, group: SequenceGroup, lane: Lane) -> None:
@@ -95,11 +95,17 @@ class Placer:
         self._unplaced |= self._stranded
         self._stranded.clear()
 
+    def on_lane_used(self, executor_id: int) -> None:
+        """A lane's sequences, blocks or plans in flight have changed, or what is measured of it."""
+        if (queue := self._queues.get(executor_id)) is not None:
+            queue.on_lane_used()
+
     def on_lane_changed(self, executor_id: int | None = None) -> None:
         """A lane has opened, closed, come or gone: place again what waits for it, and what waited for any lane.
 
         None: all lanes may have changed.
         """
+        self._is_active = self._policy is not None and len(self._lanes) > 1
         for lane_id, queue in self._queues.items():
             # A single lane that is left takes its groups from the queue of all, and others may take those of a drain.
             lane = self._lanes.get(lane_id)
@@ -110,15 +116,17 @@ class Placer:
         for hits in self._hits.values():
             for lane_id in [*hits] if executor_id is None else [executor_id]:
                 hits.pop(lane_id, None)
-        self._looked_up.clear()
+        self._lookups.clear()
         self._unplaced |= self._stranded
         self._stranded.clear()
         if self._is_active:
             self._unplaced |= {group: None for group in self._waiting if group.placed_on is None}
         else:
             self._unplaced.clear()
-        for lane_id in [lane_id for lane_id in self._queues if lane_id not in self._lanes]:
-            del self._queues[lane_id], self._num_tokens[lane_id], self._num_sequences[lane_id]
+        self._kinds = kinds_of(self._lanes.values())
+        self._queues = {lane_id: self._queue_of(lane) for lane_id, lane in self._lanes.items()}
+        self._open = [queue for _, queue in sorted(self._queues.items()) if takes_groups(queue.lane)]
+        self._candidates = [queue.candidate for queue in self._open]
 
     # --- what lanes need ---------------------------------------------------------------------------------------------
 
@@ -139,19 +147,20 @@ class Placer:
 
     def place(self, now: float) -> None:
         """Place the next groups that are not placed yet, as far as their lookups go in one plan."""
-        num_left = _MAX_LOOKED_UP
-        outlooks: dict[int, LaneOutlook] = {}  # lanes stay as they are until all are placed
-        while self._unplaced and num_left > 0:
+        self._lookups.start_plan()
+        while self._unplaced and self._lookups.may_go_on:
             group = next(iter(self._unplaced))
-            num_left = self._look_up(group, num_left)
-            if group in self._looked_up:
+            hits = self._lookups.hits(group, self._open)
+            if hits is None:
                 return
             del self._unplaced[group]
-            found = self._choice(group, now, outlooks)
+            needed = NeededTokens(_num_tokens(group), hits)
+            found = self._choice(group, needed, now)
             if found is None:
                 self._stranded[group] = None
             else:
-                self._put(group, found)
+                self._hits[group] = hits
+                self._queues[found.executor_id].add(group, needed.num_tokens - self._num_hits(group, found))
 
     def admissible(self, lane: Lane, now: float, most: int) -> list[SequenceGroup]:
         """Groups that a plan of this lane may admit, the next one first, the others by arrival; `most` or two more."""
@@ -196,9 +205,16 @@ class Placer:
         queue = self._queues.get(lane.executor_id)
         return None if queue is None else queue.head(now, passed)
 
-    def takes_all(self, lane: Lane) -> bool:
-        """Whether a lane takes the groups of the waiting queue one after the other: it is the only one, and stays."""
-        return len(self._lanes) == 1 and not lane.draining
+    def by_arrival(self, lane: Lane, now: float) -> Iterable[SequenceGroup]:
+        """The groups that a lane takes one after the other in the order of arrival; none if others may go first."""
+        if lane.draining:
+            return ()
+        if not self._is_active:
+            return self._waiting if len(self._lanes) == 1 else ()
+        oldest = self._waiting.oldest
+        if oldest is None or (self._rebalances and oldest.arrival + MAX_PASS_OVER_S <= now):
+            return ()
+        return self._queues[lane.executor_id]
 
     def is_own(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether a lane stops at a group that it has no room for, rather than passing it over."""
@@ -217,76 +233,53 @@ class Placer:
     def check_integrity(self) -> None:
         """Check that each waiting group is placed, to be placed or stranded; raises InvariantError."""
         placed = [group for queue in self._queues.values() for group in queue]
-        if any(group not in self._queues[group.placed_on] for group in placed if group.placed_on is not None):
-            raise InvariantError("a group is in the queue of another lane than the one that it is placed on")
         if self._hits.keys() != set(placed):
             raise InvariantError("prefix hits are kept of a group that is not placed, or a placed one has none")
-        if not self._looked_up.keys() <= self._unplaced.keys():
-            raise InvariantError("lookups have begun of a group that is not to be placed")
+        self._lookups.check_integrity(self._unplaced)
         found = [*placed, *self._unplaced, *self._stranded]
         if self._is_active and sorted(map(id, found)) != sorted(map(id, self._waiting)):
             raise InvariantError("a waiting group is not placed, or placed twice")
         if not self._is_active and found:
             raise InvariantError("a group is placed although there is one lane")
-        for lane_id, queue in self._queues.items():
-            if self._num_tokens[lane_id] != sum(group.num_placed_tokens for group in queue):
-                raise InvariantError(f"the tokens that wait for executor {lane_id} do not add up")
+        for queue in self._queues.values():
+            queue.check_integrity()
+        if self._open != [queue for _, queue in sorted(self._queues.items()) if takes_groups(queue.lane)]:
+            raise InvariantError("placement knows other open lanes than there are")
+        if {lane_id: queue.lane for lane_id, queue in self._queues.items()} != self._lanes:
+            raise InvariantError("placement knows other lanes than there are")
+        if self._is_active != (self._policy is not None and len(self._lanes) > 1):
+            raise InvariantError("groups are placed although there is one lane, or are not although there are several")
+        if self._kinds != kinds_of(self._lanes.values()):
+            raise InvariantError("placement knows other limits of lanes than they have")
 
     # --- placing -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_active(self) -> bool:
-        return self._policy is not None and len(self._lanes) > 1
 
     @property
     def _rebalances(self) -> bool:
         return self._policy is not None and self._policy.rebalances
 
-    def _look_up(self, group: SequenceGroup, num_left: int) -> int:
-        """Go on with the lookups of a group; returns how many of `num_left` tokens are left.
-
-        The group is in `_looked_up` until they are complete.
-        """
-        first = _first_waiting(group)
-        looked_up = self._looked_up.setdefault(group, {})
-        for lane in self._open_lanes():
-            known = looked_up.get(lane.executor_id)
-            if known is None:
-                num_left -= _MIN_LOOKED_UP
-                known = 0 if first is not None and first.num_tokens > _MIN_LOOKED_UP else _WHOLE
-            while known < _WHOLE:
-                assert first is not None
-                if num_left <= 0:
-                    return 0
-                block_tokens = max(_MIN_BLOCK_TOKENS, lane.spec.block_size)
-                most = known + max(1, num_left // block_tokens)
-                found = lane.blocks.look_up(first, most)
-                num_left -= max(0, found - known) * block_tokens
-                known = looked_up[lane.executor_id] = found if found == most else _WHOLE
-            looked_up[lane.executor_id] = _WHOLE
-        del self._looked_up[group]
-        return num_left
-
-    def _choice(self, group: SequenceGroup, now: float, outlooks: dict[int, LaneOutlook]) -> Candidate | None:
+    def _choice(self, group: SequenceGroup, needed: NeededTokens, now: float) -> Lane | None:
         """The lane to place a group on; None: no open lane can hold it."""
         assert self._policy is not None
         holder, able = self._holder(group), self._able_lanes(group)
         if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
-            return self._candidate(group, holder)
-        open_lanes = [lane for lane in able if lane.is_open and not lane.draining]
-        candidates = self._candidates(group, open_lanes, outlooks)
-        if not candidates and group.lane_id is not None and (former := self._lanes.get(group.lane_id)) in able:
-            # What no other lane can hold ends on the draining one, where it ran.
-            candidates = [self._candidate(group, former)] if former.is_open else []
-        return self._policy.choose(group, candidates, now) if candidates else None
+            return holder
+        if len(able) == len(self._lanes):
+            candidates = self._candidates
+        else:
+            candidates = [each for each in self._candidates if each.lane in able]
+        if candidates:
+            return self._policy.choose(group, candidates, needed, now).lane
+        # What no other lane can hold ends on the draining one, where it ran.
+        return next((lane for lane in able if lane.executor_id == group.lane_id and lane.is_open), None)
 
     def _able_lanes(self, group: SequenceGroup) -> list[Lane]:
         """The lanes that can hold a group; if none ever can, the largest pool, which takes it as far as that goes."""
-        lanes = self._lanes.values()
-        able = able_lanes(group, lanes)
-        if able or holding_lanes(group, lanes) or not any(may_continue(lane, group) for lane in lanes):
+        able = able_lanes(group, self._kinds)
+        if able or holding_lanes(group, self._kinds):
             return able
-        ready = [lane for lane in self._open_lanes() or lanes if has_adapter(lane, group) and may_continue(lane, group)]
+        lanes = [queue.lane for queue in self._open] or self._lanes.values()
+        ready = [lane for lane in lanes if has_adapter(lane, group) and may_continue(lane, group)]
         return [max(ready, key=lambda lane: lane.spec.num_blocks)] if ready else []
 
     def _holder(self, group: SequenceGroup, *, swapped: bool = True) -> Lane | None:
@@ -294,72 +287,44 @@ class Placer:
         holder = self._lanes.get(group.lane_id) if group.lane_id is not None else None
         return holder if holder is not None and holder.holds(group, swapped=swapped) else None
 
-    def _open_lanes(self) -> list[Lane]:
-        return [lane for lane in self._lanes.values() if lane.is_open and not lane.draining]
+    def _queue_of(self, lane: Lane) -> LaneQueue:
+        """The queue of a lane, which may be a new one in place of a lost one, and may have changed."""
+        queue = self._queues.get(lane.executor_id)
+        if queue is None or queue.lane is not lane:
+            queue = LaneQueue(lane, self._order, self._waiting.max_wait_s)
+        queue.on_lane_changed()
+        return queue
 
-    def _candidate(self, group: SequenceGroup, lane: Lane, *, from_now: bool = False) -> Candidate:
-        return self._candidates(group, (lane,), from_now=from_now)[0]
+    def _num_hits(self, group: SequenceGroup, lane: Lane) -> int:
+        """Tokens of its first waiting sequence that the lane's prefix cache has, or had when the group was placed.
 
-    def _candidates(
-        self,
-        group: SequenceGroup,
-        lanes: Ids[Lane],
-        outlooks: dict[int, LaneOutlook] | None = None,
-        *,
-        from_now: bool = False,
-    ) -> list[Candidate]:
-        """`from_now`: what waits there does not go first.
-
-        Hits are the tokens of its first waiting sequence that the lane's prefix cache has, or had when it was placed:
-        looked up once a lane, as a lookup takes time in proportion to the prefix.
+        Looked up once, as that takes time in proportion to the prefix.
         """
-        if not lanes:
-            return []
-        first, num_tokens, hits = _first_waiting(group), _num_tokens(group), self._hits.setdefault(group, {})
-        found = []
-        for lane in lanes:
-            lane_id = lane.executor_id
-            num_hit = hits.get(lane_id)
-            if num_hit is None:
-                num_hit = hits[lane_id] = 0 if first is None else lane.blocks.num_cached_tokens(first)
-            num_queued = 0 if from_now else self._num_sequences.get(lane_id, 0)
-            num_queued_tokens = 0 if from_now else self._num_tokens.get(lane_id, 0)
-            found.append(Candidate(lane, num_tokens, num_hit, num_queued, num_queued_tokens, outlooks))
+        hits = self._hits[group]
+        found = hits.get(lane.executor_id)
+        if found is None:
+            first = first_waiting(group)
+            found = hits[lane.executor_id] = 0 if first is None else lane.blocks.num_cached_tokens(first)
         return found
 
-    def _put(self, group: SequenceGroup, chosen: Candidate) -> None:
-        lane_id = chosen.lane.executor_id
-        if lane_id not in self._queues:
-            self._queues[lane_id] = WaitingQueue(self._order, self._waiting.max_wait_s)
-            self._num_tokens[lane_id] = self._num_sequences[lane_id] = 0
-        group.placed_on = lane_id
-        group.num_placed_tokens = chosen.num_tokens - chosen.num_hit_tokens
-        self._queues[lane_id].add(group, again=True)
-        self._num_tokens[lane_id] += group.num_placed_tokens
-        self._num_sequences[lane_id] += len(group.sequences)
-
     def _withdraw(self, group: SequenceGroup) -> None:
-        lane_id = group.placed_on
-        assert lane_id is not None
-        self._queues[lane_id].remove(group)
+        assert group.placed_on is not None
+        self._queues[group.placed_on].remove(group)
         self._hits.pop(group, None)
-        # It is still in the queue of all.
-        group.queued, group.placed_on = True, None
-        self._num_tokens[lane_id] -= group.num_placed_tokens
-        self._num_sequences[lane_id] -= len(group.sequences)
 
     # --- taking over -------------------------------------------------------------------------------------------------
 
     def _sooner_here(self, lane: Lane, now: float) -> list[SequenceGroup]:
         """The heads of other lanes that this lane is expected to serve sooner, those that gain most first."""
         gains: list[tuple[float, int, SequenceGroup]] = []
-        for lane_id, queue in self._queues.items():
+        here = Candidate(lane)
+        for queue in self._queues.values():
             group = queue.head(now)
-            if lane_id == lane.executor_id or group is None or not self._may_move(group, lane):
+            if queue.lane is lane or group is None or not self._may_move(group, lane):
                 continue
-            there = self._candidate(group, self._lanes[lane_id], from_now=True)
-            here = self._candidate(group, lane, from_now=True)
-            gain = expected_s(there, now) - expected_s(here, now)
+            num_tokens, there = _num_tokens(group), Candidate(queue.lane, seen=queue.candidate.seen)
+            there_s = expected_s(there, num_tokens - self._num_hits(group, queue.lane), now)
+            gain = there_s - expected_s(here, num_tokens - self._num_hits(group, lane), now)
             if gain > 0:
                 gains.append((gain, -group.arrival_number, group))
         return [group for _, _, group in sorted(gains, reverse=True)]
@@ -379,11 +344,6 @@ class Placer:
         return next((group for group in groups if self._may_move(group, lane)), None)
 
 
-def _first_waiting(group: SequenceGroup) -> Sequence | None:
-    """The sequence of a group that is looked up: the first that waits without KV; the others share its blocks."""
-    return next((each for each in group.waiting_sequences if each.state is SequenceState.WAITING), None)
-
-
 def _num_tokens(group: SequenceGroup) -> int:
     """Number of tokens whose KV its waiting sequences need: of each one that has output, else of the prompt."""
-    return sum(sequence.num_tokens for sequence in group.waiting_sequences if sequence.state is SequenceState.WAITING)
+    return sum([each.num_tokens for each in group.waiting_sequences if each.state is SequenceState.WAITING])

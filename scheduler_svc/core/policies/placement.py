@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
-from operator import itemgetter
+from math import inf
 from typing import ClassVar, NamedTuple, Protocol
 
 from scheduler_svc.core.lanes.lane import Lane
@@ -19,36 +20,58 @@ _UNKNOWN_S = 1.0
 
 
 class LaneOutlook(NamedTuple):
-    """A lane's own part of an expected time: the same for all groups that are placed between two plans and results."""
+    """A lane as every group finds it that is placed before the lane's next plan or result. Times are in seconds."""
 
-    token_s: float
-    step_s: float
-    num_decoding: int
+    num_running: int
+    max_num_seqs: int
+    block_size: int
+    num_free_blocks: int
+    num_held_blocks: int
     num_prefill_tokens: int
-    inflight_s: float
-    """Until the result of its last plan in flight."""
+    """Number of tokens that its running sequences have yet to compute before they decode."""
+    room: int
+    """Number of tokens that a step computes beside its decoding sequences."""
+    token_s: float
+    """What a token adds to a step."""
+    step_s: float
+    """A step in which its decoding sequences alone have a token."""
+    due_at: float
+    """When the result of its first plan in flight is expected."""
+    later_s: float
+    """What its later plans in flight take."""
+    finish_s: float
+    """Between two finishes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Candidate:
-    """A lane that can hold a group, with what the group would find there."""
+    """A lane that takes groups, with what waits there."""
 
     lane: Lane
-    num_tokens: int
-    """Number of tokens whose KV the group needs there before its next token."""
-    num_hit_tokens: int
-    """Number of these that are in its prefix cache."""
     num_queued: int = 0
-    """Number of sequences that wait there before it."""
+    """Number of sequences that wait there."""
     num_queued_tokens: int = 0
     """Number of tokens that those need computed."""
-    outlooks: dict[int, LaneOutlook] | None = None
-    """By executor: what is known already, while several groups are placed; None: nothing, and nothing is kept."""
+    seen: LaneOutlook | None = None
+    """What `look` has found; None: the lane has changed since."""
+
+    def look(self) -> LaneOutlook:
+        """The lane as it is; `seen or look()` looks once between two changes."""
+        self.seen = found = _outlook(self.lane)
+        return found
 
     @property
     def num_sequences(self) -> int:
         """Number of sequences that run or wait there."""
         return self.num_queued + len(self.lane.running)
+
+
+class NeededTokens(NamedTuple):
+    """The tokens whose KV a group needs before its next token."""
+
+    num_tokens: int
+    hits: Mapping[int, int]
+    """By executor: the number of these tokens that its prefix cache has; none where it is not named."""
 
 
 class PlacementPolicy(Protocol):
@@ -57,7 +80,7 @@ class PlacementPolicy(Protocol):
     rebalances: ClassVar[bool]
     """Whether a group may be taken over by another lane that serves it sooner; otherwise it stays where it was put."""
 
-    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
+    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], needed: NeededTokens, now: float) -> Candidate:
         """One of the candidates, of which there is at least one."""
 
 
@@ -68,7 +91,7 @@ class RoundRobin:
     rebalances: ClassVar[bool] = False
     _last: int = -1
 
-    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
+    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], needed: NeededTokens, now: float) -> Candidate:
         """The first candidate with a larger index than the last choice, or the first of all."""
         chosen = min(candidates, key=lambda each: (each.lane.executor_id <= self._last, each.lane.executor_id))
         self._last = chosen.lane.executor_id
@@ -87,65 +110,65 @@ class ExpectedTime:
     max_excess: int = field(default=MAX_EXCESS)
     max_excess_share: float = field(default=MAX_EXCESS_SHARE)
 
-    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
-        """The candidate with the least expected time; of equal ones the one with the fewest sequences."""
-        counts = [each.num_sequences for each in candidates]
+    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], needed: NeededTokens, now: float) -> Candidate:
+        """The first one with the least expected time, and of these with the fewest sequences."""
+        num_tokens, hits = needed
+        counts = [each.num_queued + (each.seen or each.look()).num_running for each in candidates]
         least = min(counts)
         most = least + max(self.max_excess, self.max_excess_share * least)
-        rated = [
-            (expected_s(each, now), count, each.lane.executor_id, each)
-            for each, count in zip(candidates, counts, strict=True)
-            if count <= most
-        ]
-        return min(rated, key=itemgetter(0, 1, 2))[3]
+        chosen, chosen_s, fewest = candidates[0], inf, 0
+        for each, count in zip(candidates, counts, strict=True):
+            if count > most:
+                continue
+            num_new = num_tokens - hits.get(each.lane.executor_id, 0) if hits else num_tokens
+            found_s = expected_s(each, num_new, now)
+            if found_s < chosen_s or (found_s == chosen_s and count < fewest):
+                chosen, chosen_s, fewest = each, found_s, count
+        return chosen
 
 
-def expected_s(candidate: Candidate, now: float) -> float:
-    """Expected seconds to the group's next token if it is placed there now.
+def expected_s(candidate: Candidate, num_tokens: int, now: float) -> float:
+    """Expected seconds to a group's next token if it is placed there now, with so many tokens to compute.
 
     The lane completes its plans in flight, computes what is queued there, then the group's own tokens, in steps that
     also decode all running sequences; before that, as many sequences must finish as the group lacks slots or blocks.
     """
-    lane = candidate.lane
-    token_s, step_s, num_decoding, num_prefill_tokens, inflight_s = _outlook(candidate, now)
-    num_tokens = candidate.num_queued_tokens + num_prefill_tokens + candidate.num_tokens - candidate.num_hit_tokens
-    room = max(1, lane.spec.max_num_batched_tokens - num_decoding)
-    num_steps = max(1, -(-num_tokens // room))
-    computing_s = num_steps * (step_s + num_decoding * token_s) + num_tokens * token_s
-    computing_s += inflight_s
-    return computing_s + _num_finishes(candidate) * (lane.turnover.interval_s or _UNKNOWN_S)
-
-
-def _outlook(candidate: Candidate, now: float) -> LaneOutlook:
-    lane, known = candidate.lane, candidate.outlooks
-    found = None if known is None else known.get(lane.executor_id)
-    if found is None:
-        token_ns, step_ns = lane.rates.line
-        token_s, step_s = token_ns / 1e9, step_ns / 1e9
-        inflight_s = _inflight_s(lane, now, token_s, step_s)
-        found = LaneOutlook(token_s, step_s, len(lane.decode_batch), lane.num_prefill_tokens, inflight_s)
-        if known is not None:
-            known[lane.executor_id] = found
-    return found
-
-
-def _inflight_s(lane: Lane, now: float, token_s: float, step_s: float) -> float:
-    """Expected seconds to the result of the last plan in flight. The executor began the first one after its plan, and
-    after the result before."""
-    steps = [step_s + step.total_tokens * token_s for step in lane.inflight]
-    if not steps:
-        return 0.0
-    elapsed_s = now - max(lane.inflight[0].planned_at, lane.last_result_at)
-    return sum(steps) - min(steps[0], max(0.0, elapsed_s))
-
-
-def _num_finishes(candidate: Candidate) -> float:
-    """Number of sequences that must finish on the lane before the group has a slot and its blocks."""
-    lane = candidate.lane
-    num_running = len(lane.running)
-    num_missing: float = num_running + candidate.num_queued + 1 - lane.spec.max_num_seqs
-    num_new = candidate.num_queued_tokens + candidate.num_tokens - candidate.num_hit_tokens
-    num_short = lane.blocks.num_blocks_for(num_new) - lane.blocks.num_free
+    (
+        num_running, max_num_seqs, block_size, num_free, num_held, num_prefill_tokens, room, token_s, step_s, due_at,
+        later_s, finish_s,
+    ) = candidate.seen or candidate.look()  # fmt: skip
+    num_tokens += candidate.num_queued_tokens
+    num_missing: float = num_running + candidate.num_queued + 1 - max_num_seqs
+    num_short = -(-num_tokens // block_size) - num_free
     if num_short > 0 and num_running:
-        num_missing = max(num_missing, num_short * num_running / max(1, lane.spec.num_blocks - lane.blocks.num_free))
-    return max(0.0, num_missing)
+        num_missing = max(num_missing, num_short * num_running / max(1, num_held))
+    num_tokens += num_prefill_tokens
+    found = later_s + (-(-num_tokens // room) or 1) * step_s + num_tokens * token_s
+    if due_at > now:
+        found += due_at - now
+    return found + num_missing * finish_s if num_missing > 0 else found
+
+
+def _outlook(lane: Lane) -> LaneOutlook:
+    token_ns, step_ns = lane.rates.line
+    token_s, step_s = token_ns / 1e9, step_ns / 1e9
+    due_at = later_s = 0.0
+    if lane.inflight:
+        # The executor began the first one after its plan, and after the result before.
+        first_s, *later = [step_s + step.total_tokens * token_s for step in lane.inflight]
+        due_at, later_s = max(lane.inflight[0].planned_at, lane.last_result_at) + first_s, sum(later)
+    spec, num_decoding, num_free = lane.spec, len(lane.decode_batch), lane.blocks.num_free
+    return LaneOutlook(
+        len(lane.running),
+        spec.max_num_seqs,
+        spec.block_size,
+        num_free,
+        spec.num_blocks - num_free,
+        lane.num_prefill_tokens,
+        max(1, spec.max_num_batched_tokens - num_decoding),
+        token_s,
+        step_s + num_decoding * token_s,
+        due_at,
+        later_s,
+        lane.turnover.interval_s or _UNKNOWN_S,
+    )

@@ -24,16 +24,17 @@ from scheduler_svc.core.types import SequenceState
 def admit_new(
     requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget, admissions: AdmissionBudget
 ) -> None:
-    """Admit the first groups of the waiting queue.
+    """Admit the first groups that wait for a lane.
 
     Up to the first that is not new or has several sequences, whose prompt is not computed whole by this step, or for
     which too few slots or blocks are free: `admission` goes on with it.
     """
-    if not (requests.waiting.is_by_arrival and requests.placer.takes_all(lane)):
+    if not requests.waiting.is_by_arrival:
         return
     num_running, most = len(lane.running), min(admissions.num_groups, budget.num_sequences, lane.slots.num_free)
     joining: list[SequenceGroup] = []
-    for group in islice(requests.waiting, max(0, min(most, lane.spec.max_num_seqs - num_running))):
+    groups = requests.placer.by_arrival(lane, step.planned_at)
+    for group in islice(groups, max(0, min(most, lane.spec.max_num_seqs - num_running))):
         alone = not (num_running or joining)
         if not (
             admissions.allows(group)

@@ -10,7 +10,7 @@ from cadenza.loadtest.workloads.prompts import Prompts
 from cadenza.simulate.placement import LlmdScores, PlacementName, SglangCacheAware, read_placement
 from cadenza.simulate.run import Simulation
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.policies.placement import Candidate
+from scheduler_svc.core.policies.placement import Candidate, NeededTokens
 from scheduler_svc.core.queues.orders import FcfsOrder
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling
@@ -20,6 +20,7 @@ SPEC = ExecutorSpec(
     block_size=16, num_blocks=64, num_slots=64, max_num_seqs=32, max_num_batched_tokens=64, max_model_len=1024,
     watermark=0.0,
 )  # fmt: skip
+NOTHING_CACHED = NeededTokens(128, {})
 
 
 def lanes(count: int = 2) -> list[Lane]:
@@ -31,7 +32,7 @@ def group(*token_ids: int) -> SequenceGroup:
 
 
 def candidates(of: list[Lane], *num_queued: int) -> list[Candidate]:
-    return [Candidate(lane, 128, 0, num_queued=count) for lane, count in zip(of, num_queued, strict=True)]
+    return [Candidate(lane, count) for lane, count in zip(of, num_queued, strict=True)]
 
 
 def test_llmd_follows_the_prefix_until_the_queue_weighs_more() -> None:
@@ -39,51 +40,65 @@ def test_llmd_follows_the_prefix_until_the_queue_weighs_more() -> None:
     prefix does not."""
     policy, both = LlmdScores(refresh_s=0.0), lanes()
     prompt = tuple(range(128))
-    assert policy.choose(group(*prompt), candidates(both, 1, 0), 0.0).lane is both[1]
-    assert policy.choose(group(*prompt), candidates(both, 0, 5), 1.0).lane is both[1]
-    assert policy.choose(group(*prompt[:64], *range(500, 564)), candidates(both, 0, 5), 2.0).lane is both[0]
+    assert policy.choose(group(*prompt), candidates(both, 1, 0), NOTHING_CACHED, 0.0).lane is both[1]
+    assert policy.choose(group(*prompt), candidates(both, 0, 5), NOTHING_CACHED, 1.0).lane is both[1]
+    assert (
+        policy.choose(group(*prompt[:64], *range(500, 564)), candidates(both, 0, 5), NOTHING_CACHED, 2.0).lane
+        is both[0]
+    )
 
 
 def test_llmd_reads_queues_every_50_ms() -> None:
     policy, both = LlmdScores(), lanes()
-    assert policy.choose(group(1), candidates(both, 0, 1), 0.0).lane is both[0]
-    assert policy.choose(group(2), candidates(both, 9, 0), 0.04).lane is both[0]
-    assert policy.choose(group(3), candidates(both, 9, 0), 0.06).lane is both[1]
+    assert policy.choose(group(1), candidates(both, 0, 1), NOTHING_CACHED, 0.0).lane is both[0]
+    assert policy.choose(group(2), candidates(both, 9, 0), NOTHING_CACHED, 0.04).lane is both[0]
+    assert policy.choose(group(3), candidates(both, 9, 0), NOTHING_CACHED, 0.06).lane is both[1]
 
 
 def test_llmd_forgets_the_oldest_blocks_of_a_full_executor() -> None:
     policy, both = LlmdScores(refresh_s=0.0), lanes()
     prompt = tuple(range(64))
-    assert policy.choose(group(*prompt), candidates(both, 1, 0), 0.0).lane is both[1]
+    assert policy.choose(group(*prompt), candidates(both, 1, 0), NOTHING_CACHED, 0.0).lane is both[1]
     for first in range(1, 65):
-        policy.choose(group(*range(1000 * first, 1000 * first + 64)), candidates(both, 1, 0), 0.0)
-    assert policy.choose(group(*prompt), candidates(both, 0, 1), 0.0).lane is both[0]
+        policy.choose(group(*range(1000 * first, 1000 * first + 64)), candidates(both, 1, 0), NOTHING_CACHED, 0.0)
+    assert policy.choose(group(*prompt), candidates(both, 0, 1), NOTHING_CACHED, 0.0).lane is both[0]
 
 
 def test_sglang_follows_a_prefix_of_over_three_tenths() -> None:
     policy, both = SglangCacheAware(), lanes()
     prompt = tuple(range(100))
-    assert policy.choose(group(*prompt), candidates(both, 1, 0), 0.0).lane is both[1]
-    assert policy.choose(group(*prompt[:31], *range(500, 569)), candidates(both, 0, 1), 0.0).lane is both[1]
-    assert policy.choose(group(*prompt[:30], *range(700, 770)), candidates(both, 0, 1), 0.0).lane is both[0]
+    assert policy.choose(group(*prompt), candidates(both, 1, 0), NOTHING_CACHED, 0.0).lane is both[1]
+    assert (
+        policy.choose(group(*prompt[:31], *range(500, 569)), candidates(both, 0, 1), NOTHING_CACHED, 0.0).lane
+        is both[1]
+    )
+    assert (
+        policy.choose(group(*prompt[:30], *range(700, 770)), candidates(both, 0, 1), NOTHING_CACHED, 0.0).lane
+        is both[0]
+    )
     # The first 30 tokens were sent to executor 1 first; what follows in the third prompt, to executor 0.
-    assert policy.choose(group(*prompt[:30], *range(700, 720)), candidates(both, 1, 0), 0.0).lane is both[0]
+    assert (
+        policy.choose(group(*prompt[:30], *range(700, 720)), candidates(both, 1, 0), NOTHING_CACHED, 0.0).lane
+        is both[0]
+    )
 
 
 def test_sglang_takes_the_shortest_queue_while_loads_differ_much() -> None:
     policy, both = SglangCacheAware(), lanes()
     prompt = tuple(range(100))
-    policy.choose(group(*prompt), candidates(both, 1, 0), 0.0)
-    assert policy.choose(group(*prompt), candidates(both, 0, 64), 0.0).lane is both[1]
-    assert policy.choose(group(*prompt), candidates(both, 0, 65), 0.0).lane is both[0]
-    assert policy.choose(group(*prompt, 7), candidates(both, 135, 200), 0.0).lane is both[1]  # under 1.5 times
+    policy.choose(group(*prompt), candidates(both, 1, 0), NOTHING_CACHED, 0.0)
+    assert policy.choose(group(*prompt), candidates(both, 0, 64), NOTHING_CACHED, 0.0).lane is both[1]
+    assert policy.choose(group(*prompt), candidates(both, 0, 65), NOTHING_CACHED, 0.0).lane is both[0]
+    assert (
+        policy.choose(group(*prompt, 7), candidates(both, 135, 200), NOTHING_CACHED, 0.0).lane is both[1]
+    )  # under 1.5 times
 
 
 def test_a_preempted_request_stays_with_its_executor() -> None:
     both, preempted = lanes(), group(1, 2, 3)
     preempted.lane_id = 1
     for policy in (LlmdScores(), SglangCacheAware()):
-        assert policy.choose(preempted, candidates(both, 0, 30), 0.0).lane is both[1]
+        assert policy.choose(preempted, candidates(both, 0, 30), NOTHING_CACHED, 0.0).lane is both[1]
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -189,7 +189,7 @@ def test_an_idle_lane_that_wakes_for_the_head_of_the_queue_takes_it() -> None:
 
 
 def test_one_plan_looks_up_a_bounded_part_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_svc.core.placement.placer._MAX_LOOKED_UP", 16 * 100)
+    monkeypatch.setattr("scheduler_svc.core.placement.lookups._MAX_LOOKED_UP", 16 * 100)
     num_tokens, size = 2401, 4
     long = spec(num_blocks=2000, max_model_len=6000, max_num_batched_tokens=6000)
     bench = FleetBench(long, long)

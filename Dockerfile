@@ -111,3 +111,18 @@ COPY --from=ray-build /opt/cadenza/ /opt/cadenza/
 USER 10001:10001
 EXPOSE 50051
 ENTRYPOINT ["cadenza"]
+
+# ---------------------------------------------------------------- the same with the gateway, and Ray Serve
+
+FROM ray-build AS ray-serve-build
+RUN for extra in gateway ray-serve; do \
+      python -c "import sys, tomllib; project = tomllib.load(sys.stdin.buffer)['project']; \
+print(*project['optional-dependencies']['$extra'], sep='\n')" < pyproject.toml > "$extra.txt" || exit 1; \
+    done \
+ && pip --python /opt/cadenza/bin/python install --quiet -r gateway.txt -r ray-serve.txt
+
+FROM runtime AS ray-serve
+COPY --from=ray-serve-build /opt/cadenza/ /opt/cadenza/
+USER 10001:10001
+EXPOSE 50051 8000
+ENTRYPOINT ["cadenza"]

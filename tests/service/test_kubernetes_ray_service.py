@@ -57,6 +57,7 @@ def wrong_names(model: Any, schema: Any, at: str = "") -> list[str]:
 
 
 @needs_serve
+@pytest.mark.slow
 def test_the_configuration_is_one_of_ray_serve() -> None:
     """Serve ignores keys that it does not know: here each is one of its own, and the deployment is ours."""
     from ray.serve.schema import ServeDeploySchema

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
@@ -38,7 +37,6 @@ class Server:
         self._forwarder = Forwarder(self._services.http)
         self._unhealthy_after_s = unhealthy_after_s
         self._served_at = time.monotonic()
-        self._has_ended = False
 
     async def __call__(self, request: Request) -> Response:
         """Return the gateway's answer."""
@@ -56,17 +54,15 @@ class Server:
         elif now - self._served_at > self._unhealthy_after_s:
             raise RuntimeError(f"not serving for {now - self._served_at:.0f} s: {refusal}")
 
-    async def __del__(self) -> None:
-        """Let the requests of gRPC clients finish, within drain_timeout_s, and end all; Serve has waited for those of
-        HTTP. Serve calls it as it ends a replica, and ends the process then."""
-        if not self._has_ended:
-            self._has_ended = True
-            await self._forwarder.close()
-            await asyncio.to_thread(self._end)
+    def __del__(self) -> None:
+        """Let the requests of gRPC clients finish, within drain_timeout_s, and end all.
 
-    def _end(self) -> None:
-        self._services.drain()
-        self._services.close()
+        Serve calls it when it ends a replica, after the last answer over HTTP, and then ends the process.
+        """
+        services: LocalServices | None = self.__dict__.pop("_services", None)  # none: they did not start
+        if services is not None:
+            services.drain()
+            services.close()
 
 
 def _log_line(service: str, line: str) -> None:

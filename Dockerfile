@@ -1,5 +1,5 @@
 # Services, one image each: `--target scheduler` and `--target gateway`, which hold no torch, and `--target executor`; and
-# all with Ray in one: `--target ray`, for the machines of a Ray cluster.
+# all with Ray in one, for the machines of a Ray cluster: `--target ray`, and with Ray Serve `--target ray-serve`.
 #
 # Plain syntax, for the classic builder of Docker 20.10. It runs every stage above the one it is asked for, so the
 # stages without torch come first. docs/docker.md explains the build arguments.

@@ -13,7 +13,7 @@ from ray import serve
 
 from cadenza.errors import OptionError
 from cadenza.local_checks import check_listener, check_scaling
-from cadenza.local_options import route_options
+from cadenza.local_options import PLACES, read_places, route_options
 from cadenza.ray_serve.server import Server
 from cadenza.transport import SCHEDULER_PORT
 
@@ -21,6 +21,7 @@ _SETTLED = {
     **dict.fromkeys(("http", "http_tls_cert", "http_tls_key"), "Ray Serve's proxy listens for HTTP (http_options)"),
     "ray_address": "executors are on the cluster of the application",
 }
+_HOST = "127.0.0.1"
 _UNHEALTHY_AFTER_S = 600.0
 _MAX_ONGOING_REQUESTS = 1_000_000
 """Serve is to hold no request back: the scheduler has the queue, and its limit (max_queued_requests)."""
@@ -43,22 +44,29 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     replica, such as CADENZA_MAX_NUM_SEQS. `unhealthy_after_s`: seconds without service, 600 by default, after which
     Serve starts another replica.
     """
-    options = {"host": "127.0.0.1", "port": SCHEDULER_PORT, "distributed_executor_backend": "ray", **args}
-    unhealthy_after_s = options.pop("unhealthy_after_s", _UNHEALTHY_AFTER_S)
-    if not isinstance(unhealthy_after_s, (int, float)) or not 0 <= unhealthy_after_s < math.inf:
-        raise OptionError(f"option unhealthy_after_s: must be a number of seconds from 0 on, not {unhealthy_after_s!r}")
-    _check(**options)
-    return deployment.bind(options, float(unhealthy_after_s))
-
-
-def _check(model: str = "", host: str = "", port: int = 0, config: str | None = None, **options: Any) -> None:
-    """Raise OptionError for what is wrong wherever the replica will be: it finds out the rest."""
-    if not model:
-        raise OptionError("option model: it is missing in the application's args")
+    options = {"distributed_executor_backend": "ray", **args}
+    unhealthy_after_s = _seconds(options.pop("unhealthy_after_s", _UNHEALTHY_AFTER_S))
+    own = {name: options.pop(name, None) for name in PLACES}
+    places = {name: setting.value for name, setting in read_places(own, environment={}).items()}
+    config = options.pop("config", None)
     for name, reason in _SETTLED.items():
         if name in options:
             raise OptionError(f"option {name} cannot be given here: {reason}")
-    arguments = route_options(model, options, environment={})
+    if "model" not in places:
+        raise OptionError("option model: it is missing in the application's args")
+    arguments = route_options(places["model"], options, environment={})
     check_scaling(arguments.values, arguments.settings)
+    places = {"host": _HOST, "port": SCHEDULER_PORT, **places}
     if config is None:
-        check_listener(host, arguments.settings)
+        check_listener(places["host"], arguments.settings)
+    return deployment.bind({**options, **places, "config": config}, unhealthy_after_s)
+
+
+def _seconds(value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise OptionError(f"option unhealthy_after_s: must be a number of seconds from 0 on, not {value!r}")
+    return seconds

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from cadenza.local import LocalServices
 from cadenza.ray_serve.forwarding import Forwarder
+from cadenza.supervisor import RestartPolicy
 
 _log = logging.getLogger("ray.serve")
 _ANY_PORT = "127.0.0.1:0"
@@ -21,8 +22,8 @@ _ANY_PORT = "127.0.0.1:0"
 class Server:
     """A scheduler, its executors and a gateway, for as long as the replica exists.
 
-    Services that die are started again here. What that does not mend, Ray Serve does, by another replica: see
-    `check_health`. Serve calls all methods in one event loop of the replica.
+    Services that die are started again here, as by `cadenza up`. Where that does not help, Ray Serve starts another
+    replica: see `check_health`. Serve calls all methods in one event loop of the replica.
     """
 
     def __init__(self, options: Mapping[str, Any], unhealthy_after_s: float) -> None:
@@ -32,7 +33,10 @@ class Server:
         """
         # Ray sets it to the processors of the replica; how many threads there are is for the options to say.
         os.environ.pop("OMP_NUM_THREADS", None)
-        self._services = LocalServices(http=_ANY_PORT, on_log=_log_line, on_event=_log.warning, **options)
+        restarts = RestartPolicy(max_deaths=None)
+        self._services = LocalServices(
+            http=_ANY_PORT, restarts=restarts, on_log=_log_line, on_event=_log.warning, **options
+        )
         assert self._services.http is not None
         self._forwarder = Forwarder(self._services.http)
         self._unhealthy_after_s = unhealthy_after_s
@@ -43,10 +47,10 @@ class Server:
         return await self._forwarder.answer(request)
 
     async def check_health(self) -> None:
-        """Raise an error if the services are given up, if the gateway does not answer, or if requests have not been
-        served for `unhealthy_after_s`, as when no executor gets ready again."""
-        if self._services.failure is not None:
-            raise self._services.failure
+        """Raise an error if the gateway does not answer, or if no requests have been served for `unhealthy_after_s`.
+
+        Less would not do: while an executor loads the model again, another replica would have to load it too.
+        """
         refusal = await self._forwarder.refusal()
         now = time.monotonic()
         if refusal is None:

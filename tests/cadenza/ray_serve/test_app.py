@@ -25,9 +25,17 @@ def test_the_replica_gets_the_options() -> None:
     bound = application(SERVED)._bound_deployment
     options, unhealthy_after_s = bound.init_args
     given = {name: value for name, value in SERVED.items() if name != "unhealthy_after_s"}
-    own = {"host": "127.0.0.1", "port": 50051, "distributed_executor_backend": "ray"}
+    own = {"host": "127.0.0.1", "port": 50051, "distributed_executor_backend": "ray", "config": None}
     assert (options, unhealthy_after_s) == (own | given, 5.0)
     assert application({**SERVED, "port": 7})._bound_deployment.init_args[0]["port"] == 7
+
+
+def test_the_command_line_of_serve_gives_text() -> None:
+    from cadenza.ray_serve.app import application
+
+    given = {"model": "m", "executors": "2", "port": "7", "unhealthy_after_s": "5"}
+    options, unhealthy_after_s = application(given)._bound_deployment.init_args
+    assert (options["port"], unhealthy_after_s) == (7, 5.0)
 
 
 def test_serve_holds_no_request_back_and_has_one_replica_without_processors() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -32,21 +30,45 @@ def serve_config(host: str, **args: Any) -> dict[str, Any]:
     return config
 
 
+_APPLY = """
+import sys
+from ray import serve
+from ray.serve.scripts import run
+
+for path in sys.stdin:
+    run.main([path.strip(), "--non-blocking", "--address", sys.argv[1]], standalone_mode=False)
+    print("applied", path.strip(), flush=True)
+serve.shutdown()
+"""
+"""`serve run` for each configuration that it is given, in one process: to start one takes seconds."""
+
+
 class Served:
-    """`serve run` with a configuration."""
+    """Ray Serve with one configuration after another."""
 
     def __init__(self, machines: RayMachines, config: dict[str, Any], folder: Path) -> None:
-        self._machines, self._folder = machines, folder
+        self._machines, self._path = machines, folder / "serve.yaml"
         self.lines: list[str] = []
-        self.process = self._run("config.yaml", config, "--blocking")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _APPLY, machines.address],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+        )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self.apply(config)
 
     def apply(self, config: dict[str, Any]) -> None:
-        """Make another configuration hold; returns once Serve has it."""
-        done = self._run("next.yaml", config, "--non-blocking")
-        output, _ = done.communicate(timeout=_START_S)
-        assert done.returncode == 0, output
+        """Make a configuration hold; returns once Serve has it."""
+        count = self._num_applied()
+        self._path.write_text(yaml.safe_dump(config))
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{self._path}\n")
+        self._process.stdin.flush()
+        until(lambda: self._num_applied() > count, _START_S)
+
+    def _num_applied(self) -> int:
+        assert self._process.poll() is None, self.lines
+        return sum(line == f"applied {self._path}" for line in self.lines)
 
     def below(self, text: str) -> list[psutil.Process]:
         """The processes of the cluster whose command lines have this text."""
@@ -69,26 +91,18 @@ class Served:
         return not any(self.below(text) for text in ("scheduler_svc", "executor_svc", "cadenza.gateway", "::Serve"))
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGINT)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         try:
-            self.process.wait(_START_S)
+            assert self._process.wait(_START_S) == 0, self.lines
         finally:
-            self.process.kill()
+            self._process.kill()
             self._reader.join(5)
         until(self.gone)
 
-    def _run(self, name: str, config: dict[str, Any], how: str) -> subprocess.Popen[str]:
-        path = self._folder / name
-        path.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "ray.serve.scripts", "run", str(path), how]
-        return subprocess.Popen(
-            [*command, "--address", self._machines.address],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ), cwd=ROOT,
-        )  # fmt: skip
-
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as output:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
             for line in output:
                 self.lines.append(line.rstrip())
 

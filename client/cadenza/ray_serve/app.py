@@ -26,11 +26,15 @@ _UNHEALTHY_AFTER_S = 600.0
 _MAX_ONGOING_REQUESTS = 1_000_000
 """Serve is to hold no request back: the scheduler has the queue, and its limit (max_queued_requests)."""
 
+_PLACE = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.6}}
+"""On the head, and one at a time, as it takes more than half: the next replica waits until the last one has left its
+ports and its journal."""
+
 deployment = serve.deployment(
     name="Server",
     num_replicas=1,
     max_ongoing_requests=_MAX_ONGOING_REQUESTS,
-    ray_actor_options={"num_cpus": 0},
+    ray_actor_options=_PLACE,
     graceful_shutdown_timeout_s=60.0,
 )(Server)
 """One replica: one scheduler knows all requests, and the number of executors follows its load (max_executors)."""

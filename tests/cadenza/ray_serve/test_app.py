@@ -44,6 +44,7 @@ def test_serve_holds_no_request_back_and_has_one_replica_without_processors() ->
     assert (deployment.num_replicas, deployment.max_queued_requests) == (1, -1)
     assert deployment.max_ongoing_requests >= 1_000_000
     assert deployment.ray_actor_options["num_cpus"] == 0
+    assert 0.5 < deployment.ray_actor_options["resources"]["node:__internal_head__"] < 1
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # Services, one image each: `--target scheduler` and `--target gateway`, which hold no torch, and `--target executor`; and
-# all with Ray in one: `--target ray`, for the machines of a Ray cluster.
+# all with Ray in one, for the machines of a Ray cluster: `--target ray`, and with Ray Serve `--target ray-serve`.
 #
 # Plain syntax, for the classic builder of Docker 20.10. It runs every stage above the one it is asked for, so the
 # stages without torch come first. docs/docker.md explains the build arguments.
@@ -110,4 +110,19 @@ FROM runtime AS ray
 COPY --from=ray-build /opt/cadenza/ /opt/cadenza/
 USER 10001:10001
 EXPOSE 50051
+ENTRYPOINT ["cadenza"]
+
+# ---------------------------------------------------------------- the same with the gateway, and Ray Serve
+
+FROM ray-build AS ray-serve-build
+RUN for extra in gateway ray-serve; do \
+      python -c "import sys, tomllib; project = tomllib.load(sys.stdin.buffer)['project']; \
+print(*project['optional-dependencies']['$extra'], sep='\n')" < pyproject.toml > "$extra.txt" || exit 1; \
+    done \
+ && pip --python /opt/cadenza/bin/python install --quiet -r gateway.txt -r ray-serve.txt
+
+FROM runtime AS ray-serve
+COPY --from=ray-serve-build /opt/cadenza/ /opt/cadenza/
+USER 10001:10001
+EXPOSE 50051 8000
 ENTRYPOINT ["cadenza"]

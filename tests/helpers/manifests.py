@@ -17,8 +17,8 @@ from tests.helpers.paths import ROOT
 
 OVERLAYS = ("cpu", "gpu", "ranks", "pool")
 """Those whose pods are the two services."""
-RAY = "ray"
-"""The overlay whose pods are machines of a Ray cluster."""
+RAY, RAY_SERVICE = "ray", "ray-service"
+"""The overlays whose pods are machines of a Ray cluster."""
 KUBECTL = shutil.which("kubectl")
 needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="no kubectl, which renders the manifests")
 Manifest = dict[str, Any]
@@ -115,6 +115,39 @@ def environment_of(overlay: str, pod: PodTemplate) -> dict[str, str]:
     for source in pod.container.get("envFrom", []):
         found |= named(overlay, "ConfigMap", source["configMapRef"]["name"])["data"]
     return found | {each["name"]: each["value"] for each in pod.container.get("env", [])}
+
+
+def ray_cluster(overlay: str) -> dict[str, Any]:
+    """The spec of the cluster in one of the overlays with Ray."""
+    if overlay == RAY:
+        return named(RAY, "RayCluster", "cadenza")["spec"]
+    return named(overlay, "RayService", "cadenza")["spec"]["rayClusterConfig"]
+
+
+def ray_groups(overlay: str) -> dict[str, dict[str, Any]]:
+    """The groups of its machines by name, the head's first."""
+    spec = ray_cluster(overlay)
+    return {"head": spec["headGroupSpec"], **{each["groupName"]: each for each in spec["workerGroupSpecs"]}}
+
+
+def container_of(group: dict[str, Any]) -> dict[str, Any]:
+    (only,) = group["template"]["spec"]["containers"]
+    return only
+
+
+def admits(overlay: str, to: dict[str, str], peer: dict[str, str], port: int) -> bool:
+    """Whether the network policies let pods with the labels `peer` in, at a port of a pod with the labels `to`."""
+    rules = [
+        rule
+        for policy in (each["spec"] for each in of_kind(overlay, "NetworkPolicy"))
+        if matches(policy["podSelector"], to) and "Ingress" in policy["policyTypes"]
+        for rule in policy.get("ingress", [])
+    ]
+    return any(
+        ("ports" not in rule or port in {each["port"] for each in rule["ports"]})
+        and any(matches(each["podSelector"], peer) for each in rule["from"] if "podSelector" in each)
+        for rule in rules
+    )
 
 
 def matches(selector: dict[str, Any] | None, labels: dict[str, str]) -> bool:

@@ -37,21 +37,27 @@ class RayMachines:
         """Kill a raylet, and what it has started beside it, as when a machine is lost."""
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def head(self) -> Any:
+        return self._cluster.head_node
+
     def others(self) -> list[Any]:
         return [node for node in self._cluster.list_all_nodes() if not node.head]
 
 
 @contextlib.contextmanager
-def ray_machines(num_cpus: int) -> Iterator[RayMachines]:
-    """Two machines with this many processors each, by their own account. Strangers cannot use them."""
+def ray_machines(num_cpus: int, *, of_head: int | None = None) -> Iterator[RayMachines]:
+    """Two machines with this many processors each, by their own account. Strangers cannot use them.
+
+    of_head: the head's processors, if it has others.
+    """
     with _variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}):
-        yield from _machines(num_cpus)
+        yield from _machines(num_cpus, num_cpus if of_head is None else of_head)
 
 
-def _machines(num_cpus: int) -> Iterator[RayMachines]:
+def _machines(num_cpus: int, of_head: int) -> Iterator[RayMachines]:
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": num_cpus, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+    head = {"num_cpus": of_head, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": _FAST})
     try:
         machines = RayMachines(cluster, num_cpus)

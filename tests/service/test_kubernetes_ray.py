@@ -1,4 +1,4 @@
-"""The manifests of deploy/overlays/ray: a Ray cluster with the scheduler on its head and executors on its workers."""
+"""The manifests of deploy/overlays with Ray: a cluster with the scheduler on its head and executors on its workers."""
 
 from __future__ import annotations
 
@@ -6,36 +6,37 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from cadenza.services.options import ignored_variables, read_places, route_options
 from tests.helpers.compose import last_instruction, read_dockerfile
-from tests.helpers.manifests import RAY, matches, named, needs_kubectl, of_kind
+from tests.helpers.manifests import (
+    RAY,
+    RAY_SERVICE,
+    admits,
+    container_of,
+    named,
+    needs_kubectl,
+    ray_cluster,
+    ray_groups,
+)
 from tests.helpers.paths import ROOT
 
 pytestmark = needs_kubectl
 
 
-def groups() -> dict[str, dict[str, Any]]:
-    spec = named(RAY, "RayCluster", "cadenza")["spec"]
-    return {"head": spec["headGroupSpec"], **{each["groupName"]: each for each in spec["workerGroupSpecs"]}}
-
-
-def container_of(group: dict[str, Any]) -> dict[str, Any]:
-    (only,) = group["template"]["spec"]["containers"]
-    return only
+BOTH = pytest.mark.parametrize("overlay", [RAY, RAY_SERVICE])
 
 
 def head_script() -> str:
-    (script,) = container_of(groups()["head"])["args"]
+    (script,) = container_of(ray_groups(RAY)["head"])["args"]
     return script
 
 
 def variables() -> dict[str, str]:
-    (source,) = container_of(groups()["head"])["envFrom"]
+    (source,) = container_of(ray_groups(RAY)["head"])["envFrom"]
     return named(RAY, "ConfigMap", source["configMapRef"]["name"])["data"]
 
 
@@ -47,68 +48,60 @@ def test_options_are_those_of_cadenza_up() -> None:
     assert arguments.uses_ray
     assert not any("ray" in each or "metrics" in each for each in arguments.executor)
     assert "--metrics-port=9464" in arguments.scheduler
-    workers = groups()["executors"]
+    workers = ray_groups(RAY)["executors"]
     assert arguments.values["max_executors"] == workers["replicas"] == workers["maxReplicas"]
     assert arguments.values["num_threads"] == int(container_of(workers)["resources"]["limits"]["cpu"])
     assert read_places({}, environment=environment)["model"].value.startswith("/models/")
 
 
-def test_the_version_of_ray_is_that_of_the_image() -> None:
+@BOTH
+def test_the_version_of_ray_is_that_of_the_image(overlay: str) -> None:
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
-    assert f"ray=={named(RAY, 'RayCluster', 'cadenza')['spec']['rayVersion']}" in pinned
-    user, group = last_instruction(read_dockerfile(), "ray", "USER").split(":")
-    for each in groups().values():
+    assert f"ray=={ray_cluster(overlay)['rayVersion']}" in pinned
+    target = {RAY: "ray", RAY_SERVICE: "ray-serve"}[overlay]
+    user, group = last_instruction(read_dockerfile(), target, "USER").split(":")
+    for each in ray_groups(overlay).values():
         context = each["template"]["spec"]["securityContext"]
         assert (context["runAsUser"], context["fsGroup"], context["runAsNonRoot"]) == (int(user), int(group), True)
-        assert container_of(each)["image"].startswith("cadenza-ray:")
+        assert container_of(each)["image"].startswith(f"cadenza-{target}:")
 
 
-def test_pods_are_confined_and_have_what_they_mount() -> None:
-    for group in groups().values():
+@BOTH
+def test_pods_are_confined_and_have_what_they_mount(overlay: str) -> None:
+    for group in ray_groups(overlay).values():
         container, spec = container_of(group), group["template"]["spec"]
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["limits"]["memory"]
         assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in spec["volumes"]}
-        named(RAY, "ServiceAccount", spec["serviceAccountName"])
+        named(overlay, "ServiceAccount", spec["serviceAccountName"])
         for volume in spec["volumes"]:
             if "persistentVolumeClaim" in volume:
-                named(RAY, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+                named(overlay, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
 
 
-def test_clients_and_scrapers_reach_the_scheduler_and_only_the_cluster_reaches_ray() -> None:
+@BOTH
+def test_clients_reach_the_scheduler_and_only_the_cluster_reaches_ray(overlay: str) -> None:
     """Whoever reaches Ray may run programs on its machines."""
-    head = {**groups()["head"]["template"]["metadata"]["labels"], "ray.io/cluster": "cadenza"}
-    worker = {**groups()["executors"]["template"]["metadata"]["labels"], "ray.io/cluster": "cadenza"}
-    policies = [each["spec"] for each in of_kind(RAY, "NetworkPolicy")]
-
-    def admits(to: dict[str, str], peer: dict[str, str], port: int) -> bool:
-        rules = [
-            rule
-            for policy in policies
-            if matches(policy["podSelector"], to) and "Ingress" in policy["policyTypes"]
-            for rule in policy.get("ingress", [])
-        ]
-        return any(
-            ("ports" not in rule or port in {each["port"] for each in rule["ports"]})
-            and any(matches(each["podSelector"], peer) for each in rule["from"] if "podSelector" in each)
-            for rule in rules
-        )
-
+    head, worker = (each["template"]["metadata"]["labels"] for each in ray_groups(overlay).values())
     client = {"cadenza.dev/client": "true"}
-    assert admits(head, client, 50051)
-    for port in (6379, 6380, 9464):
-        assert not admits(head, client, port)
-        assert not admits(worker, client, port)
+    assert admits(overlay, head, client, 50051)
+    for port in (6379, 6380, 8265, 9464):
+        assert not admits(overlay, head, client, port)
+        assert not admits(overlay, worker, client, port)
     for port in (6379, 6380, 40000):
-        assert admits(head, worker, port)
-        assert admits(worker, head, port)
-        assert admits(worker, worker, port)
-    assert not admits(head, {"app": "any"}, 50051)
+        assert admits(overlay, head, worker, port)
+        assert admits(overlay, worker, head, port)
+        assert admits(overlay, worker, worker, port)
+    assert not admits(overlay, head, {"app": "any"}, 50051)
+
+
+def test_the_service_is_that_of_the_head() -> None:
+    head = ray_groups(RAY)["head"]
     service = named(RAY, "Service", "cadenza-scheduler")
-    assert service["spec"]["selector"].items() <= head.items()
+    assert service["spec"]["selector"].items() <= head["template"]["metadata"]["labels"].items()
     assert {each["targetPort"] for each in service["spec"]["ports"]} <= {
-        each["name"] for each in container_of(groups()["head"])["ports"]
+        each["name"] for each in container_of(head)["ports"]
     }
 
 

@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from tests.helpers.manifest_schemas import custom_errors, custom_kinds, is_custom, validate, validator
-from tests.helpers.manifests import OVERLAYS, RAY, Manifest, named, needs_kubectl, rendered
+from tests.helpers.manifests import OVERLAYS, RAY, RAY_SERVICE, Manifest, named, needs_kubectl, rendered
 
-ALL = (*OVERLAYS, RAY)
+ALL = (*OVERLAYS, RAY, RAY_SERVICE)
 WRONG = "wrongField"
 Path = tuple[str | int, ...]
 

@@ -34,6 +34,7 @@ class Source:
 
 
 _CERT_MANAGER = ("cert-manager/cert-manager", "v1.21.1", "24e33194fb39488eff2bbf10c6dc640f407cad44")
+_KUBERAY = ("ray-project/kuberay", "v1.7.0", "59d663aeec13760646da3db9c1cf8cfe883e30b7")
 _KEDA = ("kedacore/keda", "v2.20.2", "68a5b5028f35b22d50597c69819ab32c4e92f21a")
 SOURCES = {
     "LeaderWorkerSet.json": Source(
@@ -60,13 +61,8 @@ SOURCES = {
         "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml",
         "inference.networking.k8s.io/v1",
     ),
-    "RayCluster.json": Source(
-        "ray-project/kuberay",
-        "v1.7.0",
-        "59d663aeec13760646da3db9c1cf8cfe883e30b7",
-        "ray-operator/config/crd/bases/ray.io_rayclusters.yaml",
-        "ray.io/v1",
-    ),
+    "RayCluster.json": Source(*_KUBERAY, "ray-operator/config/crd/bases/ray.io_rayclusters.yaml", "ray.io/v1"),
+    "RayService.json": Source(*_KUBERAY, "ray-operator/config/crd/bases/ray.io_rayservices.yaml", "ray.io/v1"),
 }
 """By the name of the file here."""
 TRIGGERS = Source(*_KEDA, "schema/generated/scalers-schema.json", "keda.sh/v1alpha1")

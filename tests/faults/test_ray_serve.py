@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from cadenza import AsyncClient, SamplingParams
-from tests.helpers.loopback import new_address
+from tests.helpers.machine.loopback import new_address
 from tests.helpers.paths import ROOT
 from tests.helpers.ray_cluster import end_within, ray_machines
 from tests.helpers.ray_serve import Served, serve_config, served

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cadenza.local_options import route_options
+from cadenza.services.options import route_options
 from tests.helpers.manifests import (
     RAY,
     RAY_SERVICE,

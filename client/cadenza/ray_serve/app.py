@@ -12,9 +12,9 @@ from typing import Any
 from ray import serve
 
 from cadenza.errors import OptionError
-from cadenza.local_checks import check_listener, check_scaling
-from cadenza.local_options import PLACES, read_places, route_options
 from cadenza.ray_serve.server import Server
+from cadenza.services.checks import check_listener, check_scaling
+from cadenza.services.options import PLACES, read_places, route_options
 from cadenza.transport import SCHEDULER_PORT
 
 _SETTLED = {

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from cadenza.local import LocalServices
 from cadenza.ray_serve.forwarding import Forwarder
-from cadenza.supervisor import RestartPolicy
+from cadenza.services.supervisor import RestartPolicy
 
 _log = logging.getLogger("ray.serve")
 _ANY_PORT = "127.0.0.1:0"

@@ -13,7 +13,7 @@ from scheduler_svc.core.placement.lookups import first_waiting
 from scheduler_svc.core.policies.placement import Candidate, ExpectedTime, NeededTokens, expected_s
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.sequences.sequence import SequenceGroup
-from tests.helpers.fleet_bench import FleetBench, spec
+from tests.helpers.core.fleet_bench import FleetBench, spec
 
 SPECS = (
     spec(),

@@ -10,7 +10,9 @@ import shutil
 import socket
 import ssl
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,9 +21,11 @@ from cadenza import AsyncClient
 from tests.checkpoints import make_llama
 from tests.helpers.compose_cluster import EXECUTOR, SCHEDULER, ComposeCluster, Replica, compose_cluster, needs_root
 from tests.helpers.docker_engine import needs_docker
+from tests.helpers.kubelet import Kubelet
 from tests.helpers.leader_worker_set import make_anew, roll_groups
 from tests.helpers.manifests import environment_of, matches, named, needs_kubectl, of_kind
 from tests.helpers.paths import ROOT
+from tests.helpers.prometheus import needs_prometheus, prometheus
 from tests.helpers.rolling import ClientLoad, Rounds, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), needs_docker, needs_kubectl, needs_root]
@@ -46,8 +50,10 @@ class OwnOverlays:
         for file in model.iterdir():
             file.chmod(0o644)
 
-    def over(self, base: str, name: str, options: dict[str, dict[str, str]]) -> str:
-        """Write one that changes options of the pods by map; returns its path."""
+    def over(
+        self, base: str, name: str, options: dict[str, dict[str, str]], patches: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        """Write one that changes options of the pods by map, and whatever patches change; returns its path."""
         overlay = self._folder / name
         overlay.mkdir()
         changed = [
@@ -55,7 +61,7 @@ class OwnOverlays:
             for each, own in options.items()
         ]
         content = {"namespace": "cadenza", "resources": [f"../{base}"], "configMapGenerator": changed}
-        (overlay / "kustomization.yaml").write_text(yaml.safe_dump(content))
+        (overlay / "kustomization.yaml").write_text(yaml.safe_dump({**content, "patches": list(patches)}))
         return str(overlay)
 
     def claims(self, overlay: str) -> dict[str, Path]:
@@ -72,15 +78,15 @@ def overlays(tmp_path: Path) -> OwnOverlays:
     return OwnOverlays(tmp_path)
 
 
-def check_pods(cluster: ComposeCluster, **numbers: int) -> None:
-    """So many replicas run, with the variables of now; probes have all been asked, and none has ended a pod."""
+def check_pods(cluster: ComposeCluster, frozen: Kubelet | None = None, **numbers: int) -> None:
+    """So many replicas run, with the variables of now; probes have all been asked, and none has ended another pod."""
     assert {name: len(replicas) for name, replicas in cluster.replicas.items()} == numbers
     for pod in (pod for replicas in cluster.replicas.values() for replica in replicas for pod in replica.pods):
         assert environment_of(cluster.overlay, pod.template).items() <= pod.environment.items()
-        assert pod.restarts == []
+        assert pod.restarts == (["livenessProbe"] if pod is frozen else [])
         probes = {"startupProbe", "readinessProbe", "livenessProbe"} & pod.template.container.keys()
         assert {probe for probe, passed in pod.answers if passed} == probes
-        assert not pod.answers["livenessProbe", False]
+        assert bool(pod.answers["livenessProbe", False]) is (pod is frozen)
 
 
 async def roll_executors(cluster: ComposeCluster, load: Rounds) -> None:
@@ -150,6 +156,29 @@ async def renew_certificates(cluster: ComposeCluster) -> None:
     assert new == [issued("cadenza-scheduler-tls"), *[issued("cadenza-executor-tls")] * (len(new) - 1)]
 
 
+def check_monitoring(cluster: ComposeCluster, folder: Path) -> None:
+    """A Prometheus that scrapes what the ServiceMonitor says answers KEDA's query, and has nothing to warn of."""
+    (monitor,), (scaler,) = (of_kind(cluster.overlay, kind) for kind in ("ServiceMonitor", "ScaledObject"))
+    (endpoint,) = monitor["spec"]["endpoints"]
+    pods = [pod for replicas in cluster.replicas.values() for replica in replicas for pod in replica.pods]
+    jobs = {
+        service["metadata"]["name"]: [
+            f"{pod.address}:{pod.template.port(endpoint['port'])}"
+            for pod in pods
+            if matches({"matchLabels": service["spec"]["selector"]}, pod.template.labels)
+        ]
+        for service in of_kind(cluster.overlay, "Service")
+        if matches(monitor["spec"]["selector"], service["metadata"]["labels"])
+    }
+    assert {job: len(addresses) for job, addresses in jobs.items()} == {SCHEDULER: 1, EXECUTOR: 2}
+    (trigger,) = scaler["spec"]["triggers"]
+    with prometheus(folder, jobs, namespace=monitor["metadata"]["namespace"]) as running:
+        running.until("sum(up)", 3)
+        running.until(f"({trigger['metadata']['query']}) > bool 0", 1)
+        assert running.series("ALERTS") == []
+
+
+@needs_prometheus
 async def test_groups_of_ranks_are_replaced_without_a_lost_token(
     tmp_path: Path, overlays: OwnOverlays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +194,7 @@ async def test_groups_of_ranks_are_replaced_without_a_lost_token(
         expected = await ClientLoad(cluster.target(), *size).finished()
         async with Rounds(cluster.target(), *size, expected) as load, AsyncClient(cluster.target()) as client:
             await load.amid()
+            await asyncio.to_thread(check_monitoring, cluster, tmp_path)
             await renew_certificates(cluster)
             await load.amid()
             broken = cluster.replicas[GROUP][0]
@@ -175,7 +205,7 @@ async def test_groups_of_ranks_are_replaced_without_a_lost_token(
             await serving(client, cluster.replicas[GROUP][-1].address)
             await load.amid()
             cluster.apply(after)
-            await roll_groups(cluster, GROUP, client, load)
+            assert all("stopping" in log for log in await roll_groups(cluster, GROUP))
             await load.amid()
             (log,) = await cluster.recreate(SCHEDULER)
             await load.amid()
@@ -206,16 +236,28 @@ PICKED_BY = {
 """What an endpoint picker reads by default (gateway-api-inference-extension v1.6.0, cmd/epp/runner)."""
 
 
+OFTEN_ALIVE = {
+    "target": {"kind": "Deployment", "name": f"{EXECUTOR}-b"},
+    "patch": yaml.safe_dump(
+        [{"op": "replace", "path": "/spec/template/spec/containers/0/livenessProbe/periodSeconds", "value": 1}]
+    ),
+}
+"""So that a frozen executor is noticed within half a minute, not two."""
+
+
 async def test_a_scheduler_of_a_pool_leaves_it_in_order(tmp_path: Path, overlays: OwnOverlays) -> None:
     """Both are reached where a gateway connects, and have the metrics that an endpoint picker reads. One is replaced:
-    what comes before the router has seen it ends there, and the other takes what comes later.
+    what comes before the router has seen it ends there, and the other takes what comes later. Meanwhile an executor of
+    that one is frozen, until its liveness probe has it started again.
     """
-    overlay = overlays.over("pool", "own", {f"{EXECUTOR}-{cell}": SIZES for cell in "ab"})
+    overlay = overlays.over("pool", "own", {f"{EXECUTOR}-{cell}": SIZES for cell in "ab"}, [OFTEN_ALIVE])
     size = 1000, NUM_REQUESTS
     async with compose_cluster(tmp_path, overlay, overlays.claims(overlay)) as cluster:
         pool = named(overlay, "InferencePool", "cadenza")["spec"]
         chosen = [name for name, pod in cluster.templates.items() if matches(pool["selector"], pod.labels)]
         first, second = (replica for name in sorted(chosen) for replica in cluster.replicas[name])
+        frozen = cluster.replicas[f"{EXECUTOR}-b"][0].pods[0]
+        await frozen.freeze()
         (port,) = (each["number"] for each in pool["targetPorts"])
         assert all(each.address.endswith(f":{port}") for each in (first, second))
         load = ClientLoad(first.address, *size)

@@ -23,7 +23,7 @@ from tests.helpers.manifest_compose import PodInstance, Service, Storage, compos
 from tests.helpers.manifest_secrets import ManifestSecrets, mount
 from tests.helpers.manifests import matches, named, of_kind, pod_templates
 
-_PROJECT = "cadenza-manifests"
+_PROJECT = f"cadenza-manifests-{os.getpid()}"
 SCHEDULER, EXECUTOR = "cadenza-scheduler", "cadenza-executor"
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="gives volumes to the groups of pods, and listens at port 443"
@@ -79,8 +79,10 @@ class ComposeCluster:
 
     def mount_secrets(self) -> None:
         """Write the secrets as they are now into the folders that pods have mounted."""
-        for name, folder in self._storage.secrets.items():
-            mount(folder, self.secrets.files(name), group=self._group)
+        volumes = [volume for pod in self.templates.values() for volume in pod.spec["volumes"]]
+        for secret in (volume["secret"] for volume in volumes if "secret" in volume):
+            name = secret["secretName"]
+            mount(self._storage.secrets[name], self.secrets.files(name), self._group, secret["defaultMode"])
 
     def build(self) -> None:
         """Build the images."""

@@ -29,12 +29,12 @@ class Kubelet:
         self.answers: Counter[tuple[str, bool]] = Counter()
         """How often each probe passed and failed."""
         self.restarts: list[str] = []
-        """The probe of each."""
+        """The probe for which the container was started again, of each time."""
         self._ready = asyncio.Event()
         self._changed = changed
         self._spec = template.container
-        (network,) = inspect(container)["NetworkSettings"]["Networks"].values()
-        self.address = str(network["IPAddress"])
+        self._restarted = asyncio.Event()
+        self.address = self._find_address()
         self._probing = asyncio.create_task(self._run())
 
     @property
@@ -49,6 +49,11 @@ class Kubelet:
                 await self._ready.wait()
         except TimeoutError:
             raise AssertionError(f"not ready after {_READY_S} s: {await self.log()}") from None
+
+    async def until_restarted(self) -> None:
+        """Wait until a probe has had the container started again, and it is ready."""
+        await self._restarted.wait()
+        await self.until_ready()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -78,6 +83,10 @@ class Kubelet:
         """The kernel ends the container's process, such as for lack of memory."""
         await asyncio.to_thread(run, "docker", "kill", self.container)
 
+    async def freeze(self) -> None:
+        """Stop the container's process, which answers nothing from now on, nor takes a SIGTERM."""
+        await asyncio.to_thread(run, "docker", "kill", "--signal=STOP", self.container)
+
     async def ended(self) -> int:
         """Wait until the container has ended by itself; returns its exit code."""
         code = int(await asyncio.to_thread(run, "docker", "wait", self.container))
@@ -98,6 +107,10 @@ class Kubelet:
         """Remove a container that has ended."""
         await asyncio.to_thread(run, "docker", "rm", "--force", self.container)
 
+    def _find_address(self) -> str:
+        (network,) = inspect(self.container)["NetworkSettings"]["Networks"].values()
+        return str(network["IPAddress"])
+
     async def _run(self) -> None:
         while True:
             failed = await self._life()
@@ -105,6 +118,8 @@ class Kubelet:
             self._set_ready(False)
             grace = self.template.spec["terminationGracePeriodSeconds"]
             await asyncio.to_thread(run, "docker", "restart", f"-t{grace}", self.container)
+            self.address = self._find_address()
+            self._restarted.set()
 
     async def _life(self) -> str:
         """Ask the probes of one life of the container; returns the one for which it must end."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza import AsyncClient
 from tests.helpers.manifest_compose import PodInstance
 from tests.helpers.manifests import PodTemplate, worker_template
-from tests.helpers.rolling import Rounds, serving
 
 if TYPE_CHECKING:
     from tests.helpers.compose_cluster import ComposeCluster, Replica
@@ -43,9 +41,11 @@ async def make_anew(cluster: ComposeCluster, broken: Replica) -> list[tuple[int,
     return ended
 
 
-async def roll_groups(cluster: ComposeCluster, owner: str, client: AsyncClient, load: Rounds) -> None:
-    """A rolling update with maxSurge 1 and maxUnavailable 0: a group more serves first, then the others are replaced
-    at their places, the last first, each when the one before it is ready; at last the one more goes.
+async def roll_groups(cluster: ComposeCluster, owner: str) -> list[str]:
+    """A rolling update with maxSurge 1 and maxUnavailable 0: a group more comes first, then the others are replaced at
+    their places, the last first, each as soon as the one before it is ready; at last the one more goes.
+
+    Returns the logs of the leaders that have gone.
     """
     strategy = cluster.templates[owner].owner["spec"]["rolloutStrategy"]
     assert strategy == {
@@ -54,11 +54,9 @@ async def roll_groups(cluster: ComposeCluster, owner: str, client: AsyncClient, 
     }
     old = sorted(cluster.replicas[owner], key=lambda replica: replica.index, reverse=True)
     surplus = await cluster.start(owner, len(old))
-    await serving(client, surplus.address)
+    logs = []
     for group in old:
-        await load.amid()
-        await cluster.end(group)
-        new = await cluster.start(owner, group.index)
-        await serving(client, new.address)
-    await load.amid()
-    await cluster.end(surplus)
+        logs.append(await cluster.end(group))
+        await cluster.start(owner, group.index)
+    logs.append(await cluster.end(surplus))
+    return [leader for leader, *_ in logs]

@@ -120,12 +120,12 @@ def _usage(*, for_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def mount(folder: Path, files: dict[str, bytes], *, group: int = -1, mode: int = 0o440) -> Path:
+def mount(folder: Path, files: dict[str, bytes], group: int = -1, mode: int = 0o644) -> Path:
     """Write a secret as a kubelet does, the first time or anew; returns the folder.
 
     Each name is a link into `..data`, a link to a folder with all files of one version. So all change at once, and old
     files vanish (https://kubernetes.io/docs/concepts/configuration/secret/#using-secrets-as-files-from-a-pod).
-    group: that of the files, the pod's fsGroup; -1: unchanged.
+    group: that of the files, the pod's fsGroup; -1: unchanged. mode: of the files, the volume's defaultMode.
     """
     folder.mkdir(exist_ok=True)
     data, new = folder / "..data", folder / f"..version_{next(_VERSIONS)}"

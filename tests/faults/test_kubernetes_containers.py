@@ -9,6 +9,7 @@ import asyncio
 import shutil
 import socket
 import ssl
+import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,7 @@ def check_pods(cluster: ComposeCluster, frozen: Kubelet | None = None, **numbers
     assert {name: len(replicas) for name, replicas in cluster.replicas.items()} == numbers
     for pod in (pod for replicas in cluster.replicas.values() for replica in replicas for pod in replica.pods):
         assert environment_of(cluster.overlay, pod.template).items() <= pod.environment.items()
-        assert pod.restarts == (["livenessProbe"] if pod is frozen else [])
+        assert pod.restarts == (["livenessProbe"] if pod is frozen else []), pod.failures
         probes = {"startupProbe", "readinessProbe", "livenessProbe"} & pod.template.container.keys()
         assert {probe for probe, passed in pod.answers if passed} == probes
         assert bool(pod.answers["livenessProbe", False]) is (pod is frozen)
@@ -245,13 +246,17 @@ OFTEN_ALIVE = {
 """So that a frozen executor is noticed within half a minute, not two."""
 
 
+LEAVING_S = 10
+"""Of a load that begins with the hook: longer than that, and shorter than hook and drain, which have 5 s and 25 s."""
+
+
 async def test_a_scheduler_of_a_pool_leaves_it_in_order(tmp_path: Path, overlays: OwnOverlays) -> None:
     """Both are reached where a gateway connects, and have the metrics that an endpoint picker reads. One is replaced:
     what comes before the router has seen it ends there, and the other takes what comes later. Meanwhile an executor of
     that one is frozen, until its liveness probe has it started again.
     """
     overlay = overlays.over("pool", "own", {f"{EXECUTOR}-{cell}": SIZES for cell in "ab"}, [OFTEN_ALIVE])
-    size = 1000, NUM_REQUESTS
+    short = 300, NUM_REQUESTS
     async with compose_cluster(tmp_path, overlay, overlays.claims(overlay)) as cluster:
         pool = named(overlay, "InferencePool", "cadenza")["spec"]
         chosen = [name for name, pod in cluster.templates.items() if matches(pool["selector"], pod.labels)]
@@ -260,21 +265,25 @@ async def test_a_scheduler_of_a_pool_leaves_it_in_order(tmp_path: Path, overlays
         await frozen.freeze()
         (port,) = (each["number"] for each in pool["targetPorts"])
         assert all(each.address.endswith(f":{port}") for each in (first, second))
-        load = ClientLoad(first.address, *size)
+        began, load = time.monotonic(), ClientLoad(first.address, *short)
         await load.more(100)
         busy, idle = await asyncio.to_thread(lambda: [metrics_of(each, "metrics") for each in (first, second)])
         assert busy.keys() & idle.keys() >= PICKED_BY
         assert (busy["vllm:num_requests_running"] > 0, idle["vllm:num_requests_running"]) == (True, 0)
         expected = await load.finished()
+        long = min(3900, round(short[0] * LEAVING_S / (time.monotonic() - began))), NUM_REQUESTS
+        expected_long = await ClientLoad(first.address, *long).finished()
         leaving = asyncio.create_task(cluster.recreate(first.owner))
-        late = ClientLoad(first.address, *size)
+        late = ClientLoad(first.address, *long)
         await late.more(1)
-        later = ClientLoad(second.address, *size)
-        assert [await each.finished() for each in (late, later)] == [expected, expected]
+        assert await ClientLoad(second.address, *short).finished() == expected
+        assert await late.finished() == expected_long
         (log,) = await leaving
         assert f"draining: {NUM_REQUESTS} unfinished requests go on" in log
         assert "in the next process with this --journal" not in log
-        assert await ClientLoad(cluster.target(first.owner), *size).finished() == expected
-        check_pods(
-            cluster, **{f"{name}-{cell}": count for cell in "ab" for name, count in ((EXECUTOR, 2), (SCHEDULER, 1))}
-        )
+        assert await ClientLoad(cluster.target(first.owner), *short).finished() == expected
+        await frozen.until_restarted()
+        async with AsyncClient(second.address) as client:
+            await serving(client, cluster.replicas[f"{EXECUTOR}-b"][0].address, within_s=60)
+        numbers = {f"{name}-{cell}": count for cell in "ab" for name, count in ((EXECUTOR, 2), (SCHEDULER, 1))}
+        check_pods(cluster, frozen, **numbers)

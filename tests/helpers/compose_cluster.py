@@ -123,8 +123,9 @@ class ComposeCluster:
         return list(zip(codes, logs, strict=True))
 
     async def down(self) -> None:
-        """End and remove all."""
+        """End and remove all. What they have printed goes into a file, for whoever looks for a failure."""
         await asyncio.gather(*(each.forget() for each in self._kubelets))
+        self._file.with_suffix(".log").write_text(await asyncio.to_thread(self._compose, "logs", "--no-color"))
         await asyncio.to_thread(self._compose, "down", "--volumes", "--remove-orphans", "--timeout=1")
 
     async def _start(self, wanted: list[tuple[str, int]]) -> list[Replica]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tests.helpers.docker_engine import inspect, run
 from tests.helpers.manifests import Manifest, PodTemplate
-from tests.helpers.probes import passes_in_container
+from tests.helpers.probes import failure_in_container
 
 _DEFAULTS = {"periodSeconds": 10, "timeoutSeconds": 1, "failureThreshold": 3}
 """Kubernetes' own, where a probe does not say."""
@@ -28,12 +28,15 @@ class Kubelet:
         self.container = container
         self.answers: Counter[tuple[str, bool]] = Counter()
         """How often each probe passed and failed."""
+        self.failures: list[str] = []
+        """Each probe that failed, and why."""
         self.restarts: list[str] = []
         """The probe for which the container was started again, of each time."""
         self._ready = asyncio.Event()
         self._changed = changed
         self._spec = template.container
         self._restarted = asyncio.Event()
+        self._restarting: asyncio.Task[None] | None = None
         self.address = self._find_address()
         self._probing = asyncio.create_task(self._run())
 
@@ -97,6 +100,8 @@ class Kubelet:
         """Ask no probe any more: the pod is not ready from now on."""
         self._probing.cancel()
         await asyncio.wait([self._probing])
+        if self._restarting is not None:
+            await self._restarting
         self._set_ready(False)
 
     async def log(self) -> str:
@@ -116,10 +121,13 @@ class Kubelet:
             failed = await self._life()
             self.restarts.append(failed)
             self._set_ready(False)
-            grace = self.template.spec["terminationGracePeriodSeconds"]
-            await asyncio.to_thread(run, "docker", "restart", f"-t{grace}", self.container)
-            self.address = self._find_address()
+            self._restarting = asyncio.create_task(asyncio.to_thread(self._restart))
+            await asyncio.shield(self._restarting)
             self._restarted.set()
+
+    def _restart(self) -> None:
+        run("docker", "restart", f"-t{self.template.spec['terminationGracePeriodSeconds']}", self.container)
+        self.address = self._find_address()
 
     async def _life(self) -> str:
         """Ask the probes of one life of the container; returns the one for which it must end."""
@@ -164,11 +172,12 @@ class Kubelet:
 
     async def _passes(self, name: str) -> bool:
         timeout_s = self._probe(name)["timeoutSeconds"]
-        passed = await asyncio.to_thread(
-            passes_in_container, self.template, name, self.container, self.address, timeout_s
-        )
-        self.answers[name, passed] += 1
-        return passed
+        asked = failure_in_container, self.template, name, self.container, self.address, timeout_s
+        failure = await asyncio.to_thread(*asked)
+        self.answers[name, failure is None] += 1
+        if failure is not None:
+            self.failures.append(f"{name}: {failure}")
+        return failure is None
 
     def _probe(self, name: str) -> Manifest:
         return _DEFAULTS | self._spec[name]

@@ -25,7 +25,7 @@ from tests.helpers.loopback import new_address
 from tests.helpers.manifest_secrets import ManifestSecrets, mount
 from tests.helpers.manifests import PodTemplate, environment_of, named, pod_templates, worker_template
 from tests.helpers.paths import ROOT
-from tests.helpers.probes import passes_from_outside
+from tests.helpers.probes import failure_from_outside
 
 _READY_S = 60
 
@@ -77,7 +77,7 @@ class Pod:
                 command = (sys.executable, *(self._local(part) for part in rest))
                 process = await asyncio.create_subprocess_exec(*command, stdout=DEVNULL, stderr=DEVNULL)
                 return await process.wait() == 0
-        return await asyncio.to_thread(passes_from_outside, self.template, name, self.address)
+        return await asyncio.to_thread(failure_from_outside, self.template, name, self.address) is None
 
     def port(self, name: str) -> int:
         return self.template.port(name)

@@ -31,7 +31,7 @@ class ManifestSecrets:
         if made:
             folder.mkdir()
             (authority,) = (spec for spec in made.values() if spec.get("isCA"))
-            self._ca = _Authority(authority["commonName"])
+            self._ca = _Authority(authority)
             self.renew()
 
     @property
@@ -60,11 +60,11 @@ class ManifestSecrets:
 
 
 class _Authority:
-    def __init__(self, name: str) -> None:
+    def __init__(self, spec: Manifest) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, spec["commonName"])])
         public = self._key.public_key()
-        basics = _builder(self._name, self._name, public, datetime.timedelta(days=1))
+        basics = _builder(self._name, self._name, public, spec)
         certificate = basics.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         certificate = certificate.add_extension(_usage(for_certificates=True), critical=True)
         certificate = certificate.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
@@ -76,11 +76,10 @@ class _Authority:
         assert {name: spec["privateKey"][name] for name in _KEY} == _KEY
         purposes = [_PURPOSES[usage] for usage in spec["usages"] if usage != "digital signature"]
         names = x509.SubjectAlternativeName([x509.DNSName(name) for name in spec["dnsNames"]])
-        lasts = datetime.timedelta(hours=int(spec["duration"].removesuffix("h")))
         key = ec.generate_private_key(ec.SECP256R1())
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         certificate = (
-            _builder(x509.Name([]), self._name, key.public_key(), lasts)
+            _builder(x509.Name([]), self._name, key.public_key(), spec)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(for_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
@@ -96,8 +95,9 @@ class _Authority:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, lasts: datetime.timedelta
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, spec: Manifest
 ) -> x509.CertificateBuilder:
+    lasts = datetime.timedelta(hours=int(spec["duration"].removesuffix("h")))
     now = datetime.datetime.now(datetime.UTC)
     named = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     return named.serial_number(x509.random_serial_number()).not_valid_before(now).not_valid_after(now + lasts)

@@ -1,6 +1,6 @@
 """Rollouts of the manifests in deploy/, run as containers: no request fails, and none loses or repeats a token.
 
-Minutes, so only with CADENZA_TEST_DOCKER=1; test_kubernetes_rollouts.py runs the same as processes, and more overlays.
+Minutes, so only with CADENZA_TEST_DOCKER=1; test_kubernetes_rollouts.py runs pods as processes, those of `gpu` too.
 """
 
 from __future__ import annotations
@@ -67,11 +67,10 @@ class OwnOverlays:
 
     def claims(self, overlay: str) -> dict[str, Path]:
         """A folder for each claim."""
-        found = {each["metadata"]["name"]: self._claims for each in of_kind(overlay, "PersistentVolumeClaim")}
-        for name in found:
-            found[name] = self._claims / name
-            found[name].mkdir(exist_ok=True)
-        return found
+        names = [each["metadata"]["name"] for each in of_kind(overlay, "PersistentVolumeClaim")]
+        for name in names:
+            (self._claims / name).mkdir(exist_ok=True)
+        return {name: self._claims / name for name in names}
 
 
 @pytest.fixture
@@ -80,14 +79,13 @@ def overlays(tmp_path: Path) -> OwnOverlays:
 
 
 def check_pods(cluster: ComposeCluster, frozen: Kubelet | None = None, **numbers: int) -> None:
-    """So many replicas run, with the variables of now; probes have all been asked, and none has ended another pod."""
+    """So many replicas run, with the variables of now; all probes have passed, and none has ended a pod but one."""
     assert {name: len(replicas) for name, replicas in cluster.replicas.items()} == numbers
     for pod in (pod for replicas in cluster.replicas.values() for replica in replicas for pod in replica.pods):
         assert environment_of(cluster.overlay, pod.template).items() <= pod.environment.items()
         assert pod.restarts == (["livenessProbe"] if pod is frozen else []), pod.failures
         probes = {"startupProbe", "readinessProbe", "livenessProbe"} & pod.template.container.keys()
         assert {probe for probe, passed in pod.answers if passed} == probes
-        assert bool(pod.answers["livenessProbe", False]) is (pod is frozen)
 
 
 async def roll_executors(cluster: ComposeCluster, load: Rounds) -> None:
@@ -234,9 +232,7 @@ PICKED_BY = {
     "vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:lora_requests_info",
     "vllm:cache_config_info",
 }  # fmt: skip
-"""What an endpoint picker reads by default (gateway-api-inference-extension v1.6.0, cmd/epp/runner)."""
-
-
+"""What an endpoint picker reads by default: the options of that of kubernetes-sigs/gateway-api-inference-extension."""
 OFTEN_ALIVE = {
     "target": {"kind": "Deployment", "name": f"{EXECUTOR}-b"},
     "patch": yaml.safe_dump(
@@ -244,10 +240,8 @@ OFTEN_ALIVE = {
     ),
 }
 """So that a frozen executor is noticed within half a minute, not two."""
-
-
 LEAVING_S = 10
-"""Of a load that begins with the hook: longer than that, and shorter than hook and drain, which have 5 s and 25 s."""
+"""How long a load takes that begins with the hook: longer than its 5 s, and less than these and the drain's 25 s."""
 
 
 async def test_a_scheduler_of_a_pool_leaves_it_in_order(tmp_path: Path, overlays: OwnOverlays) -> None:

@@ -97,9 +97,11 @@ class Kubelet:
         return code
 
     async def forget(self) -> None:
-        """Ask no probe any more: the pod is not ready from now on."""
+        """Ask no probe any more: the pod is not ready from now on. Raises what has ended the probing before."""
         self._probing.cancel()
         await asyncio.wait([self._probing])
+        if not self._probing.cancelled():
+            self._probing.result()
         if self._restarting is not None:
             await self._restarting
         self._set_ready(False)

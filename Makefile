@@ -52,7 +52,7 @@ CHAOS_ARGS ?=
 # What mypy checks: those of its folders that exist.
 TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
 
-.PHONY: help demo test test-long test-clients chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
+.PHONY: help demo test test-long test-clients test-containers chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -70,6 +70,9 @@ test-long: $(VENV)/.installed-dev ## before a release: what `make test` leaves o
 test-clients: $(VENV)/.installed-dev ## unmodified clients of the field against the gateway, in .venv-clients; needs the network the first time; VLLM_PYTHON=… for vLLM's, TRITON_SAMPLE_CLIENT=… for Triton's
 	@$(PY) -m tests.clients.environments
 	@$(PY) -m pytest tests/clients $(PYTEST_ARGS)
+
+test-containers: $(VENV)/.installed-dev ## on a Docker engine, as root: the compose file and the manifests of deploy/ as containers; builds the images; half an hour
+	@CADENZA_TEST_DOCKER=1 $(PY) -m pytest tests/service/test_compose_engine.py tests/faults/test_kubernetes_containers.py $(PYTEST_ARGS)
 
 chaos: $(VENV)/.installed-dev ## faults on real services, for up to an hour each on 1, 2 and 4 executors; N=1000 SEED=1 EXECUTORS=2 EXECUTOR=cpu, or REPLAY=history.jsonl
 ifeq ($(REPLAY),)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from types import FrameType
 from typing import TYPE_CHECKING
+
+from cadenza.serving.first_signals import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()
 
 # grpc would log a refused port beside our own line; it reads this variable on import.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -41,10 +44,6 @@ _LOG = logging.getLogger("executor_svc")
 def fail(message: str) -> None:
     """Write an error to stderr, in one line."""
     logs.report_error(message, "executor_svc")
-
-
-def _exit_at_once(_number: int, _frame: FrameType | None) -> None:
-    os._exit(0)
 
 
 def read_config(arguments: list[str]) -> ExecutorConfig | None:
@@ -89,9 +88,7 @@ def main(drafts: DraftSource | None = None) -> int:
     config = read_config(sys.argv[1:])
     if config is None:
         return 2
-    # There is nothing to clean up until the event loop handles the signals.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _exit_at_once)
+    end_on_signals()
     logs.configure(config.log_level, config.log_format, "executor_svc")
     for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import cast
+
+from cadenza.serving.first_signals import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()
 
 # grpc logs a refused port in addition to our own line; it reads this variable on import.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -46,9 +50,7 @@ def main() -> int:
     config = read_config(sys.argv[1:])
     if config is None:
         return 2
-    # Until the event loop handles the signals, there is nothing to clean up.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _exit_now)
+    end_on_signals()
     logs.configure(config.log_level, config.log_format, "scheduler_svc")
     for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
@@ -67,10 +69,6 @@ def main() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _exit_now(_number: int, _frame: FrameType | None) -> None:
-    os._exit(0)
 
 
 def _check_addresses(config: SchedulerConfig) -> bool:

@@ -144,10 +144,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def kubernetes_api(
-    folder: Path, namespace: str = "cadenza", service: str = "cadenza-executor"
+    folder: Path,
+    namespace: str = "cadenza",
+    service: str = "cadenza-executor",
+    listen: tuple[str, int] = ("127.0.0.1", 0),
 ) -> Iterator[FakeKubernetes]:
-    """A running one, and the folder of a service account beside it."""
-    own = certificates(folder / "api").folder / "scheduler"
+    """A running one, by localhost and by its name in a cluster, and the folder of a service account beside it."""
+    own = certificates(folder / "api", hosts=[Cluster().host]).folder / "scheduler"
     account = folder / "account"
     account.mkdir()
     (account / "ca.crt").write_bytes((own / "ca.pem").read_bytes())
@@ -156,7 +159,7 @@ def kubernetes_api(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(own / "scheduler.pem", own / "scheduler-key.pem")
     handler = type("Handler", (_Handler,), {"api": api})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with ThreadingHTTPServer(listen, handler) as server:
         server.daemon_threads = True
         server.socket = context.wrap_socket(server.socket, server_side=True)
         api.port = server.server_address[1]

@@ -1,49 +1,55 @@
-"""Turns the Deployments of an overlay into services of Compose, with what Kubernetes would give their containers.
+"""Turns a pod of an overlay into a service of Compose, with what Kubernetes would give its container.
 
-Images, arguments, variables, users, rights, volumes, limits, grace periods and names in DNS are those of the manifests.
-Docker has one health check for a container: it is the readiness probe, asked from within, for as long a start as the
-startup probe allows. What a manifest says that this does not know is an error.
+Images, arguments, variables, users, rights, volumes, limits, grace periods and names in DNS are those of the manifests;
+probes and hooks are the kubelet's (kubelet.py). What a manifest says that this does not know is an error.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.manifests import Manifest, PodTemplate, environment_of, matches, of_kind, pod_templates
-from tests.helpers.paths import ROOT
+from scheduler_svc.executors.kubernetes import Cluster
+from tests.helpers.manifests import PodTemplate, environment_of, matches, of_kind
 
 Service = dict[str, Any]
 _KNOWN = {
-    "args", "env", "envFrom", "image", "livenessProbe", "name", "ports", "readinessProbe", "resources",
+    "args", "env", "envFrom", "image", "lifecycle", "livenessProbe", "name", "ports", "readinessProbe", "resources",
     "securityContext", "startupProbe", "volumeMounts",
 }  # fmt: skip
-_PROBE = {"periodSeconds": 10, "timeoutSeconds": 1, "failureThreshold": 3}
-"""Kubernetes' own, where a probe does not say."""
 
 
-def compose_file(overlay: str, claims: Mapping[str, Path], published: Mapping[str, int]) -> Manifest:
-    """Return a file of Compose with a service for each Deployment, by its name.
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The folders behind what pods mount."""
 
-    claims: the folder behind each claim; published: for some services, the port of the loopback that leads to their
-    first one.
-    """
-    services = {pod.name: _service(overlay, pod, claims) for pod in pod_templates(overlay)}
-    for name, port in published.items():
-        (pod,) = (each for each in pod_templates(overlay) if each.name == name)
-        services[name]["ports"] = [f"127.0.0.1:{port}:{pod.container['ports'][0]['containerPort']}"]
-    return {"services": services}
+    claims: Mapping[str, Path]
+    secrets: Mapping[str, Path]
+    account: Path | None
+    """Of the service account of pods that may ask the API server; None: none may."""
 
 
-def replicas(overlay: str) -> dict[str, int]:
-    """How many containers each service has."""
-    return {pod.name: pod.owner["spec"]["replicas"] for pod in pod_templates(overlay)}
+@dataclass(frozen=True, slots=True)
+class PodInstance:
+    """A pod, by the template that it is made from and what its owner gives it."""
+
+    name: str
+    template: PodTemplate
+    variables: Mapping[str, str]
+    names: tuple[str, ...] = ()
+    """In DNS, besides those of services."""
+    is_restarted: bool = True
+    """Whether its container is started again when it ends."""
+    published: str | None = None
+    """Where the host has its first port, as ADDRESS:PORT."""
 
 
-def _service(overlay: str, pod: PodTemplate, claims: Mapping[str, Path]) -> Service:
-    container, spec = pod.container, pod.spec
+def compose_service(overlay: str, pod: PodInstance, storage: Storage, gateway: str) -> Service:
+    """Return the service that is this pod. gateway: the address of this machine for containers."""
+    container, spec = pod.template.container, pod.template.spec
     assert set(container) <= _KNOWN, f"a field that this rig does not know: {set(container) - _KNOWN}"
     user, rights = spec["securityContext"], container["securityContext"]
     assert rights == {
@@ -51,12 +57,14 @@ def _service(overlay: str, pod: PodTemplate, claims: Mapping[str, Path]) -> Serv
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    bound, scratch = _volumes(pod, claims)
-    environment = environment_of(overlay, pod)
+    bound, scratch = _volumes(pod.template, storage)
+    asks_api = spec["automountServiceAccountToken"]
+    if asks_api:
+        bound.append(f"{storage.account}:{Cluster().account}:ro")
+    environment = environment_of(overlay, pod.template) | pod.variables
     return {
         "image": container["image"],
-        "build": {"context": str(ROOT), "target": container["image"].partition(":")[0].removeprefix("cadenza-")},
-        "command": [_literal(argument) for argument in container["args"]],
+        "command": [_literal(argument) for argument in container.get("args", [])],
         "environment": {name: _literal(value) for name, value in environment.items()},
         "user": f"{user['runAsUser']}:{user['runAsGroup']}",
         "read_only": True,
@@ -64,40 +72,29 @@ def _service(overlay: str, pod: PodTemplate, claims: Mapping[str, Path]) -> Serv
         "security_opt": ["no-new-privileges:true"],
         "volumes": bound,
         "tmpfs": scratch,
-        "healthcheck": _health_check(container),
-        "stop_grace_period": f"{spec['terminationGracePeriodSeconds']}s",
-        "restart": "always",
-        "networks": {"default": {"aliases": _names(overlay, pod)}},
+        "restart": "always" if pod.is_restarted else "no",
+        "networks": {"default": {"aliases": [*_names(overlay, pod.template), *pod.names]}},
+        "extra_hosts": [f"{Cluster().host}:{gateway}"] if asks_api else [],
+        "ports": [f"{pod.published}:{container['ports'][0]['containerPort']}"] if pod.published else [],
         **_limits(container["resources"]["limits"]),
     }
 
 
-def _volumes(pod: PodTemplate, claims: Mapping[str, Path]) -> tuple[list[str], list[str]]:
+def _volumes(pod: PodTemplate, storage: Storage) -> tuple[list[str], list[str]]:
     """Return folders that are mounted, and memory that is."""
     bound, scratch = [], []
     for mount in pod.container["volumeMounts"]:
+        mode = "ro" if mount.get("readOnly") else "rw"
         match pod.volume_of(mount):
             case {"persistentVolumeClaim": {"claimName": str(claim)}}:
-                mode = "ro" if mount.get("readOnly") else "rw"
-                bound.append(f"{claims[claim]}:{mount['mountPath']}:{mode}")
+                bound.append(f"{storage.claims[claim]}:{mount['mountPath']}:{mode}")
+            case {"secret": {"secretName": str(secret)}}:
+                bound.append(f"{storage.secrets[secret]}:{mount['mountPath']}:{mode}")
             case {"emptyDir": {}}:
                 scratch.append(f"{mount['mountPath']}:mode=1777,exec")
             case volume:
                 raise AssertionError(f"a volume that this rig does not know: {volume}")
     return bound, scratch
-
-
-def _health_check(container: Manifest) -> Service:
-    ready, start = _PROBE | container["readinessProbe"], _PROBE | container["startupProbe"]
-    asked = f"127.0.0.1:{ready['grpc']['port']}", "--timeout-s", str(ready["timeoutSeconds"])
-    return {
-        "test": ["CMD", "python", "-m", "cadenza.healthcheck", *asked],
-        "interval": f"{ready['periodSeconds']}s",
-        # The check is a process, and takes time to start.
-        "timeout": f"{ready['timeoutSeconds'] + 5}s",
-        "retries": ready["failureThreshold"],
-        "start_period": f"{start['periodSeconds'] * start['failureThreshold']}s",
-    }
 
 
 def _names(overlay: str, pod: PodTemplate) -> list[str]:

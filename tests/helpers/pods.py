@@ -19,13 +19,13 @@ from pathlib import Path
 
 import yaml
 
-from tests.helpers.certificates import certificates
 from tests.helpers.compose import last_instruction, read_dockerfile
 from tests.helpers.kubernetes_api import FakeKubernetes, kubernetes_api
 from tests.helpers.machine.loopback import new_address
-from tests.helpers.manifests import PodTemplate, environment_of, named, of_kind, pod_templates, worker_template
+from tests.helpers.manifest_secrets import ManifestSecrets, mount
+from tests.helpers.manifests import PodTemplate, environment_of, named, pod_templates, worker_template
 from tests.helpers.paths import ROOT
-from tests.helpers.probes import passes_from_outside
+from tests.helpers.probes import failure_from_outside
 
 _READY_S = 60
 
@@ -77,7 +77,7 @@ class Pod:
                 command = (sys.executable, *(self._local(part) for part in rest))
                 process = await asyncio.create_subprocess_exec(*command, stdout=DEVNULL, stderr=DEVNULL)
                 return await process.wait() == 0
-        return await asyncio.to_thread(passes_from_outside, self.template, name, self.address)
+        return await asyncio.to_thread(failure_from_outside, self.template, name, self.address) is None
 
     def port(self, name: str) -> int:
         return self.template.port(name)
@@ -122,7 +122,7 @@ class LocalCluster:
         self._listed: dict[str, bool] = {}
         account = [api.cluster.host, api.cluster.port, str(api.account)]
         self.file.write_text(json.dumps({"names": str(self._names), "api": account}))
-        self._certificates = certificates(folder / "certs", hosts=self._dns_names())
+        self._secrets = ManifestSecrets(overlay, folder / "certs")
         self.scheduler = Pod(self, self._templates["scheduler"], new_address())
         self._names.write_text("{}")
 
@@ -133,12 +133,8 @@ class LocalCluster:
 
     @property
     def client_environment(self) -> dict[str, str]:
-        """The variables of a client, with the files of the certificate that is made for it."""
-        if not of_kind(self.overlay, "Certificate"):
-            return {}
-        tls = self._certificates.of("client")
-        files = {"CADENZA_TLS_CA": tls.ca, "CADENZA_TLS_CERT": tls.cert, "CADENZA_TLS_KEY": tls.key}
-        return {**{name: str(path) for name, path in files.items()}, "CADENZA_TLS_SERVER_NAME": "cadenza-scheduler"}
+        """As in `ManifestSecrets`."""
+        return self._secrets.client_environment
 
     async def start_executor(self) -> Pod:
         """Start an executor, or a group, whose probe passes, and which its service does not have yet."""
@@ -197,30 +193,14 @@ class LocalCluster:
             case {"persistentVolumeClaim": {"claimName": str(claim)}}:
                 folder = self.folder / claim
             case {"secret": {"secretName": str(secret)}}:
-                return self._secret(secret)
+                folder = self.folder / secret
+                return folder if folder.exists() else mount(folder, self._secrets.files(secret))
             case {"emptyDir": {}}:
                 folder = self.folder / f"{volume['name']}-{address}"
             case _:
                 raise AssertionError(f"a volume that this rig does not know: {volume}")
         folder.mkdir(exist_ok=True)
         return folder
-
-    def _secret(self, name: str) -> Path:
-        """The files of a certificate, by the names that cert-manager gives them."""
-        (made,) = (each for each in of_kind(self.overlay, "Certificate") if each["spec"]["secretName"] == name)
-        party = made["metadata"]["name"].removeprefix("cadenza-")
-        own = self._certificates.folder / party
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        files = {"ca.crt": "ca.pem", "tls.crt": f"{party}.pem", "tls.key": f"{party}-key.pem"}
-        for target, source in files.items():
-            (folder / target).write_bytes((own / source).read_bytes())
-        return folder
-
-    def _dns_names(self) -> list[str]:
-        return sorted(
-            {name for each in of_kind(self.overlay, "Certificate") for name in each["spec"].get("dnsNames", [])}
-        )
 
     def _publish(self, pod: Pod, *, is_ready: bool | None) -> None:
         """Tell the name and the slices of the service. None: the pod is gone."""

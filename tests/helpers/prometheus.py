@@ -70,13 +70,17 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(folder: Path, targets: Mapping[str, list[str]]) -> Iterator[Prometheus]:
-    """Scrape these addresses by job, twice a second, with the rules of docs/watch; killed at the end."""
+def prometheus(folder: Path, targets: Mapping[str, list[str]], **labels: str) -> Iterator[Prometheus]:
+    """Scrape these addresses by job, twice a second, with the rules of docs/watch; killed at the end.
+
+    labels: of all targets, besides job and instance.
+    """
     config = {
         "global": {"scrape_interval": _INTERVAL, "scrape_timeout": _INTERVAL, "evaluation_interval": _INTERVAL},
         "rule_files": [str(WATCH / "alerts.yml")],
         "scrape_configs": [
-            {"job_name": job, "static_configs": [{"targets": addresses}]} for job, addresses in targets.items()
+            {"job_name": job, "static_configs": [{"targets": addresses, "labels": labels}]}
+            for job, addresses in targets.items()
         ],
     }
     path = folder / "prometheus.yml"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cadenza.settings.service import ServiceSettings, read_config
 from executor_svc.config import ExecutorConfig
@@ -81,6 +82,18 @@ def test_a_pod_has_time_to_drain(overlay: str, name: str, monkeypatch: pytest.Mo
     before = pod.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
     config = options_of(overlay, pod, monkeypatch)
     assert pod.spec["terminationGracePeriodSeconds"] >= before + config.drain_timeout_s + 5
+
+
+@every_overlay
+def test_a_rollout_may_last_as_long_as_a_model_loads(overlay: str) -> None:
+    """Half an hour; the scheduler is not ready before an executor is."""
+    pods = pod_templates(overlay)
+    starts = [pod.container["startupProbe"] for pod in pods if pod.party == "executor"]
+    assert {probe["periodSeconds"] * probe["failureThreshold"] for probe in starts} == {1800}
+    for pod in pods:
+        if pod.owner["kind"] == "Deployment":
+            spec = pod.owner["spec"]
+            assert spec["progressDeadlineSeconds"] > 1800 + spec.get("minReadySeconds", 0)
 
 
 @every_overlay
@@ -202,18 +215,33 @@ def test_services_budgets_monitors_and_scalers_select_what_is_there(overlay: str
         assert all(pod.container["ports"][0]["containerPort"] == port["number"] for pod in chosen_pods)
 
 
-def test_the_hpa_scales_as_keda_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("component", "kind", "name"),
+    [("deployment", "Deployment", "cadenza-executor"), ("group", "LeaderWorkerSet", "cadenza-group")],
+)
+def test_the_hpa_scales_as_keda_does(component: str, kind: str, name: str, tmp_path: Path) -> None:
     """No overlay has it: a component in place of keda."""
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     overlay = tmp_path / "deploy" / "overlays" / "hpa"
     overlay.mkdir()
-    text = "namespace: cadenza\nresources: [../../shared, ../../base]\n"
-    components = "components: [../../components/deployment, ../../components/hpa]\n"
-    (overlay / "kustomization.yaml").write_text(text + components)
-    made = {each["kind"]: each for each in build(overlay) if each["metadata"]["name"] == "cadenza-executor"}
-    scaler, owner = made["HorizontalPodAutoscaler"], made["Deployment"]
+    content: Manifest = {
+        "namespace": "cadenza",
+        "resources": ["../../shared", "../../base"],
+        "components": [f"../../components/{each}" for each in (component, "hpa")],
+    }
+    if component == "group":
+        (patch,) = (
+            each
+            for each in yaml.safe_load((overlay.parent / "ranks" / "kustomization.yaml").read_text())["patches"]
+            if each["target"]["kind"] == "ScaledObject"
+        )
+        content["patches"] = [{**patch, "target": {**patch["target"], "kind": "HorizontalPodAutoscaler"}}]
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    made = {(each["kind"], each["metadata"]["name"]): each for each in build(overlay)}
+    scaler, owner = made["HorizontalPodAutoscaler", "cadenza-executor"], made[kind, name]
     validate(scaler)
-    assert scaler["spec"]["scaleTargetRef"]["kind"] == owner["kind"]
+    target = scaler["spec"]["scaleTargetRef"]
+    assert target == {"apiVersion": owner["apiVersion"], "kind": kind, "name": name}
     assert "replicas" not in owner["spec"], "applying the manifests would undo the scaler's work"
     (keda,) = of_kind("ranks", "ScaledObject")
     assert scaler["spec"]["behavior"] == keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Mapping
-from types import FrameType
 from typing import TYPE_CHECKING
+
+from cadenza.serving.first_signals import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()
 
 # grpc logs each connection that it cannot make, in addition to our own line; it reads this variable on import.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -40,9 +43,7 @@ def main(arguments: list[str]) -> int:
     config = settings.read_config(GatewayConfig, arguments, fail)
     if config is None:
         return 2
-    # Until the event loop handles the signals, there is nothing to clean up.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _exit_now)
+    end_on_signals()
     logs.configure(config.log_level, config.log_format, "cadenza.gateway")
     for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
@@ -65,10 +66,6 @@ def _page_rights(environment: Mapping[str, str]) -> PageRights | None:
 
     token = environment.get(PAGE_TOKEN)
     return None if token is None else PageRights(token, ask_to_kill if environment.get(PAGE_DEMO) else None)
-
-
-def _exit_now(_number: int, _frame: FrameType | None) -> None:
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+# Containers often set it. Without bytecode each of the hundreds of processes that tests start compiles the services
+# again (0.5 s of a scheduler's start), and each pytest worker all tests (20 s).
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin

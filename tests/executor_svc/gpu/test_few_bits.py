@@ -23,6 +23,7 @@ from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.test_families import tokens_of
 from tests.helpers.gguf_files import dequantized, write_gguf
+from tests.helpers.marks import short_and_long
 from tests.helpers.quantized_layouts import quantize_checkpoint
 
 GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
@@ -41,7 +42,7 @@ def forms(model: Model) -> set[str]:
     return {form.rpartition(": ")[2] for form in model.device.few_bits.forms}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", short_and_long([False, True], [True]))
 def test_tokens_of_a_gguf_file_are_those_of_its_numbers(tmp_path: Path, tied: bool) -> None:
     folder = make_checkpoint(tmp_path / "made", "llama", tie_word_embeddings=tied, **SHAPE)
     model = Model(write_gguf(folder, tmp_path / "mixed.gguf", mixed), **GPU)

@@ -269,11 +269,13 @@ SEEDED_BUGS = (
         "an executor is placed first that must still load the adapter",
         "scheduler_svc.core.placement.candidates", "able_lanes",
         "if has_adapter(lane, group)", "if True",
+        found_in=827,
     ),
     SeededBug(
         "an executor with another model joins",
         "scheduler_svc.engine.fleet.served_executors", "ServedExecutors._why_unlike",
         "if reason := why_other_model(served, model):", "if reason := '':",
+        found_in=49,
     ),
 )  # fmt: skip
 

@@ -30,8 +30,14 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("cadenza")
 
 
+def pytest_collection() -> None:
+    """While tests are collected next to nothing is garbage, and the collector would search it again and again."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the modules of all tests and of what they import: nothing of them is ever garbage."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -186,7 +186,7 @@ $(VENV)/pyvenv.cfg:
 
 # $(call install,EXTRAS). torch first, and by itself, so that no resolver takes the CUDA build; hatchling before the
 # editable install, so that nothing has to be fetched for the build, and a later run works offline. pip would compile
-# the 22,000 files one after the other, which takes longer than all else: compileall does it on every core. It fails at
+# the 22,000 files one after the other, which takes most of the time: compileall does it on every core. It fails at
 # files that are templates of packages, not Python.
 define install
 echo "installing cadenza[$(1)] into $(VENV): a minute or two the first time"

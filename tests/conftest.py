@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,18 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("cadenza")
 
 
-def pytest_collection() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
     """While tests are collected next to nothing is garbage, and the collector would search it again and again."""
     gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the modules of all tests and of what they import: nothing of them is ever garbage."""
-    gc.enable()
     gc.collect()
     gc.freeze()
 

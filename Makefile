@@ -7,6 +7,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+# Containers often set it. Without bytecode each of the hundreds of processes that tests start compiles the services
+# again (0.5 s of a scheduler's start), and each pytest worker all tests (20 s).
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -185,14 +188,17 @@ $(VENV)/pyvenv.cfg:
 	"$$python" -m venv $(VENV)
 
 # $(call install,EXTRAS). torch first, and by itself, so that no resolver takes the CUDA build; hatchling before the
-# editable install, so that nothing has to be fetched for the build, and a later run works offline.
+# editable install, so that nothing has to be fetched for the build, and a later run works offline. pip would compile
+# the 22,000 files one after the other, which takes most of the time: compileall does it on every core. It fails at
+# files that are templates of packages, not Python.
 define install
 echo "installing cadenza[$(1)] into $(VENV): a minute or two the first time"
-$(PIP) install $(PIP_QUIET) --no-index --no-deps -c constraints.txt torch 2>/dev/null \
-  || $(PIP) install $(PIP_QUIET) --no-deps -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch \
+$(PIP) install $(PIP_QUIET) --no-compile --no-index --no-deps -c constraints.txt torch 2>/dev/null \
+  || $(PIP) install $(PIP_QUIET) --no-compile --no-deps -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch \
   || { echo "no torch for this Python from pip's find-links or '$(TORCH_INDEX)'; set TORCH_INDEX (empty: pip's default index)" >&2; exit 1; }
-$(PIP) install $(PIP_QUIET) -c constraints.txt hatchling
-$(PIP) install $(PIP_QUIET) --no-build-isolation -c constraints.txt -e '.[$(1)]'
+$(PIP) install $(PIP_QUIET) --no-compile -c constraints.txt hatchling
+$(PIP) install $(PIP_QUIET) --no-compile --no-build-isolation -c constraints.txt -e '.[$(1)]'
+$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 endef
 
 $(VENV)/.installed-run: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg

@@ -318,7 +318,7 @@ def child(*arguments: str, packages: tuple[Path, ...] = ()) -> list[dict[str, An
         pytest.param("tune-decode", "us", marks=pytest.mark.long),
         pytest.param("tune-split", "us", marks=pytest.mark.long),
         pytest.param("linears", "speedup", marks=pytest.mark.long),
-        ("few-bits", "speedup"),
+        pytest.param("few-bits", "speedup", marks=pytest.mark.long),
         pytest.param("lora", "overhead_percent", marks=pytest.mark.long),
         ("ceilings", "ms"),
     ],

@@ -99,12 +99,23 @@ async def services(options: dict[str, Any], **scheduler: Any) -> AsyncIterator[R
         yield running
 
 
-async def undisturbed(options: dict[str, Any]) -> Answers:
-    async with services(options) as running:
-        found = await answers(running)
-        assert (await running.load()).num_preemptions > 0
-    assert {sample.detail for samples in found.values() for sample in samples} == {"MAX_TOKENS"}
-    return found
+@pytest.fixture(scope="module")
+def known() -> dict[bool, Answers]:
+    """What executors gave without faults, by whether they are simulated."""
+    return {}
+
+
+@pytest.fixture
+async def undisturbed(executor: dict[str, Any], known: dict[bool, Answers]) -> Answers:
+    """What this executor gives without faults."""
+    is_simulated = "simulate" in executor
+    if is_simulated not in known:
+        async with services(executor) as running:
+            found = await answers(running)
+            assert (await running.load()).num_preemptions > 0
+        assert {sample.detail for samples in found.values() for sample in samples} == {"MAX_TOKENS"}
+        known[is_simulated] = found
+    return known[is_simulated]
 
 
 class Health:
@@ -140,14 +151,13 @@ def losses(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @ON_BOTH
 async def test_a_device_out_of_memory_costs_no_token(
-    executor: dict[str, Any], caplog: pytest.LogCaptureFixture
+    executor: dict[str, Any], undisturbed: Answers, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Again and again, while prompts are computed, while all decode, and at once after a session was opened."""
-    expected = await undisturbed(executor)
     caplog.set_level(logging.INFO)
     async with services({**executor, "inject": "oom@1,oom@9,oom@10,oom@25,oom@60"}) as running:
         health = Health(running)
-        assert await answers(running) == expected
+        assert await answers(running) == undisturbed
         assert (await running.load()).num_preemptions > 0
         await check_whole(running)
         assert await health.end() == [SERVING, *[NOT_SERVING, SERVING] * 5]
@@ -159,9 +169,8 @@ async def test_a_device_out_of_memory_costs_no_token(
 
 @ON_BOTH
 async def test_logits_that_are_not_finite_end_their_samples_alone(
-    executor: dict[str, Any], caplog: pytest.LogCaptureFixture
+    executor: dict[str, Any], undisturbed: Answers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = await undisturbed(executor)
     async with services({**executor, "inject": "non-finite@12,non-finite@20:2,non-finite@33:4"}) as running:
         health, epoch = Health(running), await running.epoch()
         found = await answers(running)
@@ -169,11 +178,11 @@ async def test_logits_that_are_not_finite_end_their_samples_alone(
         assert await running.epoch() == epoch, "the session goes on"
         assert await health.end() == [SERVING]
         # What has failed is served like any other when it is sent again: its KV was not kept.
-        assert await answers(running) == expected
+        assert await answers(running) == undisturbed
     failed = {name for name, samples in found.items() if any(each.detail == "NON_FINITE_LOGITS" for each in samples)}
     assert 1 <= len(failed) <= 3
     for name, samples in found.items():
-        for sample, whole in zip(samples, expected[name], strict=True):
+        for sample, whole in zip(samples, undisturbed[name], strict=True):
             if sample.detail == "NON_FINITE_LOGITS":
                 assert sample.token_ids == whole.token_ids[: len(sample.token_ids)]
                 assert len(sample.token_ids) < len(whole.token_ids)
@@ -183,11 +192,10 @@ async def test_logits_that_are_not_finite_end_their_samples_alone(
     assert sorted(warning.split("'")[1] for warning in warnings) == sorted(failed)
 
 
-async def test_a_host_pool_that_is_full_costs_no_token(executor: dict[str, Any]) -> None:
+async def test_a_host_pool_that_is_full_costs_no_token(executor: dict[str, Any], undisturbed: Answers) -> None:
     """Preempted sequences for which it has no room are computed again; without any fault the tokens are the same."""
-    expected = await undisturbed(executor)
     async with services({**executor, "num_cpu_blocks": 3, "inject": "oom@15,oom@40"}) as running:
-        assert await answers(running) == expected
+        assert await answers(running) == undisturbed
         assert (await running.load()).num_preemptions > 0
         await check_whole(running)
 
@@ -217,10 +225,9 @@ KINDS = ["columns", "slot", "block", "token", "step id", "epoch", "reserved", "t
 
 
 async def test_malformed_plans_cost_no_token(
-    executor: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    executor: dict[str, Any], undisturbed: Answers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a faulty scheduler or network would send them: the executor refuses each, and both go on in a new session."""
-    expected = await undisturbed(executor)
     num_plans, spoiled = 0, []
 
     def malformed(plan: StepPlan, epoch: int) -> Work[execution_pb2.ExecuteRequest]:
@@ -235,7 +242,7 @@ async def test_malformed_plans_cost_no_token(
     monkeypatch.setattr(executor_client, "request_in_slices", malformed)
     async with services(executor) as running:
         health = Health(running)
-        assert await answers(running) == expected
+        assert await answers(running) == undisturbed
         await check_whole(running)
         assert await health.end() == [SERVING, *[NOT_SERVING, SERVING] * len(KINDS)]
     assert spoiled == KINDS
@@ -244,9 +251,10 @@ async def test_malformed_plans_cost_no_token(
 
 
 @pytest.mark.slow
-async def test_a_lost_device_ends_the_process_and_costs_no_token(executor: dict[str, Any], tmp_path: Path) -> None:
+async def test_a_lost_device_ends_the_process_and_costs_no_token(
+    executor: dict[str, Any], undisturbed: Answers, tmp_path: Path
+) -> None:
     """Each process loses its device in its 70th step that computes, and `cadenza up` starts the next one."""
-    expected = await undisturbed(executor)
     options = {name: value for name, value in executor.items() if name != "model"}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     faults = ("--inject", "device-error@70", "--preemption", "swap", "--skip-tokenizer-init")
@@ -254,7 +262,7 @@ async def test_a_lost_device_ends_the_process_and_costs_no_token(executor: dict[
     try:
         async with connection(up.target, one_session=False) as running:
             health = Health(running)
-            assert await answers(running) == expected
+            assert await answers(running) == undisturbed
             await check_whole(running)
             statuses = await health.end()
     finally:
@@ -273,17 +281,17 @@ async def test_a_lost_device_ends_the_process_and_costs_no_token(executor: dict[
 
 async def test_a_disk_that_is_full_under_a_recording_ends_the_recording_alone(
     executor: dict[str, Any],
+    undisturbed: Answers,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A step fails before the disk is full, and another one afterwards."""
-    expected = await undisturbed(executor)
     log = tmp_path / "log"
     monkeypatch.setattr(plan_log, "FileIO", partial(FullDisk, capacity=9000))
     async with services({**executor, "inject": "oom@6,oom@30"}, record=str(log)) as running:
-        assert await answers(running) == expected
+        assert await answers(running) == undisturbed
         await check_whole(running)
     (message,) = [record.getMessage() for record in caplog.records if "recording" in record.getMessage()]
     assert message.startswith(f"recording to {log} has ended after ")

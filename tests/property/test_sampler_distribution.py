@@ -201,9 +201,9 @@ def test_same_row_same_bits(vocab: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        sizes = range(1, 65) if vocab < 2000 else (1, 2, 3, 5, 17, 64)
+        sizes = range(1, 65) if vocab < 1000 else (1, 2, 3, 5, 17, 64)
         alone: dict[int, Any] = {}
-        for row in range(64 if vocab < 2000 else 16):
+        for row in range(64 if vocab < 1000 else 16):
             rows = np.array([row])
             alone[row] = bits(sample(logits[rows], mixed(rows, vocab)), 0)
         for size in sizes:

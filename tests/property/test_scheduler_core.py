@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -389,4 +390,12 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCore = CoreMachine.TestCase
-TestCore.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestCore.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+class TestManyMore(CoreMachine.TestCase):
+    """Other histories, and more."""
+
+    settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -10,6 +10,7 @@ import pytest
 from cadenza.calls.loop_thread import LoopThread
 from tests.helpers.client.scripted_server import Script, start
 from tests.helpers.machine.terminal import CTRL_C, Terminal
+from tests.helpers.marks import short_and_long
 from tests.helpers.paths import ROOT
 from tests.helpers.service_scripts import SERVICE, Fakes, alive, until
 
@@ -95,13 +96,13 @@ def test_twice_while_the_services_stop(fakes):
     until(lambda: not any_alive(fakes))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "llm.generate(['Hello'] * 3, SamplingParams(max_tokens=2000, ignore_eos=True))",
-        "llm.chat([{'role': 'user', 'content': 'Hello'}], SamplingParams(max_tokens=2000, ignore_eos=True))",
-    ],
+LLM_CALLS = (
+    "llm.generate(['Hello'] * 3, SamplingParams(max_tokens=2000, ignore_eos=True))",
+    "llm.chat([{'role': 'user', 'content': 'Hello'}], SamplingParams(max_tokens=2000, ignore_eos=True))",
 )
+
+
+@pytest.mark.parametrize("call", short_and_long(LLM_CALLS, LLM_CALLS[:1]))
 def test_while_llm_works(tmp_path, call):
     before = f"llm = LLM({str(ROOT / 'models' / 'cadenza-demo')!r}, use_tqdm_on_load=False)"
     interrupt(tmp_path, call, lambda terminal: terminal.wait_for("Processed prompts", 60), before=before)

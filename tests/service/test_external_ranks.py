@@ -20,6 +20,7 @@ from tests.helpers.machine.loopback import new_address
 from tests.helpers.models.golden import random_prompts, transformers_greedy, transformers_model
 from tests.helpers.models.peft_adapters import save_peft_adapter
 from tests.helpers.scheduler.rolling import ClientLoad
+from tests.helpers.marks import short_and_long
 from tests.helpers.services import scheduler_service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -36,8 +37,9 @@ def ranks_of(model: Path, *options: str) -> ExternalRanks:
     return ExternalRanks(str(model), address, f"{address}:50052", ("--dtype", "float32", *SIZES, *options))
 
 
-async def test_tokens_are_those_of_transformers_and_a_lost_group_costs_none(tmp_path: Path) -> None:
-    """With adapters and drafts, beside strangers; then rank 1 is killed, and later rank 0, under a load."""
+@pytest.mark.parametrize("killed", short_and_long([0, 1], [0]))
+async def test_tokens_are_those_of_transformers_and_a_lost_group_costs_none(tmp_path: Path, killed: int) -> None:
+    """With adapters and drafts, beside strangers; then a rank is killed under a load."""
     model = make_checkpoint(tmp_path / "model", "qwen3", vocab_size=131, max_position_embeddings=1024)
     reference = save_peft_adapter(model, tmp_path / "adapter", seed=3, r=8, target_modules="all-linear", lora_alpha=2)
     prompts = [*random_prompts(131, (1, 40)), [9, 8, 7, 6] * 8]
@@ -58,19 +60,16 @@ async def test_tokens_are_those_of_transformers_and_a_lost_group_costs_none(tmp_
             assert [output.outputs[0].token_ids for output in found] == tokens
         undisturbed = await ClientLoad(scheduler.target, *LOAD).finished()
         await strangers_come_and_go(group)
-        for rank, others_words in (
-            (1, "rank 1 ended: at 127.0.0.1, "),
-            (0, f"rank 0 at {group.master}:{PORT} is gone"),
-        ):
-            load = ClientLoad(scheduler.target, *LOAD)
-            await load.more(50)
-            group.send(rank, signal.SIGKILL)
-            took, codes = await group.ended(10)
-            assert took < 2
-            assert codes == [-signal.SIGKILL if each == rank else 5 for each in range(2)]
-            assert others_words in "\n".join(group.running[1 - rank].lines)
-            await group.start()
-            assert await load.finished() == undisturbed
+        load = ClientLoad(scheduler.target, *LOAD)
+        await load.more(50)
+        group.send(killed, signal.SIGKILL)
+        took, codes = await group.ended(10)
+        assert took < 2
+        assert codes == [-signal.SIGKILL if each == killed else 5 for each in range(2)]
+        others_words = f"rank 0 at {group.master}:{PORT} is gone", "rank 1 ended: at 127.0.0.1, "
+        assert others_words[killed] in "\n".join(group.running[1 - killed].lines)
+        await group.start()
+        assert await load.finished() == undisturbed
         await stops_in_order(group)
 
 

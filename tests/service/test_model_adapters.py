@@ -19,6 +19,7 @@ from scheduler_svc.replay import __main__ as scheduler_replay
 from tests.checkpoints import FAMILIES, make_checkpoint, make_llama
 from tests.helpers.models.golden import TIE, random_prompts, transformers_greedy
 from tests.helpers.models.peft_adapters import save_peft_adapter
+from tests.helpers.marks import short_and_long
 from tests.helpers.services import cadenza_services, executor_service, scheduler_service
 
 NEW_TOKENS = 24
@@ -67,7 +68,7 @@ def check_tokens(reference: Any, prompt: list[int], found: list[int]) -> None:
             return
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short_and_long(FAMILIES, ["gemma3_text", "llama", "phi3"]))
 async def test_tokens_are_those_of_peft(family: str, tmp_path: Path) -> None:
     """Adapters of all kinds and none in one batch, more than may run at once."""
     base = make_checkpoint(tmp_path / "model", family)

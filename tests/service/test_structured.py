@@ -145,7 +145,7 @@ def test_what_ends_by_itself_is_valid(expected: list[Any]) -> None:
         ({"num_gpu_blocks": 24, "num_cpu_blocks": 60}, {"preemption": "swap"}),
         ({"max_num_batched_tokens": 24, "block_size": 8}, {"enable_prefix_caching": False}),
         ({"speculative": "suffix", "num_speculative_tokens": 4}, {}),
-        ({"tensor_parallel_size": 1, "max_num_seqs": 6}, {}),
+        pytest.param({"tensor_parallel_size": 1, "max_num_seqs": 6}, {}, marks=pytest.mark.long),
     ],
     ids=["plain", "recompute", "swap", "chunks", "drafts", "narrow"],
 )

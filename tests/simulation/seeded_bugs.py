@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+NUM_SEARCHED = 1_500
+"""Histories for a bug that shows in one of a few hundred."""
+
 
 @dataclass(frozen=True, slots=True)
 class SeededBug:
@@ -24,6 +27,9 @@ class SeededBug:
     """The function or method that it is in."""
     old: str
     new: str
+    found_in: int = 0
+    """A history that shows it, tried before all others: a search from 0 takes up to a minute. It may change with the
+    scheduler; `python -m tests.simulation.find_bugs` prints those that show each."""
 
 
 SEEDED_BUGS = (
@@ -51,11 +57,13 @@ SEEDED_BUGS = (
         "a host block that is swapped in is a target of the same plan's swap-outs",
         "scheduler_svc.core.memory.block_tiers", "BlockTiers.quarantine",
         "if block_id not in self.moves.quarantined]", "if False]",
+        found_in=52,
     ),
     SeededBug(
         "the KV of a token that is not computed yet is cached",
         "scheduler_svc.core.memory.block_manager", "BlockManager.cache_full_blocks",
         "min(sequence.num_computed_tokens, sequence.num_tokens - 1)", "sequence.num_tokens",
+        found_in=71,
     ),
     SeededBug(
         "a shared block is written without a copy",
@@ -71,11 +79,13 @@ SEEDED_BUGS = (
         "a new request does not wake the plan loop",
         "scheduler_svc.engine.engine", "Engine.add",
         "self.executors.wake()", "pass",
+        found_in=30,
     ),
     SeededBug(
         "a step that hangs leaves the service healthy",
         "scheduler_svc.plan_loop.plan_loop", "PlanLoop.stalled",
         "self._progress.stall is not None", "False",
+        found_in=101,
     ),
     SeededBug(
         "an ended request leaves its deadline timer",
@@ -98,16 +108,19 @@ SEEDED_BUGS = (
         "tokens of drafts that arrive after a preemption are not counted",
         "scheduler_svc.core.sequences.sequence_tokens", "SequenceTokens.count_more",
         "self._num_planned += num_tokens", "return",
+        found_in=213,
     ),
     SeededBug(
         "drafts get rows of logits that the step does not have",
         "scheduler_svc.core.steps.drafts", "plan_drafts",
         ", budget.num_sequences // num_drafting)", ")",
+        found_in=26,
     ),
     SeededBug(
         "a fork gets blocks for drafts before its copy",
         "scheduler_svc.core.steps.drafts", "_make_room",
         "if sequence not in lane.pending_copy_on_write", "if True",
+        found_in=297,
     ),
     SeededBug(
         "accepted drafts do not bring a sequence nearer to its greatest length",
@@ -139,6 +152,7 @@ SEEDED_BUGS = (
         "another lane takes a request to which plans in flight refer",
         "scheduler_svc.core.lanes.lane", "Lane.holds",
         "if self.inflight and self.inflight[0].plan.step_id <= group.held_until:", "if False:",
+        found_in=136,
     ),
     SeededBug(
         "a request that is taken over keeps its former lane",
@@ -150,6 +164,7 @@ SEEDED_BUGS = (
         "the head of the queue waits for its own lane for ever",
         "scheduler_svc.core.placement.placer", "Placer._rebalances",
         "return self._policy is not None and self._policy.rebalances", "return False",
+        found_in=234,
     ),
     SeededBug(
         "step ids count over all executors",
@@ -161,21 +176,25 @@ SEEDED_BUGS = (
         "requests with output go on with other numerics",
         "scheduler_svc.core.placement.candidates", "may_continue",
         "group.numerics == lane.spec.numerics", "True",
+        found_in=209,
     ),
     SeededBug(
         "the death of an executor that is given up makes no suspects",
         "scheduler_svc.core.scheduler", "Scheduler.give_up_executor",
         "same_incarnation=False", "same_incarnation=True",
+        found_in=78,
     ),
     SeededBug(
         "a lost executor is waited for although others serve",
         "scheduler_svc.engine.fleet.request_moves", "RequestMoves.move",
         "self._give_up(member)", "pass",
+        found_in=40,
     ),
     SeededBug(
         "executors without work are not woken for requests that may move",
         "scheduler_svc.engine.fleet.executor_set", "ExecutorSet._wake_idle",
         "if member.loop.idle:", "if False:",
+        found_in=848,
     ),
     SeededBug(
         "the service counts as unhealthy when one of its executors is lost",
@@ -192,6 +211,7 @@ SEEDED_BUGS = (
         "no group that lacks a place for its adapter has a turn",
         "scheduler_svc.core.adapters.turns", "AdapterTurns.pass_over",
         "if self.waits is None:", "if False:",
+        found_in=356,
     ),
     SeededBug(
         "more adapters run than have places",
@@ -217,6 +237,7 @@ SEEDED_BUGS = (
         "a due adapter takes the place of one whose requests run",
         "scheduler_svc.core.steps.adapter_changes", "_held",
         "if group.was_admitted", "if not group.was_admitted",
+        found_in=51,
     ),
     SeededBug(
         "a due adapter keeps others from beginning when its requests have ended",
@@ -237,6 +258,7 @@ SEEDED_BUGS = (
         "requests are left waiting when the last executor with adapters is removed",
         "scheduler_svc.core.steps.lane_changes", "remove",
         "requests.adapters.num_answers += 1", "pass",
+        found_in=142,
     ),
     SeededBug(
         "an ended request leaves the timer of its adapter",
@@ -247,11 +269,13 @@ SEEDED_BUGS = (
         "an executor is placed first that must still load the adapter",
         "scheduler_svc.core.placement.candidates", "able_lanes",
         "if has_adapter(lane, group)", "if True",
+        found_in=827,
     ),
     SeededBug(
         "an executor with another model joins",
         "scheduler_svc.engine.fleet.served_executors", "ServedExecutors._why_unlike",
         "if reason := why_other_model(served, model):", "if reason := '':",
+        found_in=49,
     ),
 )  # fmt: skip
 

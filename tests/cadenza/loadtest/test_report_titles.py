@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,45 +20,53 @@ ADDRESS = "127.0.0.1:40645"
 AT = datetime(2026, 11, 23, 6, 17, tzinfo=UTC)
 
 
-def result(swept: list[dict[str, Any]] | None = None, label: str = ADDRESS, **given: Any) -> LoadTestFile:
-    """A result of a server on the demo model; `swept`: of each point."""
-    settings = given.pop("settings", {"request_rate": 4.0})
-    server = {"model": "/home/ada/models/cadenza-demo", "target": ADDRESS}
-    file = made_up_file(label, [1], num_requests=20, swept={}, settings=settings, server=server, created=AT, **given)
-    points = [point_of(file.points[0].runs, each) for each in swept or [{}]]
-    return file.model_copy(update={"points": points})
-
-
 RATES = [{"request_rate": rate} for rate in ("2", "4", "8")]
 MODEL = "/home/ada/models/cadenza-demo"
-TITLES = {
-    "Load test of cadenza-demo at 4 requests/s, 23 November 2026": result(),
-    "Load test of cadenza-demo at 1 request/s, 23 November 2026": result(settings={"request_rate": 1.0}),
-    "Load test of cadenza-demo with all requests at once, 23 November 2026": result(settings={"request_rate": "inf"}),
-    "Load test of cadenza-demo with 8 users, 23 November 2026": result(
-        settings={"concurrency": 8, "request_rate": "inf"}
-    ),
-    "Load test of cadenza-demo at the times of a trace, 23 November 2026": result(settings={"arrivals": "trace"}),
-    "Load test of cadenza-demo at 2, 4 and 8 requests/s, 23 November 2026": result(RATES),
-    "Load test of cadenza-demo at 1 to 64 requests/s, 23 November 2026": result(
-        [{"request_rate": str(2**power)} for power in range(7)]
-    ),
-    "Load test of cadenza-demo at 4 requests/s by input-len, 23 November 2026": result(
-        [{"input_len": "8"}, {"input_len": "16"}]
-    ),
-    "Simulated load test of cadenza-demo on 1 and 2 executors at 4 requests/s, 23 November 2026": result(
-        [{"executors": 1.0}, {"executors": 2.0}], source="simulate"
-    ),
-    "Search for the highest request rate of cadenza-demo, 23 November 2026": result(
-        RATES, settings={"find_max_rate": True}
-    ),
-    "Nightly: load test of cadenza-demo at 4 requests/s, 23 November 2026": result(label="Nightly"),
+
+
+@functools.cache
+def measured() -> LoadTestFile:
+    """A result of a server on the demo model."""
+    server = {"model": MODEL, "target": ADDRESS}
+    return made_up_file(ADDRESS, [1], num_requests=20, swept={}, server=server, created=AT)
+
+
+def result(swept: list[dict[str, Any]] | None = None, **given: Any) -> LoadTestFile:
+    """The same under other settings or another label; `swept`: of each point, all of the same measurements."""
+    file = measured()
+    settings = {**file.settings, **given.pop("settings", {"request_rate": 4.0})}
+    points = [file.points[0].model_copy(update={"swept": each}) for each in swept or [{}]]
+    return file.model_copy(update={"settings": settings, "points": points, **given})
+
+
+TITLES: dict[str, dict[str, Any]] = {
+    "Load test of cadenza-demo at 4 requests/s, 23 November 2026": {},
+    "Load test of cadenza-demo at 1 request/s, 23 November 2026": {"settings": {"request_rate": 1.0}},
+    "Load test of cadenza-demo with all requests at once, 23 November 2026": {"settings": {"request_rate": "inf"}},
+    "Load test of cadenza-demo with 8 users, 23 November 2026": {"settings": {"concurrency": 8, "request_rate": "inf"}},
+    "Load test of cadenza-demo at the times of a trace, 23 November 2026": {"settings": {"arrivals": "trace"}},
+    "Load test of cadenza-demo at 2, 4 and 8 requests/s, 23 November 2026": {"swept": RATES},
+    "Load test of cadenza-demo at 1 to 64 requests/s, 23 November 2026": {
+        "swept": [{"request_rate": str(2**power)} for power in range(7)]
+    },
+    "Load test of cadenza-demo at 4 requests/s by input-len, 23 November 2026": {
+        "swept": [{"input_len": "8"}, {"input_len": "16"}]
+    },
+    "Simulated load test of cadenza-demo on 1 and 2 executors at 4 requests/s, 23 November 2026": {
+        "swept": [{"executors": 1.0}, {"executors": 2.0}],
+        "source": "simulate",
+    },
+    "Search for the highest request rate of cadenza-demo, 23 November 2026": {
+        "swept": RATES,
+        "settings": {"find_max_rate": True},
+    },
+    "Nightly: load test of cadenza-demo at 4 requests/s, 23 November 2026": {"label": "Nightly"},
 }
 
 
 @pytest.mark.parametrize("title", TITLES)
 def test_a_title_names_model_load_and_day(title: str) -> None:
-    assert page_title([TITLES[title]]) == title
+    assert page_title([result(**TITLES[title])]) == title
 
 
 def test_a_label_that_nobody_gave_is_not_a_name() -> None:

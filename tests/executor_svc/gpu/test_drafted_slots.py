@@ -20,6 +20,7 @@ from executor_svc.speculation.drafting import Drafting, draft_room
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.speculation.verification import accept_drafts
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.marks import short_and_long
 
 VOCAB = 50
 LIMITS = Limits(
@@ -148,7 +149,7 @@ class History:
             assert state.token_ids[slot, :known].tolist() == host.token_ids[slot, :known].tolist()
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", short_and_long([1, 2, 3], [1]))
 def test_random_histories(device: torch.device, seed: int) -> None:
     history = History(device, seed)
     for _ in range(40):

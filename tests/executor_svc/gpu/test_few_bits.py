@@ -24,6 +24,7 @@ from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.test_families import tokens_of
 from tests.helpers.models.gguf_files import dequantized, write_gguf
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
+from tests.helpers.marks import short_and_long
 
 GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
 SHAPE: dict[str, Any] = {
@@ -41,7 +42,7 @@ def forms(model: Model) -> set[str]:
     return {form.rpartition(": ")[2] for form in model.device.few_bits.forms}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", short_and_long([False, True], [True]))
 def test_tokens_of_a_gguf_file_are_those_of_its_numbers(tmp_path: Path, tied: bool) -> None:
     folder = make_checkpoint(tmp_path / "made", "llama", tie_word_embeddings=tied, **SHAPE)
     model = Model(write_gguf(folder, tmp_path / "mixed.gguf", mixed), **GPU)

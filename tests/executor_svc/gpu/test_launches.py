@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,12 +35,15 @@ pytestmark = [
 
 @pytest.fixture
 def stub(tmp_path: Path) -> Path:
-    """The folder of CUDA's driver."""
+    """The folder of CUDA's driver, and of `cc`, a compiler for Triton's launchers that does not optimize."""
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     source = Path(__file__).with_name("stub_cuda.c")
     built = ["-shared", "-fPIC", "-o", str(tmp_path / LIBRARY), f"-Wl,-soname,{LIBRARY}"]
     assert COMPILER is not None
     subprocess.run([COMPILER, "-I", str(headers), *built, str(source)], check=True)
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {shlex.quote(COMPILER)} "$@" -O0\n')
+    compiler.chmod(0o755)
     return tmp_path
 
 
@@ -50,6 +54,7 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(stub: Path, tmp_path: Pat
         **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_")},
         "TRITON_LIBCUDA_PATH": str(stub),
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "CC": str(stub / "cc"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
     }
     command = [sys.executable, "-m", "tests.executor_svc.gpu.stubbed_start", str(stub), str(folder)]

@@ -17,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m executor_svc.gpu.kernels.compile", description=__doc__)
     parser.add_argument("--module", action="append", help="full name of a module with variants; default: all modules")
     parser.add_argument("--only", default="", help="compile variants whose name contains this")
-    parser.add_argument("--quick", action="store_true", help="the few that `make test` compiles")
+    parser.add_argument("--quick", action="store_true", help="the few that tests compile")
+    parser.add_argument("--newest", action="store_true", help="for the newest GPU that each variant is for, alone")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile; default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON on standard output")
     options = parser.parse_args(arguments)
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RegistryError as error:
         raise SystemExit(str(error)) from error
     chosen = (entry for name, entry in found.items() if options.only in name)
-    outcome = build_all(tasks_of(chosen, quick=options.quick), options.jobs)
+    outcome = build_all(tasks_of(chosen, quick=options.quick, newest=options.newest), options.jobs)
     if options.json:
         print(json.dumps({"builds": [asdict(build) for build in outcome.builds], "refused": outcome.refused}))
     if outcome.refused:

@@ -50,9 +50,10 @@ class Outcome:
         return "\n".join([f"{len(self.refused)} refused:", *(f"- {line}" for line in self.refused)])
 
 
-def tasks_of(chosen: Iterable[Entry], *, quick: bool = False) -> list[Task]:
-    """Return the compilations of these variants; quick: only those marked quick."""
-    return [Task(entry, arch) for entry in chosen if entry.variant.quick or not quick for arch in entry.variant.archs]
+def tasks_of(chosen: Iterable[Entry], *, quick: bool = False, newest: bool = False) -> list[Task]:
+    """Return the compilations of these variants; quick: of those marked quick; newest: for the last arch of each."""
+    taken = [entry for entry in chosen if entry.variant.quick or not quick]
+    return [Task(entry, arch) for entry in taken for arch in entry.variant.archs[-1 if newest else 0 :]]
 
 
 def build_all(tasks: Sequence[Task], jobs: int) -> Outcome:

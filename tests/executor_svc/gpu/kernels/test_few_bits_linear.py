@@ -32,6 +32,7 @@ from tests.executor_svc.cpu.kernels.quantized.formats import (
     random_block,
 )
 from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import part_of
+from tests.helpers.marks import short_and_long
 
 SMS = 132
 BFLOAT16 = torch.bfloat16
@@ -70,8 +71,13 @@ def product(
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*FORMATS, ODD.name])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    short_and_long(
+        product_of([*FORMATS, ODD.name], [BFLOAT16, torch.float16]),
+        [*((name, BFLOAT16) for name in FORMATS), *((name, torch.float16) for name in ("Q4_K", "gptq 4", ODD.name))],
+    ),
+)
 def test_every_number_is_that_of_dequantize(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Rows of the table, and the product with a matrix of ones and zeros."""
     columns = {"gptq 4": 384, "fp8 blocks": 384, ODD.name: 384, "gptq 8": 320}.get(name, 256 if "K" in name else 288)
@@ -109,8 +115,21 @@ def test_nan_of_e4m3_marks_its_group(device: torch.device) -> None:
     assert torch.equal(out.cpu().isnan(), bad)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_0", "gptq 4", "fp8 blocks", INT8_ROWS])
-@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (19, torch.float16), (70, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "rows", "dtype"),
+    short_and_long(
+        [
+            (name, rows, dtype)
+            for name in ("Q4_K", "Q6_K", "Q5_0", "gptq 4", "fp8 blocks", INT8_ROWS)
+            for rows, dtype in ((1, BFLOAT16), (19, torch.float16), (70, BFLOAT16))
+        ],
+        [
+            *(("Q4_K", 1, BFLOAT16), ("Q5_0", 1, BFLOAT16), (INT8_ROWS, 1, BFLOAT16)),
+            *(("Q6_K", 19, torch.float16), ("gptq 4", 19, torch.float16), (INT8_ROWS, 19, torch.float16)),
+            *(("Q4_K", 70, BFLOAT16), ("fp8 blocks", 70, BFLOAT16)),
+        ],
+    ),
+)
 def test_products(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> None:
     """Several segments, the last a part, and rows of the weight that fill no tile."""
     columns = 1280

@@ -16,6 +16,7 @@ from executor_svc.gpu.kernels.compile.build import Build, build_errors, compile_
 from executor_svc.gpu.kernels.compile.build_all import tasks_of
 from executor_svc.gpu.kernels.compile.registry import entries, kernel_modules, short_name
 from executor_svc.gpu.kernels.variant import Variant
+from tests.helpers.marks import short_and_long
 from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "kernels.md"
@@ -43,11 +44,14 @@ def test_every_module_has_quick_variants_and_they_are_few():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_quick_variants_compile_as_they_must():
-    done = compiled("--quick", "--json")
+@pytest.mark.parametrize("newest", short_and_long([True, False], [True]))
+def test_quick_variants_compile_as_they_must(newest):
+    """For an A100 too: those of attention that are for it alone in `make test`, all of them in `make test-long`."""
+    done = compiled("--quick", "--json", *(["--newest"] if newest else []))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    tasks = tasks_of(entries().values(), quick=True)
+    tasks = tasks_of(entries().values(), quick=True, newest=newest)
+    assert {task.arch for task in tasks} == {80, 90}
     assert [(build["name"], build["arch"]) for build in report["builds"]] == [
         (task.entry.variant.name, task.arch) for task in tasks
     ]

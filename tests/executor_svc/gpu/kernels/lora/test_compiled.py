@@ -26,6 +26,7 @@ def test_steps_of_all_sizes_take_two_builds_that_multiply_alike(stub: Path) -> N
         **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_")},
         "TRITON_LIBCUDA_PATH": str(stub),
         "TRITON_CACHE_DIR": str(stub / "cache"),
+        "CC": str(stub / "cc"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
     }
     command = [sys.executable, "-m", "tests.executor_svc.gpu.kernels.lora.stubbed_launches", str(stub)]

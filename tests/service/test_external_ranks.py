@@ -17,10 +17,10 @@ from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.helpers.external_ranks import PORT, ExternalRanks, external_ranks
 from tests.helpers.machine.loopback import new_address
+from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import random_prompts, transformers_greedy, transformers_model
 from tests.helpers.models.peft_adapters import save_peft_adapter
 from tests.helpers.scheduler.rolling import ClientLoad
-from tests.helpers.marks import short_and_long
 from tests.helpers.services import scheduler_service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -17,9 +17,9 @@ from cadenza.errors import FailedPreconditionError, InvalidRequestError
 from executor_svc.replay import __main__ as executor_replay
 from scheduler_svc.replay import __main__ as scheduler_replay
 from tests.checkpoints import FAMILIES, make_checkpoint, make_llama
+from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import TIE, random_prompts, transformers_greedy
 from tests.helpers.models.peft_adapters import save_peft_adapter
-from tests.helpers.marks import short_and_long
 from tests.helpers.services import cadenza_services, executor_service, scheduler_service
 
 NEW_TOKENS = 24

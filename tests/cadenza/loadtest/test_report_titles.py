@@ -13,7 +13,7 @@ import pytest
 from cadenza.loadtest.figures.style import WIDTH
 from cadenza.loadtest.reports.report import figures_of, write_report
 from cadenza.loadtest.reports.titles import page_title, point_name, section_line, section_names
-from cadenza.loadtest.results.results import LoadTestFile, Reached, point_of
+from cadenza.loadtest.results.results import LoadTestFile, Reached
 from tests.helpers.loadtest.loadtest_runs import made_up_file
 
 ADDRESS = "127.0.0.1:40645"

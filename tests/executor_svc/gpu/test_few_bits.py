@@ -22,9 +22,9 @@ from tests.executor_svc.cpu.kernels.quantized.formats import Q4_K, Q6_K, format_
 from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.test_families import tokens_of
+from tests.helpers.marks import short_and_long
 from tests.helpers.models.gguf_files import dequantized, write_gguf
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
-from tests.helpers.marks import short_and_long
 
 GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
 SHAPE: dict[str, Any] = {

@@ -178,7 +178,7 @@ class RequestTable:
 
     def record_new_admissions(self, groups: list[SequenceGroup], lane: Lane) -> None:
         """Record that groups, the next ones of a lane by arrival, were admitted there, the first time."""
-        if groups[0].placed_on is None:
+        if len(self.lanes) == 1:
             self.waiting.remove_first(len(groups))
         else:
             for group in groups:

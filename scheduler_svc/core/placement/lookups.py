@@ -14,12 +14,12 @@ from scheduler_svc.core.types import SequenceState
 _MAX_LOOKED_UP = 16_384
 """Tokens that one plan looks up for placements, in 0.5 ms, or 1 ms in cold memory: the next plans go on with the rest.
 """
-_PLACED_TOKENS = 512
-"""Tokens whose lookup takes as long as what else there is to do for a group …"""
+_PLACED_TOKENS = 192
+"""A group counts as so many tokens, with whatever is to be done for it,"""
 _CANDIDATE_TOKENS = 32
-"""… for each lane that it may be placed on …"""
+"""with so many more for each lane that takes groups,"""
 _MIN_LOOKED_UP = 128
-"""… and for each lane that has its first block."""
+"""and so many more for each lane that has its first block."""
 _MIN_BLOCK_TOKENS = 16
 """Looking up a smaller block takes as long as one of this size."""
 _WHOLE = 1 << 62
@@ -61,11 +61,12 @@ class PlacementLookups:
         begun = self._begun.get(group)
         if begun is None:
             self._num_left -= _PLACED_TOKENS + len(queues) * _CANDIDATE_TOKENS
-            found = [] if first is None else _with_first_block(first, queues)
-            if first is None or not found:
-                return {}
-            begun = self._begun[group] = dict.fromkeys(found, 0)
-        assert first is not None
+            begun = {} if first is None else dict.fromkeys(_with_first_block(first, queues), 0)
+            if begun:
+                self._begun[group] = begun
+        if first is None or not begun:
+            self._begun.pop(group, None)
+            return {}
         for queue, known in begun.items():
             if not known:
                 self._num_left -= _MIN_LOOKED_UP

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from typing import NamedTuple
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
@@ -35,6 +36,15 @@ MAX_PASS_OVER_S = 1.0
 """For how long after its arrival a lane with room for the head of the queue may pass it over."""
 
 
+class KnownHits(NamedTuple):
+    """What prefix caches had of a group when it was placed."""
+
+    tokens: dict[int, int]
+    """By executor, where there were any."""
+    asked: frozenset[int]
+    """The executors that were asked; the others are when the figure is needed."""
+
+
 class Placer:
     """Which lane each waiting group waits for. Without a policy, or with one lane, any lane takes any group."""
 
@@ -54,9 +64,11 @@ class Placer:
         self._open: list[LaneQueue] = []
         """Those of lanes that take groups now, by executor."""
         self._candidates: list[Candidate] = []
-        """Their lanes."""
-        self._hits: dict[SequenceGroup, dict[int, int]] = {}
-        """Of each placed group, by lane: the tokens that its prefix cache had when the group was placed."""
+        """The candidates of these."""
+        self._hits: dict[SequenceGroup, KnownHits] = {}
+        """Of each placed group: what prefix caches had of it when it was placed."""
+        self._asked: frozenset[int] = frozenset()
+        """The executors whose caches are asked for groups that are placed now."""
         self._lookups = PlacementLookups()
         self._unplaced: dict[SequenceGroup, None] = {}
         """Groups to be placed by the next plans."""
@@ -100,22 +112,17 @@ class Placer:
         if (queue := self._queues.get(executor_id)) is not None:
             queue.on_lane_used()
 
-    def on_lane_changed(self, executor_id: int | None = None) -> None:
-        """A lane has opened, closed, come or gone: place again what waits for it, and what waited for any lane.
-
-        None: all lanes may have changed.
-        """
+    def on_lane_changed(self, executor_id: int) -> None:
+        """A lane has opened, closed, come or gone: place again what waits for it, and what waited for any lane."""
         self._is_active = self._policy is not None and len(self._lanes) > 1
         for lane_id, queue in self._queues.items():
             # A single lane that is left takes its groups from the queue of all, and others may take those of a drain.
             lane = self._lanes.get(lane_id)
-            if executor_id in (None, lane_id) or not self._is_active or (lane is not None and lane.draining):
+            if executor_id == lane_id or not self._is_active or (lane is not None and lane.draining):
                 for group in list(queue):
                     self._withdraw(group)
                     self._unplaced[group] = None
-        for hits in self._hits.values():
-            for lane_id in [*hits] if executor_id is None else [executor_id]:
-                hits.pop(lane_id, None)
+        self._forget_hits(executor_id)
         self._lookups.clear()
         self._unplaced |= self._stranded
         self._stranded.clear()
@@ -127,6 +134,7 @@ class Placer:
         self._queues = {lane_id: self._queue_of(lane) for lane_id, lane in self._lanes.items()}
         self._open = [queue for _, queue in sorted(self._queues.items()) if takes_groups(queue.lane)]
         self._candidates = [queue.candidate for queue in self._open]
+        self._asked = frozenset(queue.lane.executor_id for queue in self._open)
 
     # --- what lanes need ---------------------------------------------------------------------------------------------
 
@@ -159,7 +167,7 @@ class Placer:
             if found is None:
                 self._stranded[group] = None
             else:
-                self._hits[group] = hits
+                self._hits[group] = KnownHits(hits, self._asked)
                 self._queues[found.executor_id].add(group, needed.num_tokens - self._num_hits(group, found))
 
     def admissible(self, lane: Lane, now: float, most: int) -> list[SequenceGroup]:
@@ -182,8 +190,7 @@ class Placer:
             found = self._in_order(lane, head, passed) if len(self._lanes) > 1 else own
             yield from () if found is None else (found,)
             return
-        is_overdue = self._rebalances and head.arrival + MAX_PASS_OVER_S <= now
-        if is_overdue and head not in passed and self._may_move(head, lane):
+        if self._is_overdue(head, now) and head not in passed and self._may_move(head, lane):
             yield head
         own = self.own_head(lane, now, passed)
         if own is not None:
@@ -206,15 +213,33 @@ class Placer:
         return None if queue is None else queue.head(now, passed)
 
     def by_arrival(self, lane: Lane, now: float) -> Iterable[SequenceGroup]:
-        """The groups that a lane takes one after the other in the order of arrival; none if others may go first."""
+        """In the order of arrival, what `heads` gives first each time, if the lane takes all of it.
+
+        Without what the lane would take over because it is idle.
+        """
         if lane.draining:
             return ()
         if not self._is_active:
             return self._waiting if len(self._lanes) == 1 else ()
-        oldest = self._waiting.oldest
-        if oldest is None or (self._rebalances and oldest.arrival + MAX_PASS_OVER_S <= now):
-            return ()
-        return self._queues[lane.executor_id]
+        return self._by_arrival(lane, now)
+
+    def _by_arrival(self, lane: Lane, now: float) -> Iterator[SequenceGroup]:
+        taken: set[SequenceGroup] = set()
+        own, oldest = iter(self._queues[lane.executor_id]), iter(self._waiting)
+        head = next(oldest, None)
+        while True:
+            while head in taken:
+                head = next(oldest, None)
+            if head is None:
+                return
+            if self._is_overdue(head, now) and self._may_move(head, lane):
+                found: SequenceGroup | None = head
+            else:
+                found = next((group for group in own if group not in taken), None)
+            if found is None:
+                return
+            taken.add(found)
+            yield found
 
     def is_own(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether a lane stops at a group that it has no room for, rather than passing it over."""
@@ -258,27 +283,32 @@ class Placer:
     def _rebalances(self) -> bool:
         return self._policy is not None and self._policy.rebalances
 
+    def _is_overdue(self, head: SequenceGroup, now: float) -> bool:
+        """Whether a lane with room for the head of the queue may pass it over no longer."""
+        return self._rebalances and head.arrival + MAX_PASS_OVER_S <= now
+
     def _choice(self, group: SequenceGroup, needed: NeededTokens, now: float) -> Lane | None:
         """The lane to place a group on; None: no open lane can hold it."""
         assert self._policy is not None
         holder, able = self._holder(group), self._able_lanes(group)
         if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
             return holder
-        if len(able) == len(self._lanes):
-            candidates = self._candidates
-        else:
-            candidates = [each for each in self._candidates if each.lane in able]
-        if candidates:
-            return self._policy.choose(group, candidates, needed, now).lane
-        # What no other lane can hold ends on the draining one, where it ran.
-        return next((lane for lane in able if lane.executor_id == group.lane_id and lane.is_open), None)
+        candidates = self._candidates
+        if len(able) < len(self._lanes):
+            ids = {lane.executor_id for lane in able}
+            candidates = [each for each in candidates if each.lane.executor_id in ids]
+        if not candidates:
+            # What no other lane can hold ends on the draining one, where it ran.
+            former = (lane for lane in able if lane.executor_id == group.lane_id and lane.is_open)
+            candidates = [Candidate(lane) for lane in former]
+        return self._policy.choose(group, candidates, needed, now).lane if candidates else None
 
     def _able_lanes(self, group: SequenceGroup) -> list[Lane]:
         """The lanes that can hold a group; if none ever can, the largest pool, which takes it as far as that goes."""
         able = able_lanes(group, self._kinds)
         if able or holding_lanes(group, self._kinds):
             return able
-        lanes = [queue.lane for queue in self._open] or self._lanes.values()
+        lanes = [lane for lane in self._lanes.values() if takes_groups(lane)] or self._lanes.values()
         ready = [lane for lane in lanes if has_adapter(lane, group) and may_continue(lane, group)]
         return [max(ready, key=lambda lane: lane.spec.num_blocks)] if ready else []
 
@@ -296,16 +326,28 @@ class Placer:
         return queue
 
     def _num_hits(self, group: SequenceGroup, lane: Lane) -> int:
-        """Tokens of its first waiting sequence that the lane's prefix cache has, or had when the group was placed.
+        """Tokens of a placed group's prefix that the lane's cache had when the group was placed.
 
-        Looked up once, as that takes time in proportion to the prefix.
+        Of a lane that was not asked then: that it has now, looked up once.
         """
-        hits = self._hits[group]
-        found = hits.get(lane.executor_id)
-        if found is None:
-            first = first_waiting(group)
-            found = hits[lane.executor_id] = 0 if first is None else lane.blocks.num_cached_tokens(first)
+        tokens, asked = self._hits[group]
+        found = tokens.get(lane.executor_id)
+        if found is not None:
+            return found
+        if lane.executor_id in asked:
+            return 0
+        first = first_waiting(group)
+        found = tokens[lane.executor_id] = 0 if first is None else lane.blocks.num_cached_tokens(first)
         return found
+
+    def _forget_hits(self, executor_id: int) -> None:
+        """A lane may have lost its cache: it counts as one that was not asked."""
+        others: dict[frozenset[int], frozenset[int]] = {}
+        for group, (tokens, asked) in self._hits.items():
+            tokens.pop(executor_id, None)
+            if asked not in others:
+                others[asked] = asked - {executor_id}
+            self._hits[group] = KnownHits(tokens, others[asked])
 
     def _withdraw(self, group: SequenceGroup) -> None:
         assert group.placed_on is not None
@@ -322,7 +364,8 @@ class Placer:
             group = queue.head(now)
             if queue.lane is lane or group is None or not self._may_move(group, lane):
                 continue
-            num_tokens, there = _num_tokens(group), Candidate(queue.lane, seen=queue.candidate.seen)
+            num_tokens = _num_tokens(group)
+            there = Candidate(queue.lane, seen=queue.candidate.seen or queue.candidate.look())
             there_s = expected_s(there, num_tokens - self._num_hits(group, queue.lane), now)
             gain = there_s - expected_s(here, num_tokens - self._num_hits(group, lane), now)
             if gain > 0:

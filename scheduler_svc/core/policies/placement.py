@@ -45,7 +45,7 @@ class LaneOutlook(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A lane that takes groups, with what waits there."""
+    """A lane on which a group may be placed, with what waits there before it."""
 
     lane: Lane
     num_queued: int = 0

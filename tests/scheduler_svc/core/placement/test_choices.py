@@ -1,4 +1,7 @@
-"""What placement keeps between two placements is what each lane shows now, and its choice is the best of all lanes."""
+"""What placement keeps between two placements is what each lane shows now, and its choice is the best of all lanes.
+
+Requests that are admitted together are those that would be admitted one by one.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from typing import ClassVar
 
 import pytest
 
+from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.placement.lookups import first_waiting
 from scheduler_svc.core.policies.placement import Candidate, ExpectedTime, NeededTokens, expected_s
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.steps import admission
 from tests.helpers.core.fleet_bench import FleetBench, spec
 
 SPECS = (
@@ -106,3 +111,49 @@ def test_a_lane_is_looked_up_only_where_the_first_block_is_cached(monkeypatch: p
     bench.add("again", [*PREFIXES[0], 2])
     bench.run()
     assert set(looked_up) == {home}
+
+
+@pytest.mark.parametrize("tick", [0.01, 0.3])
+def test_requests_are_admitted_together_as_one_by_one(tick: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes are full most of the time; with the longer tick the head of the queue is overdue."""
+    together = []
+    admit_new = admission.admit_new
+
+    def watched(requests: object, lane: Lane, *rest: object) -> None:
+        before = len(lane.running)
+        admit_new(requests, lane, *rest)  # type: ignore[arg-type]
+        together.append(len(lane.running) - before)
+
+    def admitted() -> tuple[dict[str, list[int]], float]:
+        rng = random.Random(5)
+        bench = FleetBench(*[spec(max_num_batched_tokens=64)] * 2, spec(max_num_seqs=3), tick=tick)
+        bench.add("stranded", [1] * 4, None)
+        for index in range(60):
+            bench.add(f"r{index}", [*rng.choice(PREFIXES), index % 50], rng.choice([2, 5, 9]))
+            if rng.random() < 0.3:
+                bench.step()
+        bench.run()
+        return bench.ran_on, bench.now
+
+    monkeypatch.setattr(admission, "admit_new", watched)
+    found = admitted()
+    monkeypatch.setattr(admission, "admit_new", lambda *given: None)
+    assert found == admitted()
+    assert max(together) >= 2
+    assert sum(together) >= 50
+
+
+def test_who_was_asked_is_not_asked_again_for_a_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request waits for a busy lane. An idle one looks at it in each plan, by what its cache had at first."""
+    bench = FleetBench(*[spec(max_num_seqs=1, num_slots=2)] * 2)
+    for index in range(4):
+        bench.add(f"r{index}", [*PREFIXES[0], index], 30 if index % 2 else 3)
+    bench.plan(0)
+    looked_up: list[Sequence] = []
+    for lane in bench.core.lanes.values():
+        of = lane.blocks.num_cached_tokens
+        monkeypatch.setattr(
+            lane.blocks, "num_cached_tokens", lambda sequence, of=of: looked_up.append(sequence) or of(sequence)
+        )
+    bench.run()
+    assert not looked_up

@@ -18,6 +18,8 @@ from tests.helpers.service_scripts import until
 
 _STORE_BYTES = 80 << 20
 """The least that Ray takes."""
+_TOKEN = secrets.token_hex(16)
+"""One for all clusters of this process: Ray reads it once."""
 _FAST = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
 """How Ray notices a lost machine; by default it takes a quarter of a minute."""
 
@@ -50,7 +52,7 @@ def ray_machines(num_cpus: int, *, of_head: int | None = None) -> Iterator[RayMa
 
     of_head: the head's processors, if it has others.
     """
-    with _variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}):
+    with _variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}):
         yield from _machines(num_cpus, num_cpus if of_head is None else of_head)
 
 

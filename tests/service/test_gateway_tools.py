@@ -146,14 +146,14 @@ def test_a_named_tool_is_called_on_each_api(urls):
     client = openai_client(url)
     named = {"type": "function", "function": {"name": "get_weather"}}
     answer = client.chat.completions.create(
-        model="tiny", messages=USER, tools=TOOLS, tool_choice=named, parallel_tool_calls=False, max_tokens=200
+        model="tiny", messages=USER, tools=TOOLS, tool_choice=named, parallel_tool_calls=False, max_tokens=500
     )
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "get_weather"
     check(call.function.name, call.function.arguments)
     flat = [{"type": "function", **tool} for tool in (WEATHER, TIME)]
     options = {
-        "model": "tiny", "input": "Weather?", "tools": flat, "max_output_tokens": 200, "parallel_tool_calls": False,
+        "model": "tiny", "input": "Weather?", "tools": flat, "max_output_tokens": 500, "parallel_tool_calls": False,
         "tool_choice": {"type": "function", "name": "get_weather"},
     }  # fmt: skip
     response = client.responses.create(**options)
@@ -167,7 +167,7 @@ def test_a_named_tool_is_called_on_each_api(urls):
     other = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
     tools = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in (WEATHER, TIME)]
     asked = {
-        "model": "tiny", "max_tokens": 200, "messages": USER, "tools": tools,
+        "model": "tiny", "max_tokens": 500, "messages": USER, "tools": tools,
         "tool_choice": {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True},
     }  # fmt: skip
     message = other.messages.create(**asked)

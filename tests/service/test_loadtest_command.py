@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with LocalServices(DEMO_MODEL, simulate="instant", max_queued_requests=8) as services:
+    with LocalServices(DEMO_MODEL, simulate="instant", max_queued_requests=16) as services:
         yield services.target
 
 

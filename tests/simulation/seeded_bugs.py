@@ -136,7 +136,7 @@ SEEDED_BUGS = (
     SeededBug(
         "requests that wait for an executor that closes are not placed again",
         "scheduler_svc.core.placement.placer", "Placer.on_lane_changed",
-        "if executor_id in (None, lane_id) or", "if",
+        "if executor_id == lane_id or", "if",
     ),
     SeededBug(
         "a request is placed on an executor that is lost",

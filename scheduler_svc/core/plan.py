@@ -1,4 +1,4 @@
-"""The plan of a step, as the core makes it: the changes that an executor is told, in columns."""
+"""The plan of a step, as the core makes it: what changes for the executor, in columns."""
 
 from __future__ import annotations
 

@@ -35,9 +35,8 @@ def admit(
     """
     fully_planned: list[Sequence] = []
     memory_is_full, order, num_before = False, requests.policies.order, admissions.num_admitted
-    adapters = requests.adapters
-    is_barred = adapters.bars(lane.adapters)
-    lane.adapters.turns.refresh(lane.executor_id, is_barred=is_barred, may_begin=tuple(adapters.has_turn))
+    may_begin, is_barred = tuple(requests.adapters.has_turn), requests.adapters.bars(lane.adapters)
+    lane.adapters.turns.refresh(lane.executor_id, is_barred=is_barred, may_begin=may_begin)
     admit_new(requests, lane, step, budget, admissions)
     passed = PassedOver()
     while admissions.num_groups > 0 and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
@@ -52,9 +51,7 @@ def admit(
         if not lane.adapters.has_place(group, lane.running.num_by_adapter, step.planned_at):
             _pass_over(requests, lane, group, passed, step.planned_at)
             continue
-        is_free = requests.is_free_for(group, lane) and not (
-            step.swapped_out and any(each.group is group for each in step.swapped_out)
-        )
+        is_free = _is_free(requests, lane, step, group)
         if not requests.placer.is_own(group, lane):
             if not is_free or not _take_over(requests, lane, group, num_free_slots):
                 passed.add(group)
@@ -75,9 +72,7 @@ def admit(
             continue
         if memory_is_full or not allocations:
             break
-        requests.bind(group, lane)
-        _allocate(lane, step, allocations)
-        requests.record_admission(group, lane)
+        _start(requests, lane, step, group, allocations)
         admissions.spend(group, SINGLE_WEIGHT)
         for sequence in [allocation.sequence for allocation in allocations if allocation.sequence.may_compute]:
             if not budget.exhausted:
@@ -85,6 +80,22 @@ def admit(
     num_joined = admissions.num_admitted - num_before
     requests.policies.batching.record_admissions(lane, num_joined, memory_is_full=memory_is_full)
     return fully_planned
+
+
+def _is_free(requests: RequestTable, lane: Lane, step: PlannedStep, group: SequenceGroup) -> bool:
+    """Whether a lane may admit a group now: nothing of it is in flight, elsewhere, or swapped out by this step."""
+    if not requests.is_free_for(group, lane):
+        return False
+    return not (step.swapped_out and any(each.group is group for each in step.swapped_out))
+
+
+def _start(
+    requests: RequestTable, lane: Lane, step: PlannedStep, group: SequenceGroup, allocations: list[Allocation]
+) -> None:
+    """Admit a group, or the part of it that these allocations name."""
+    requests.bind(group, lane)
+    _allocate(lane, step, allocations)
+    requests.record_admission(group, lane)
 
 
 def _pass_over(requests: RequestTable, lane: Lane, group: SequenceGroup, passed: PassedOver, now: float) -> None:

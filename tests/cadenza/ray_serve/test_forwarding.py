@@ -37,13 +37,13 @@ class Gateway:
                 return web.Response(status=413, text="too large")
             case "/health":
                 return web.Response(status=self.status, text="" if self.status == 200 else "no executor")
-        told = {
+        received = {
             "method": request.method,
             "path": request.raw_path,
             "headers": [[name.decode().lower(), value.decode("latin-1")] for name, value in request.raw_headers],
             "body": (await request.read()).decode(),
         }
-        answer = web.json_response(told, status=418, headers={"Connection": "x-hop", "X-Hop": "1", "Via": "a"})
+        answer = web.json_response(received, status=418, headers={"Connection": "x-hop", "X-Hop": "1", "Via": "a"})
         answer.headers.add("Via", "b")
         return answer
 
@@ -89,7 +89,7 @@ async def proxy(forwarder: Forwarder) -> AsyncIterator[str]:
     running = asyncio.create_task(server.serve())
     try:
         async with asyncio.timeout(10):
-            while not server.started:  # noqa: ASYNC110 - it tells nobody
+            while not server.started:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
@@ -115,13 +115,13 @@ async def test_a_request_and_its_answer_are_as_they_were_sent() -> None:
         path = "/a%2Fb/%C3%A9?q=1&q=%20"
         target = aiohttp.client.URL(f"{url}{path}", encoded=True)
         async with client.put(target, data=b"body", headers=sent) as answer:
-            told = await answer.json()
+            received = await answer.json()
             assert answer.status == 418
             assert answer.headers.getall("Via") == ["a", "b"]
             assert "X-Hop" not in answer.headers
             assert len(answer.headers.getall("Date")) == len(answer.headers.getall("Server")) == 1
-    assert (told["method"], told["path"], told["body"]) == ("PUT", path, "body")
-    headers = told["headers"]
+    assert (received["method"], received["path"], received["body"]) == ("PUT", path, "body")
+    headers = received["headers"]
     assert [value for name, value in headers if name == "x-two"] == ["1", "2"]
     assert {"host": "a.example", "authorization": "Bearer k", "content-length": "4"}.items() <= dict(headers).items()
     assert not {"te", "transfer-encoding"} & dict(headers).keys()
@@ -134,8 +134,8 @@ async def test_nothing_is_added_to_a_bare_request() -> None:
         writer.write(b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
         answer = await reader.read()
         writer.close()
-    told = json.loads(answer.partition(b"\r\n\r\n")[2])
-    assert told["headers"] == [["host", "h"]]
+    received = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert received["headers"] == [["host", "h"]]
 
 
 async def test_a_body_of_unknown_length_is_passed_on() -> None:

@@ -38,8 +38,14 @@ print(*project['dependencies'], *project['optional-dependencies']['$extra'], sep
 FROM build AS wheel
 COPY LICENSE README.md ./
 COPY client/ client/
+COPY cadenza_common/ cadenza_common/
 COPY scheduler_svc/ scheduler_svc/
 COPY executor_svc/ executor_svc/
+COPY gateway_svc/ gateway_svc/
+COPY cadenza_loadtest/ cadenza_loadtest/
+COPY cadenza_launcher/ cadenza_launcher/
+COPY cadenza_simulator/ cadenza_simulator/
+COPY cadenza_cli/ cadenza_cli/
 RUN pip wheel --quiet --no-deps --wheel-dir dist .
 
 # ---------------------------------------------------------------- runtime: a user, and the one folder it may write to
@@ -75,7 +81,7 @@ FROM runtime AS gateway
 COPY --from=gateway-build /opt/cadenza/ /opt/cadenza/
 USER 10001:10001
 EXPOSE 8000
-ENTRYPOINT ["python", "-m", "cadenza.gateway"]
+ENTRYPOINT ["python", "-m", "gateway_svc"]
 
 # ---------------------------------------------------------------- executor
 

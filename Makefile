@@ -37,7 +37,7 @@ PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
 # What `make test` leaves to `make test-long`: docs/testing.md.
 WITHOUT_LONG := -m 'not long'
 # What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
-FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs tests/simulation tests/chaos \
+FAST_TESTS := tests/cadenza tests/cadenza_* tests/gateway_svc tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs tests/simulation tests/chaos \
   --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
 # Where `make wheel` puts the wheel.
 DIST ?= dist
@@ -53,9 +53,10 @@ REPLAY ?=
 CHAOS_ARGS ?=
 
 # What mypy checks: those of its folders that exist.
-TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
+TYPED := $(wildcard client/cadenza cadenza_common scheduler_svc executor_svc gateway_svc cadenza_loadtest \
+  cadenza_launcher cadenza_simulator cadenza_cli benchmarks examples)
 
-.PHONY: help demo test test-long test-clients test-containers chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
+.PHONY: help demo test test-long test-clients test-containers chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel wheel-client install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -162,6 +163,11 @@ wheel: $(VENV)/.installed-dev ## build the wheel into dist/, and print the lines
 	echo "torch first, or pip takes the CUDA build:"; \
 	echo "  pip install 'torch>=2.11,<2.14' --index-url https://download.pytorch.org/whl/cpu"; \
 	echo "  pip install 'cadenza[serve] @ file://$$wheel'"
+
+wheel-client: $(VENV)/.installed-dev ## build the wheel of the client alone, for services that call Cadenza
+	@rm -f $(DIST)/cadenza_client-*.whl
+	@log=$$($(PY) -m build --wheel --no-isolation --outdir $(DIST) client 2>&1) || { echo "$$log" >&2; exit 1; }
+	@realpath $(DIST)/cadenza_client-*.whl
 
 install: $(VENV)/.installed-dev ## make .venv with everything in it
 

@@ -15,7 +15,6 @@ from benchmarks import (
     exactness_cost,
     executor_loss,
     executor_scaling,
-    fleet,
     gateway,
     journal,
     lane_scaling,
@@ -38,6 +37,7 @@ from benchmarks import (
 )
 from benchmarks.common.benchmark import Benchmark, progress
 from benchmarks.common.command import add_common_options, command_parser, run_benchmark, run_command
+from benchmarks.fleet import benchmark as fleet
 
 _MODULES = (
     adapter_steps,

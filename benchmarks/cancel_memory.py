@@ -26,9 +26,9 @@ from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from benchmarks.common.service_process import service_process
-from cadenza.transport import channel_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
+from cadenza_common.wire.transport import channel_options
 
 NAME = "cancel_memory"
 _BATCH = 200

@@ -1,6 +1,6 @@
 """Prefill and decode on executors of their own, or mixed with chunked prefill: which serves more within the limits?
 
-`cadenza.simulate.fleet` in virtual time: eight executors, all mixed with token budgets of 256 to 8,192 (the best
+`benchmarks.fleet` in virtual time: eight executors, all mixed with token budgets of 256 to 8,192 (the best
 counts), or P of them for prompts and the others for decoding, P from 1 to 7 (the best counts), KV going from one
 to the other over each prefill executor's link. The highest rate at which --share of the requests keep the limits, for
 each mix of lengths and each pair of limits, linear between the rates tried. Poisson arrivals, the same for all; nothing
@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
 from benchmarks.common.rows import BenchmarkError, Row, make_row
-from cadenza.simulate.fleet.drawn import DrawnTraffic
-from cadenza.simulate.fleet.engine import Fleet, FleetPlan, Split
-from cadenza.simulate.fleet.model import model_of
-from cadenza.simulate.fleet.results import FleetResult, Objective
-from cadenza.simulate.fleet.statistics import MIXES, MixName
-from cadenza.simulate.options import find_profile
-from cadenza.simulate.published import LLAMA_3_1_8B, LLAMA_3_1_405B
+from benchmarks.fleet.drawn import DrawnTraffic
+from benchmarks.fleet.engine import Fleet, FleetPlan, Split
+from benchmarks.fleet.model import model_of
+from benchmarks.fleet.results import FleetResult, Objective
+from benchmarks.fleet.statistics import MIXES, MixName
+from cadenza_simulator.options import find_profile
+from cadenza_simulator.published import LLAMA_3_1_8B, LLAMA_3_1_405B
 
 NAME = "disaggregation"
 EXECUTORS = 8

@@ -24,10 +24,10 @@ from benchmarks.common.other_load import OtherLoad
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from benchmarks.common.stats import percentile
 from cadenza import AsyncClient, SamplingParams
-from cadenza.local import LocalServices
-from cadenza.services.supervisor import RestartPolicy
 from cadenza.v1 import admin_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
+from cadenza_launcher.local import LocalServices
+from cadenza_launcher.services.supervisor import RestartPolicy
 
 NAME = "executor_loss"
 _STEP_US = 8000

@@ -63,7 +63,7 @@ async def _services(options: argparse.Namespace, streams: int, step_us: int) -> 
         async with (
             service_process("executor_svc", *executor) as (_, address),
             service_process("scheduler_svc", "--executor", address, *scheduler) as (_, target),
-            service_process("cadenza.gateway", "--target", target, listen="--http") as (gateway, http),
+            service_process("gateway_svc", "--target", target, listen="--http") as (gateway, http),
         ):
             yield _Services(target, f"http://{http}", gateway)
 

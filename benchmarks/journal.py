@@ -27,9 +27,9 @@ from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from benchmarks.common.service_process import cpu_s, service_process
 from benchmarks.common.stats import percentile
-from cadenza.transport import channel_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
+from cadenza_common.wire.transport import channel_options
 
 NAME = "journal"
 MODES = ("off", "exact", "fast")

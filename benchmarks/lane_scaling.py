@@ -18,11 +18,11 @@ from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.lane_load import STEP_S, LaneCase, LaneLoad
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
-from cadenza.loadtest.settings import make_settings
-from cadenza.simulate.campaign import simulate
-from cadenza.simulate.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
-from cadenza.simulate.fleet.engine import FRONT_US
-from cadenza.simulate.options import scheduler_config
+from benchmarks.fleet.engine import FRONT_US
+from cadenza_loadtest.settings import make_settings
+from cadenza_simulator.campaign import simulate
+from cadenza_simulator.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
+from cadenza_simulator.options import scheduler_config
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.front.process_memory import collect_rarely
 

@@ -25,9 +25,9 @@ from benchmarks.peers.harness import Load, Seen, run_command
 from benchmarks.peers.process import can_import
 from benchmarks.serving.opening import vllm_environment
 from benchmarks.serving.vllm_server import vllm_server
-from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.results.results import read
-from cadenza.loadtest.workloads.prompts import Prompts
+from cadenza_loadtest.requests import RequestShape
+from cadenza_loadtest.results.results import read
+from cadenza_loadtest.workloads.prompts import Prompts
 
 NAME = "loadtest_agreement"
 OURS, THEIRS = "cadenza", "guidellm"

@@ -21,12 +21,12 @@ from benchmarks.common.benchmark import Benchmark, positive, positive_number, pr
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from cadenza import AsyncClient, LocalServices, SamplingParams
-from cadenza.loadtest.arrivals import make_arrivals
-from cadenza.loadtest.driving.driver import drive
-from cadenza.loadtest.requests import Floats, RequestShape
-from cadenza.loadtest.targets.generate import GenerateTarget
-from cadenza.loadtest.targets.session import SessionTarget
-from cadenza.loadtest.workloads.prompts import Prompts
+from cadenza_loadtest.arrivals import make_arrivals
+from cadenza_loadtest.driving.driver import drive
+from cadenza_loadtest.requests import Floats, RequestShape
+from cadenza_loadtest.targets.generate import GenerateTarget
+from cadenza_loadtest.targets.session import SessionTarget
+from cadenza_loadtest.workloads.prompts import Prompts
 
 NAME = "loadtest_clock"
 _VOCAB_SIZE = 32768

@@ -29,7 +29,7 @@ from benchmarks.common.benchmark import Benchmark, progress
 from benchmarks.common.loop_cases import AFTER, SERVICE, Case, cases
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import ROOT, BenchmarkError, Row, make_row
-from cadenza.transport import channel_options
+from cadenza_common.wire.transport import channel_options
 
 NAME = "loop_lag"
 VOCAB_SIZE = 128_000

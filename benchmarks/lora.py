@@ -134,7 +134,7 @@ def _limits() -> dict[str, Any]:
 
 
 def _run_zipf(model: Path, folders: Mapping[str, Path], options: argparse.Namespace) -> Row:
-    from cadenza.loadtest.workloads.adapters import adapters_of
+    from cadenza_loadtest.workloads.adapters import adapters_of
 
     requests = make_workload(options.requests, options.seed, vocab_size(model))
     if options.quick:

@@ -74,7 +74,7 @@ async def _services(options: argparse.Namespace, running: int) -> AsyncIterator[
         async with (
             service_process("executor_svc", *executor) as (_, address),
             service_process("scheduler_svc", "--executor", address, "--skip-tokenizer-init") as (scheduler, target),
-            service_process("cadenza.gateway", "--target", target, "--page", listen="--http") as (gateway, http),
+            service_process("gateway_svc", "--target", target, "--page", listen="--http") as (gateway, http),
         ):
             yield _Services(target, f"http://{http}", scheduler, gateway)
 

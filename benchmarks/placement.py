@@ -1,7 +1,7 @@
 """How long do requests wait for their first token on several executors, by the policy that places them?
 
 Prefix-heavy chat traffic (`common.chat_traffic`) in virtual time. The policies are the scheduler's own two, and those
-of llm-d's and SGLang's routers (`cadenza.simulate.placement`). The load is a share of CAPACITY, the sessions that an
+of llm-d's and SGLang's routers (`cadenza_simulator.placement`). The load is a share of CAPACITY, the sessions that an
 executor serves a second under round robin. `--tokens` measures instead the output tokens/s of 1, 2 and 4 executors
 under more requests than they can serve at once. Nothing here depends on the machine or on what else runs on it.
 """
@@ -16,14 +16,14 @@ import numpy as np
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
 from benchmarks.common.chat_traffic import Chat
 from benchmarks.common.rows import BenchmarkError, Row, make_row
-from cadenza.loadtest.settings import make_settings
-from cadenza.loadtest.workloads.prompts import Prompts
-from cadenza.simulate.campaign import simulate
-from cadenza.simulate.options import scheduler_config
-from cadenza.simulate.placement import PLACEMENTS, PlacementName
-from cadenza.simulate.published import A100_40GB, LLAMA_3_1_8B, published_profile
-from cadenza.simulate.run import Outcome, Simulation
-from cadenza.simulate.traffic import Traffic
+from cadenza_loadtest.settings import make_settings
+from cadenza_loadtest.workloads.prompts import Prompts
+from cadenza_simulator.campaign import simulate
+from cadenza_simulator.options import scheduler_config
+from cadenza_simulator.placement import PLACEMENTS, PlacementName
+from cadenza_simulator.published import A100_40GB, LLAMA_3_1_8B, published_profile
+from cadenza_simulator.run import Outcome, Simulation
+from cadenza_simulator.traffic import Traffic
 
 NAME = "placement"
 WARM_UP_S, COUNTED_S = 60.0, 120.0

@@ -21,16 +21,16 @@ from benchmarks.common.burst_client import local_services
 from benchmarks.common.checkpoints import DEMO_MODEL, SHAPES, random_checkpoint
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
-from cadenza.loadtest.campaign import run_campaign
-from cadenza.loadtest.driving.driver import Progress
-from cadenza.loadtest.results.results import Run
-from cadenza.loadtest.settings import LoadSettings, make_settings
-from cadenza.simulate.campaign import Simulated, run_simulation
-from cadenza.simulate.capacity.search import TrialProgress
-from cadenza.simulate.executor_profiles import ExecutorProfile
-from cadenza.simulate.fit import Fit, fit_costs, fitted_profile, with_clients
-from cadenza.simulate.options import scheduler_config
-from cadenza.simulate.recordings import read_recording
+from cadenza_loadtest.campaign import run_campaign
+from cadenza_loadtest.driving.driver import Progress
+from cadenza_loadtest.results.results import Run
+from cadenza_loadtest.settings import LoadSettings, make_settings
+from cadenza_simulator.campaign import Simulated, run_simulation
+from cadenza_simulator.capacity.search import TrialProgress
+from cadenza_simulator.executor_profiles import ExecutorProfile
+from cadenza_simulator.fit import Fit, fit_costs, fitted_profile, with_clients
+from cadenza_simulator.options import scheduler_config
+from cadenza_simulator.recordings import read_recording
 
 NAME = "simulate_fit"
 _RATES = {"10m": 4.0, "135m": 0.4, "demo": 8.0}

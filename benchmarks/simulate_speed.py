@@ -19,11 +19,11 @@ from multiprocessing.connection import Connection
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
-from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.settings import LoadSettings, make_settings
-from cadenza.simulate.campaign import simulate
-from cadenza.simulate.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
-from cadenza.simulate.options import scheduler_config
+from cadenza_loadtest.requests import RequestShape
+from cadenza_loadtest.settings import LoadSettings, make_settings
+from cadenza_simulator.campaign import simulate
+from cadenza_simulator.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
+from cadenza_simulator.options import scheduler_config
 from executor_svc.simulated.costs import StepCosts
 
 NAME = "simulate_speed"

@@ -24,7 +24,7 @@ from benchmarks.serving.opening import names_type
 from benchmarks.speculative import arithmetic, oracle_executor, texts
 from benchmarks.speculative.decoding import Decoded, Served, served
 from benchmarks.speculative.oracle import RecordedText, save_texts
-from cadenza.services.family import Programs
+from cadenza_launcher.services.family import Programs
 
 NAME = "speculation"
 ORACLE, TEXTS = "oracle", "texts"

@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _run_schemas(model: Path, options: argparse.Namespace) -> Iterator[Row]:
-    from cadenza.grammar.table import table_source
+    from cadenza_common.grammar.table import table_source
     from executor_svc.structured.compiler import Compiler
 
     source = table_source(str(model), vocab_size(model), [_EOS])
@@ -103,8 +103,8 @@ def _shares(source: Source, table: Any, target: str, judge: Judge, options: argp
 
 
 def _run_masks(model: Path, options: argparse.Namespace) -> Row:
-    from cadenza.grammar.spec import GrammarSpec
-    from cadenza.grammar.table import table_source
+    from cadenza_common.grammar.spec import GrammarSpec
+    from cadenza_common.grammar.table import table_source
     from executor_svc.structured.compiler import Compiler
 
     content = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ def _walk(compiler: Any, num_tokens: int, seed: int) -> dict[str, float]:
     """Masks along an output whose tokens are drawn from them."""
     import numpy as np
 
-    from cadenza.grammar.spec import GrammarSpec
+    from cadenza_common.grammar.spec import GrammarSpec
     from executor_svc.structured.matcher import GrammarState
 
     rng, output, taken = Random(seed), list[int](), list[float]()

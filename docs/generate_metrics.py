@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
-from cadenza.gateway import metrics as gateway
-from cadenza.metrics import listener_counts
-from cadenza.metrics.common import LISTENER_DEFINITIONS, LOOP_DEFINITIONS
-from cadenza.metrics.families import Definition
+from cadenza_common.metrics import listener_counts
+from cadenza_common.metrics.common import LISTENER_DEFINITIONS, LOOP_DEFINITIONS
+from cadenza_common.metrics.families import Definition
 from executor_svc.service import metrics as executor
+from gateway_svc import metrics as gateway
 from scheduler_svc.engine import faults
 from scheduler_svc.metrics import definitions as scheduler
 

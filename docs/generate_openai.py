@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from cadenza.gateway.fields.field import Field, Use
-from cadenza.gateway.fields.tables import APIS
+from gateway_svc.fields.field import Field, Use
+from gateway_svc.fields.tables import APIS
 
 PAGE = Path(__file__).with_name("openai.md")
 

@@ -1,4 +1,4 @@
-"""Writes docs/options.md and client/cadenza/llm_options.py from the services' configurations:
+"""Writes docs/options.md and cadenza_launcher/llm_options.py from the services' configurations:
 `python docs/generate_options.py [--check]`.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from cadenza.services.options import option_classes, service_options
-from cadenza.settings.help import GROUPS, default_text, described, group_of, unit_of, values_of
-from cadenza.settings.names import flag, variable
+from cadenza_common.settings.help import GROUPS, default_text, described, group_of, unit_of, values_of
+from cadenza_common.settings.names import flag, variable
+from cadenza_launcher.services.options import option_classes, service_options
 
 OPTIONS_PAGE = Path(__file__).with_name("options.md")
-LLM_OPTIONS = Path(__file__).parents[1] / "client" / "cadenza" / "llm_options.py"
+LLM_OPTIONS = Path(__file__).parents[1] / "cadenza_launcher" / "llm_options.py"
 
 LLM_HEAD = '''"""Options of the two services as keyword arguments, for editors and type checkers.
 
@@ -125,7 +125,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def llm_options() -> str:
-    """Return the contents of client/cadenza/llm_options.py."""
+    """Return the contents of cadenza_launcher/llm_options.py."""
     owners, known = _owners(), service_options()
     return LLM_HEAD + "".join(_typed(name, fields) for name, fields in owners.items() if name in known)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from cadenza.serving.first_signals import end_on_signals
+from cadenza_common.serving.first_signals import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()
@@ -24,14 +25,14 @@ import logging
 try:
     import uvloop
 
-    from cadenza.settings import service as settings
-    from cadenza.telemetry import logs
-    from cadenza.transport import EXECUTOR_PORT, parse_address
+    from cadenza_common.settings import service as settings
+    from cadenza_common.telemetry import logs
+    from cadenza_common.wire.transport import EXECUTOR_PORT, parse_address
     from executor_svc.config import ExecutorConfig
     from executor_svc.errors import StartError
     from executor_svc.ranks.hosts.places import Place, PlaceError, read_place
 except ModuleNotFoundError as missing:
-    from cadenza.settings.extras import install_command
+    from cadenza_common.settings.extras import install_command
 
     sys.exit(f"error: {missing.name} is not installed: {install_command('executor')}")
 
@@ -68,6 +69,19 @@ def _place(config: ExecutorConfig) -> Place | None:
     return read_place(os.environ, size, config.rank_port)
 
 
+def _start_elsewhere(config: ExecutorConfig) -> int:
+    """Let a backend that starts executors on other machines start this one; returns its exit code.
+
+    The launcher names its backends as entry points: this service does not know it.
+    """
+    backend = config.distributed_executor_backend
+    for found in entry_points(group="cadenza.executor_backends", name=backend):
+        code: int = found.load()(config.model_dump(exclude_unset=True, exclude_none=True), fail)
+        return code
+    fail(f"--distributed-executor-backend {backend}: no installed package has this backend")
+    return 2
+
+
 def _follow(config: ExecutorConfig, place: Place) -> int:
     """Run another rank than 0; returns its exit code."""
     from executor_svc.startup.external import run_member
@@ -93,9 +107,7 @@ def main(drafts: DraftSource | None = None) -> int:
     for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
     if config.distributed_executor_backend == "ray":
-        from cadenza.on_ray.standalone import run
-
-        return run(config.model_dump(exclude_unset=True, exclude_none=True), fail)
+        return _start_elsewhere(config)
     try:
         place = _place(config)
     except StartError as error:

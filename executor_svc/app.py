@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cadenza.metrics.listener_counts import EXECUTOR_REFUSALS, ListenerCounts
-from cadenza.security.tls_server import ListenerFiles, credentials_of, listener_files
-from cadenza.serving.connection_limits import allow_connections, start_peer_limit
-from cadenza.serving.stop_signals import StopSignals
-from cadenza.telemetry.otlp import Traces, TracesError
-from cadenza.tls.files import TlsError
-from cadenza.transport import EXECUTOR_PORT, bind
+from cadenza_common.metrics.listener_counts import EXECUTOR_REFUSALS, ListenerCounts
+from cadenza_common.serving.connection_limits import allow_connections, start_peer_limit
+from cadenza_common.serving.stop_signals import StopSignals
+from cadenza_common.telemetry.otlp import Traces, TracesError
+from cadenza_common.wire.tls.files import TlsError
+from cadenza_common.wire.tls_server import ListenerFiles, credentials_of, listener_files
+from cadenza_common.wire.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.plan.description import Description

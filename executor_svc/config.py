@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from cadenza.serving.stop_signals import DRAIN_TIMEOUT_S
-from cadenza.settings.help import about
-from cadenza.settings.service import ServiceSettings, split_list
+from cadenza_common.serving.stop_signals import DRAIN_TIMEOUT_S
+from cadenza_common.settings.help import about
+from cadenza_common.settings.service import ServiceSettings, split_list
 
 _GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
 """Defaults of max_num_seqs and max_num_batched_tokens on a GPU."""

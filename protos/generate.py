@@ -1,6 +1,6 @@
 """Generates the Python stubs of `cadenza.v1` and of the dialects, or checks that the committed ones are up to date.
 
-    python protos/generate.py           writes *_pb2*.py and *.pyi in client/cadenza/v1 and client/cadenza/dialects
+    python protos/generate.py           writes *_pb2*.py and *.pyi in client/cadenza/v1 and gateway_svc/dialects
     python protos/generate.py --check   writes nothing; exit 1 and a diff if the committed stubs differ
 
 Both `make protos` and `make check` use this program.
@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO_ROOT = ROOT / "protos"
-STUB_ROOT = ROOT / "client"
-PACKAGES = (Path("cadenza/v1"), Path("cadenza/dialects"))
+PACKAGES = {Path("cadenza/v1"): ROOT / "client", Path("gateway_svc/dialects"): ROOT}
+"""Folders of .proto files, and of the stubs made from them, to the folder on the path that holds the stubs."""
 STUB_PATTERNS = ("*_pb2.py", "*_pb2_grpc.py", "*_pb2.pyi", "*_pb2_grpc.pyi")
 
 
@@ -52,37 +52,38 @@ def generate(out: Path) -> None:
     )
 
 
-def stubs(root: Path) -> dict[str, str]:
-    """The generated files of the packages under `root`: path in it to text."""
+def stubs(roots: dict[Path, Path]) -> dict[Path, str]:
+    """The generated files of the packages, each under its root: path below the root to text."""
     return {
-        str(path.relative_to(root)): path.read_text()
-        for package in PACKAGES
+        path.relative_to(root): path.read_text()
+        for package, root in roots.items()
         for pattern in STUB_PATTERNS
         for path in (root / package).glob(pattern)
     }
 
 
-def write() -> None:
-    """Replaces the committed stubs, and removes those whose .proto is gone."""
+def fresh_stubs() -> dict[Path, str]:
+    """The stubs of today's protos."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        fresh = stubs(Path(folder))
-    for package in PACKAGES:
-        (STUB_ROOT / package).mkdir(parents=True, exist_ok=True)
-    committed = stubs(STUB_ROOT)
-    for name in sorted(committed.keys() - fresh.keys()):
-        (STUB_ROOT / name).unlink()
-    for name, text in sorted(fresh.items()):
-        if committed.get(name) != text:
-            (STUB_ROOT / name).write_text(text)
+        return stubs(dict.fromkeys(PACKAGES, Path(folder)))
+
+
+def write() -> None:
+    """Replaces the committed stubs, and removes those whose .proto is gone."""
+    fresh, committed = fresh_stubs(), stubs(PACKAGES)
+    for package, root in PACKAGES.items():
+        (root / package).mkdir(parents=True, exist_ok=True)
+    for path in sorted(committed.keys() - fresh.keys()):
+        (PACKAGES[path.parent] / path).unlink()
+    for path, text in sorted(fresh.items()):
+        if committed.get(path) != text:
+            (PACKAGES[path.parent] / path).write_text(text)
 
 
 def check() -> int:
     """Compares the committed stubs with fresh ones; returns the exit status."""
-    with tempfile.TemporaryDirectory() as folder:
-        generate(Path(folder))
-        fresh = stubs(Path(folder))
-    committed = stubs(STUB_ROOT)
+    fresh, committed = fresh_stubs(), stubs(PACKAGES)
     if fresh == committed:
         return 0
     for name in sorted(fresh.keys() | committed.keys()):
@@ -90,7 +91,7 @@ def check() -> int:
         if old != new:
             diff = list(difflib.unified_diff(old.splitlines(), new.splitlines(), f"committed/{name}", f"fresh/{name}"))
             print("\n".join(diff[:20]))
-    print("the stubs in client/cadenza are out of date: run `make protos`")
+    print("the stubs are out of date: run `make protos`")
     return 1
 
 

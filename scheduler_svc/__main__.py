@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import cast
 
-from cadenza.serving.first_signals import end_on_signals
+from cadenza_common.serving.first_signals import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()
@@ -20,13 +20,13 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import logging
 
 try:
-    from cadenza.settings import service as settings
-    from cadenza.telemetry import logs
-    from cadenza.transport import SCHEDULER_PORT, parse_address
+    from cadenza_common.settings import service as settings
+    from cadenza_common.telemetry import logs
+    from cadenza_common.wire.transport import SCHEDULER_PORT, parse_address
     from scheduler_svc.config import SchedulerConfig
     from scheduler_svc.executors.addresses import executor_entries
 except ModuleNotFoundError as missing:
-    from cadenza.settings.extras import install_command
+    from cadenza_common.settings.extras import install_command
 
     sys.exit(f"error: {missing.name} is not installed: {install_command('scheduler')}")
 

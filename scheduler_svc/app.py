@@ -20,16 +20,16 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cadenza.metrics.listener_counts import SCHEDULER_REFUSALS, ListenerCounts
-from cadenza.security.tls_server import credentials_of
-from cadenza.serving.call_limits import CallLimits
-from cadenza.serving.connection_limits import allow_connections, start_peer_limit
-from cadenza.serving.health_servicer import HealthServicer
-from cadenza.serving.stop_signals import StopSignals
-from cadenza.telemetry.otlp import Traces, TracesError
-from cadenza.tls.files import TlsError
-from cadenza.transport import MAX_RECEIVED_BYTES, SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from cadenza_common.metrics.listener_counts import SCHEDULER_REFUSALS, ListenerCounts
+from cadenza_common.serving.call_limits import CallLimits
+from cadenza_common.serving.connection_limits import allow_connections, start_peer_limit
+from cadenza_common.serving.health_servicer import HealthServicer
+from cadenza_common.serving.stop_signals import StopSignals
+from cadenza_common.telemetry.otlp import Traces, TracesError
+from cadenza_common.wire.tls.files import TlsError
+from cadenza_common.wire.tls_server import credentials_of
+from cadenza_common.wire.transport import MAX_RECEIVED_BYTES, SCHEDULER_PORT, bind, server_options
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError
 from scheduler_svc.engine.engine import Engine

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from cadenza.serving.stop_signals import DRAIN_TIMEOUT_S
-from cadenza.settings.help import about
-from cadenza.settings.service import split_list
+from cadenza_common.serving.stop_signals import DRAIN_TIMEOUT_S
+from cadenza_common.settings.help import about
+from cadenza_common.settings.service import split_list
 from scheduler_svc.kv_events_config import KvEventsConfig
 
 

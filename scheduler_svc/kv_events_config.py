@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cadenza.settings.help import about
-from cadenza.settings.service import ServiceSettings, is_loopback
+from cadenza_common.settings.help import about
+from cadenza_common.settings.service import ServiceSettings, is_loopback
 
 
 class KvEventsConfig(ServiceSettings):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cadenza.security.tls_server import ListenerFiles, listener_files
-from cadenza.tls import TLS
-from cadenza.tls.connection import ChannelFiles
-from cadenza.tls.files import TlsError
-from cadenza.transport import SCHEDULER_PORT
+from cadenza_common.wire.tls import TLS
+from cadenza_common.wire.tls.connection import ChannelFiles
+from cadenza_common.wire.tls.files import TlsError
+from cadenza_common.wire.tls_server import ListenerFiles, listener_files
+from cadenza_common.wire.transport import SCHEDULER_PORT
 from scheduler_svc.config import SchedulerConfig
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.schedule import ScheduledRequest, make_schedule
-from cadenza.loadtest.seeds import stream
-from cadenza.loadtest.settings import make_settings
+from cadenza_loadtest.requests import RequestShape
+from cadenza_loadtest.schedule import ScheduledRequest, make_schedule
+from cadenza_loadtest.seeds import stream
+from cadenza_loadtest.settings import make_settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza import AsyncClient, SamplingParams
-from cadenza.security.credentials import authorized, call_metadata, chosen_token
-from cadenza.tls import TLS
-from cadenza.transport import aio_channel
+from cadenza.credentials import authorized, call_metadata, chosen_token
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
+from cadenza_common.wire.tls import TLS
+from cadenza_common.wire.transport import aio_channel
 
 VOCAB_SIZE = 2048
 """That of the demo model, whose tokenizer is used."""

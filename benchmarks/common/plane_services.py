@@ -21,9 +21,9 @@ from benchmarks.common.plane_clients import PROMPT_TOKENS, VOCAB_SIZE, Load, ove
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.common.service_process import service_process
 from benchmarks.common.tls_services import BenchmarkCertificates
-from cadenza.security.credentials import TOKEN_VARIABLE
-from cadenza.security.tenants_editor import TenantsEditor
-from cadenza.services.ports import reserve_port
+from cadenza.credentials import TOKEN_VARIABLE
+from cadenza_cli.admin.tenants_editor import TenantsEditor
+from cadenza_launcher.services.ports import reserve_port
 
 _MAX_RUNNING = 2048
 _MAX_TOKENS = 2048

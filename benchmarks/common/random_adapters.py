@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.common.benchmark import positive
 from benchmarks.common.checkpoints import SHAPES, random_checkpoint
 from benchmarks.common.rows import BenchmarkError
-from cadenza.loadtest.workloads.adapters import PREFIX, adapter_names
+from cadenza_loadtest.workloads.adapters import PREFIX, adapter_names
 
 if TYPE_CHECKING:  # torch comes with it: only once adapters are made
     from executor_svc.models.adapters.modules import Module

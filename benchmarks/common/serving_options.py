@@ -12,7 +12,7 @@ from benchmarks.common.checkpoints import max_model_len, vocab_size
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.common.workload import Request, digest, load_workload, make_workload
 from cadenza import ModelInfo, OptionError
-from cadenza.services.options import route_options
+from cadenza_launcher.services.options import route_options
 
 
 def add_serving_options(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cadenza.certs import make_certs
+from cadenza_launcher.certs import make_certs
 
 
 class BenchmarkCertificates:

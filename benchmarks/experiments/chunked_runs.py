@@ -12,8 +12,8 @@ from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, about, drawn, fixed, h200_8b, poisson, run
-from cadenza.loadtest.measures.metrics import Group, Metrics, Spread, measure
-from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza_loadtest.measures.metrics import Group, Metrics, Spread, measure
+from cadenza_simulator.executor_profiles import ExecutorProfile
 
 BUDGET = "tokens of a step"
 PER_PROMPT = "tokens of one prompt in a step"

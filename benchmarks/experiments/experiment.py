@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from benchmarks.common.rows import ROOT
-from cadenza.loadtest.results.facts import ClientFacts, client_facts
+from cadenza_loadtest.results.facts import ClientFacts, client_facts
 
 RESULTS = ROOT / "benchmarks" / "results" / "experiments"
 Place = Literal["simulate", "cpu"]

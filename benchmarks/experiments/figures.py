@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from benchmarks.experiments.experiment import Figure, Series
-from cadenza.loadtest.figures.style import drawable, line_handle, look, new_figure, put_legend, styled
-from cadenza.loadtest.figures.ticks import plain, set_scale
-from cadenza.loadtest.requests import Floats
+from cadenza_loadtest.figures.style import drawable, line_handle, look, new_figure, put_legend, styled
+from cadenza_loadtest.figures.ticks import plain, set_scale
+from cadenza_loadtest.requests import Floats
 
 _GROUP_WIDTH = 0.8
 """Width of a group of bars; groups are 1 apart."""

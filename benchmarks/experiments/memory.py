@@ -38,8 +38,8 @@ from benchmarks.experiments.memory_runs import (
 )
 from benchmarks.experiments.repeats import Repeated, ratio, series
 from benchmarks.experiments.simulated import a100_13b, about, drawn
-from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza_loadtest.requests import RequestShape
+from cadenza_simulator.executor_profiles import ExecutorProfile
 
 _FIRST_FIT = "first fit"
 _PAPER = "[vLLM, figure 2](https://arxiv.org/abs/2309.06180)"

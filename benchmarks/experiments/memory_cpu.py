@@ -12,9 +12,9 @@ from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.memory_runs import MAX, SHAREGPT, Held, Outcome
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import drawn, fixed
-from cadenza.loadtest.measures.latencies import end_of
-from cadenza.loadtest.requests import Floats
 from cadenza.v1.admin_pb2 import StepRecord
+from cadenza_loadtest.measures.latencies import end_of
+from cadenza_loadtest.requests import Floats
 
 _NUM_SLOTS = 15_696
 """Tokens in the pool of the published A100, as in virtual time."""

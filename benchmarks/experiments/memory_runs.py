@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.experiments.contiguous import Allocator, ContiguousReservation, NumSlots
 from benchmarks.experiments.stepping import step_through
-from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.workloads.published import lognormal_text
-from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza_loadtest.requests import RequestShape
+from cadenza_loadtest.workloads.published import lognormal_text
+from cadenza_simulator.executor_profiles import ExecutorProfile
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.policies.batching import BatchingPolicy
 from scheduler_svc.core.policies.policies import Policies

@@ -16,7 +16,7 @@ from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figu
 from benchmarks.experiments.pipelining_runs import PROMPT_LEN, STEPS_BETWEEN, Found, Load, Point, Scale, measured
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, fixed, h200_8b, run
-from cadenza.simulate.executor_profiles import ExecutorProfile, ProfileLimits
+from cadenza_simulator.executor_profiles import ExecutorProfile, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 
 _SGLANG = "[SGLang](https://lmsys.org/blog/2024-12-04-sglang-v0-4/)"

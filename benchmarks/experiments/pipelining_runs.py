@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from benchmarks.experiments.simulated import fixed, poisson
-from cadenza.loadtest.measures.columns import RequestColumns
-from cadenza.loadtest.measures.latencies import per_request
-from cadenza.loadtest.requests import Floats, RequestShape
+from cadenza_loadtest.measures.columns import RequestColumns
+from cadenza_loadtest.measures.latencies import per_request
+from cadenza_loadtest.requests import Floats, RequestShape
 
 PROMPT_LEN = 8
 STEPS_BETWEEN = 5

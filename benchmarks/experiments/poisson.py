@@ -13,9 +13,9 @@ from benchmarks.experiments.poisson_runs import SHARES, Latencies, Load, Scale, 
 from benchmarks.experiments.policies import DYNAMIC, PAGED, RESERVED, STATIC, policies
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, a100_13b, about, run
-from cadenza.loadtest.measures.columns import RequestColumns
-from cadenza.loadtest.measures.latencies import end_of
-from cadenza.loadtest.requests import RequestShape
+from cadenza_loadtest.measures.columns import RequestColumns
+from cadenza_loadtest.measures.latencies import end_of
+from cadenza_loadtest.requests import RequestShape
 
 _POST = "[Anyscale](https://www.anyscale.com/blog/continuous-batching-llm-inference)"
 _REPO = "[its code](https://github.com/anyscale/llm-continuous-batching-benchmarks)"

@@ -10,9 +10,9 @@ import numpy as np
 
 from benchmarks.experiments.policies import policies
 from benchmarks.experiments.simulated import drawn, poisson
-from cadenza.loadtest.measures.columns import RequestColumns
-from cadenza.loadtest.measures.latencies import end_of, per_request
-from cadenza.loadtest.requests import Floats, RequestShape
+from cadenza_loadtest.measures.columns import RequestColumns
+from cadenza_loadtest.measures.latencies import end_of, per_request
+from cadenza_loadtest.requests import Floats, RequestShape
 
 SHARES = np.arange(1, 100) / 100
 """Percentiles at which distributions are compared."""

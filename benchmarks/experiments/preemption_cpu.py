@@ -28,9 +28,9 @@ from benchmarks.experiments.preemption_runs import (
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import drawn, fixed, poisson
-from cadenza.loadtest.measures.latencies import end_of
-from cadenza.loadtest.requests import RequestShape
 from cadenza.v1.admin_pb2 import StepRecord
+from cadenza_loadtest.measures.latencies import end_of
+from cadenza_loadtest.requests import RequestShape
 
 TOGETHER = "all blocks of a layer together"
 """How the CPU executor moves blocks."""

@@ -10,10 +10,10 @@ import numpy as np
 from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, poisson, run
-from cadenza.loadtest.measures.columns import RequestColumns
-from cadenza.simulate.executor_profiles import ExecutorProfile
-from cadenza.simulate.published import OPT_13B
-from cadenza.simulate.step_costs import step_cost_function
+from cadenza_loadtest.measures.columns import RequestColumns
+from cadenza_simulator.executor_profiles import ExecutorProfile
+from cadenza_simulator.published import OPT_13B
+from cadenza_simulator.step_costs import step_cost_function
 
 RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 PIECEWISE, WHOLE = "a copy per layer", "a copy per block"

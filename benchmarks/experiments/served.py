@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza import AsyncClient, LocalServices
-from cadenza.loadtest.driving.driver import drive
-from cadenza.loadtest.measures.columns import RequestColumns
-from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.targets.session import SessionTarget
-from cadenza.loadtest.workloads.prompts import Prompts
 from cadenza.steps.watch import watch_steps
 from cadenza.v1.admin_pb2 import StepRecord
+from cadenza_loadtest.driving.driver import drive
+from cadenza_loadtest.measures.columns import RequestColumns
+from cadenza_loadtest.requests import RequestShape
+from cadenza_loadtest.targets.session import SessionTarget
+from cadenza_loadtest.workloads.prompts import Prompts
 
 _TIMEOUT_S = 300.0
 

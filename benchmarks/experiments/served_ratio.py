@@ -17,7 +17,7 @@ from benchmarks.experiments.served_ratio_runs import (
     measured,
     simulated,
 )
-from cadenza.loadtest.requests import Floats
+from cadenza_loadtest.requests import Floats
 
 _TGI = "[TGI](https://huggingface.co/docs/text-generation-inference/basic_tutorials/launcher)"
 _TPOTS = ("tpot_p50_s", "tpot_p99_s")

@@ -12,9 +12,9 @@ from benchmarks.common.checkpoints import random_checkpoint
 from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, fixed, poisson, run
-from cadenza.loadtest.measures.columns import RequestColumns
-from cadenza.loadtest.measures.latencies import end_of, per_request
-from cadenza.loadtest.requests import Floats
+from cadenza_loadtest.measures.columns import RequestColumns
+from cadenza_loadtest.measures.latencies import end_of, per_request
+from cadenza_loadtest.requests import Floats
 
 MIDDLE = 1.2
 """TGI's default for long; 0.3 later."""

@@ -16,12 +16,12 @@ from benchmarks.experiments.simulated import drawn, poisson
 from benchmarks.experiments.stepping import apart
 from cadenza import AsyncClient, LocalServices
 from cadenza.info import ServerLoad
-from cadenza.loadtest.driving.driver import drive
-from cadenza.loadtest.measures.columns import RequestColumns
-from cadenza.loadtest.measures.metrics import measure
-from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.targets.session import SessionTarget
-from cadenza.loadtest.workloads.prompts import Prompts
+from cadenza_loadtest.driving.driver import drive
+from cadenza_loadtest.measures.columns import RequestColumns
+from cadenza_loadtest.measures.metrics import measure
+from cadenza_loadtest.requests import RequestShape
+from cadenza_loadtest.targets.session import SessionTarget
+from cadenza_loadtest.workloads.prompts import Prompts
 
 LOAD = "demo model"
 _OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 64, "enable_prefix_caching": False}

@@ -12,8 +12,8 @@ from benchmarks.experiments.repeats import Repeated, ratio
 from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, poisson
 from benchmarks.experiments.simulated import run as run_case
 from benchmarks.experiments.stepping import apart, step_through
-from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza_loadtest.requests import RequestShape
+from cadenza_simulator.executor_profiles import ExecutorProfile
 from scheduler_svc.core.scheduler import Scheduler
 
 SAMPLES, BEAMS = "samples", "beams"

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.common.rows import BenchmarkError
-from cadenza.loadtest.arrivals import make_arrivals
-from cadenza.loadtest.measures.columns import RequestColumns, StepColumns
-from cadenza.loadtest.measures.latencies import Window
-from cadenza.loadtest.measures.metrics import Metrics, measure
-from cadenza.loadtest.measures.slo import Slo
-from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.workloads.prompts import Prompts
-from cadenza.loadtest.workloads.workloads import WorkloadSpec, make_workload
-from cadenza.simulate.executor_profiles import ExecutorProfile
-from cadenza.simulate.published import PUBLISHED
-from cadenza.simulate.run import Outcome, Simulation
-from cadenza.simulate.traffic import Traffic
+from cadenza_loadtest.arrivals import make_arrivals
+from cadenza_loadtest.measures.columns import RequestColumns, StepColumns
+from cadenza_loadtest.measures.latencies import Window
+from cadenza_loadtest.measures.metrics import Metrics, measure
+from cadenza_loadtest.measures.slo import Slo
+from cadenza_loadtest.requests import RequestShape
+from cadenza_loadtest.workloads.prompts import Prompts
+from cadenza_loadtest.workloads.workloads import WorkloadSpec, make_workload
+from cadenza_simulator.executor_profiles import ExecutorProfile
+from cadenza_simulator.published import PUBLISHED
+from cadenza_simulator.run import Outcome, Simulation
+from cadenza_simulator.traffic import Traffic
 from scheduler_svc.config import SchedulerConfig
 
 

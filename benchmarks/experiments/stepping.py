@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.experiments.simulated import scheduler_config
-from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorProfile
-from cadenza.simulate.lanes import TOKEN, SimulatedLane
+from cadenza_loadtest.requests import RequestShape
+from cadenza_simulator.executor_profiles import ExecutorProfile
+from cadenza_simulator.lanes import TOKEN, SimulatedLane
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling

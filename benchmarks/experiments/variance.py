@@ -12,8 +12,8 @@ from benchmarks.experiments.policies import DYNAMIC, PAGED, RESERVED, STATIC, po
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, a100_13b, about, run
 from benchmarks.experiments.variance_runs import MEAN, Point, Scale, equal_means, growing_maxima
-from cadenza.loadtest.measures.latencies import end_of
-from cadenza.loadtest.requests import RequestShape
+from cadenza_loadtest.measures.latencies import end_of
+from cadenza_loadtest.requests import RequestShape
 
 _POST = "[Anyscale](https://www.anyscale.com/blog/continuous-batching-llm-inference)"
 _POLICIES = (STATIC, DYNAMIC, RESERVED, PAGED)

@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.experiments.policies import STATIC
 from benchmarks.experiments.simulated import drawn, fixed
-from cadenza.loadtest.requests import Floats, Ints, RequestShape
-from cadenza.loadtest.seeds import stream
-from cadenza.loadtest.workloads.published import lognormal_text
+from cadenza_loadtest.requests import Floats, Ints, RequestShape
+from cadenza_loadtest.seeds import stream
+from cadenza_loadtest.workloads.published import lognormal_text
 
 MEAN = 128
 """Mean of the outputs in `equal_means`."""

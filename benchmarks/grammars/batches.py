@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza import AsyncClient, SamplingParams
-from cadenza.grammar.spec import GrammarSpec
-from cadenza.grammar.table import table_source
 from cadenza.structured_outputs import StructuredOutputsParams
+from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.grammar.table import table_source
 from executor_svc.structured.compiler import Compiler
 from executor_svc.structured.matcher import GrammarState
 

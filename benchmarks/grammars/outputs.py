@@ -82,7 +82,7 @@ class Judge:
 
     def _completed(self, schema: Schema, token_ids: Sequence[int]) -> list[int] | None:
         """The tokens and as few more as can be found; None if they are too many."""
-        from cadenza.grammar.spec import GrammarSpec
+        from cadenza_common.grammar.spec import GrammarSpec
         from executor_svc.structured.matcher import GrammarState
 
         state = GrammarState(GrammarSpec("json_schema", schema.text), self._compiler, 0)

@@ -69,8 +69,8 @@ def found_sources(packages: Sequence[str], folders: Sequence[str]) -> Iterator[S
 
 def shares_of(schemas: Sequence[Schema], table: Any) -> Shares:
     """Compile each schema, as the door of the scheduler does."""
-    from cadenza.grammar.compiling import MAX_CHARS, GrammarError, new_matcher
-    from cadenza.grammar.spec import GrammarSpec
+    from cadenza_common.grammar.compiling import MAX_CHARS, GrammarError, new_matcher
+    from cadenza_common.grammar.spec import GrammarSpec
 
     reasons: Counter[str] = Counter()
     honoured, taken = list[Schema](), list[float]()

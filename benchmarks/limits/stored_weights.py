@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.limits.step_work import DecoderWork, Matrices
-from cadenza.gguf.file import read_gguf
+from cadenza_common.gguf.file import read_gguf
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.quantized.int8_choice import QuantizedActivations, int8_rows
 from executor_svc.cpu.kernels.quantized.int8_codes import most_code

@@ -6,121 +6,67 @@
         for output in llm.generate(["Hello"], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-Everything is loaded on first use: importing `cadenza.v1`, as the services do, loads no client.
+Everything is loaded on first use: importing `cadenza.v1`, as the services do, loads no client. `LLM` and
+`LocalServices` start the two services: they are the launcher's, and a wheel of the client alone does not have them.
+Types: `__init__.pyi`.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from cadenza.async_client import AsyncClient
-    from cadenza.chats import ChatMessage, ToolCall
-    from cadenza.client import Client
-    from cadenza.errors import (
-        AlreadyExistsError,
-        CadenzaError,
-        DeadlineError,
-        FailedPreconditionError,
-        FieldViolation,
-        InternalError,
-        InvalidRequestError,
-        LocalServiceError,
-        NotFoundError,
-        OptionError,
-        PermissionDeniedError,
-        QueueFullError,
-        RequestLostError,
-        UnauthenticatedError,
-        UnavailableError,
-        UnsupportedError,
-    )
-    from cadenza.info import AddedToken, ExecutorInfo, ModelInfo, ServerInfo, ServerLoad, TenantInfo
-    from cadenza.llm import LLM
-    from cadenza.local import LocalServices
-    from cadenza.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from cadenza.sampling_params import SamplingParams
-    from cadenza.structured_outputs import StructuredOutputsParams
-    from cadenza.tls import TLS
+from typing import Any
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "cadenza.async_client": ("AsyncClient",),
-    "cadenza.chats": ("ChatMessage", "ToolCall"),
+    "cadenza_launcher.llm": ("LLM",),
+    "cadenza_launcher.local": ("LocalServices",),
     "cadenza.client": ("Client",),
-    "cadenza.errors": (
-        "AlreadyExistsError",
-        "CadenzaError",
-        "DeadlineError",
-        "FailedPreconditionError",
-        "FieldViolation",
-        "InternalError",
-        "InvalidRequestError",
-        "LocalServiceError",
-        "NotFoundError",
-        "OptionError",
-        "PermissionDeniedError",
-        "QueueFullError",
-        "RequestLostError",
-        "UnauthenticatedError",
-        "UnavailableError",
-        "UnsupportedError",
-    ),
-    "cadenza.info": ("AddedToken", "ExecutorInfo", "ModelInfo", "ServerInfo", "ServerLoad", "TenantInfo"),
-    "cadenza.llm": ("LLM",),
-    "cadenza.local": ("LocalServices",),
-    "cadenza.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "cadenza.async_client": ("AsyncClient",),
+    "cadenza_common.wire.tls": ("TLS",),
     "cadenza.sampling_params": ("SamplingParams",),
     "cadenza.structured_outputs": ("StructuredOutputsParams",),
-    "cadenza.tls": ("TLS",),
+    "cadenza.chats": ("ChatMessage", "ToolCall"),
+    "cadenza.outputs": ("RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics"),
+    "cadenza.info": ("ModelInfo", "AddedToken", "ServerInfo", "ServerLoad", "ExecutorInfo", "TenantInfo"),
+    "cadenza.errors": (
+        "CadenzaError",
+        "InvalidRequestError",
+        "FieldViolation",
+        "QueueFullError",
+        "NotFoundError",
+        "AlreadyExistsError",
+        "FailedPreconditionError",
+        "UnauthenticatedError",
+        "PermissionDeniedError",
+        "DeadlineError",
+        "UnavailableError",
+        "RequestLostError",
+        "UnsupportedError",
+        "InternalError",
+        "LocalServiceError",
+        "OptionError",
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: RUF022 - by kind
-    "LLM",
-    "Client",
-    "AsyncClient",
-    "TLS",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "ChatMessage",
-    "ToolCall",
-    "RequestOutput",
-    "CompletionOutput",
-    "Logprob",
-    "RequestMetrics",
-    "ModelInfo",
-    "AddedToken",
-    "ServerInfo",
-    "ServerLoad",
-    "ExecutorInfo",
-    "TenantInfo",
-    "LocalServices",
-    "CadenzaError",
-    "InvalidRequestError",
-    "FieldViolation",
-    "QueueFullError",
-    "NotFoundError",
-    "AlreadyExistsError",
-    "FailedPreconditionError",
-    "UnauthenticatedError",
-    "PermissionDeniedError",
-    "DeadlineError",
-    "UnavailableError",
-    "RequestLostError",
-    "UnsupportedError",
-    "InternalError",
-    "LocalServiceError",
-    "OptionError",
-]
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'cadenza' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    home = _HOME_OF[name]
+    try:
+        value = getattr(import_module(home), name)
+    except ModuleNotFoundError as missing:
+        if missing.name != "cadenza_launcher":
+            raise
+        raise ImportError(
+            f"cadenza.{name} starts services, which are not installed: this is the client alone, and a wheel of all of "
+            "Cadenza has them (`make wheel` in its repository)",
+            name=home,
+        ) from None
     globals()[name] = value
     return value
 

@@ -20,6 +20,7 @@ from cadenza.calls.request_stream import RequestStream
 from cadenza.calls.session import BatchItem, OnOutput, SessionBatch, batch_results
 from cadenza.calls.short_interrupts import shorten_interrupts
 from cadenza.chats import JsonObjects, chat_options
+from cadenza.credentials import authorized, call_metadata, check_connection, chosen_token
 from cadenza.errors import UnavailableError, from_rpc_error
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.outputs import RequestOutput
@@ -40,13 +41,12 @@ from cadenza.prompts import (
     parse_token_ids,
 )
 from cadenza.sampling_params import SamplingParams
-from cadenza.security.credentials import authorized, call_metadata, check_connection, chosen_token
-from cadenza.security.tls_client import client_files, client_tls, explained_unavailable
-from cadenza.tls import TLS
-from cadenza.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
+from cadenza.tls_client import client_files, client_tls, explained_unavailable
 from cadenza.v1 import admin_pb2, generation_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
+from cadenza_common.wire.tls import TLS
+from cadenza_common.wire.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
 
 if TYPE_CHECKING:
     from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub

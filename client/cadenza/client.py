@@ -19,8 +19,8 @@ from cadenza.info import ModelInfo, ServerInfo
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import CallOptions, Messages, Params, Prompt, Prompts, SinglePrompt
 from cadenza.sampling_params import SamplingParams
-from cadenza.tls import TLS
-from cadenza.transport import SCHEDULER_PORT
+from cadenza_common.wire.tls import TLS
+from cadenza_common.wire.transport import SCHEDULER_PORT
 
 
 class Client:

@@ -142,7 +142,7 @@ _BY_CODE: dict[grpc.StatusCode, type[CadenzaError]] = {
     grpc.StatusCode.DATA_LOSS: RequestLostError,
 }
 _TOO_LARGE = "message larger than max"
-"""Part of gRPC's error, on either side, for a message over its limit (`cadenza.transport`): do not retry."""
+"""Part of gRPC's error, on either side, for a message over its limit (`wire.transport`): do not retry."""
 _CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 

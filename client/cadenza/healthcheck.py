@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf import wrappers_pb2
 
-from cadenza.security.tls_reason import tls_reason
-from cadenza.tls import TLS
-from cadenza.transport import SCHEDULER_PORT, format_address, parse_address, sync_channel
+from cadenza_common.wire.tls import TLS
+from cadenza_common.wire.tls_reason import tls_reason
+from cadenza_common.wire.transport import SCHEDULER_PORT, format_address, parse_address, sync_channel
 
 _CHECK = "/grpc.health.v1.Health/Check"
 _STATES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")  # grpc.health.v1.HealthCheckResponse.ServingStatus

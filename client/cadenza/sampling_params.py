@@ -10,8 +10,8 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
 from cadenza.sendable import sendable
-from cadenza.spelling import suggestion
 from cadenza.structured_outputs import StructuredOutputsParams, as_structured_outputs
+from cadenza_common.spelling import suggestion
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64 - 1

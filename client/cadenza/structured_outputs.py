@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cadenza.sendable import sendable
-from cadenza.spelling import suggestion
+from cadenza_common.spelling import suggestion
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _OF_JSON = ("json", "json_object")

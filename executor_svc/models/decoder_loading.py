@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cadenza.gguf.file import GgufError, GgufFile
+from cadenza_common.gguf.file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import Embedding, KVScales, Linear

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cadenza.gguf.file import GgufError, GgufFile, find_gguf, read_gguf
+from cadenza_common.gguf.file import GgufError, GgufFile, find_gguf, read_gguf
 from executor_svc.errors import StartError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")

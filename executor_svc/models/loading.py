@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cadenza.gguf.file import GgufError, GgufFile
+from cadenza_common.gguf.file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device

@@ -7,8 +7,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Protocol
 
-from cadenza.grammar.table import GrammarEngine
-from cadenza.transport import MAX_STEP_LOGPROBS, PROTOCOL_VERSION
+from cadenza_common.grammar.table import GrammarEngine
+from cadenza_common.wire.transport import MAX_STEP_LOGPROBS, PROTOCOL_VERSION
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.plan import Limits
 

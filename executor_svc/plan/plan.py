@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from cadenza.grammar.spec import GrammarSpec
+from cadenza_common.grammar.spec import GrammarSpec
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray, no_bools, no_ints
 from executor_svc.plan.sampling import SequenceSampling
 

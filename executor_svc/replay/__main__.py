@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from cadenza.serving.plan_log import PlanLogError, PlanLogReader
+from cadenza_common.serving.plan_log import PlanLogError, PlanLogReader
 from executor_svc.replay.plan_replay import PlanReplay, ReplayError
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cadenza.settings.names import flag
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.settings.names import flag
 from executor_svc.config import ExecutorConfig
 
 _DTYPES = ("float32", "bfloat16")

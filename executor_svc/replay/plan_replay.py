@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from cadenza.settings import service as settings
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1.planlog_pb2 import AdapterCommandsCall, PlanLogRecord
+from cadenza_common.settings import service as settings
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from cadenza.grammar.wire import spec_from_wire
-from cadenza.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.grammar.wire import spec_from_wire
+from cadenza_common.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from executor_svc.plan import plan as p
 from executor_svc.plan.arrays import FloatArray, IntArray
 from executor_svc.plan.plan import InvalidPlan

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cadenza.grammar.table import GrammarEngine
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.grammar.table import GrammarEngine
 from executor_svc.plan.description import Description, Fingerprint, ModelGeometry
 from executor_svc.plan.plan import Limits
 

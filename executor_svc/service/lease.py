@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import grpc
 
-from cadenza.serving.heartbeats import PeerSilence
-from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.serving.heartbeats import PeerSilence
+from cadenza_common.wire.transport import PROTOCOL_VERSION
 
 _MAX_ID_BYTES = 256
 _MAX_EPOCH = 2**63

@@ -8,12 +8,18 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import Metric
 
-from cadenza.metrics.common import LISTENER_DEFINITIONS, LOOP_DEFINITIONS, add_expiries, add_listener, add_loop_lag
-from cadenza.metrics.families import Definition, Scrape
-from cadenza.metrics.listener_counts import ListenerCounts
-from cadenza.metrics.loop_lag import LoopLag
-from cadenza.metrics.server import LoopCollector, MetricsServer
-from cadenza.tls.files import ExpiringFiles
+from cadenza_common.metrics.common import (
+    LISTENER_DEFINITIONS,
+    LOOP_DEFINITIONS,
+    add_expiries,
+    add_listener,
+    add_loop_lag,
+)
+from cadenza_common.metrics.families import Definition, Scrape
+from cadenza_common.metrics.listener_counts import ListenerCounts
+from cadenza_common.metrics.loop_lag import LoopLag
+from cadenza_common.metrics.server import LoopCollector, MetricsServer
+from cadenza_common.wire.tls.files import ExpiringFiles
 from executor_svc.plan.description import Description
 from executor_svc.service.lease import Leases
 from executor_svc.service.servicer import resident_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from cadenza.metrics.listener_counts import ListenerCounts, Refusal
+from cadenza_common.metrics.listener_counts import ListenerCounts, Refusal
 
 _OURS = "/cadenza.v1."
 _NAMES = ("x509_subject_alternative_name", "x509_common_name")

@@ -19,12 +19,12 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cadenza.serving.heartbeats import HEARTBEAT_S, SILENCE_S
-from cadenza.serving.slices import run_in_slices
-from cadenza.telemetry.spans import SpanSink
-from cadenza.transport import STATUS_DETAILS_KEY, make_status
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.serving.heartbeats import HEARTBEAT_S, SILENCE_S
+from cadenza_common.serving.slices import run_in_slices
+from cadenza_common.telemetry.spans import SpanSink
+from cadenza_common.wire.transport import STATUS_DETAILS_KEY, make_status
 from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.service.adapters import AdapterDesk

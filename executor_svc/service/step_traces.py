@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from cadenza.telemetry.spans import STEP_ID, Span, SpanSink, Value, decode_step_has_span, step_ids
+from cadenza_common.telemetry.spans import STEP_ID, Span, SpanSink, Value, decode_step_has_span, step_ids
 from executor_svc.plan.plan import StepPlan, StepResult, StepStatus
 
 _MAX_PENDING = 64

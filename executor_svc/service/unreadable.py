@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
-from cadenza.metrics.listener_counts import ListenerCounts
-from cadenza.serving.call_limits import CallLimits
-from cadenza.transport import (
+from cadenza.v1 import execution_pb2
+from cadenza_common.metrics.listener_counts import ListenerCounts
+from cadenza_common.serving.call_limits import CallLimits
+from cadenza_common.wire.transport import (
     MAX_CONNECTIONS,
     MAX_EXECUTOR_STREAMS,
     MAX_PLAN_BYTES,
@@ -26,7 +27,6 @@ from cadenza.transport import (
     make_status,
     server_options,
 )
-from cadenza.v1 import execution_pb2
 from executor_svc.service.scheduler_only import SchedulerOnly
 
 _PLAN_STREAM = f"/{execution_pb2.DESCRIPTOR.services_by_name['ExecutionService'].full_name}/Execute"

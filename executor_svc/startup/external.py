@@ -11,7 +11,7 @@ import threading
 from dataclasses import replace
 from types import FrameType
 
-from cadenza.telemetry.logs import report_error
+from cadenza_common.telemetry.logs import report_error
 from executor_svc.config import ExecutorConfig
 from executor_svc.ranks.hosts.connecting import Connector
 from executor_svc.ranks.hosts.credentials import read_credentials

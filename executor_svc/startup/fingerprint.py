@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from cadenza.grammar.table import GrammarEngine
+from cadenza_common.grammar.table import GrammarEngine
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.plan.description import Fingerprint

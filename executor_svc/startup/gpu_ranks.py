@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cadenza.telemetry.logs import report_error
+from cadenza_common.telemetry.logs import report_error
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cadenza.grammar.table import GrammarEngine, TableSource, table_source
+from cadenza_common.grammar.table import GrammarEngine, TableSource, table_source
 from executor_svc.plan.description import ModelFacts
 from executor_svc.plan.plan import Limits
 from executor_svc.speculation.drafts import DraftSource

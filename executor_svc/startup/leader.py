@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from cadenza.telemetry.logs import report_error
+from cadenza_common.telemetry.logs import report_error
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache

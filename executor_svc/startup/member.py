@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import NoReturn, Protocol
 
-from cadenza.telemetry import logs
+from cadenza_common.telemetry import logs
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.plan.plan import StepPlan

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cadenza.grammar.compiling import STACK_BYTES
-from cadenza.grammar.tenant_turns import TenantTurns
+from cadenza_common.grammar.compiling import STACK_BYTES
+from cadenza_common.grammar.tenant_turns import TenantTurns
 
 NUM_THREADS = 4
 """Compilations at once, each of which has passed the scheduler's door: 2 GiB and 10 s at most there."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cadenza.grammar.bounded_cache import BoundedCache
-from cadenza.grammar.compiling import new_matcher
-from cadenza.grammar.spec import GrammarSpec
-from cadenza.grammar.table import TableSource
+from cadenza_common.grammar.bounded_cache import BoundedCache
+from cadenza_common.grammar.compiling import new_matcher
+from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.grammar.table import TableSource
 from executor_svc.structured.compile_turns import CompileTurns, Turn
 
 _MAX_COMPILED = 64

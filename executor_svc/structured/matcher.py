@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.grammar.compiling import GrammarError, short
-from cadenza.grammar.spec import GrammarSpec
+from cadenza_common.grammar.compiling import GrammarError, short
+from cadenza_common.grammar.spec import GrammarSpec
 from executor_svc.sampling.masks import Words, num_mask_words
 from executor_svc.structured.compiler import Compiled, Compiler
 

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from cadenza.grammar.spec import GrammarSpec
+from cadenza_common.grammar.spec import GrammarSpec
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cadenza.serving.slices import SLICE_ITEMS, Work
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
+from cadenza_common.serving.slices import SLICE_ITEMS, Work
 from scheduler_svc.core.adapters.lane_adapters import AdapterState
 from scheduler_svc.engine.adapters.adapters import AdapterInfo
 from scheduler_svc.plan_loop.ports import ExecutorState, Load, SequenceBlockTable, StepRecord

@@ -7,8 +7,8 @@ import logging
 import grpc
 from google.rpc import status_pb2
 
-from cadenza.telemetry.logs import without_messages
-from cadenza.transport import field_violation, make_status, retry_info
+from cadenza_common.telemetry.logs import without_messages
+from cadenza_common.wire.transport import field_violation, make_status, retry_info
 from scheduler_svc.core.errors import (
     DataLossError,
     DrainingError,

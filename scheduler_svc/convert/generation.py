@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from cadenza.serving.slices import Work, run_at_once, to_list
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.serving.slices import Work, run_at_once, to_list
 from scheduler_svc.convert.chats import chat_fields
 from scheduler_svc.convert.grammars import grammar_fields, grammar_without_eos
 from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs

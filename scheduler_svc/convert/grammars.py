@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cadenza.grammar.wire import spec_from_wire
 from cadenza.v1 import types_pb2
+from cadenza_common.grammar.wire import spec_from_wire
 from scheduler_svc.requests.grammar_fields import GrammarFields
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cadenza.serving.slices import Work
 from cadenza.v1 import admin_pb2 as pb
+from cadenza_common.serving.slices import Work
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, block_hashes, owner_of, token_ids_of
 from scheduler_svc.engine.kv_events.events import Batch, Event, Removed, Stored
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from cadenza.serving.slices import Work
+from cadenza_common.serving.slices import Work
 from scheduler_svc.convert.kv_events import EVENTS_PER_SLICE, adapter_name
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, owner_of, token_ids_of, unsigned_hashes
 from scheduler_svc.engine.kv_events.events import Batch, Event, Removed, Stored

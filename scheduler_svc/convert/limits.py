@@ -12,8 +12,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from cadenza.transport import MAX_REQUEST_BYTES
 from cadenza.v1 import types_pb2
+from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 from scheduler_svc.convert.wire import sizes_of
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS

@@ -1,7 +1,7 @@
 """Reads messages without protobuf: the sizes of their parts before they are parsed, and what is wrong with others.
 
 Of a message that protobuf rejects it finds the string that is not UTF-8, and the request id. Protobuf reports neither.
-The encoding: `cadenza.serving.wire`. Too many fields count as bytes that cannot be read.
+The encoding: `cadenza_common.serving.wire`. Too many fields count as bytes that cannot be read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from cadenza.serving.wire import UnparsableError, after_number, varint
+from cadenza_common.serving.wire import UnparsableError, after_number, varint
 
 _MAX_FIELDS = 1000
 """Limit on the number of fields read, because the search runs on the event loop: 2 ms at most (measured)."""

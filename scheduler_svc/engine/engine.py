@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from cadenza.telemetry.spans import SpanSink
+from cadenza_common.telemetry.spans import SpanSink
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import DrainingError, RequestExistsError, UnknownRequestError
 from scheduler_svc.core.lanes.planned_step import PlannedStep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from cadenza.telemetry.trace_context import TraceContext
+from cadenza_common.telemetry.trace_context import TraceContext
 
 MAX_STEPS = 32
 """The spans of so many steps are kept; a long prompt in small chunks has more."""

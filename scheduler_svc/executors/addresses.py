@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cadenza.transport import EXECUTOR_PORT, format_address, parse_address
+from cadenza_common.wire.transport import EXECUTOR_PORT, format_address, parse_address
 
 _DNS, _FILE, _KUBERNETES = "dns:///", "file:", "k8s://"
 _LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"

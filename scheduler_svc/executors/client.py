@@ -15,12 +15,14 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from cadenza.metrics.histogram import Histogram
-from cadenza.security.tls_reason import find_tls_reason
-from cadenza.serving.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
-from cadenza.serving.slices import run_at_once, run_in_slices
-from cadenza.tls.connection import ChannelFiles
-from cadenza.transport import (
+from cadenza.v1 import execution_pb2 as pb
+from cadenza.v1 import execution_pb2_grpc as pb_grpc
+from cadenza_common.metrics.histogram import Histogram
+from cadenza_common.serving.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
+from cadenza_common.serving.slices import run_at_once, run_in_slices
+from cadenza_common.wire.tls.connection import ChannelFiles
+from cadenza_common.wire.tls_reason import find_tls_reason
+from cadenza_common.wire.transport import (
     EXECUTOR_PORT,
     PROTOCOL_VERSION,
     STATUS_DETAILS_KEY,
@@ -28,8 +30,6 @@ from cadenza.transport import (
     format_address,
     parse_address,
 )
-from cadenza.v1 import execution_pb2 as pb
-from cadenza.v1 import execution_pb2_grpc as pb_grpc
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.result import StepResult

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from cadenza.grammar.table import GrammarEngine
-from cadenza.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.grammar.table import GrammarEngine
+from cadenza_common.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from scheduler_svc.core.plan import AdmittedSequence, StepPlan
 from scheduler_svc.core.types import BlockPairs, Sampling, SamplingValue
 from scheduler_svc.plan_loop.ports import ModelDescription

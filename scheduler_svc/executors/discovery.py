@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from cadenza.transport import format_address
+from cadenza_common.wire.transport import format_address
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.executors.addresses import ExecutorEntries, ServiceName, addresses_in
 from scheduler_svc.executors.daemon_thread import in_daemon_thread

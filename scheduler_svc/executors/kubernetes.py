@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from cadenza.transport import format_address
+from cadenza_common.wire.transport import format_address
 from scheduler_svc.executors.addresses import ServiceName
 from scheduler_svc.executors.daemon_thread import in_daemon_thread
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from cadenza.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from scheduler_svc.core.result import Candidates, PromptLogprobs, SlotError, StepResult, StepStatus, TokenLogprobs
 from scheduler_svc.executors.convert import ProtocolError
 

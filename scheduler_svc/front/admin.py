@@ -7,9 +7,9 @@ import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from cadenza.serving.slices import run_in_slices
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc as pb_grpc
+from cadenza_common.serving.slices import run_in_slices
 from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError
 from scheduler_svc.convert.limits import check_limits, check_request_id

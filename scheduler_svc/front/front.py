@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import grpc
 from grpc_status import rpc_status
 
-from cadenza.telemetry.trace_context import TRACEPARENT, TRACESTATE, TraceContext, parse_traceparent
+from cadenza_common.telemetry.trace_context import TRACEPARENT, TRACESTATE, TraceContext, parse_traceparent
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.errors import NotServingError, StreamReplacedError, code_of, status_of
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError

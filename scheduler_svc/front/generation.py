@@ -7,9 +7,9 @@ import functools
 from collections.abc import AsyncIterable
 from typing import Any
 
-from cadenza.serving.slices import run_in_slices, slices_of, to_list
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
+from cadenza_common.serving.slices import run_in_slices, slices_of, to_list
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert import models as convert_models
 from scheduler_svc.convert.limits import check_limits, check_request_id

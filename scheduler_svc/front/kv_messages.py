@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from cadenza.serving.slices import run_in_slices
 from cadenza.v1 import admin_pb2 as pb
+from cadenza_common.serving.slices import run_in_slices
 from scheduler_svc.convert.kv_events import kv_batch
 from scheduler_svc.engine.kv_events.events import Batch
 

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from cadenza.serving.slices import run_in_slices
-from cadenza.settings.extras import install_command
+from cadenza_common.serving.slices import run_in_slices
+from cadenza_common.settings.extras import install_command
 from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription
 from scheduler_svc.kv_events_config import KvEventsConfig
 

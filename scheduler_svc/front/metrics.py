@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from cadenza.metrics.histogram import Histogram
-from cadenza.metrics.listener_counts import ListenerCounts
-from cadenza.metrics.loop_lag import LoopLag
-from cadenza.tls.files import ExpiringFiles
+from cadenza_common.metrics.histogram import Histogram
+from cadenza_common.metrics.listener_counts import ListenerCounts
+from cadenza_common.metrics.loop_lag import LoopLag
+from cadenza_common.wire.tls.files import ExpiringFiles
 from scheduler_svc.front.front import Front
 from scheduler_svc.metrics.snapshot import ServiceFigures, Snapshot, take_snapshot
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from cadenza.metrics.server import MetricsServer
+    from cadenza_common.metrics.server import MetricsServer
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class SchedulerMetrics:
         if config.metrics_port is None:
             return
         # Imported here: it takes some 0.1 s, for those who want metrics only.
-        from cadenza.metrics.server import LoopCollector, MetricsServer
+        from cadenza_common.metrics.server import LoopCollector, MetricsServer
 
         self._server = MetricsServer(config.metrics_host, config.metrics_port, token_file=config.metrics_token_file)
         self._lag.start()
@@ -90,7 +90,7 @@ class SchedulerMetrics:
 
 
 def _families(snapshot: Snapshot, links: Mapping[str, ExpiringFiles | None]) -> Iterable[Metric]:
-    from cadenza.metrics.common import add_expiries
+    from cadenza_common.metrics.common import add_expiries
     from scheduler_svc.metrics.export import scrape
 
     result = scrape(snapshot)
@@ -99,6 +99,6 @@ def _families(snapshot: Snapshot, links: Mapping[str, ExpiringFiles | None]) -> 
 
 
 def _text(snapshot: Snapshot, links: Mapping[str, ExpiringFiles | None]) -> str:
-    from cadenza.metrics.server import text_of
+    from cadenza_common.metrics.server import text_of
 
     return text_of(_families(snapshot, links))

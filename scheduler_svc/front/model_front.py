@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from cadenza.grammar.table import TableSource, table_source
+from cadenza_common.grammar.table import TableSource, table_source
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.front.front import Front

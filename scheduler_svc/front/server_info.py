@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.wire.transport import PROTOCOL_VERSION
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.engine.adapters.adapters import AdapterUse
 from scheduler_svc.front.front import Front

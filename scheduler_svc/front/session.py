@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterable
 from typing import Any
 
-from cadenza.serving.slices import run_in_slices
-from cadenza.telemetry.logs import without_messages
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.serving.slices import run_in_slices
+from cadenza_common.telemetry.logs import without_messages
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.errors import AbortedEarlyError, status_of
 from scheduler_svc.convert.limits import check_limits, check_request_id

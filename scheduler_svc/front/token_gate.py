@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from cadenza.metrics.listener_counts import ListenerCounts
+from cadenza_common.metrics.listener_counts import ListenerCounts
 from scheduler_svc.front.front import abort_with
 from scheduler_svc.tenants.errors import AdminNeededError, UnauthenticatedError
 from scheduler_svc.tenants.registry import Registry

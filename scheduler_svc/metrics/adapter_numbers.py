@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cadenza.metrics.histogram import Histogram
+from cadenza_common.metrics.histogram import Histogram
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.adapters.lane_adapters import LaneAdapters
 from scheduler_svc.core.adapters.table import AdapterTable

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cadenza.metrics.common import LISTENER_DEFINITIONS, LOOP_DEFINITIONS
-from cadenza.metrics.families import Definition, Kind
+from cadenza_common.metrics.common import LISTENER_DEFINITIONS, LOOP_DEFINITIONS
+from cadenza_common.metrics.families import Definition, Kind
 
 _ENGINE = ("model_name", "engine")
 

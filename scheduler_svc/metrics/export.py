@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from cadenza.metrics.common import add_listener, add_loop_lag
-from cadenza.metrics.families import Scrape
-from cadenza.metrics.histogram import Histogram, sum_of
+from cadenza_common.metrics.common import add_listener, add_loop_lag
+from cadenza_common.metrics.families import Scrape
+from cadenza_common.metrics.histogram import Histogram, sum_of
 from scheduler_svc.core.lanes.lane_counts import DraftCounts
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.metrics import buckets

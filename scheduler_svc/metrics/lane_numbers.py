@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from copy import copy
 
-from cadenza.metrics.histogram import Histogram
+from cadenza_common.metrics.histogram import Histogram
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from copy import copy
 
-from cadenza.metrics.histogram import Histogram
+from cadenza_common.metrics.histogram import Histogram
 from scheduler_svc.core.types import FinishDetail, RequestSpec
 from scheduler_svc.metrics import buckets
 from scheduler_svc.plan_loop.ports import RequestCounts, RequestTimes

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Protocol
 
-from cadenza.metrics.histogram import Histogram
-from cadenza.metrics.listener_counts import ListenerCounts
+from cadenza_common.metrics.histogram import Histogram
+from cadenza_common.metrics.listener_counts import ListenerCounts
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.metrics.request_numbers import TenantNumbers

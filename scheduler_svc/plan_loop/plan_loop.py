@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from cadenza.serving.slices import run_in_slices
+from cadenza_common.serving.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import InvariantError, LimitsError
 from scheduler_svc.core.lanes.lane import Lane

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cadenza.telemetry.trace_context import TraceContext
+from cadenza_common.telemetry.trace_context import TraceContext
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.result import StepResult

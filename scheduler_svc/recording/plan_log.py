@@ -7,7 +7,7 @@ import logging
 import os
 from io import FileIO
 
-from cadenza.serving.plan_log import record_bytes
+from cadenza_common.serving.plan_log import record_bytes
 from scheduler_svc.recording.records import MakeRecord
 
 _LOG = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from cadenza.serving.plan_log import FORMAT_VERSION, MAGIC
-from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
+from cadenza_common.serving.plan_log import FORMAT_VERSION, MAGIC
+from cadenza_common.wire.transport import PROTOCOL_VERSION
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterEvent, AdapterLoaded
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.result import StepResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from cadenza.serving.plan_log import PlanLogError, PlanLogReader
+from cadenza_common.serving.plan_log import PlanLogError, PlanLogReader
 from scheduler_svc.replay.core_replay import CoreReplay
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from cadenza.serving.plan_log import PlanLogError
-from cadenza.settings.service import reason
 from cadenza.v1.planlog_pb2 import AdapterCommandsCall, PlanLogHeader, PlanLogRecord
+from cadenza_common.serving.plan_log import PlanLogError
+from cadenza_common.settings.service import reason
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.adapters.events import AdapterCommands
 from scheduler_svc.core.plan import StepPlan

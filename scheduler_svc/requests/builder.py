@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cadenza.serving.slices import SLICE_ITEMS, Work, run_at_once, run_in_slices, slices_of
-from cadenza.telemetry.trace_context import parse_traceparent
+from cadenza_common.serving.slices import SLICE_ITEMS, Work, run_at_once, run_in_slices, slices_of
+from cadenza_common.telemetry.trace_context import parse_traceparent
 from scheduler_svc.core.adapters.lane_adapters import NO_ADAPTERS
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec

@@ -1,4 +1,4 @@
-"""A child process that compiles constraints, `cadenza.grammar.child`, as this process's event loop talks to it."""
+"""A child process that compiles constraints, `cadenza_common.grammar.child`, as this event loop talks to it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cadenza.grammar.spec import GrammarSpec
-from cadenza.grammar.table import TableSource
+from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.grammar.table import TableSource
 
 START_S = 60.0
 """Longest time in which a child makes its table."""
@@ -127,7 +127,7 @@ class CompilingChild:
 
 def _process(arguments: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "cadenza.grammar.child", *arguments],
+        [sys.executable, "-m", "cadenza_common.grammar.child", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

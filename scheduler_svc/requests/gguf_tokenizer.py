@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cadenza.gguf.file import read_gguf
-from cadenza.gguf.metadata import GgufMetadata
-from cadenza.gguf.tokens import type_of
+from cadenza_common.gguf.file import read_gguf
+from cadenza_common.gguf.metadata import GgufMetadata
+from cadenza_common.gguf.tokens import type_of
 from scheduler_svc.requests.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _T = TypeVar("_T")

@@ -18,10 +18,10 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from cadenza.grammar.bounded_cache import BoundedCache
-from cadenza.grammar.spec import GrammarSpec
-from cadenza.grammar.table import GrammarEngine, TableSource
-from cadenza.grammar.tenant_turns import TenantTurns
+from cadenza_common.grammar.bounded_cache import BoundedCache
+from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.grammar.table import GrammarEngine, TableSource
+from cadenza_common.grammar.tenant_turns import TenantTurns
 from scheduler_svc.core.errors import PreconditionError, QueueFullError, RequestRejectedError, SchedulerError
 from scheduler_svc.requests.compiling_child import ChildStartError, CompilingChild
 from scheduler_svc.requests.field_rules import PATH

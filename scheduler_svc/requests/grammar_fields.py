@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cadenza.grammar.spec import GrammarSpec
+from cadenza_common.grammar.spec import GrammarSpec
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.requests.field_rules import CheckContext, token_ids
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from cadenza.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
+from cadenza_common.serving.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import (

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cadenza.gguf.file import find_gguf
-from cadenza.gguf.metadata import GgufError
+from cadenza_common.gguf.file import find_gguf
+from cadenza_common.gguf.metadata import GgufError
 from scheduler_svc.requests.chats.fields import ChatFields
 from scheduler_svc.requests.chats.renderer import ChatRenderer, ChatSettings, templates_of
 from scheduler_svc.requests.gguf_tokenizer import load_gguf_tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.metrics.listener_counts import Refusal
+from cadenza_common.metrics.listener_counts import Refusal
 from scheduler_svc.core.errors import QueueFullError
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-from cadenza.metrics.listener_counts import Refusal
+from cadenza_common.metrics.listener_counts import Refusal
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.tenants.errors import (
     AdminNeededError,

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 from collections.abc import Collection, Iterable, Mapping
 
-from cadenza.metrics.listener_counts import Refusal
+from cadenza_common.metrics.listener_counts import Refusal
 from scheduler_svc.tenants.errors import UnauthenticatedError
 
 HASH_PREFIX = "sha256:"

@@ -30,7 +30,7 @@ from benchmarks.experiments.page import FIGURES, PAGE, page_text, write_page
 from benchmarks.experiments.policies import policies
 from benchmarks.experiments.simulated import Case, drawn, fixed, poisson, run, scheduler_config
 from benchmarks.experiments.variance_runs import Scale, growing_maxima
-from cadenza.simulate.executor_profiles import ExecutorProfile, ProfileLimits
+from cadenza_simulator.executor_profiles import ExecutorProfile, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 from tests.helpers.marks import short_and_long
 

@@ -25,7 +25,7 @@ from benchmarks.experiments.repeats import Repeated, percent_more, ratio, series
 from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, widened
 from benchmarks.experiments.simulated import a100_13b, fixed
 from benchmarks.experiments.stepping import apart, step_through
-from cadenza.simulate.executor_profiles import ExecutorProfile, ProfileLimits
+from cadenza_simulator.executor_profiles import ExecutorProfile, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import disaggregation, executor_scaling, fleet, lane_scaling
+from benchmarks import disaggregation, executor_scaling, lane_scaling
 from benchmarks.common.lane_load import LaneCase, LaneLoad
 from benchmarks.common.plan_watch import PlanTimes, watch
 from benchmarks.common.rows import BenchmarkError, make_row
 from benchmarks.disaggregation import Comparison, Layout, Trial, held
-from cadenza.simulate.fleet.options import FleetOptions
+from benchmarks.fleet import benchmark as fleet
+from benchmarks.fleet.options import FleetOptions
 from scheduler_svc.core.scheduler import Scheduler
 
 

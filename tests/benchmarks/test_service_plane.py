@@ -16,7 +16,7 @@ from benchmarks.common.command import command_parser
 from benchmarks.common.plane_clients import Load, over_streams
 from benchmarks.common.plane_services import Extras, Services, plane_services, scraped
 from benchmarks.common.rows import BenchmarkError
-from cadenza.services.ports import reserve_port
+from cadenza_launcher.services.ports import reserve_port
 
 
 def titles(*arguments: str) -> list[str]:

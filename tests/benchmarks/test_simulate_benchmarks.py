@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import simulate_fit, simulate_speed
 from benchmarks.common.rows import BenchmarkError, make_row
-from cadenza.simulate.fit import fit_costs, fitted_profile
+from cadenza_simulator.fit import fit_costs, fitted_profile
 from tests.helpers.loadtest.made_recordings import COSTS, recording
 from tests.helpers.loadtest.simulations import shape
 

@@ -10,11 +10,11 @@ import pytest
 
 from cadenza import SamplingParams, StructuredOutputsParams
 from cadenza.calls.convert import params_to_proto
-from cadenza.cli.structured import structured_outputs
 from cadenza.errors import OptionError
-from cadenza.grammar.spec import GrammarSpec
-from cadenza.grammar.wire import spec_from_wire
 from cadenza.v1 import types_pb2
+from cadenza_cli.structured import structured_outputs
+from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.grammar.wire import spec_from_wire
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from cadenza import Client, LocalServices, SamplingParams
-from cadenza.services.ports import reserve_port
+from cadenza_launcher.services.ports import reserve_port
 from tests.clients.asking import MAX_TOKENS, MODEL, PROMPTS, QUESTION, python_of
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]

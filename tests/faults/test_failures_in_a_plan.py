@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cadenza.serving.plan_log import PlanLogReader
-from cadenza.serving.slices import Work
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.serving.plan_log import PlanLogReader
+from cadenza_common.serving.slices import Work
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.convert import request_in_slices

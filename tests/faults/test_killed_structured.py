@@ -75,7 +75,9 @@ def kill(up: Up, name: str) -> None:
     pytest.fail(f"there is no {name}")
 
 
-@pytest.mark.parametrize("victims", [["executor_svc"], ["executor_svc", "cadenza.grammar.child", "executor_svc"]])
+@pytest.mark.parametrize(
+    "victims", [["executor_svc"], ["executor_svc", "cadenza_common.grammar.child", "executor_svc"]]
+)
 def test_killed_processes_cost_no_token(up: Up, victims: list[str]) -> None:
     prompts = [[7, 8, 9], [11] * 40, [250, 3]]
     params = [*PARAMS, FREE]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cadenza import AsyncClient
-from cadenza.transport import format_address
+from cadenza_common.wire.transport import format_address
 from tests.checkpoints import make_llama
 from tests.helpers.kubernetes_api import kubernetes_api
 from tests.helpers.manifests import needs_kubectl

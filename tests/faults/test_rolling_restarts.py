@@ -15,9 +15,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza.errors import UnavailableError, from_rpc_error
-from cadenza.transport import channel_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.wire.transport import channel_options
 from tests.checkpoints import make_llama
 from tests.helpers.scheduler.killed_scheduler import Load, request
 from tests.helpers.scheduler.rolling import ClientLoad, RollingService, Seen, rolling

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
-from cadenza.transport import channel_options
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from cadenza_common.wire.transport import channel_options
 from executor_svc.replay.__main__ import main as replay_executor
 from scheduler_svc.replay.__main__ import main as replay_core
 from tests.helpers.scheduler.rolling import ClientLoad, RollingService, Seen, rolling

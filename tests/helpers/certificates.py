@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cadenza.certs import make_certs
-from cadenza.tls import TLS
+from cadenza_common.wire.tls import TLS
+from cadenza_launcher.certs import make_certs
 
 
 @dataclass(frozen=True)

@@ -83,13 +83,13 @@ class Served:
 
     def gateway(self) -> str:
         """Where the replica's gateway listens."""
-        (command,) = (command_of(each) for each in self.below("cadenza.gateway"))
+        (command,) = (command_of(each) for each in self.below("gateway_svc"))
         (address,) = (each.removeprefix("--http=") for each in command.split() if each.startswith("--http="))
         return address
 
     def gone(self) -> bool:
         """Whether no process of the server is left."""
-        return not any(self.below(text) for text in ("scheduler_svc", "executor_svc", "cadenza.gateway", "::Serve"))
+        return not any(self.below(text) for text in ("scheduler_svc", "executor_svc", "gateway_svc", "::Serve"))
 
     def stop(self) -> None:
         assert self._process.stdin is not None

@@ -8,8 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from cadenza.local import LocalServices
-from cadenza.services.family import Programs
+from cadenza_launcher.local import LocalServices
+from cadenza_launcher.services.family import Programs
 
 # Listens, notes how it was called in its folder, says ready, and waits. A file `NAME.fail` makes it fail at start;
 # Signals end it unless a file `NAME.deaf` is there.
@@ -44,9 +44,9 @@ class Fakes:
         self.programs = Programs(*((str(folder / f"{name}.py"),) for name in ("executor", "scheduler", "gateway")))
         # The first lines of a program whose services are these scripts; they need no model.
         self.prelude = (
-            "import cadenza.local\n"
-            "cadenza.local.check_files = lambda model, settings: None\n"
-            "cadenza.local.Programs.__init__.__defaults__ = "
+            "import cadenza_launcher.local\n"
+            "cadenza_launcher.local.check_files = lambda model, settings: None\n"
+            "cadenza_launcher.local.Programs.__init__.__defaults__ = "
             f"({self.programs.executor!r}, {self.programs.scheduler!r}, {self.programs.gateway!r})\n"
         )
         self.events: list[str] = []

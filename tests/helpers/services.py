@@ -12,10 +12,10 @@ from typing import Any
 
 import grpc
 
-from cadenza.security.tls_server import credentials_of, listener_files
-from cadenza.tls import TLS
-from cadenza.transport import aio_channel, bind
 from cadenza.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from cadenza_common.wire.tls import TLS
+from cadenza_common.wire.tls_server import credentials_of, listener_files
+from cadenza_common.wire.transport import aio_channel, bind
 from executor_svc.app import build_executor, open_traces
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.description import Description

@@ -29,6 +29,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.paths import PACKAGES as INSTALLED
+from tests.helpers.paths import ROOT
 from tests.mutants.carry import carry_mutants
 from tests.mutants.draw import PACKAGES, draw_mutants, read_mutants, write_mutants
 from tests.mutants.worker import read_rows
@@ -37,7 +39,7 @@ _HERE = Path(__file__).resolve().parent
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 _OUTSIDE = re.compile(
     r"tests/(benchmarks|docs|faults)/"
-    r"|tests/cadenza/(?!simulate/)"
+    r"|tests/(cadenza(_cli|_common|_launcher|_loadtest)?|gateway_svc)/"
     r"|tests/executor_svc/(cpu|device|models)/"
     r"|tests/executor_svc/gpu/(test_(kv|launches|memory|runner|sampling|warm)|kernels/(attention|compile|test_))"
     r"|tests/service/test_(blocking|cadenza|channel|chat|client|compose|documents|errors|examples|health|loadtest|pack|top)"
@@ -50,7 +52,7 @@ def copy_of(tree: Path, folder: Path) -> Path:
     copy = folder / "tree"
     shutil.copytree(tree, copy, ignore=_NOT_COPIED, symlinks=True)
     shutil.copytree(_HERE, copy / "tests" / "mutants", dirs_exist_ok=True)
-    packages = [str(copy / name) for name in ("scheduler_svc", "executor_svc", "client")]
+    packages = [str(copy / root.relative_to(ROOT) / name) for name, root in INSTALLED.items()]
     # By hash: a mutant may have the size and the second of the text before it.
     compile_all = ["-m", "compileall", "-q", "-f", "--invalidation-mode", "checked-hash"]
     subprocess.run([sys.executable, *compile_all, *packages], check=True, stdout=subprocess.DEVNULL)

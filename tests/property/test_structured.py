@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from cadenza.grammar.compiling import GrammarError, new_matcher
-from cadenza.grammar.spec import GrammarSpec
-from cadenza.grammar.table import table_source
+from cadenza_common.grammar.compiling import GrammarError, new_matcher
+from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.grammar.table import table_source
 from executor_svc.structured.compiler import Compiler
 from executor_svc.structured.matcher import GrammarState
 from tests.helpers.paths import ROOT

@@ -39,7 +39,7 @@ def test_calls_are_found() -> None:
 
 def test_the_services_read_the_wall_clock_where_it_is_meant() -> None:
     files = [path for folder in ("scheduler_svc", "executor_svc") for path in (ROOT / folder).rglob("*.py")]
-    files.append(ROOT / "client" / "cadenza" / "serving" / "heartbeats.py")
+    files.append(ROOT / "cadenza_common" / "serving" / "heartbeats.py")
     found = {str(path.relative_to(ROOT)) for path in files if wall_clock_calls(path.read_text(encoding="utf-8"))}
     assert found == set(READERS)
 

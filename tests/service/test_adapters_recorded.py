@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cadenza import AsyncClient, SamplingParams
-from cadenza.serving.plan_log import PlanLogReader, record_bytes
 from cadenza.v1 import planlog_pb2 as pb
+from cadenza_common.serving.plan_log import PlanLogReader, record_bytes
 from executor_svc.replay import __main__ as executor_replay
 from scheduler_svc.replay import __main__ as scheduler_replay
 from tests.helpers.executor.simulated_adapters import make_adapter

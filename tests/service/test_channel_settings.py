@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from cadenza.transport import bind, channel_options, server_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc
+from cadenza_common.wire.transport import bind, channel_options, server_options
 from tests.helpers.machine.relay import relay
 
 

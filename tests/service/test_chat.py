@@ -10,8 +10,8 @@ import pytest
 
 from cadenza import AsyncClient, Client, SamplingParams
 from cadenza.calls.loop_thread import LoopThread
-from cadenza.cli.app import run
 from cadenza.errors import InvalidRequestError
+from cadenza_cli.app import run
 from tests.helpers.models.toy_tokenizers import TEMPLATE, hf_byte_level
 from tests.helpers.scheduler.scheduler_world import world
 

@@ -22,7 +22,7 @@ from cadenza.errors import (
 from cadenza.prompts import CallOptions, parse_prompts
 from cadenza.sampling_params import SamplingParams
 from cadenza.steps.watch import watch_steps
-from cadenza.transport import MAX_REQUEST_BYTES
+from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 from tests.helpers.client.scripted_server import Script, start, until
 
 

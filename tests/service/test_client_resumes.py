@@ -8,7 +8,6 @@ import contextlib
 import grpc
 import pytest
 
-from cadenza import transport
 from cadenza.async_client import AsyncClient
 from cadenza.errors import (
     CadenzaError,
@@ -18,6 +17,7 @@ from cadenza.errors import (
     UnavailableError,
 )
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.wire import transport
 from tests.helpers.client.scripted_server import STOPPED, Script, event, responses_to, start, until
 
 

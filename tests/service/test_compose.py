@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from cadenza import Client, SamplingParams
-from cadenza.gateway.config import GatewayConfig
 from executor_svc.config import ExecutorConfig
+from gateway_svc.config import GatewayConfig
 from scheduler_svc.config import SchedulerConfig
 from tests.helpers.compose import (
     COMPOSE_FILE,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cadenza.local import LocalServices
+from cadenza_launcher.local import LocalServices
 from tests.helpers.paths import ROOT
 
 ADDRESS = "127.0.0.1:50051"

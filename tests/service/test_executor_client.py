@@ -10,8 +10,8 @@ from array import array
 import grpc
 import pytest
 
-from cadenza.transport import STATUS_DETAILS_KEY, make_status
 from cadenza.v1 import execution_pb2
+from cadenza_common.wire.transport import STATUS_DETAILS_KEY, make_status
 from scheduler_svc.core.plan import AdmittedSequence, StepPlan
 from scheduler_svc.core.result import StepStatus, TokenLogprobs
 from scheduler_svc.core.types import Sampling

@@ -7,9 +7,9 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 
-from cadenza.transport import MAX_PLAN_BYTES, MAX_SHORT_BYTES, STATUS_DETAILS_KEY
 from cadenza.v1 import admin_pb2
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.wire.transport import MAX_PLAN_BYTES, MAX_SHORT_BYTES, STATUS_DETAILS_KEY
 from tests.helpers.executor.executor_harness import Harness, fake_executor
 
 _UNKNOWN = b"\x98\x06\x01"

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from cadenza.transport import MAX_STEP_LOGPROBS
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc, types_pb2
+from cadenza_common.wire.transport import MAX_STEP_LOGPROBS
 from tests.helpers.executor.executor_harness import (
     GREEDY,
     Harness,

@@ -13,9 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cadenza.serving.slices import Work
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.serving.slices import Work
 from executor_svc.service import servicer
 from executor_svc.service.lease import Lease
 from executor_svc.simulated.executor import SimulatedStepExecutor

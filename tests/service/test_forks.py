@@ -95,8 +95,8 @@ def test_a_child_that_ends_leaves_the_services_alone(tmp_path):
     run_program(
         """
         import os, sys
-        from cadenza.local import LocalServices
-        from cadenza.services.family import Programs
+        from cadenza_launcher.local import LocalServices
+        from cadenza_launcher.services.family import Programs
         services = LocalServices("model", programs=Programs(sys.argv[1:], sys.argv[1:]))
         pids = services.pids()
         if (child := os.fork()) == 0:

@@ -11,7 +11,7 @@ import pytest
 
 from cadenza import Client, SamplingParams
 from cadenza.calls.loop_thread import LoopThread
-from cadenza.services.options import route_options
+from cadenza_launcher.services.options import route_options
 from tests.checkpoints import make_llama
 from tests.helpers.models.gguf_files import all_of, write_gguf
 from tests.helpers.models.gguf_vocabularies import full_keys, recorded, vocabulary

@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from benchmarks.common.service_process import service_process
-from cadenza.metrics.listener_counts import ListenerCounts
-from cadenza.security.tls_server import credentials_of
-from cadenza.serving.call_limits import CallLimits, UnfinishedMessages
-from cadenza.serving.connection_limits import PeerLimit
-from cadenza.transport import MAX_METADATA_BYTES, aio_channel, bind, server_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc
+from cadenza_common.metrics.listener_counts import ListenerCounts
+from cadenza_common.serving.call_limits import CallLimits, UnfinishedMessages
+from cadenza_common.serving.connection_limits import PeerLimit
+from cadenza_common.wire.tls_server import credentials_of
+from cadenza_common.wire.transport import MAX_METADATA_BYTES, aio_channel, bind, server_options
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.links import front_files

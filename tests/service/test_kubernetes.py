@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cadenza.settings.service import ServiceSettings, read_config
+from cadenza_common.settings.service import ServiceSettings, read_config
 from executor_svc.config import ExecutorConfig
 from executor_svc.ranks.hosts.introduction import difference, introduction
 from scheduler_svc.config import SchedulerConfig

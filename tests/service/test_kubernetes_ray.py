@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cadenza.services.options import ignored_variables, read_places, route_options
+from cadenza_launcher.services.options import ignored_variables, read_places, route_options
 from tests.helpers.compose import last_instruction, read_dockerfile
 from tests.helpers.manifests import (
     RAY,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cadenza.services.options import route_options
+from cadenza_launcher.services.options import route_options
 from tests.helpers.manifests import (
     RAY,
     RAY_SERVICE,
@@ -62,7 +62,7 @@ def test_the_configuration_is_one_of_ray_serve() -> None:
     """Serve ignores keys that it does not know: here each is one of its own, and the deployment is ours."""
     from ray.serve.schema import ServeDeploySchema
 
-    from cadenza.ray_serve import app
+    from cadenza_launcher.ray_serve import app
 
     config = serve_config()
     assert wrong_names(ServeDeploySchema.model_validate(config), config) == []

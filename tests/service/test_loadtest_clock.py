@@ -11,15 +11,15 @@ import pytest
 from aiohttp import web
 
 from cadenza import AsyncClient, LocalServices, SamplingParams
-from cadenza.loadtest.arrivals import make_arrivals
-from cadenza.loadtest.driving.driver import drive
-from cadenza.loadtest.driving.live import LiveRequest
-from cadenza.loadtest.measures.columns import RequestColumns
-from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.targets.generate import GenerateTarget
-from cadenza.loadtest.targets.openai import OpenAITarget
-from cadenza.loadtest.targets.session import SessionTarget
-from cadenza.loadtest.workloads.prompts import Prompts
+from cadenza_loadtest.arrivals import make_arrivals
+from cadenza_loadtest.driving.driver import drive
+from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.measures.columns import RequestColumns
+from cadenza_loadtest.requests import RequestShape
+from cadenza_loadtest.targets.generate import GenerateTarget
+from cadenza_loadtest.targets.openai import OpenAITarget
+from cadenza_loadtest.targets.session import SessionTarget
+from cadenza_loadtest.workloads.prompts import Prompts
 from tests.helpers.scheduler.scheduler_world import world
 
 STEP_S = 0.02

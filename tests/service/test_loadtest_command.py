@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cadenza import LocalServices
-from cadenza.cli.app import run
-from cadenza.loadtest.results.results import CTRL_C, Reached, read
+from cadenza_cli.app import run
+from cadenza_loadtest.results.results import CTRL_C, Reached, read
 from tests.helpers.paths import ROOT
 
 DEMO_MODEL = ROOT / "models" / "cadenza-demo"
@@ -131,8 +131,8 @@ def test_a_report_of_something_else_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_ctrl_c_keeps_what_was_measured(server: str) -> None:
-    from cadenza.loadtest.campaign import run_campaign
-    from cadenza.loadtest.settings import make_settings
+    from cadenza_loadtest.campaign import run_campaign
+    from cadenza_loadtest.settings import make_settings
     from tests.helpers.loadtest.load_views import SilentView
 
     async def interrupted() -> None:

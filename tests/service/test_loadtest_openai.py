@@ -11,15 +11,15 @@ import pytest
 from aiohttp import web
 
 from cadenza.errors import CadenzaError, UnavailableError
-from cadenza.loadtest.driving.driver import drive
-from cadenza.loadtest.driving.live import LiveRequest
-from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.settings import make_settings
-from cadenza.loadtest.targets import make_target
-from cadenza.loadtest.targets.generate import GenerateTarget
-from cadenza.loadtest.targets.openai import OpenAITarget
-from cadenza.loadtest.targets.session import SessionTarget
-from cadenza.loadtest.targets.sse import EventParser
+from cadenza_loadtest.driving.driver import drive
+from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.requests import LoadTestError
+from cadenza_loadtest.settings import make_settings
+from cadenza_loadtest.targets import make_target
+from cadenza_loadtest.targets.generate import GenerateTarget
+from cadenza_loadtest.targets.openai import OpenAITarget
+from cadenza_loadtest.targets.session import SessionTarget
+from cadenza_loadtest.targets.sse import EventParser
 from tests.helpers.gateway.openai_server import DONE, Server, ask, burst, chunk, prompts, served, shape, until, usage
 
 

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from cadenza.loadtest.driving.driver import drive
-from cadenza.loadtest.failures import Failures
+from cadenza_loadtest.driving.driver import drive
+from cadenza_loadtest.failures import Failures
 from tests.helpers.gateway.openai_server import DONE, Server, ask, burst, prompts, served, shape, usage
 
 WANTED = {"num_prompt_tokens": 3, "num_output_tokens": 3}

@@ -12,15 +12,15 @@ import pytest
 
 from cadenza import AsyncClient
 from cadenza.errors import UnavailableError
-from cadenza.loadtest.driving.driver import Progress, drive
-from cadenza.loadtest.driving.watch import watch_series
-from cadenza.loadtest.failures import Failures
-from cadenza.loadtest.measures.metrics import measure
-from cadenza.loadtest.requests import LoadTestError, RequestShape
-from cadenza.loadtest.targets.generate import GenerateTarget
-from cadenza.loadtest.targets.session import SessionTarget
-from cadenza.loadtest.tenant_tokens import read_tenant_tokens
-from cadenza.loadtest.workloads.prompts import Prompts
+from cadenza_loadtest.driving.driver import Progress, drive
+from cadenza_loadtest.driving.watch import watch_series
+from cadenza_loadtest.failures import Failures
+from cadenza_loadtest.measures.metrics import measure
+from cadenza_loadtest.requests import LoadTestError, RequestShape
+from cadenza_loadtest.targets.generate import GenerateTarget
+from cadenza_loadtest.targets.session import SessionTarget
+from cadenza_loadtest.tenant_tokens import read_tenant_tokens
+from cadenza_loadtest.workloads.prompts import Prompts
 from tests.helpers.client import scripted_server
 from tests.helpers.client.scripted_server import Script, event, responses_to, text_of
 from tests.helpers.executor.simulated_adapters import make_adapter
@@ -238,8 +238,8 @@ async def test_turns_carry_the_answers_of_the_turns_before(kind, tokenizer_folde
 
 @BOTH
 async def test_a_message_that_is_too_large_is_not_sent(kind, monkeypatch) -> None:
-    monkeypatch.setattr("cadenza.loadtest.targets.session.MAX_REQUEST_BYTES", 300)
-    monkeypatch.setattr("cadenza.loadtest.targets.generate.MAX_REQUEST_BYTES", 300)
+    monkeypatch.setattr("cadenza_loadtest.targets.session.MAX_REQUEST_BYTES", 300)
+    monkeypatch.setattr("cadenza_loadtest.targets.generate.MAX_REQUEST_BYTES", 300)
     async with world() as w, started(kind(w.target)) as target:
         shapes = [shape(0), shape(1, num_prompt_tokens=200), shape(2)]
         columns = await drive(burst(*shapes), target, prompts(), timeout_s=20)

@@ -17,10 +17,10 @@ import grpc
 from benchmarks.common.loop_cases import AFTER, Case, generate, ids, session
 from benchmarks.common.loop_watch import BOUNDS_MS
 from benchmarks.loop_lag import VOCAB_SIZE, send, services, watched
-from cadenza.transport import channel_options
 from cadenza.v1 import execution_pb2 as execution
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.wire.transport import channel_options
 from tests.helpers.models.toy_tokenizers import hf_byte_level
 
 MAX_CPU_MS = 40

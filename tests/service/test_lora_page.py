@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.cli.app import run
-from cadenza.local import LocalServices
+from cadenza_cli.app import run
+from cadenza_launcher.local import LocalServices
 from tests.helpers.paths import ROOT
 
 PAGE = (ROOT / "docs" / "lora.md").read_text()

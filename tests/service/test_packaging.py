@@ -1,4 +1,4 @@
-"""The wheel holds the three packages, no more, and they import where the source tree cannot be seen.
+"""The wheels hold their packages, no more, and they import where the source tree cannot be seen.
 
 It is installed into a new environment, whose only other packages are those of the environment that runs the tests.
 """
@@ -19,11 +19,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from cadenza.cli.extras import LOADTEST_MODULES
+import cadenza
+from cadenza_cli.extras import LOADTEST_MODULES
 from tests.helpers.machine.wheel_environment import build_wheel, install_wheel, run, share_packages
-from tests.helpers.paths import ROOT
-
-PACKAGES = ("cadenza", "executor_svc", "scheduler_svc")
+from tests.helpers.paths import PACKAGES, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -73,15 +72,14 @@ def test_wheel_holds_the_packages_only(clean: CleanEnvironment) -> None:
 
 def test_wheel_holds_every_source_file(clean: CleanEnvironment) -> None:
     names = set(zipfile.ZipFile(clean.wheel).namelist())
-    roots = {"cadenza": ROOT / "client", "executor_svc": ROOT, "scheduler_svc": ROOT}
     expected = {
         path.relative_to(root).as_posix()
-        for package, root in roots.items()
+        for package, root in PACKAGES.items()
         for pattern in ("*.py", "*.pyi", "py.typed")
         for path in (root / package).rglob(pattern)
     }
-    page = ROOT / "client" / "cadenza" / "gateway" / "page" / "static"
-    expected |= {path.relative_to(ROOT / "client").as_posix() for path in page.rglob("*") if path.is_file()}
+    page = ROOT / "gateway_svc" / "page" / "static"
+    expected |= {path.relative_to(ROOT).as_posix() for path in page.rglob("*") if path.is_file()}
     assert expected <= names, sorted(expected - names)
 
 
@@ -102,10 +100,53 @@ def test_stubs_import_alone(clean: CleanEnvironment) -> None:
     loaded = clean.python(
         "import sys, cadenza.v1\n"
         "from cadenza.v1 import generation_pb2, generation_pb2_grpc\n"
-        "heavy = ('cadenza.client', 'cadenza.llm', 'cadenza.cli', 'typer', 'rich', 'torch', 'transformers', 'numpy')\n"
+        "heavy = ('cadenza.client', 'cadenza_launcher', 'cadenza_cli', 'rich', 'torch', 'transformers', 'numpy')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     assert loaded == "[]"
+
+
+@pytest.fixture(scope="module")
+def client_alone(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
+    folder = tmp_path_factory.mktemp("client")
+    wheel, printed = build_wheel(folder / "dist", "wheel-client")
+    install_wheel(wheel, folder / "venv")
+    share_packages(folder / "venv")
+    return CleanEnvironment(folder / "venv", wheel, printed)
+
+
+def test_the_wheel_of_the_client_holds_the_client(client_alone: CleanEnvironment, clean: CleanEnvironment) -> None:
+    assert client_alone.printed.strip() == str(client_alone.wheel)
+    names = zipfile.ZipFile(client_alone.wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"cadenza", "cadenza_common"}
+    assert requirements(client_alone.wheel, set()) == requirements(clean.wheel, set())
+    assert client_alone.wheel.name.split("-")[1] == clean.wheel.name.split("-")[1]
+    ours = {name for name in names if name.endswith((".py", ".pyi"))}
+    tops_of_all = zipfile.ZipFile(clean.wheel).namelist()
+    assert ours == {
+        n for n in tops_of_all if n.startswith(("cadenza/", "cadenza_common/")) and n.endswith((".py", ".pyi"))
+    }
+
+
+def test_the_client_alone_serves_no_model_but_says_so(client_alone: CleanEnvironment) -> None:
+    """All of its public names are there, but for the two that start services."""
+    code = (
+        "import cadenza\n"
+        "for name in cadenza.__all__:\n"
+        "    try:\n"
+        "        getattr(cadenza, name)\n"
+        "    except ImportError as error:\n"
+        "        print(name, 'client alone' in str(error))"
+    )
+    assert client_alone.python(code).splitlines() == ["LLM True", "LocalServices True"]
+    command = client_alone.run("python", "-m", "cadenza")
+    assert (command.returncode, command.stderr.startswith("cadenza: this is the client alone")) == (1, True)
+
+
+def test_types_and_values_of_the_client_have_the_same_names() -> None:
+    typed = re.findall(r"^from [\w.]+ import (\w+) as \1$", (ROOT / "client/cadenza/__init__.pyi").read_text(), re.M)
+    assert sorted(typed) == sorted(cadenza.__all__)
 
 
 def test_the_console_script_runs(clean: CleanEnvironment) -> None:
@@ -183,7 +224,7 @@ import sys
 _, without, *arguments = sys.argv
 sys.modules.update(dict.fromkeys(without.split(",")))
 sys.argv = ["cadenza", *arguments]
-from cadenza.cli import main
+from cadenza_cli import main
 main()
 """
 

@@ -17,10 +17,10 @@ import yaml
 from cadenza import AsyncClient, QueueFullError, RequestOutput, SamplingParams
 from cadenza.errors import InvalidRequestError
 from cadenza.info import ServerInfo
-from cadenza.local import LocalServices
-from cadenza.metrics.listener_counts import EXECUTOR_REFUSALS, SCHEDULER_REFUSALS
-from cadenza.tls import TLS
-from cadenza.transport import aio_channel
+from cadenza_common.metrics.listener_counts import EXECUTOR_REFUSALS, SCHEDULER_REFUSALS
+from cadenza_common.wire.tls import TLS
+from cadenza_common.wire.transport import aio_channel
+from cadenza_launcher.local import LocalServices
 from executor_svc.service.metrics import DEFINITIONS as EXECUTOR_DEFINITIONS
 from scheduler_svc.metrics.definitions import DEFINITIONS as SCHEDULER_DEFINITIONS
 from tests.helpers.certificates import certificates

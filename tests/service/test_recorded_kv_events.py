@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from google.protobuf.json_format import ParseDict
 
-from cadenza.dialects import smg_common_pb2
 from cadenza.v1 import admin_pb2
+from gateway_svc.dialects import smg_common_pb2
 from tests.helpers.core.kv_exchange import RECORDED, exchange
 from tests.helpers.core.kv_router import Router
 

@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 import pytest
 
-from cadenza.serving.plan_log import PlanLogReader, record_bytes
 from cadenza.v1 import execution_pb2, generation_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
+from cadenza_common.serving.plan_log import PlanLogReader, record_bytes
 from executor_svc.config import ExecutorConfig
 from executor_svc.replay import __main__ as executor_replay
 from executor_svc.replay import plan_replay

@@ -8,9 +8,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cadenza.transport import channel_options
 from cadenza.v1 import admin_pb2, execution_pb2, generation_pb2_grpc
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.wire.transport import channel_options
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
 from tests.helpers.scheduler.scheduler_world import Output, collect, error_of, request, session_events, world

@@ -11,9 +11,9 @@ import sys
 import grpc
 import pytest
 
-from cadenza.transport import channel_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
+from cadenza_common.wire.transport import channel_options
 from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]

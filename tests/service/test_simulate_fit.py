@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from cadenza import LocalServices
-from cadenza.loadtest.campaign import run_campaign
-from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results.results import LoadTestFile
-from cadenza.loadtest.settings import LoadSettings, make_settings
-from cadenza.serving.plan_log import PlanLogReader, record_bytes
-from cadenza.simulate.campaign import Simulated, run_simulation
-from cadenza.simulate.executor_profiles import Overheads
-from cadenza.simulate.fit import fit_costs, fitted_profile
-from cadenza.simulate.options import find_profile, scheduler_config
-from cadenza.simulate.recordings import read_recording
 from cadenza.v1.planlog_pb2 import PlanLogRecord
+from cadenza_common.serving.plan_log import PlanLogReader, record_bytes
+from cadenza_loadtest.campaign import run_campaign
+from cadenza_loadtest.requests import LoadTestError
+from cadenza_loadtest.results.results import LoadTestFile
+from cadenza_loadtest.settings import LoadSettings, make_settings
+from cadenza_simulator.campaign import Simulated, run_simulation
+from cadenza_simulator.executor_profiles import Overheads
+from cadenza_simulator.fit import fit_costs, fitted_profile
+from cadenza_simulator.options import find_profile, scheduler_config
+from cadenza_simulator.recordings import read_recording
 from executor_svc.simulated.costs import StepCosts
 from tests.helpers.loadtest.load_views import SilentView
 

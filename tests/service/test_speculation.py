@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
-from cadenza.settings import service as settings
 from cadenza.v1 import generation_pb2, types_pb2
+from cadenza_common.settings import service as settings
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError

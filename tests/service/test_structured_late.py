@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cadenza import AsyncClient, SamplingParams
-from cadenza.grammar.spec import GrammarSpec
+from cadenza_common.grammar.spec import GrammarSpec
 from executor_svc.structured.compiler import Compiled, Compiler
 from executor_svc.structured.matcher import GrammarState
 from tests.checkpoints import make_llama

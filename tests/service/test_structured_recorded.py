@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import AsyncClient, SamplingParams
-from cadenza.serving.plan_log import PlanLogReader
+from cadenza_common.serving.plan_log import PlanLogReader
 from executor_svc.replay import __main__ as executor_replay
 from executor_svc.structured.matcher import GrammarState
 from scheduler_svc.replay import __main__ as scheduler_replay

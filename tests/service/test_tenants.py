@@ -301,7 +301,7 @@ async def test_refused_calls_are_counted_by_reason_and_logged_once_for_each(file
         expected = {**{reason: len(group) for reason, group in calls.items()}, "no_admin": 1}
         assert {reason: count for reason, count in counts.items() if count} == expected
         assert counts["late_message"] == 0, "a series that has not begun cannot be alerted on"
-    lines = [line.getMessage() for line in caplog.records if line.name == "cadenza.metrics.listener_counts"]
+    lines = [line.getMessage() for line in caplog.records if line.name == "cadenza_common.metrics.listener_counts"]
     assert sorted(lines) == sorted(f"refused a call of ipv4:127.0.0.1: {reason}" for reason in expected)
     assert "cadenza_token" not in caplog.text
 

@@ -18,13 +18,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza import LLM, AsyncClient, Client, OptionError, SamplingParams, UnavailableError
 from cadenza.healthcheck import check
-from cadenza.metrics.common import LISTENER_DEFINITIONS, add_expiries
-from cadenza.metrics.families import Scrape
-from cadenza.tls import TLS
-from cadenza.tls.files import PemFile, first_expiries
-from cadenza.transport import aio_channel, bind
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc, generation_pb2
+from cadenza_common.metrics.common import LISTENER_DEFINITIONS, add_expiries
+from cadenza_common.metrics.families import Scrape
+from cadenza_common.wire.tls import TLS
+from cadenza_common.wire.tls.files import PemFile, first_expiries
+from cadenza_common.wire.transport import aio_channel, bind
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.executors.client import GrpcExecutor
@@ -307,7 +307,7 @@ async def test_files_that_cannot_be_used_are_named_with_their_options(certs, tmp
 
 @pytest.mark.parametrize("service", ["scheduler", "executor"])
 async def test_nothing_listens_beyond_loopback_without_credentials(service, certs) -> None:
-    from cadenza.security.tls_server import listener_files
+    from cadenza_common.wire.tls_server import listener_files
     from executor_svc.config import ExecutorConfig
 
     def files(**options):

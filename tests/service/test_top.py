@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from cadenza.calls.loop_thread import LoopThread
-from cadenza.cli.app import run
-from cadenza.cli.top.top import follow
 from cadenza.errors import DeadlineError, UnavailableError, UnsupportedError
-from cadenza.top.figures import Lost, Snapshot, json_line, percentiles
-from cadenza.top.watching import observe
+from cadenza_cli.app import run
+from cadenza_cli.top.figures import Lost, Snapshot, json_line, percentiles
+from cadenza_cli.top.top import follow
+from cadenza_cli.top.watching import observe
 from tests.helpers.client import scripted_server
 from tests.helpers.client.scripted_server import Script
 from tests.helpers.machine.relay import relay
@@ -129,7 +129,7 @@ async def test_an_executor_that_is_away_is_seen() -> None:
 
 
 async def test_a_server_that_falls_silent_is_lost(monkeypatch) -> None:
-    monkeypatch.setattr("cadenza.top.watching._ANSWER_S", 0.3)
+    monkeypatch.setattr("cadenza_cli.top.watching._ANSWER_S", 0.3)
     async with world() as w, relay(w.target) as between, observed(between.address) as outputs:
         assert isinstance(await anext(outputs), Snapshot)
         between.silent = True
@@ -213,7 +213,7 @@ def test_json_lines_until_the_reader_has_gone(target, capsys, monkeypatch) -> No
         def flush(self) -> None:
             pass
 
-    monkeypatch.setattr("cadenza.cli.app._discard_stdout", lambda: None)
+    monkeypatch.setattr("cadenza_cli.app._discard_stdout", lambda: None)
     monkeypatch.setattr("sys.stdout", Reader())
     assert run(["top", "--target", target, "--json", "--interval", "0.1"]) == 1
     assert [json.loads(line)["load"]["num_running"] for line in lines] == [3, 3, 3]

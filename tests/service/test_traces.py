@@ -18,8 +18,8 @@ from opentelemetry.trace import Tracer
 from pydantic import ValidationError
 
 from cadenza import AsyncClient, Client, SamplingParams
-from cadenza.telemetry.otlp import Traces
-from cadenza.telemetry.spans import DECODE_STEPS_PER_SPAN, Span
+from cadenza_common.telemetry.otlp import Traces
+from cadenza_common.telemetry.spans import DECODE_STEPS_PER_SPAN, Span
 from executor_svc import app as executor_app
 from executor_svc.config import ExecutorConfig
 from scheduler_svc import app as scheduler_app
@@ -190,7 +190,7 @@ async def test_a_collector_that_is_not_there_costs_one_warning_and_no_request(
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
-    caplog.set_level("INFO", "cadenza.telemetry.otlp")
+    caplog.set_level("INFO", "cadenza_common.telemetry.otlp")
     with collector() as gone:
         endpoint = gone.endpoint
     traces = Traces(endpoint, "test", version="1", instance="1")

@@ -6,7 +6,7 @@ import pytest
 
 from cadenza import Client, SamplingParams
 from cadenza.errors import InvalidRequestError, LocalServiceError
-from cadenza.local import LocalServices
+from cadenza_launcher.local import LocalServices
 from tests.checkpoints import make_llama
 from tests.helpers.paths import ROOT
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cadenza import LLM, Client, SamplingParams
-from cadenza.cli.app import run
-from cadenza.local import LocalServices
+from cadenza_cli.app import run
+from cadenza_launcher.local import LocalServices
 from tests.helpers.service_scripts import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

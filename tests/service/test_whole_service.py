@@ -19,8 +19,8 @@ from google.rpc import code_pb2, error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from cadenza.local import LocalServices
 from cadenza.v1 import admin_pb2, generation_pb2, types_pb2
+from cadenza_launcher.local import LocalServices
 from tests.checkpoints import make_llama
 from tests.helpers.services import Running, connection, executor_service, scheduler_service
 

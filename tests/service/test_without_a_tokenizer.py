@@ -10,8 +10,8 @@ import pytest
 
 from cadenza import Client, SamplingParams
 from cadenza.calls.loop_thread import LoopThread
-from cadenza.cli.app import run
 from cadenza.errors import FailedPreconditionError
+from cadenza_cli.app import run
 from tests.helpers.services import executor_service, scheduler_service
 
 SAID = (

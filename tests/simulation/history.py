@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from cadenza.serving.plan_log import PlanLogReader
+from cadenza_common.serving.plan_log import PlanLogReader
 from scheduler_svc.replay.core_replay import CoreReplay
 from tests.simulation.adapter_checks import check_adapters_left
 from tests.simulation.adapting import turn_bounds

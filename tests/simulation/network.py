@@ -28,7 +28,7 @@ from scheduler_svc.plan_loop.ports import (
 from tests.simulation.process import ExecutorProcess, Session
 
 SILENCE_S = 2.0
-"""Both services take a peer that sends nothing for so long as lost (cadenza.serving.heartbeats)."""
+"""Both services take a peer that sends nothing for so long as lost (cadenza_common.serving.heartbeats)."""
 HEARTBEAT_S = 0.5
 _RETRY_S = 0.2
 """Interval at which the client asks an address where nothing answers."""

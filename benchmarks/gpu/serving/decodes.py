@@ -16,9 +16,9 @@ from benchmarks.gpu.common.cases import Metrics
 from benchmarks.gpu.common.trace import device_time, read_trace
 from cadenza import AsyncClient, SamplingParams
 from cadenza.steps.watch import StepWatch, watch_steps
-from cadenza.transport import channel_options
 from cadenza.v1 import admin_pb2
 from cadenza.v1.admin_pb2_grpc import ExecutorAdminServiceStub
+from cadenza_common.wire.transport import channel_options
 
 _TRACED_STEPS = 40
 _POLL_S = 0.02

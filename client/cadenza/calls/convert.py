@@ -13,8 +13,8 @@ from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, Logp
 from cadenza.prompts import CallOptions, Prompt
 from cadenza.sampling_params import SamplingParams
 from cadenza.structured_outputs import StructuredOutputsParams
-from cadenza.telemetry.trace_context import current_traceparent
 from cadenza.v1 import generation_pb2, types_pb2
+from cadenza_common.telemetry.trace_context import current_traceparent
 
 _DEFAULTS = SamplingParams()
 _DEFAULT_OPTIONS = CallOptions()

@@ -13,8 +13,8 @@ from cadenza.calls.output_collector import OutputCollector
 from cadenza.calls.reconnect import Attempts, abort_quietly, is_lost_connection, whole_message
 from cadenza.errors import DamagedStreamError, RequestLostError, UnavailableError, from_rpc_error
 from cadenza.outputs import RequestOutput
-from cadenza.telemetry.trace_context import current_metadata
 from cadenza.v1 import generation_pb2
+from cadenza_common.telemetry.trace_context import current_metadata
 
 if TYPE_CHECKING:
     from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub

@@ -25,8 +25,8 @@ from cadenza.errors import (
     from_status,
 )
 from cadenza.outputs import RequestOutput
-from cadenza.transport import MAX_REQUEST_BYTES
 from cadenza.v1 import generation_pb2
+from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 
 if TYPE_CHECKING:
     from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.gguf.file import GgufFile
+from cadenza_common.gguf.file import GgufFile
 from executor_svc.models.folder import LoaderError
 
 VectorReader = Callable[[str], list[float] | None]

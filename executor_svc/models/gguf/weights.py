@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from cadenza.gguf.file import GgufFile, GgufTensor
+from cadenza_common.gguf.file import GgufFile, GgufTensor
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.checkpoint import PartOfFile, Weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cadenza.gguf.file import GgufError
+from cadenza_common.gguf.file import GgufError
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 
 Texts = dict[int, str]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cadenza.tls.files import PemFile, TlsError, first_name, read_authorities, read_pair
+from cadenza_common.wire.tls.files import PemFile, TlsError, first_name, read_authorities, read_pair
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.ranks.hosts.handshake import HandshakeError

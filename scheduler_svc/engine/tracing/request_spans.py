@@ -7,7 +7,7 @@ of the prompt. Names are those of OpenTelemetry's conventions for generative AI 
 
 from __future__ import annotations
 
-from cadenza.telemetry.spans import EXECUTOR, STEP_ID, Span, Value, decode_step_has_span, step_ids
+from cadenza_common.telemetry.spans import EXECUTOR, STEP_ID, Span, Value, decode_step_has_span, step_ids
 from scheduler_svc.core.types import Sampling
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.request_trace import RequestTrace, Stay, TracedStep

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from cadenza.telemetry.spans import SpanSink
+from cadenza_common.telemetry.spans import SpanSink
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.result import StepResult

@@ -10,8 +10,8 @@ import pytest
 from cadenza import LLM, AsyncClient, Client
 from cadenza.calls.reconnect import Attempts, grace_s, is_lost_connection, whole_message
 from cadenza.errors import DamagedStreamError, UnavailableError
-from cadenza.transport import make_status
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.wire.transport import make_status
 
 LOST = UnavailableError("lost")
 

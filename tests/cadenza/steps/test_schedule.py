@@ -6,9 +6,9 @@ import pytest
 from rich.cells import cell_len
 
 from cadenza.steps.schedule import Cell, build_schedule, executor_indices, summarize
-from cadenza.steps.schedule_picture import draw_schedule
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
+from cadenza_cli.demo.schedule_picture import draw_schedule
 
 OK = execution_pb2.STEP_STATUS_OK
 P, D, W, _, IDLE, U = Cell.PREFILL, Cell.DECODE, Cell.WAITING, Cell.ABSENT, Cell.IDLE, Cell.UNUSED

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.grammar.spec import GrammarSpec
+from cadenza_common.grammar.spec import GrammarSpec
 from executor_svc.plan.plan import SlotError, StepResult
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.startup.grammars import find_grammars

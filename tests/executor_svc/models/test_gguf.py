@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from cadenza.gguf.file import GgufError, read_gguf
+from cadenza_common.gguf.file import GgufError, read_gguf
 from executor_svc.device.dequantize import dequantize
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.folder import LoaderError, check_files, tokenizer_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from cadenza.gguf.file import GgufFile, read_gguf
+from cadenza_common.gguf.file import GgufFile, read_gguf
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.folder import LoaderError

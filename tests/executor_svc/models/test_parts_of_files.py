@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cadenza.gguf.file import read_gguf
+from cadenza_common.gguf.file import read_gguf
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import ModelConfigError

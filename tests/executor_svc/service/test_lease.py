@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from cadenza.serving.heartbeats import CHECK_S, SILENCE_S
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.serving.heartbeats import CHECK_S, SILENCE_S
 from executor_svc.service.lease import Lease, Leases, Refusal
 
 

@@ -12,10 +12,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.serving.slices import SLICE_ITEMS, run_at_once
-from cadenza.transport import MAX_PLAN_BYTES, MAX_SHORT_BYTES
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.serving.slices import SLICE_ITEMS, run_at_once
+from cadenza_common.wire.transport import MAX_PLAN_BYTES, MAX_SHORT_BYTES
 from executor_svc.plan.plan import InvalidPlan
 from executor_svc.service import pieces
 from executor_svc.service.convert import plan_from_wire, plan_in_slices

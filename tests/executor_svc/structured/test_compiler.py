@@ -9,10 +9,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 
 import pytest
 
-from cadenza.grammar import compiling
-from cadenza.grammar.compiling import GrammarError
-from cadenza.grammar.spec import GrammarSpec
-from cadenza.grammar.table import TableSource, table_source
+from cadenza_common.grammar import compiling
+from cadenza_common.grammar.compiling import GrammarError
+from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.grammar.table import TableSource, table_source
 from executor_svc.structured.compile_turns import NUM_THREADS
 from executor_svc.structured.compiler import Compiled, Compiler, compiled_bytes
 from executor_svc.structured.mask_threads import MaskThreads

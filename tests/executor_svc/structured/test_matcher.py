@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from cadenza.grammar.spec import GrammarSpec
-from cadenza.grammar.table import TableSource, table_source
+from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.grammar.table import TableSource, table_source
 from executor_svc.structured.compiler import Compiler
 from executor_svc.structured.matcher import GrammarState
 from tests.checkpoints import add_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.grammar.spec import GrammarSpec
+from cadenza_common.grammar.spec import GrammarSpec
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.startup.grammars import find_grammars, with_grammars
 from executor_svc.structured import mask_threads, slot_grammars

@@ -19,10 +19,10 @@ from typing import Any
 
 import grpc
 
-from cadenza.transport import channel_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
+from cadenza_common.wire.transport import channel_options
 from tests.checkpoints import make_llama
 from tests.fuzz.wire.fuzz_executor import ExecutorFuzz
 from tests.fuzz.wire.processes import NORMAL, VOCAB, FuzzedService, executor, scheduler

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import psutil
 
-from cadenza.transport import channel_options
 from cadenza.v1 import execution_pb2
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.wire.transport import channel_options
 
 VOCAB = 300
 SIZES = ("--max-model-len", "256", "--num-gpu-blocks", "64", "--num-cpu-blocks", "16", "--max-num-seqs", "8")

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import grpc
 
-from cadenza import transport
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
+from cadenza_common.wire import transport
 
 STOPPED = types_pb2.Finish(reason=types_pb2.FINISH_REASON_STOP, detail=types_pb2.FINISH_DETAIL_EOS)
 INVALID = transport.make_status(

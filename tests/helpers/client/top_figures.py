@@ -8,13 +8,13 @@ from datetime import datetime
 
 from rich.console import Console
 
-from cadenza.cli.top.view import Page, TopView
 from cadenza.errors import UnavailableError
 from cadenza.info import ExecutorInfo, ServerInfo, ServerLoad
-from cadenza.top.figures import Lost, Snapshot
-from cadenza.top.meter import Meter
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
+from cadenza_cli.top.figures import Lost, Snapshot
+from cadenza_cli.top.meter import Meter
+from cadenza_cli.top.view import Page, TopView
 
 MS = 10**6
 NOON = datetime(2026, 11, 23, 12, 0).timestamp()

@@ -11,8 +11,8 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from cadenza.gateway.vllm import kv_events as engine
-from cadenza.serving.slices import run_at_once
+from cadenza_common.serving.slices import run_at_once
+from gateway_svc.vllm import kv_events as engine
 from scheduler_svc.convert.kv_events import kv_batch
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription

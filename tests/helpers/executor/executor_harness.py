@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 
-from cadenza.transport import bind, channel_options
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc, types_pb2
+from cadenza_common.wire.transport import bind, channel_options
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.description import Description

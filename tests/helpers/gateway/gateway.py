@@ -11,11 +11,11 @@ from typing import Any
 
 from aiohttp import ClientSession
 
-from cadenza.gateway.access import PageRights
-from cadenza.gateway.app import make_state
-from cadenza.gateway.config import GatewayConfig
-from cadenza.gateway.listeners import Listeners
-from cadenza.gateway.state import State
+from gateway_svc.access import PageRights
+from gateway_svc.app import make_state
+from gateway_svc.config import GatewayConfig
+from gateway_svc.listeners import Listeners
+from gateway_svc.state import State
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from cadenza.dialects import inference_pb2 as pb
-from cadenza.dialects.inference_pb2_grpc import GRPCInferenceServiceStub
+from gateway_svc.dialects import inference_pb2 as pb
+from gateway_svc.dialects.inference_pb2_grpc import GRPCInferenceServiceStub
 
 
 def texts(raw: bytes) -> list[str]:

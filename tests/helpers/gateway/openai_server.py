@@ -8,10 +8,10 @@ import json
 
 from aiohttp import web
 
-from cadenza.loadtest.driving.driver import drive
-from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.targets.openai import OpenAITarget
-from cadenza.loadtest.workloads.prompts import Prompts
+from cadenza_loadtest.driving.driver import drive
+from cadenza_loadtest.requests import RequestShape
+from cadenza_loadtest.targets.openai import OpenAITarget
+from cadenza_loadtest.workloads.prompts import Prompts
 
 
 def shape(index: int, **fields) -> RequestShape:

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
-from cadenza.dialects import vllm_engine_pb2 as pb
-from cadenza.dialects.vllm_engine_pb2_grpc import VllmEngineStub
+from gateway_svc.dialects import vllm_engine_pb2 as pb
+from gateway_svc.dialects.vllm_engine_pb2_grpc import VllmEngineStub
 
 
 @contextlib.asynccontextmanager

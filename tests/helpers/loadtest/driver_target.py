@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cadenza.errors import UnavailableError
-from cadenza.loadtest.driving.live import LiveRequest
-from cadenza.loadtest.driving.target import ServerFacts
-from cadenza.loadtest.requests import LoadTestError, RequestShape
+from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.driving.target import ServerFacts
+from cadenza_loadtest.requests import LoadTestError, RequestShape
 
 
 @dataclass

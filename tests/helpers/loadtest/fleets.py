@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.simulate.fleet.arrivals import Arrivals, alone
-from cadenza.simulate.fleet.engine import Fleet, FleetPlan
-from cadenza.simulate.fleet.model import ExecutorModel, model_of
-from cadenza.simulate.fleet.results import FleetResult
+from benchmarks.fleet.arrivals import Arrivals, alone
+from benchmarks.fleet.engine import Fleet, FleetPlan
+from benchmarks.fleet.model import ExecutorModel, model_of
+from benchmarks.fleet.results import FleetResult
 from tests.helpers.loadtest.simulations import profile
 
 COSTS = {"step_us": 10_000.0, "token_us": 10.0}

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from cadenza.loadtest.driving.driver import Progress
-from cadenza.simulate.capacity.search import TrialProgress
+from cadenza_loadtest.driving.driver import Progress
+from cadenza_simulator.capacity.search import TrialProgress
 
 
 class SilentView:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.loadtest.measures.columns import RequestColumns, StepColumns
-from cadenza.loadtest.measures.metrics import Slo
-from cadenza.loadtest.results.results import LoadTestFile, point_of, run_of
+from cadenza_loadtest.measures.columns import RequestColumns, StepColumns
+from cadenza_loadtest.measures.metrics import Slo
+from cadenza_loadtest.results.results import LoadTestFile, point_of, run_of
 
 NAN = float("nan")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cadenza.simulate.executor_profiles import ProfileLimits
-from cadenza.simulate.recordings import RecordedSteps, Recording
+from cadenza_simulator.executor_profiles import ProfileLimits
+from cadenza_simulator.recordings import RecordedSteps, Recording
 from executor_svc.simulated.costs import StepCosts, StepWork
 
 COSTS = StepCosts(

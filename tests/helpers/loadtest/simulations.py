@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
-from cadenza.simulate.run import Outcome, Simulation
-from cadenza.simulate.traffic import Traffic
+from cadenza_loadtest.requests import RequestShape
+from cadenza_simulator.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
+from cadenza_simulator.run import Outcome, Simulation
+from cadenza_simulator.traffic import Traffic
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.config import SchedulerConfig
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from tests.helpers.paths import ROOT
 
 
-def build_wheel(dist: Path) -> tuple[Path, str]:
-    """Build the wheel in `dist`; returns its path, and what `make wheel` printed."""
+def build_wheel(dist: Path, target: str = "wheel") -> tuple[Path, str]:
+    """Build the wheel in `dist`; returns its path, and what `make TARGET` printed."""
     # With this environment, whatever .venv is; and as if no other make had called it.
     printed = run(
         "make",
         "--no-print-directory",
         "--old-file=.venv/.installed-dev",
-        "wheel",
+        target,
         f"PY={sys.executable}",
         f"DIST={dist}",
         cwd=ROOT,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.gateway.parsing.output import Message, OutputParser, Reading
-from cadenza.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Thought
 from cadenza.outputs import CompletionOutput, FinishReason
+from gateway_svc.parsing.output import Message, OutputParser, Reading
+from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Part, Thought
 
 PLAIN_ID = 7
 

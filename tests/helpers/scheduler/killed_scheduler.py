@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from cadenza.transport import channel_options
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
+from cadenza_common.wire.transport import channel_options
 from tests.helpers.service_process import ServiceProcess, service_process
 
 _TIMEOUT_S = 60

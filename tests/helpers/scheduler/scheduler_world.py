@@ -11,9 +11,9 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2_grpc
 from grpc_status import rpc_status
 
-from cadenza.transport import channel_options
 from cadenza.v1 import admin_pb2_grpc, generation_pb2_grpc, types_pb2
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.wire.transport import channel_options
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
 from tests.helpers.models.toy_tokenizers import byte_level

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from cadenza import transport
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc, types_pb2
+from cadenza_common.wire import transport
 
 VOCAB_SIZE = 512
 EOS = 0

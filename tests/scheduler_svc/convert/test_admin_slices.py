@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from cadenza.serving.slices import SLICE_ITEMS
+from cadenza_common.serving.slices import SLICE_ITEMS
 from scheduler_svc.convert.admin import block_table_response, watch_response
 from scheduler_svc.core.result import StepResult
 from scheduler_svc.plan_loop.ports import SequenceBlockTable, StepRecord

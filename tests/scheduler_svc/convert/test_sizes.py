@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.transport import MAX_REQUEST_BYTES
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 from scheduler_svc.convert.limits import LIMITS, MAX_LIST_BYTES, MAX_OTHER_BYTES, MAX_PROMPT_TOKENS, check_size
 from scheduler_svc.convert.wire import sizes_of
 from scheduler_svc.core.errors import RequestRejectedError

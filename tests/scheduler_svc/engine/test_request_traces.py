@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cadenza.telemetry.spans import Span
-from cadenza.telemetry.trace_context import TraceContext, parse_traceparent
+from cadenza_common.telemetry.spans import Span
+from cadenza_common.telemetry.trace_context import TraceContext, parse_traceparent
 from executor_svc.simulated.poison import Poison
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.engine import Engine

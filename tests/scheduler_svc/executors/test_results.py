@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cadenza.serving.slices import run_at_once
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.serving.slices import run_at_once
 from scheduler_svc.core.result import Candidates, SlotError
 from scheduler_svc.executors.convert import ProtocolError
 from scheduler_svc.executors.results import result_in_slices, step_result

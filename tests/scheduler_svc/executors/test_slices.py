@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.serving.slices import SLICE_ITEMS, run_at_once
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.serving.slices import SLICE_ITEMS, run_at_once
 from executor_svc.plan import plan as p
 from executor_svc.service.convert import plan_in_slices, response_in_slices
 from scheduler_svc.core.plan import AdmittedSequence, PrefixSource, StepPlan

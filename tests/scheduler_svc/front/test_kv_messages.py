@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cadenza.serving.slices import run_at_once
+from cadenza_common.serving.slices import run_at_once
 from scheduler_svc.convert.kv_events import EVENTS_PER_SLICE, kv_batch
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
 from scheduler_svc.engine.kv_events.events import MAX_BATCH_TOKENS, Batch, StatePart, Stored, grouped

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.serving.slices import Work, run_at_once
+from cadenza_common.serving.slices import Work, run_at_once
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from prometheus_client.samples import Sample
 
-from cadenza.metrics.histogram import Histogram
-from cadenza.metrics.listener_counts import ListenerCounts
+from cadenza_common.metrics.histogram import Histogram
+from cadenza_common.metrics.listener_counts import ListenerCounts
 from scheduler_svc.convert import generation
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import DraftCounts

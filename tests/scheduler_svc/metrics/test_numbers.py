@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cadenza.metrics.histogram import sum_of
+from cadenza_common.metrics.histogram import sum_of
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError
 from scheduler_svc.core.policies.policies import Policies

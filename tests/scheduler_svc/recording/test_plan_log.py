@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.serving.plan_log import PlanLogError, PlanLogReader, record_bytes
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
+from cadenza_common.serving.plan_log import PlanLogError, PlanLogReader, record_bytes
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.grammar import Grammar

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cadenza.serving.plan_log import PlanLogReader
 from cadenza.v1 import planlog_pb2 as pb
+from cadenza_common.serving.plan_log import PlanLogReader
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording import records

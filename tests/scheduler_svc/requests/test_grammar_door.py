@@ -12,8 +12,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from cadenza.grammar.spec import GrammarSpec
-from cadenza.grammar.table import TableSource, table_source
+from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.grammar.table import TableSource, table_source
 from scheduler_svc.core.errors import PreconditionError, QueueFullError, RequestRejectedError
 from scheduler_svc.requests import grammar_door
 from scheduler_svc.requests.grammar_door import GrammarDoor

@@ -1,0 +1,71 @@
+"""Options of the program that starts the services: `cadenza up`, `LLM`, and every command with --model."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cadenza_common.settings.help import about
+
+
+class StarterConfig(BaseModel):
+    """What the services themselves do not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    http: str | None = Field(
+        None,
+        pattern=r"^[^\s/]+$",
+        description="PORT or HOST:PORT: serve OpenAI's and Anthropic's HTTP APIs there too, by a third process, the "
+        "gateway; 0: any free port; default: none, and 8000 with --page. A port alone is of the same address as "
+        "--port; docs/openai.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    kserve: str | None = Field(
+        None,
+        pattern=r"^[^\s/]+$",
+        description="PORT or HOST:PORT, as --http: the gateway also serves gRPC clients of KServe v2 and of Triton "
+        "Inference Server there; docs/integrations.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    vllm_grpc: str | None = Field(
+        None,
+        pattern=r"^[^\s/]+$",
+        description="PORT or HOST:PORT, as --http: the gateway also serves routers that speak vLLM's engine protocol "
+        "there, such as SMG; docs/integrations.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    page_demo: bool = Field(
+        False,
+        description="With --page: its button may kill an executor, to show that the streams go on; docs/page.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    executors: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the "
+        "cores and the memory divided by their number; --num-gpu-blocks is that of each.",
+        json_schema_extra=about("Basics", "executors"),
+    )
+    max_executors: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="With --distributed-executor-backend ray: the most executors. There are more than --executors "
+        "while requests are more than three quarters of what the executors can run at once, or wait; docs/ray.md.",
+        json_schema_extra=about("Ray", "executors"),
+    )
+    scale_up_after_s: float = Field(
+        5.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With --max-executors: how long there must be more requests than fit before an executor is added.",
+        json_schema_extra=about("Ray", "s"),
+    )
+    scale_down_after_s: float = Field(
+        120.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With --max-executors: how long fewer executors must do before one is drained and taken away.",
+        json_schema_extra=about("Ray", "s"),
+    )

@@ -1,0 +1,1 @@
+"""Addresses, channels and TLS of every Cadenza process."""

@@ -1,0 +1,1 @@
+"""Starts the services and keeps them alive: `LLM`, `LocalServices`, child processes, Ray."""

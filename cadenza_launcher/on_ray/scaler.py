@@ -1,0 +1,94 @@
+"""Adds executors and takes them away as the load asks for; in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from cadenza_launcher.on_ray.load import Report
+from cadenza_launcher.on_ray.scaling import Scaling
+
+_log = logging.getLogger("cadenza.ray")
+
+_LOOK_S = 1.0
+_SILENT_S = 30.0
+_STOP_S = 5.0
+
+
+class Scaled(Protocol):
+    """A changing set of executors."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Executors that there are or that start, without those that leave."""
+
+    @property
+    def num_starting(self) -> int:
+        """Of these, executors that are not ready."""
+
+    def add(self) -> str:
+        """Add an executor, or keep the last one that leaves; returns its name."""
+
+    def begin_to_leave(self) -> str | None:
+        """Let an executor be drained; returns its name."""
+
+    def finish_leaving(self, targets: frozenset[str]) -> list[str]:
+        """End those that leave and that the scheduler does not have any more; returns their names."""
+
+
+class Scaler:
+    """Looks at the load once a second."""
+
+    def __init__(
+        self, executors: Scaled, scaling: Scaling, read: Callable[[], Report | None], on_event: Callable[[str], None]
+    ) -> None:
+        """read: asks the scheduler; None: it says nothing."""
+        self._executors, self._scaling, self._read, self._on_event = executors, scaling, read, on_event
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scaler", daemon=True)
+        self._heard_at = time.monotonic()
+        self._is_silent = False
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopping.set()
+        self._thread.join(_STOP_S)
+
+    def look(self, now: float) -> None:
+        """Do what the load asks for."""
+        report = self._read()
+        self._note_silence(report, now)
+        if report is None:
+            return
+        executors = self._executors
+        for name in executors.finish_leaving(report.targets):
+            self._on_event(f"{name} has no requests left and is taken away")
+        count = executors.num_wanted
+        wanted = self._scaling.wanted(count, executors.num_starting, report.load, now)
+        for _ in range(wanted - count):
+            self._on_event(f"{executors.add()} is added: {report.load}")
+        if wanted < count and (leaving := executors.begin_to_leave()) is not None:
+            self._on_event(f"{leaving} is drained: {report.load}")
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_LOOK_S):
+            try:
+                self.look(time.monotonic())
+            except Exception:  # of Ray, which has many; the executors that there are serve on
+                _log.exception("the number of executors stays as it is for now")
+
+    def _note_silence(self, report: Report | None, now: float) -> None:
+        """Say once that nothing is known of the load, as from a scheduler with tenants to one who is no admin."""
+        if report is not None:
+            self._heard_at, self._is_silent = now, False
+        elif now - self._heard_at > _SILENT_S and not self._is_silent:
+            self._is_silent = True
+            text = "the scheduler tells nothing of its load: the number of executors stays"
+            self._on_event(f"{text}; with tenants, CADENZA_TOKEN must be that of one with admin = true")

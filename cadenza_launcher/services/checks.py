@@ -1,0 +1,209 @@
+"""What can be checked before a service is started: the model's files, the device, the address.
+
+A service would find the same out after it has loaded its libraries, seconds later. Everything here raises OptionError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import difflib
+import errno
+import importlib.metadata
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cadenza.errors import OptionError
+from cadenza_common.wire.tls import TLS
+from cadenza_common.wire.tls.files import PemFile, TlsError, first_name
+from cadenza_common.wire.tls_server import is_loopback
+from cadenza_common.wire.transport import format_address
+from cadenza_launcher.services.options import LISTENER_OPTIONS, Setting
+
+_HUB_TIMEOUT_S = 10.0
+_IN_USE_HINT = "; another program listens there: choose another port, or 0 for any free one"
+
+
+def check_model(model: str | os.PathLike[str]) -> str:
+    """The model's folder, GGUF file or hub id in the form for the services; raises OptionError if it is missing."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise OptionError(f"option model: must be a folder, a GGUF file or a hub id, not {model!r}")
+    model = os.fspath(model)
+    if not model.strip():
+        raise OptionError("option model: it is empty: give a folder, a GGUF file or a hub id")
+    path = Path(model).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        # Links stay: the hub's cache links a name that ends in .gguf to one that does not.
+        return str(path.absolute())
+    if path.exists():
+        raise OptionError(f"option model: {model!r} is neither a folder nor a GGUF file, whose name ends in .gguf")
+    if path.suffix == ".gguf":
+        hint = "" if model.startswith(("/", ".", "~")) else "; a file of the hub must be downloaded first"
+        raise OptionError(f"option model: there is no file {model!r}{hint}")
+    if _is_path(model):
+        raise OptionError(f"option model: there is no folder {model!r}{_nearest_folder(path)}")
+    return model
+
+
+def check_files(model: str, settings: Mapping[str, Setting]) -> None:
+    """Check that the model's files are there, or that the hub has it. Nothing is checked with `simulate`."""
+    if _value(settings, "simulate") is not None:
+        return
+    from executor_svc.errors import StartError
+    from executor_svc.models.folder import check_files as check_model_files
+
+    if not Path(model).exists():
+        _check_hub(model)
+        return
+    tokenizer = settings.get("tokenizer")
+    if tokenizer is not None and _is_path(str(tokenizer.value)) and not Path(tokenizer.value).expanduser().exists():
+        raise tokenizer.refused("tokenizer", f"there is no folder {tokenizer.value!r}")
+    try:
+        check_model_files(Path(model), with_weights=_value(settings, "load_format") != "dummy")
+    except StartError as error:
+        raise OptionError(f"option model: {error}") from None
+
+
+def check_device(settings: Mapping[str, Setting]) -> None:
+    """Check that there is a GPU if one is requested. Triton's interpreter, on the CPU, may stand in for it."""
+    setting = settings.get("device")
+    if setting is None or setting.value != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    missing = _missing_for_cuda()
+    if missing:
+        raise setting.refused("device", f"cuda: {missing}; use cpu or auto")
+
+
+def check_listener(host: str, settings: Mapping[str, Setting]) -> None:
+    """Check that other machines cannot reach the scheduler without credentials, and the files of TLS."""
+    values = {name: _value(settings, name) for name in (*LISTENER_OPTIONS, "tenants")}
+    proves = values["tls_cert"] is not None and (values["tls_client_ca"] or values["tenants"]) is not None
+    if not (proves or values["insecure"] or is_loopback(host)):
+        raise OptionError(
+            f"option host: {host}: other machines could use the server without credentials: give --tls-cert, --tls-key "
+            "and --tls-client-ca or --tenants (`cadenza certs` makes the files), or --insecure to allow it"
+        )
+
+
+def check_scaling(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
+    """Check that the number of executors can change, if it is to; `values` are checked options."""
+    most, least = values.get("max_executors"), values.get("executors", 1)
+    if most is None:
+        return
+    if values.get("distributed_executor_backend") != "ray":
+        reason = "the number of executors changes only where Ray places them: --distributed-executor-backend ray"
+        raise settings["max_executors"].refused("max_executors", reason)
+    if most < least:
+        raise settings["max_executors"].refused("max_executors", f"{most} is less than executors {least}")
+
+
+def own_tls(settings: Mapping[str, Setting]) -> TLS | None:
+    """How this process connects to a scheduler that it starts with these options; None: in plain text.
+
+    It trusts the scheduler's own certificate, and shows it.
+    """
+    cert, key = _value(settings, "tls_cert"), _value(settings, "tls_key")
+    if cert is None or key is None:
+        return None
+    try:
+        return TLS(str(cert), str(cert), str(key), first_name(PemFile("--tls-cert", str(cert))))
+    except TlsError as error:
+        raise OptionError(f"option {str(error).removeprefix('--')}") from None
+
+
+def check_address(host: str, port: object) -> None:
+    """Check that a service can listen on `host` and `port`; port 0 is any free one."""
+    if not isinstance(port, int) or not 0 <= port <= 65535:
+        raise OptionError(f"option port: must be an integer from 0 to 65535, not {port!r}")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise OptionError(f"option host: {host!r}: {reason[:1].lower()}{reason[1:]}") from None
+    kind, _, _, _, address = found[0]
+    with contextlib.closing(socket.socket(kind, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            # The address belongs to another machine; anything else is about the port.
+            name = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
+            hint = _IN_USE_HINT if error.errno == errno.EADDRINUSE else ""
+            reason = (error.strerror or str(error)).lower()
+            raise OptionError(f"option {name}: cannot listen on {format_address(host, port)}: {reason}{hint}") from None
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name cannot be a hub id."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def _value(settings: Mapping[str, Setting], name: str) -> object:
+    return settings[name].value if name in settings else None
+
+
+def _nearest_folder(path: Path) -> str:
+    """The end of a sentence about a missing folder: a model's folder beside it with a similar name; empty if none."""
+    try:
+        beside = [each.name for each in path.parent.iterdir() if (each / "config.json").is_file()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.4)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _check_hub(model: str) -> None:
+    """Check that a hub id is in the local cache, or that the hub has it."""
+    import huggingface_hub as hub
+
+    try:
+        if isinstance(hub.try_to_load_from_cache(model, "config.json"), str):
+            return
+        hub.HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # of the HTTP library too, which differs between releases of the hub's client
+        reason = _nearest_folder(Path(model)) or _hub_reason(error)
+        raise OptionError(f"option model: there is no folder {model!r}{reason}") from None
+
+
+def _hub_reason(error: Exception) -> str:
+    """The end of a sentence about a missing folder: why it cannot be taken from the hub either."""
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    match error:
+        case HFValidationError():
+            return ", and a hub id has the form NAME or OWNER/NAME"
+        case RepositoryNotFoundError():
+            return ", and the Hugging Face hub has no such model, or only for those who set HF_TOKEN"
+        case OfflineModeIsEnabled():
+            return ", and as a hub id it is not in the local cache, and HF_HUB_OFFLINE is set"
+        case _:
+            return f", and as a hub id it is not in the local cache, and the Hugging Face hub does not answer: {error}"
+
+
+def count_gpus() -> int:
+    """The GPUs that an executor could use here. PyTorch is not imported: that takes seconds."""
+    return _find_gpus()[0]
+
+
+def _missing_for_cuda() -> str:
+    """What a GPU executor lacks on this machine; empty if nothing."""
+    return _find_gpus()[1]
+
+
+def _find_gpus() -> tuple[int, str]:
+    """The number of GPUs, or 0 and the reason."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("torch")
+        if "+cpu" in version:
+            return 0, f"PyTorch {version} here is a build for the CPU"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, "there is no NVIDIA driver here (libcuda.so.1)"
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value < 1:
+        return 0, "the NVIDIA driver sees no GPU here"
+    return count.value, ""

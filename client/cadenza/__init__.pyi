@@ -1,0 +1,37 @@
+from cadenza.async_client import AsyncClient as AsyncClient
+from cadenza.chats import ChatMessage as ChatMessage
+from cadenza.chats import ToolCall as ToolCall
+from cadenza.client import Client as Client
+from cadenza.errors import AlreadyExistsError as AlreadyExistsError
+from cadenza.errors import CadenzaError as CadenzaError
+from cadenza.errors import DeadlineError as DeadlineError
+from cadenza.errors import FailedPreconditionError as FailedPreconditionError
+from cadenza.errors import FieldViolation as FieldViolation
+from cadenza.errors import InternalError as InternalError
+from cadenza.errors import InvalidRequestError as InvalidRequestError
+from cadenza.errors import LocalServiceError as LocalServiceError
+from cadenza.errors import NotFoundError as NotFoundError
+from cadenza.errors import OptionError as OptionError
+from cadenza.errors import PermissionDeniedError as PermissionDeniedError
+from cadenza.errors import QueueFullError as QueueFullError
+from cadenza.errors import RequestLostError as RequestLostError
+from cadenza.errors import UnauthenticatedError as UnauthenticatedError
+from cadenza.errors import UnavailableError as UnavailableError
+from cadenza.errors import UnsupportedError as UnsupportedError
+from cadenza.info import AddedToken as AddedToken
+from cadenza.info import ExecutorInfo as ExecutorInfo
+from cadenza.info import ModelInfo as ModelInfo
+from cadenza.info import ServerInfo as ServerInfo
+from cadenza.info import ServerLoad as ServerLoad
+from cadenza.info import TenantInfo as TenantInfo
+from cadenza.outputs import CompletionOutput as CompletionOutput
+from cadenza.outputs import Logprob as Logprob
+from cadenza.outputs import RequestMetrics as RequestMetrics
+from cadenza.outputs import RequestOutput as RequestOutput
+from cadenza.sampling_params import SamplingParams as SamplingParams
+from cadenza.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+from cadenza_common.wire.tls import TLS as TLS
+from cadenza_launcher.llm import LLM as LLM
+from cadenza_launcher.local import LocalServices as LocalServices
+
+__version__: str

@@ -1,1 +1,0 @@
-"""`cadenza top`: a running server's figures, interval by interval."""

@@ -1,0 +1,184 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from cadenza.outputs import CompletionOutput, RequestOutput
+from gateway_svc.anthropic.blocks import messages_prompt, thinking
+from gateway_svc.anthropic.content import ContentBlocks
+from gateway_svc.fields.field import read_fields
+from gateway_svc.fields.sampling import require, sampling_params
+from gateway_svc.fields.tables import COUNT_TOKENS, MESSAGES
+from gateway_svc.http.errors import ApiError, anthropic_body
+from gateway_svc.http.events import named_event
+from gateway_svc.http.reading import off_loop, read_object
+from gateway_svc.models import check_model
+from gateway_svc.openai.streaming import answer_one
+from gateway_svc.openai.usage import completion_tokens, prompt_tokens
+from gateway_svc.parsing.output import OutputParser, Reading
+from gateway_svc.parsing.parts import Content, Part
+from gateway_svc.scheduler.generation import Generation, Job
+from gateway_svc.scheduler.inbox import Taken
+from gateway_svc.state import STATE
+from gateway_svc.tools.definitions import message_tools
+from gateway_svc.tools.preparing import prepare
+
+_RENAMED = {"stop": "stop_sequences"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One answer."""
+
+    id: str
+    model: str
+    reading: Reading
+    shows_thought: bool
+
+    def object(self, content: list[Any], stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
+        """The message."""
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            **stop,
+            "usage": usage,
+        }
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation."""
+    state = request.app[STATE]
+    caller = await state.generating(request)
+    values = await off_loop(request, read_fields, MESSAGES, await read_object(request))
+    require(values, "messages")
+    max_tokens = require(values, "max_tokens")
+    use = await off_loop(request, message_tools, values)
+    prompt = await off_loop(request, messages_prompt, values, use)
+    info = await caller.model()
+    chosen = state.names.choose(values.get("model"), info)
+    params = sampling_params(values, _RENAMED, max_tokens=max_tokens, stop=values.get("stop_sequences", []))
+    prepared = await prepare(caller, prompt, use, state.formats(info), params, values)
+    read = _Message(f"msg_{uuid.uuid4().hex}", chosen.name, prepared.reading, bool(thinking(values)))
+    job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.reading.is_plain)
+    is_streamed = bool(values.get("stream"))
+    generation = Generation(caller, job, is_streamed=is_streamed)
+    with prepared.errors():
+        return await answer_one(
+            request,
+            generation,
+            events=_MessageEvents(read, generation) if is_streamed else None,
+            whole_answer=partial(_answer, read),
+        )
+
+
+def _answer(read: _Message, result: RequestOutput) -> dict[str, Any]:
+    (sample,) = result.outputs
+    content = ContentBlocks(read.reading.formats, shows_thought=read.shows_thought)
+    for _ in [*content.add(_parts(read, result, sample)), *content.finish()]:
+        pass  # the events of a stream
+    stop = _stop(sample, has_calls=content.has_calls)
+    return read.object(content.blocks, stop, _usage(result, completion_tokens(result)))
+
+
+def _parts(read: _Message, result: RequestOutput, sample: CompletionOutput) -> Sequence[Part]:
+    if read.reading.is_plain:
+        return [Content(sample.text)]
+    return OutputParser(read.reading, result.prompt_token_ids or []).feed(sample)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """The number of a conversation's tokens, as a prompt."""
+    state = request.app[STATE]
+    caller = await state.caller(request)
+    values = await off_loop(request, read_fields, COUNT_TOKENS, await read_object(request))
+    require(values, "messages")
+    use = await off_loop(request, message_tools, values)
+    prompt = await off_loop(request, messages_prompt, values, use)
+    await check_model(state.names, values.get("model"), caller)
+    return web.json_response({"input_tokens": len(await caller.tokenize(prompt))})
+
+
+def _stop(sample: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:
+    """Why a message ends, in Anthropic's words."""
+    if sample.finish_detail == "stop_string":
+        return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}
+    if has_calls and sample.finish_reason == "stop":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    reason = {"stop": "end_turn", "length": "max_tokens"}.get(sample.finish_reason or "", "refusal")
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _usage(result: RequestOutput, num_output_tokens: int) -> dict[str, Any]:
+    num_cached = result.num_cached_tokens or 0
+    return {
+        "input_tokens": prompt_tokens(result) - num_cached,
+        "output_tokens": num_output_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+    }
+
+
+class _MessageEvents:
+    """The events of a streamed message."""
+
+    def __init__(self, read: _Message, generation: Generation) -> None:
+        self._read = read
+        self._generation = generation
+        self._content = ContentBlocks(read.reading.formats, shows_thought=read.shows_thought)
+        self._parser: OutputParser | None = None
+
+    def begin(self) -> bytes:
+        """The events before the first text."""
+        (result,) = self._generation.totals()
+        usage = _usage(RequestOutput(result.request_id, prompt_token_ids=result.prompt_token_ids), 0)
+        message = self._read.object([], {"stop_reason": None, "stop_sequence": None}, usage)
+        started = named_event({"type": "message_start", "message": message})
+        return started + _events(self._content.open_text()) if self._read.reading.is_plain else started
+
+    def deltas(self, taken: Taken) -> bytes:
+        """The events of new text."""
+        return b"".join(
+            _events(self._content.add(self._parts(prompt, sample)))
+            for prompt, delta in taken
+            for sample in delta.outputs
+        )
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of a message that fails after its beginning."""
+        return named_event(anthropic_body(error))
+
+    def end(self) -> bytes:
+        """The events after the last text."""
+        (result,) = self._generation.totals()
+        (sample,) = result.outputs
+        ended = _events(self._content.finish())
+        stop = _stop(sample, has_calls=self._content.has_calls)
+        usage = _usage(result, completion_tokens(result))
+        return b"".join(
+            (
+                ended,
+                named_event({"type": "message_delta", "delta": stop, "usage": usage}),
+                named_event({"type": "message_stop"}),
+            )
+        )
+
+    def _parts(self, prompt: int, sample: CompletionOutput) -> Sequence[Part]:
+        if self._read.reading.is_plain:
+            return [Content(sample.text)] if sample.text else []
+        if self._parser is None:
+            self._parser = OutputParser(self._read.reading, self._generation.prompt_token_ids(prompt))
+        return self._parser.feed(sample)
+
+
+def _events(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(map(named_event, events))

@@ -1,0 +1,131 @@
+"""What constrains the output, in the words of each API, as SamplingParams' structured_outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cadenza.errors import FailedPreconditionError, InvalidRequestError
+from gateway_svc.fields.field import check_keys, shown
+from gateway_svc.http.errors import bad_request
+
+_OF_SCHEMAS = ("name", "description", "schema", "strict")
+"""Keys beside a schema; name and description change nothing, and every schema is strict."""
+_ON_THE_WIRE = "sampling_params.grammar"
+_PLACES = ("structured_outputs", "response_format", "text", "output_config", "output_format")
+
+
+def output_constraint(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The field that has the constraint, and its form for SamplingParams; None: there is none.
+
+    Raises ApiError for a form that is unknown, and for two at once.
+    """
+    found = {name: each for name in _PLACES if (each := _READERS[name](values.get(name))) is not None}
+    if len(found) > 1:
+        first, second = list(found)[:2]
+        raise bad_request(f"{first} and {second} exclude each other", second)
+    return next(iter(found.items()), None)
+
+
+def field_of_constraint(values: Mapping[str, Any]) -> str:
+    """The field that has the constraint, or would have it."""
+    found = output_constraint(values)
+    return "structured_outputs" if found is None else found[0]
+
+
+def field_of_grammar(error: InvalidRequestError | FailedPreconditionError) -> str:
+    """The field on the wire that an error is about if it is a constraint's; else empty."""
+    if isinstance(error, FailedPreconditionError):
+        field = error.message.partition(": ")[0]
+    else:
+        field = error.field_violations[0].field if error.field_violations else ""
+    return field if field.startswith(_ON_THE_WIRE) else ""
+
+
+@contextlib.contextmanager
+def errors_of_constraint(name: str) -> Iterator[None]:
+    """Errors of the scheduler about a constraint become those of the field that the caller gave; raises ApiError."""
+    try:
+        yield
+    except (InvalidRequestError, FailedPreconditionError) as error:
+        field = field_of_grammar(error)
+        if not field:
+            raise
+        raise bad_request(f"{name}: {error.message.removeprefix(f'{field}: ')}", name) from None
+
+
+def _structured_outputs(value: Any) -> dict[str, Any] | None:
+    return None if value is None or not any(each is not None for each in value.values()) else dict(value)
+
+
+def _response_format(value: Any) -> dict[str, Any] | None:
+    """OpenAI's: text, json_object, json_schema; and vLLM's structural_tag."""
+    if value is None:
+        return None
+    where = "response_format"
+    if value.get("type") != "json_schema":
+        return _plain(value, where, where)
+    check_keys(where, value, ("type", "json_schema"), where)
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict):
+        raise bad_request(f"{where}.json_schema must be an object with a schema", where)
+    check_keys(f"{where}.json_schema", inner, _OF_SCHEMAS, where)
+    return {"json": _schema(inner, f"{where}.json_schema", where)}
+
+
+def _text(value: Any) -> dict[str, Any] | None:
+    """That of responses: {"format": …}."""
+    if value is None:
+        return None
+    check_keys("text", value, ("format",), "text")
+    return None if value.get("format") is None else _flat(value["format"], "text.format", "text")
+
+
+def _output_config(value: Any) -> dict[str, Any] | None:
+    """Anthropic's: {"format": {"type": "json_schema", "schema": …}}; effort beside it is no constraint."""
+    if value is None:
+        return None
+    check_keys("output_config", value, ("format", "effort"), "output_config")
+    return None if value.get("format") is None else _flat(value["format"], "output_config.format", "output_config")
+
+
+def _output_format(value: Any) -> dict[str, Any] | None:
+    """The same, as it was called before."""
+    return None if value is None else _flat(value, "output_format", "output_format")
+
+
+def _flat(value: Any, where: str, param: str) -> dict[str, Any] | None:
+    """A format whose schema stands beside its type."""
+    if not isinstance(value, dict):
+        raise bad_request(f"{where} must be an object, not {shown(value)}", param)
+    if value.get("type") == "json_schema":
+        check_keys(where, value, ("type", *_OF_SCHEMAS), param)
+        return {"json": _schema(value, where, param)}
+    return _plain(value, where, param)
+
+
+def _plain(value: dict[str, Any], where: str, param: str) -> dict[str, Any] | None:
+    kind = value.get("type")
+    if kind == "structural_tag":  # its own keys are checked where it is compiled
+        return {"structural_tag": value}
+    if kind in ("text", "json_object"):
+        check_keys(where, value, ("type",), param)
+        return {"json_object": True} if kind == "json_object" else None
+    raise bad_request(f"{where}.type must be text, json_object or json_schema, not {shown(kind)}", param)
+
+
+def _schema(value: dict[str, Any], where: str, param: str) -> Any:
+    schema = value.get("schema")
+    if not isinstance(schema, (dict, bool)):
+        raise bad_request(f"{where}.schema must be a JSON schema, not {shown(schema)}", param)
+    return schema
+
+
+_READERS = {
+    "structured_outputs": _structured_outputs,
+    "response_format": _response_format,
+    "text": _text,
+    "output_config": _output_config,
+    "output_format": _output_format,
+}

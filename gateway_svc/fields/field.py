@@ -1,0 +1,153 @@
+"""The fields of a request: what each is, and what becomes of it.
+
+One table for each API drives the checks, the pages of docs/openai.md and the tests, so that no field is ignored in
+silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from cadenza_common.spelling import suggestion
+from gateway_svc.http.errors import ApiError, bad_request
+
+_MAX_SHOWN = 80
+_MAX_NAME = 64
+
+
+class Use(Enum):
+    """What becomes of a field."""
+
+    HONOURED = "honoured"
+    ACCEPTED = "accepted, without effect"
+    """It asks for nothing that would change the answer."""
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a request."""
+
+    name: str
+    kind: str
+    """A key of KINDS."""
+    use: Use
+    ours: str
+    """What it does here; for one that is refused, why."""
+    theirs: str = ""
+    """What vLLM's differs in; empty: the same."""
+    neutral: tuple[Any, ...] = ()
+    """Of a refused field: values that ask for nothing, and are accepted."""
+
+
+def honoured(name: str, kind: str, ours: str, theirs: str = "") -> Field:
+    """A field that does what it says."""
+    return Field(name, kind, Use.HONOURED, ours, theirs)
+
+
+def accepted(name: str, kind: str, ours: str, theirs: str = "") -> Field:
+    """A field that asks for nothing here."""
+    return Field(name, kind, Use.ACCEPTED, ours, theirs)
+
+
+def refused(name: str, ours: str, theirs: str = "", neutral: tuple[Any, ...] = ()) -> Field:
+    """A field that nobody here can honour."""
+    return Field(name, "any", Use.REFUSED, ours, theirs, neutral)
+
+
+def by_name(*parts: Sequence[Field]) -> dict[str, Field]:
+    """The table of an API; of two fields with one name the later one is used."""
+    return {field.name: field for part in parts for field in part}
+
+
+def read_fields(table: Mapping[str, Field], body: Mapping[str, Any]) -> dict[str, Any]:
+    """The honoured fields of a request that are given; null is as if absent.
+
+    Raises ApiError for unknown and refused fields, and for values of a wrong type.
+    """
+    values: dict[str, Any] = {}
+    for name, value in body.items():
+        field = table.get(name)
+        if field is None:
+            known = [each.name for each in table.values() if each.use is not Use.REFUSED]
+            raise bad_request(
+                f"{shown(name)}: there is no such field{suggestion(name[:_MAX_NAME], known)}", name[:_MAX_NAME]
+            )
+        if value is None:
+            continue
+        if field.use is Use.REFUSED:
+            if not any(value == each and type(value) is type(each) for each in field.neutral):
+                raise bad_request(f"{name} is not supported: {field.ours}", name)
+            continue
+        check_kind(name, field.kind, value)
+        if field.use is Use.HONOURED:
+            values[name] = value
+    return values
+
+
+def check_keys(where: str, value: Mapping[str, Any], known: Sequence[str], param: str) -> None:
+    """Raise ApiError for keys of an object within a field that are not known; null is as if absent."""
+    for name, inner in value.items():
+        if name not in known and inner is not None:
+            hint = suggestion(name[:_MAX_NAME], known)
+            raise bad_request(f"{where}.{name[:_MAX_NAME]!a}: there is no such field{hint}", param)
+
+
+def check_kind(name: str, kind: str, value: Any) -> None:
+    """Raise ApiError unless a value is of a kind."""
+    if not KINDS[kind](value):
+        raise wrong_value(name, f"must be {kind}", value)
+
+
+def wrong_value(name: str, why: str, value: Any) -> ApiError:
+    """The error of a value."""
+    return bad_request(f"{name} {why}, not {shown(value)}", name)
+
+
+def shown(value: Any) -> str:
+    """A value for a message, shortened."""
+    if isinstance(value, list | dict):  # they may be long, and nested as deeply as JSON can be
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = ascii(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_integer, value))
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "any": lambda value: True,
+    "a string": lambda value: isinstance(value, str),
+    "an integer": _is_integer,
+    "a number": _is_number,
+    "a boolean": lambda value: isinstance(value, bool),
+    "an object": lambda value: isinstance(value, dict),
+    "an object of strings": _is_record,
+    "a list": lambda value: isinstance(value, list),
+    "a list of strings": _is_strings,
+    "a list of integers": _is_integers,
+    "a string or a list of strings": lambda value: isinstance(value, str) or _is_strings(value),
+    "a string or an object": lambda value: isinstance(value, (str, dict)),
+    "a string or a list": lambda value: isinstance(value, (str, list)),
+}

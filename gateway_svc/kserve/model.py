@@ -1,0 +1,98 @@
+"""The one model in KServe's words: its tensors, with the names that Triton's vLLM backend gives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cadenza import __version__
+from gateway_svc.dialects import inference_pb2 as pb
+
+VERSION = "1"
+"""Of the model: there is one."""
+BACKEND = "vllm"
+"""Clients look whether the names below are meant by it."""
+PLATFORM = "cadenza"
+_TYPES = {
+    "BYTES": pb.TYPE_STRING,
+    "BOOL": pb.TYPE_BOOL,
+    "FP32": pb.TYPE_FP32,
+    "UINT32": pb.TYPE_UINT32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An input or an output."""
+
+    name: str
+    kind: str
+    """Its data type, as tensors have it."""
+    length: int = 1
+    """-1: any."""
+    is_optional: bool = False
+
+
+INPUTS = (
+    Tensor("text_input", "BYTES"),
+    Tensor("stream", "BOOL", is_optional=True),
+    Tensor("sampling_parameters", "BYTES", is_optional=True),
+    Tensor("exclude_input_in_output", "BOOL", is_optional=True),
+    Tensor("return_finish_reason", "BOOL", is_optional=True),
+    Tensor("return_cumulative_logprob", "BOOL", is_optional=True),
+    Tensor("return_logprobs", "BOOL", is_optional=True),
+    Tensor("return_num_input_tokens", "BOOL", is_optional=True),
+    Tensor("return_num_output_tokens", "BOOL", is_optional=True),
+)
+"""Without `image` and `embedding_request`: the model has text alone, and generates."""
+OUTPUTS = (
+    Tensor("text_output", "BYTES", -1),
+    Tensor("finish_reason", "BYTES", -1),
+    Tensor("cumulative_logprob", "FP32", -1),
+    Tensor("logprobs", "BYTES", -1),
+    Tensor("num_input_tokens", "UINT32"),
+    Tensor("num_output_tokens", "UINT32", -1),
+)
+INPUT_KINDS = {tensor.name: tensor.kind for tensor in INPUTS}
+OUTPUT_KINDS = {tensor.name: tensor.kind for tensor in OUTPUTS}
+
+
+def server_metadata() -> pb.ServerMetadataResponse:
+    """The server's name, version and extensions."""
+    return pb.ServerMetadataResponse(
+        name="cadenza", version=__version__, extensions=["model_configuration", "statistics", "model_repository"]
+    )
+
+
+def model_metadata(name: str) -> pb.ModelMetadataResponse:
+    """The model's tensors."""
+
+    def described(tensor: Tensor) -> pb.ModelMetadataResponse.TensorMetadata:
+        return pb.ModelMetadataResponse.TensorMetadata(name=tensor.name, datatype=tensor.kind, shape=[tensor.length])
+
+    return pb.ModelMetadataResponse(
+        name=name,
+        versions=[VERSION],
+        platform=PLATFORM,
+        inputs=map(described, INPUTS),
+        outputs=map(described, OUTPUTS),
+    )
+
+
+def model_config(name: str) -> pb.ModelConfigResponse:
+    """The same as a configuration of Triton's: decoupled, and not batched by the server."""
+    inputs = [
+        pb.ModelInput(name=each.name, data_type=_TYPES[each.kind], dims=[each.length], optional=each.is_optional)
+        for each in INPUTS
+    ]
+    outputs = [pb.ModelOutput(name=each.name, data_type=_TYPES[each.kind], dims=[each.length]) for each in OUTPUTS]
+    return pb.ModelConfigResponse(
+        config=pb.ModelConfig(
+            name=name,
+            platform=PLATFORM,
+            backend=BACKEND,
+            max_batch_size=0,
+            input=inputs,
+            output=outputs,
+            model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
+        )
+    )

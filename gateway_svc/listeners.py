@@ -1,0 +1,96 @@
+"""The listeners of a gateway: HTTP, and each gRPC dialect at an address of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import grpc
+
+from gateway_svc.http_listener import HttpListener
+from gateway_svc.rpc.listener import RpcListener, rpc_credentials
+from gateway_svc.state import State
+
+
+def _kserve(state: State) -> RpcListener:
+    from gateway_svc.dialects.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server as add
+    from gateway_svc.kserve.servicer import SERVICE, InferenceServicer
+
+    return RpcListener(SERVICE, partial(add, InferenceServicer(state)))
+
+
+def _vllm(state: State) -> RpcListener:
+    from gateway_svc.dialects.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server as add
+    from gateway_svc.vllm.servicer import SERVICE, EngineServicer
+
+    return RpcListener(SERVICE, partial(add, EngineServicer(state)))
+
+
+_DIALECTS: Mapping[str, Callable[[State], RpcListener]] = {"kserve": _kserve, "vllm_grpc": _vllm}
+
+
+class Listeners:
+    """Serve from `start` on, with the connection to the scheduler, until `close`."""
+
+    def __init__(self, state: State) -> None:
+        """Raises OptionError for files of TLS."""
+        self._state = state
+        self._places = state.config.listeners
+        self._http = HttpListener(state) if "http" in self._places else None
+        self._credentials: grpc.ServerCredentials | None = rpc_credentials(state.config)
+        self._rpc: dict[str, RpcListener] = {}
+        self._following: asyncio.Task[None] | None = None
+        self.addresses: dict[str, str] = {}
+        """By option, HTTP first."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Where each listens, for the log."""
+        schemes = ("https", "grpcs") if self._state.config.http_tls_cert else ("http", "grpc")
+        return [
+            f"{schemes[0]}://{address}" if name == "http" else f"{schemes[1]}://{address} ({name.replace('_', '-')})"
+            for name, address in self.addresses.items()
+        ]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of HTTP, as they were added."""
+        return () if self._http is None else self._http.paths
+
+    async def start(self) -> dict[str, str]:
+        """Listen; returns the addresses. Raises OSError, after which `close` is still to be called."""
+        self._state.link.start()
+        for name, place in self._places.items():
+            if self._http is not None and name == "http":
+                self.addresses[name] = await self._http.start(place)
+                continue
+            self._rpc[name] = _DIALECTS[name](self._state)
+            self.addresses[name] = await self._rpc[name].start(place, self._credentials)
+        self._following = asyncio.create_task(self._follow(), name="gateway-health")
+        return self.addresses
+
+    async def refuse(self) -> None:
+        """Take no new connections, and say that nothing is served; what runs goes on."""
+        if self._http is not None:
+            await self._http.refuse()
+        for each in self._rpc.values():
+            each.health.stop()
+
+    async def close(self) -> None:
+        """End what runs, and the connection to the scheduler."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await asyncio.gather(*(each.stop() for each in self._rpc.values()))
+        if self._http is not None:
+            await self._http.close()
+        await self._state.link.close()
+
+    async def _follow(self) -> None:
+        """Show the scheduler's health as that of the dialects."""
+        while True:
+            serving = self._state.link.is_serving
+            for each in self._rpc.values():
+                each.health.set(serving)
+            await self._state.link.serving_changed()

@@ -1,0 +1,101 @@
+"""What holds for all paths: errors in the API's shape, keys, cross-origin calls, limits and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from cadenza.errors import CadenzaError
+from gateway_svc.fields.tables import RENAMED
+from gateway_svc.http.errors import ApiError, anthropic_body, api_error, openai_body, too_large
+from gateway_svc.http.reading import ANSWER_HEADERS
+from gateway_svc.http.sending import SlowReaderError, send_whole
+from gateway_svc.state import STATE
+
+_LOG = logging.getLogger(__name__)
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_ANTHROPIC = "/v1/messages"
+_MAX_ID = 128
+
+
+@web.middleware
+async def answers(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Answer every error in the shape of the request's API, and count the request."""
+    state = request.app[STATE]
+    began = time.perf_counter()
+    state.counts.began()
+    given = request.headers.get("X-Request-ID", "")
+    request_id = given if 0 < len(given) <= _MAX_ID and given.isprintable() and given.isascii() else uuid.uuid4().hex
+    request[ANSWER_HEADERS] = {"X-Request-ID": request_id, **state.cors.headers(request)}
+    if request.path.startswith(_ANTHROPIC):
+        request[ANSWER_HEADERS]["request-id"] = request_id  # where Anthropic's clients look for it
+    status = 499  # the client has gone
+    try:
+        response = await _answered(request, handler)
+        if isinstance(response, web.Response):
+            response = await send_whole(request, response, state.config.http_write_timeout_s)
+        status = response.status
+        return response
+    except SlowReaderError:
+        state.counts.num_slow_readers += 1
+        raise
+    finally:
+        path = _route_of(request)
+        state.counts.ended(path, status, time.perf_counter() - began)
+        if status >= 500:
+            _LOG.warning("%s %s: %d", request.method, path, status, extra={"request_id": request_id})
+
+
+async def _answered(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    state = request.app[STATE]
+    try:
+        await state.check_site(request)
+        if request.method == "OPTIONS":
+            response: web.StreamResponse = state.cors.preflight(request)
+        else:
+            response = await handler(request)
+    except ApiError as error:
+        response = error_response(request, error)
+    except CadenzaError as error:
+        params = {"adapter": "model", **RENAMED.get(request.path, {})}
+        response = error_response(request, api_error(error, params))
+    except web.HTTPRequestEntityTooLarge:
+        response = error_response(request, too_large(state.max_body_bytes))
+    except web.HTTPNotFound:
+        response = error_response(request, ApiError(404, f"there is no {request.path[:200]}", code="unknown_path"))
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        response = error_response(request, ApiError(405, f"{request.path[:200]} takes {allowed}"))
+        response.headers["Allow"] = allowed
+    except web.HTTPException as error:
+        response = error_response(request, ApiError(error.status, error.reason))
+    except (ConnectionError, SlowReaderError, asyncio.CancelledError):
+        raise
+    except Exception:
+        _LOG.exception("%s %s failed", request.method, request.path)
+        response = error_response(request, ApiError(500, "the gateway failed; its log has the reason"))
+    if not response.prepared:
+        response.headers.update(request[ANSWER_HEADERS])
+    return response
+
+
+def error_response(request: web.Request, error: ApiError) -> web.Response:
+    """An error as the API of the request's path has it."""
+    body: dict[str, Any]
+    if request.path.startswith(_ANTHROPIC):
+        body = anthropic_body(error) | {"request_id": request[ANSWER_HEADERS]["X-Request-ID"]}
+    else:
+        body = openai_body(error)
+    return web.json_response(body, status=error.status, headers=error.headers)
+
+
+def _route_of(request: web.Request) -> str:
+    """The path as it was added, so that no client can make counts of its own."""
+    resource = request.match_info.route.resource
+    return "other" if resource is None else resource.canonical

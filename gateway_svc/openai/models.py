@@ -1,0 +1,90 @@
+"""GET /v1/models, and vLLM's calls about adapters."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from aiohttp import web
+
+from cadenza.errors import FailedPreconditionError, PermissionDeniedError, UnsupportedError
+from gateway_svc.fields.field import read_fields
+from gateway_svc.fields.sampling import require, utf8
+from gateway_svc.fields.tables import LOAD_ADAPTER, UNLOAD_ADAPTER
+from gateway_svc.http.errors import ApiError
+from gateway_svc.http.reading import api_key, read_object
+from gateway_svc.models import unknown_model
+from gateway_svc.scheduler.caller import Caller
+from gateway_svc.state import STATE, State
+
+_STARTED = int(time.time())
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """The model by its names, and the adapters that the caller may see."""
+    state = request.app[STATE]
+    caller = await state.caller(request)
+    return web.json_response({"object": "list", "data": await _models(state, caller)})
+
+
+async def show_model(request: web.Request) -> web.Response:
+    """One of them."""
+    state = request.app[STATE]
+    caller = await state.caller(request)
+    name = request.match_info["name"]
+    for model in await _models(state, caller):
+        if model["id"] == name:
+            return web.json_response(model)
+    raise unknown_model(name)
+
+
+async def _models(state: State, caller: Caller) -> list[dict[str, Any]]:
+    info = await caller.model()
+    names = state.names.of_model(info)
+    models = [_model(name, info.model, None, info.max_model_len) for name in names]
+    try:
+        adapters = await caller.adapters()
+    except (PermissionDeniedError, UnsupportedError, FailedPreconditionError):
+        adapters = []  # the caller may use some, and see none
+    return models + [_model(each.name, each.path, names[0], info.max_model_len) for each in adapters]
+
+
+def _model(name: str, root: str, parent: str | None, max_model_len: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "cadenza",
+        "root": root,
+        "parent": parent,
+        "max_model_len": max_model_len,
+        "permission": [],
+    }
+
+
+async def load_adapter(request: web.Request) -> web.Response:
+    """Give an adapter's folder a name."""
+    caller = _admin(request)
+    values = read_fields(LOAD_ADAPTER, await read_object(request))
+    name = utf8(require(values, "lora_name"), "lora_name")
+    await caller.load_adapter(name, utf8(require(values, "lora_path"), "lora_path"))
+    return web.Response(text=f"Success: LoRA adapter {name!a} added successfully.")
+
+
+async def unload_adapter(request: web.Request) -> web.Response:
+    """Take an adapter's name away."""
+    caller = _admin(request)
+    values = read_fields(UNLOAD_ADAPTER, await read_object(request))
+    name = utf8(require(values, "lora_name"), "lora_name")
+    await caller.unload_adapter(name)
+    return web.Response(text=f"Success: LoRA adapter {name!a} removed successfully.")
+
+
+def _admin(request: web.Request) -> Caller:
+    """The gateway itself, for a caller with the admin's key; raises ApiError."""
+    state = request.app[STATE]
+    if state.admin_keys is None:
+        message = f"there is no {request.path}: it needs --http-admin-key-file"
+        raise ApiError(404, message, code="unknown_path")
+    state.admin_keys.check(api_key(request))
+    return state.link.own

@@ -1,0 +1,120 @@
+"""POST /page/chat: a chat of the playground, and what becomes of its request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from cadenza.errors import CadenzaError
+from cadenza.outputs import RequestOutput
+from cadenza.prompts import Prompt
+from cadenza.sampling_params import SamplingParams
+from gateway_svc.http.errors import ApiError, api_error, bad_request, openai_body
+from gateway_svc.http.events import EventStream, data_event
+from gateway_svc.http.reading import read_object
+from gateway_svc.openai.prompts import chat_prompt
+from gateway_svc.page.feed import Feed
+from gateway_svc.page.journey import Journey
+from gateway_svc.scheduler.generation import Generation, Job
+from gateway_svc.scheduler.inbox import Taken
+from gateway_svc.state import STATE
+
+_MAX_TOKENS = 512
+_FIELDS = {"messages", "max_tokens", "temperature", "seed"}
+_RECORD_S = 1.0
+"""How long the record of the end may come after the last token: a fifth of it is between two messages of the watch."""
+
+
+async def chat(request: web.Request, feed: Feed) -> web.StreamResponse:
+    """Stream an answer: text, the request's journey as it grows, and its counts and times at the end."""
+    state = request.app[STATE]
+    caller = await state.generating(request)
+    body = await read_object(request)
+    params = _params(body)
+    info = await caller.model()
+    prompt = _prompt(body.get("messages"), has_template=info.has_chat_template)
+    generation = Generation(caller, Job([prompt], params), is_streamed=True)
+    (request_id,) = generation.request_ids
+    journey = feed.board.follow(request_id)
+    stream = EventStream(request, state.config.http_write_timeout_s)
+    try:
+        async with generation:
+            await stream.write(data_event({"type": "begin", "request_id": request_id}))
+            await _stream(stream, generation, journey, feed)
+            return await stream.end()
+    finally:
+        feed.board.unfollow(request_id)
+
+
+async def _stream(stream: EventStream, generation: Generation, journey: Journey, feed: Feed) -> None:
+    version = 0
+    try:
+        while (taken := await generation.take()) is not None:
+            events = [_text(taken)]
+            if journey.version != version:
+                version = journey.version
+                events.append(data_event(journey.fields()))
+            await stream.write(b"".join(events))
+    except (CadenzaError, ApiError) as error:
+        told = error if isinstance(error, ApiError) else api_error(error)
+        await stream.write(data_event({"type": "error", **openai_body(told)}))
+        return
+    if feed.is_watching:
+        await journey.wait_left(_RECORD_S)
+    (result,) = generation.totals()
+    await stream.write(data_event(journey.fields()) + data_event(_end(result)))
+
+
+def _text(taken: Taken) -> bytes:
+    samples = [sample for _, delta in taken for sample in delta.outputs]
+    text = "".join(sample.text for sample in samples)
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    return data_event({"type": "text", "text": text, "tokens": num_tokens}) if num_tokens or text else b""
+
+
+def _end(result: RequestOutput) -> dict[str, Any]:
+    sample, metrics = result.outputs[0], result.metrics
+    end: dict[str, Any] = {"type": "end", "finish": sample.finish_detail or sample.finish_reason}
+    if metrics is not None:
+        end |= {
+            "prompt_tokens": metrics.num_prompt_tokens,
+            "cached_tokens": metrics.num_cached_tokens,
+            "output_tokens": metrics.num_completion_tokens,
+            "preemptions": metrics.num_preemptions,
+            "queue_s": round(metrics.queue_s, 4),
+            "first_token_s": round(metrics.first_token_s, 4),
+            "total_s": round(metrics.total_s, 4),
+        }
+    return end
+
+
+def _params(body: Mapping[str, Any]) -> SamplingParams:
+    unknown = sorted(body.keys() - _FIELDS)
+    if unknown:
+        raise bad_request("there is no such field", unknown[0])
+    max_tokens, temperature = body.get("max_tokens", 128), body.get("temperature", 0.7)
+    if not _is_number(max_tokens, int) or not 1 <= max_tokens <= _MAX_TOKENS:
+        raise bad_request(f"max_tokens must be 1 to {_MAX_TOKENS}", "max_tokens")
+    if not _is_number(temperature, (int, float)) or not 0 <= temperature <= 2:
+        raise bad_request("temperature must be 0 to 2", "temperature")
+    seed = body.get("seed")
+    if seed is not None and not (_is_number(seed, int) and 0 <= seed < 2**64):
+        raise bad_request("seed must be 0 to 2^64 - 1", "seed")
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _prompt(messages: object, *, has_template: bool) -> Prompt:
+    """The prompt; without a chat template, the last message's text."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise bad_request("messages must be a list with a message", "messages")
+    prompt = chat_prompt(messages, {})
+    if has_template:
+        return prompt
+    assert prompt.messages is not None
+    return Prompt(text=prompt.messages[-1].content or "")

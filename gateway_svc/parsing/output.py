@@ -1,0 +1,219 @@
+"""Reads an output of the model: its thought, its content and its tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from cadenza.outputs import CompletionOutput
+from gateway_svc.parsing.bare_json import BareJsonParser
+from gateway_svc.parsing.calls import CallParser, shown_of
+from gateway_svc.parsing.formats import Formats
+from gateway_svc.parsing.hermes import HermesParser
+from gateway_svc.parsing.mistral import MistralParser
+from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Part, Piece, Role, Thought
+from gateway_svc.parsing.pieces import PieceReader
+from gateway_svc.parsing.pythonic import PythonicParser
+from gateway_svc.parsing.qwen_coder import ArgumentKinds, QwenCoderParser
+from gateway_svc.parsing.reasoning import Opening, ReasoningSplitter, opening_of_ids
+from gateway_svc.parsing.token_owners import TokenOwners
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the outputs of one request are read."""
+
+    formats: Formats = field(default_factory=Formats)
+    tools: tuple[str, ...] = ()
+    """Names of the tools that may be called; empty: calls are text."""
+    skips_special: bool = True
+    """Whether texts are without special tokens."""
+    opening: Opening | None = None
+    """How the prompt ends; None: its token ids say."""
+    is_parallel: bool = True
+    """Whether calls behind the first one count; otherwise they are left out."""
+    kinds: ArgumentKinds = field(default_factory=dict)
+    """What arguments are, for formats whose text does not say."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether outputs are content as they are."""
+        return self.formats.reasoning is None and not self.has_calls
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there may be calls."""
+        return bool(self.tools) and self.formats.tools is not None
+
+    def is_open(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the output begins within a thought."""
+        opening = self.opening
+        if opening is None:
+            start, end = (self.formats.marker(role).token_id for role in (Role.THOUGHT, Role.THOUGHT_END))
+            known = start is not None and end is not None
+            opening = opening_of_ids(prompt_ids, start or 0, end or 0) if known else Opening.MAYBE
+        return opening is Opening.OPEN or (opening is Opening.MAYBE and self.formats.always_thinks)
+
+
+def _call_parser(reading: Reading) -> CallParser | None:
+    if not reading.has_calls:
+        return None
+    names: Collection[str] = frozenset(reading.tools)
+    match reading.formats.tools:
+        case "hermes":
+            return HermesParser()
+        case "llama3_json":
+            return BareJsonParser(names)
+        case "pythonic":
+            return PythonicParser(names)
+        case "qwen3_coder":
+            return QwenCoderParser(reading.kinds)
+        case _:
+            return MistralParser()
+
+
+class OutputParser:
+    """Reads one output, in deltas of any size: joined, its parts are the same for every cut."""
+
+    def __init__(self, reading: Reading, prompt_ids: Sequence[int], *, with_tokens: bool = False) -> None:
+        """prompt_ids: the prompt's token ids, of which the last ones say whether a thought is open.
+
+        with_tokens: whether content says which tokens made it.
+        """
+        formats = reading.formats
+        markers = [*formats.reasoning_markers, *(formats.tool_markers if reading.has_calls else ())]
+        self._reader = PieceReader(markers, skips_special=reading.skips_special)
+        self._thought = (
+            None
+            if formats.reasoning is None
+            else ReasoningSplitter(is_open=reading.is_open(prompt_ids), is_past=reading.opening is Opening.ANSWERING)
+        )
+        self._calls = _call_parser(reading)
+        self._is_parallel = reading.is_parallel
+        self._owners = TokenOwners(self._reader.text_ends) if with_tokens else None
+        self.has_calls = False
+        """Whether there has been a call."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the thought so far, with its markers."""
+        if self._thought is None:
+            return 0
+        known = self._thought.num_tokens
+        return self._reader.num_tokens if known is None else known
+
+    def feed(self, delta: CompletionOutput) -> list[Part]:
+        """Take the next delta, which may be the last one; returns the parts that are certain now."""
+        pieces = self._reader.feed(delta.text, delta.token_ids, delta.text_ends)
+        if delta.finished():
+            pieces += self._reader.finish()
+        parts: list[Part] = []
+        for piece in pieces:
+            for each in (piece,) if self._owners is None else self._owners.split(piece):
+                self._take(each, parts)
+        if delta.finished():
+            for rest in () if self._thought is None else self._thought.finish():
+                self._answer(rest, parts)
+            if self._calls is not None:
+                self._add_all(self._calls.finish(is_cut=delta.finish_reason != "stop"), parts)
+        return _joined(parts)
+
+    def tokens_behind(self) -> tuple[int, ...]:
+        """Tokens behind the text of an output that has ended, of which no part says that they made it."""
+        return () if self._owners is None else self._owners.rest()
+
+    def _take(self, piece: Piece, parts: list[Part]) -> None:
+        for each in (piece,) if self._thought is None else self._thought.feed(piece):
+            if isinstance(each, Thought):
+                self._add(each, parts)
+            else:
+                self._answer(each, parts)
+
+    def _answer(self, piece: Piece, parts: list[Part]) -> None:
+        if self._calls is not None:
+            self._add_all(self._calls.feed(piece), parts)
+        elif text := shown_of(piece):
+            self._add(Content(text), parts)
+
+    def _add_all(self, found: Iterator[Part], parts: list[Part]) -> None:
+        for part in found:
+            if isinstance(part, CallBegin | CallArguments) and part.index and not self._is_parallel:
+                continue
+            self.has_calls = self.has_calls or isinstance(part, CallBegin)
+            self._add(part, parts)
+
+    def _add(self, part: Part, parts: list[Part]) -> None:
+        if self._owners is None:
+            parts.append(part)
+        elif isinstance(part, Content):
+            parts.append(Content(part.text, self._owners.of_content(part.text)))
+        else:
+            self._owners.of_others()
+            parts.append(part)
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """The parts, each joined with those that go on with it."""
+    found: list[Part] = []
+    for _, group in groupby(parts, _key):
+        first, *others = group
+        if not others or isinstance(first, CallBegin):
+            found += [first, *others]
+            continue
+        same = [first, *others]
+        text = "".join(part.text for part in same if not isinstance(part, CallBegin))
+        match first:
+            case Thought():
+                found.append(Thought(text))
+            case Content():
+                tokens = [token for part in same if isinstance(part, Content) for token in part.tokens]
+                found.append(Content(text, tuple(tokens)))
+            case CallArguments(index):
+                found.append(CallArguments(index, text))
+    return found
+
+
+def _key(part: Part) -> tuple[type[Part], int]:
+    return type(part), part.index if isinstance(part, CallBegin | CallArguments) else 0
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a tool."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Message:
+    """What the parts of an output come to."""
+
+    thought: str | None = None
+    content: str | None = None
+    calls: list[Call] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
+
+    def add(self, parts: Sequence[Part]) -> None:
+        """Add the next parts."""
+        for part in parts:
+            match part:
+                case Thought(text):
+                    self.thought = (self.thought or "") + text
+                case Content(text):
+                    self.content = (self.content or "") + text
+                case CallBegin(_, name):
+                    self.calls.append(Call(name))
+                case CallArguments(index, text):
+                    self.calls[index].arguments += text
+
+
+def read_output(reading: Reading, output: CompletionOutput, prompt_ids: Sequence[int]) -> Message:
+    """Read a whole output."""
+    if reading.is_plain:
+        return Message(content=output.text)
+    parser, message = OutputParser(reading, prompt_ids), Message()
+    message.add(parser.feed(output))
+    message.num_reasoning_tokens = parser.num_reasoning_tokens
+    return message

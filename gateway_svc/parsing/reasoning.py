@@ -1,0 +1,127 @@
+"""Splits the reasoning off: the text between the markers of a thought, before the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+from gateway_svc.parsing.parts import Mark, Piece, Role, Thought
+
+
+class _State(Enum):
+    BEFORE = "before"
+    OPEN = "open"
+    DONE = "done"
+
+
+class ReasoningSplitter:
+    """Takes the thought out of the pieces of one output.
+
+    It is there if the prompt has opened it, or if the output begins with its marker. A marker behind it is text.
+    """
+
+    def __init__(self, *, is_open: bool, is_past: bool = False) -> None:
+        """is_open: whether the prompt ends within a thought; is_past: whether it ends within the answer behind one."""
+        self._state = _State.OPEN if is_open else _State.DONE if is_past else _State.BEFORE
+        self._held = ""
+        """Whitespace that the output begins with."""
+        self._has_text = False
+        self.num_tokens: int | None = 0
+        """Tokens of the thought, with its markers; None: all so far, as it has not ended."""
+        if is_open:
+            self.num_tokens = None
+
+    def feed(self, piece: Piece) -> Iterator[Thought | Piece]:
+        """Take one piece; gives the thought's text, and pieces of the answer."""
+        match self._state:
+            case _State.BEFORE:
+                yield from self._before(piece)
+            case _State.OPEN:
+                yield from self._open(piece)
+            case _State.DONE:
+                yield from _as_text(piece)
+
+    def finish(self) -> Iterator[Piece]:
+        """Give the rest."""
+        if self._held:
+            yield self._held
+
+    def _before(self, piece: Piece) -> Iterator[Thought | Piece]:
+        if isinstance(piece, Mark) and piece.role is Role.THOUGHT:
+            self._state, self._held, self.num_tokens = _State.OPEN, "", None
+            return
+        if isinstance(piece, str) and not piece.strip():
+            self._held += piece
+            return
+        self._state, held, self._held = _State.DONE, self._held, ""
+        if isinstance(piece, str):
+            yield held + piece
+        else:
+            if held:
+                yield held
+            yield from _as_text(piece)
+
+    def _open(self, piece: Piece) -> Iterator[Thought | Piece]:
+        if isinstance(piece, Mark):
+            if piece.role is Role.THOUGHT_END:
+                self._state, self.num_tokens = _State.DONE, piece.num_tokens
+                return
+            if piece.role is Role.THOUGHT and not self._has_text:  # the prompt has it too
+                return
+        text = piece.shown if isinstance(piece, Mark) else piece
+        self._has_text = self._has_text or bool(text.strip())
+        if text:
+            yield Thought(text)
+
+
+def _as_text(piece: Piece) -> Iterator[Piece]:
+    """A piece of the answer, in which markers of thoughts are text."""
+    if isinstance(piece, Mark) and piece.role in (Role.THOUGHT, Role.THOUGHT_END):
+        if piece.shown:
+            yield piece.shown
+    else:
+        yield piece
+
+
+class Opening(Enum):
+    """How a prompt ends."""
+
+    OPEN = "within a thought"
+    CLOSED = "behind a thought that is empty"
+    MAYBE = "without either: the output may begin with a thought"
+    ANSWERING = "within an answer, which the output continues"
+
+    @property
+    def is_past(self) -> bool:
+        """Whether a thought, if there is one, has ended."""
+        return self in (Opening.CLOSED, Opening.ANSWERING)
+
+
+def opening_of_ids(prompt_ids: Sequence[int], start: int, end: int) -> Opening:
+    """How a prompt ends, by the tokens of a thought's markers. Line breaks may follow them, in tokens of their own."""
+    for token_id in reversed(prompt_ids[-3:]):
+        if token_id == end:
+            return Opening.CLOSED
+        if token_id == start:
+            return Opening.OPEN
+    return Opening.MAYBE
+
+
+def opening_of_text(tail: str, start: str, end: str) -> Opening:
+    """The same, by the last text of a prompt."""
+    tail = tail.rstrip()
+    if tail.endswith(end):
+        return Opening.CLOSED
+    return Opening.OPEN if tail.endswith(start) else Opening.MAYBE
+
+
+def opening_of_turn(content: str, start: str, end: str) -> Opening | None:
+    """How a prompt ends whose last message, the assistant's, is continued; None: it has no text, and decides nothing.
+
+    Its thought may be in its text, between the markers, or end there, where the template has opened it.
+    """
+    if end in content:
+        return Opening.ANSWERING
+    if content.lstrip().startswith(start):
+        return Opening.OPEN
+    return Opening.ANSWERING if content.strip() else None

@@ -1,0 +1,116 @@
+"""What all handlers share."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from cadenza.info import ModelInfo
+from gateway_svc.access import PageRights
+from gateway_svc.config import GatewayConfig
+from gateway_svc.http.cors import Cors
+from gateway_svc.http.errors import ApiError
+from gateway_svc.http.keys import KeyFile
+from gateway_svc.http.reading import api_key
+from gateway_svc.http.sites import Sites
+from gateway_svc.metrics import Counts
+from gateway_svc.models import Names
+from gateway_svc.parsing.formats import Formats, find_formats
+from gateway_svc.scheduler.caller import Caller
+from gateway_svc.scheduler.link import SchedulerLink
+
+_LOG = logging.getLogger(__name__)
+_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class State:
+    """Of one gateway."""
+
+    config: GatewayConfig
+    link: SchedulerLink
+    keys: KeyFile | None
+    """Keys of clients, without tenants."""
+    admin_keys: KeyFile | None
+    names: Names
+    cors: Cors
+    sites: Sites
+    page_rights: PageRights
+    counts: Counts = field(default_factory=Counts)
+    is_stopping: bool = False
+    _formats: tuple[ModelInfo, Formats] | None = None
+    """Those of the model that was last asked for."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body."""
+        return int(self.config.http_max_body_mb * 1024 * 1024)
+
+    def formats(self, info: ModelInfo) -> Formats:
+        """How the model writes tool calls and thoughts."""
+        known = self._formats
+        if known is not None and known[0] is info:
+            return known[1]
+        found = find_formats(info, self.config.tool_call_parser, self.config.reasoning_parser)
+        if known is None or known[1] != found:
+            _LOG.info(
+                "%s: tool calls are read as %s, thoughts as %s",
+                info.model,
+                found.tools or "text (none)",
+                found.reasoning or "text (none)",
+            )
+        self._formats = info, found
+        return found
+
+    async def check_site(self, request: web.Request) -> None:
+        """Raise the ApiError of a request that a page of another site can have made, where nothing else is asked for.
+
+        Loopback without keys trusts every program of this machine, and a browser is one. Raises UnavailableError while
+        nobody can say whether keys are asked for.
+        """
+        refusal = self.sites.refusal(request)
+        if refusal is not None and self.sites.is_local and self.keys is None and not await self.link.has_tenants():
+            raise refusal
+
+    async def caller(self, request: web.Request) -> Caller:
+        """Who a request is from; raises ApiError and CadenzaError."""
+        return await self.caller_with(api_key(request))
+
+    async def caller_with(self, key: str | None) -> Caller:
+        """Who has a key; raises ApiError and CadenzaError."""
+        if self.keys is not None:
+            self.keys.check(key)
+        return await self.link.caller(key)
+
+    async def watcher_with(self, key: str | None) -> Caller:
+        """Who may see, and empty, the caches that all share; raises as `caller_with`.
+
+        Where clients need keys of the gateway's, a key of its admins; of tenants the scheduler knows the admins.
+        """
+        if self.keys is None:
+            return await self.caller_with(key)
+        if self.admin_keys is not None and self.admin_keys.holds(key):
+            return self.link.own
+        self.keys.check(key)
+        raise ApiError(403, "what the caches hold is for a key of --http-admin-key-file")
+
+    async def generating(self, request: web.Request) -> Caller:
+        """The same for a request that generates: raises ApiError while none can be served."""
+        return await self.generating_with(api_key(request))
+
+    async def generating_with(self, key: str | None) -> Caller:
+        """The same for a key."""
+        if self.is_stopping:
+            raise ApiError(503, "the gateway is stopping", code="unavailable", retry_after_s=_RETRY_S)
+        if self.counts.num_running > self.config.http_max_requests:
+            message = f"{self.config.http_max_requests} requests run, which is the limit (--http-max-requests)"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
+        if self.link.is_away:
+            message = f"the scheduler at {self.link.target} does not serve: it is away, or has no executor"
+            raise ApiError(503, message, code="unavailable", retry_after_s=_RETRY_S)
+        return await self.caller_with(key)
+
+
+STATE = web.AppKey("state", State)

@@ -1,0 +1,56 @@
+"""What a listener has refused: counted always, logged rarely."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from cadenza_common.metrics import listener_counts
+from cadenza_common.metrics.listener_counts import EXECUTOR_REFUSALS, SCHEDULER_REFUSALS, ListenerCounts, Refusal
+
+
+class Peer:
+    def peer(self) -> str:
+        return "ipv6:[::1]:50123"
+
+
+class Lines(logging.Handler):
+    """Collects log lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: asyncio.Queue[str] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.put_nowait(record.getMessage())
+
+
+async def test_a_reason_has_one_line_in_its_interval_however_many_calls_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listener_counts, "LOG_INTERVAL_S", 0.2)
+    counts, handler = ListenerCounts([Refusal.NO_TOKEN, Refusal.LATE_MESSAGE]), Lines()
+    logger = logging.getLogger(listener_counts.__name__)
+    logger.addHandler(handler)
+    try:
+        for _ in range(1000):
+            counts.refuse(Refusal.NO_TOKEN, Peer())
+        counts.refuse(Refusal.UNKNOWN_TOKEN, Peer())
+        assert handler.lines.get_nowait() == "refused a call of ipv6:[::1]: no_token"
+        assert handler.lines.get_nowait() == "refused a call of ipv6:[::1]: unknown_token"
+        assert handler.lines.empty()
+        async with asyncio.timeout(10):
+            more = await handler.lines.get()
+        assert more == "refused 999 more calls within 0.2 s: no_token; the last of ipv6:[::1]"
+    finally:
+        logger.removeHandler(handler)
+    assert counts.refused == {"no_token": 1000, "unknown_token": 1, "late_message": 0}
+    copy = counts.copy()
+    counts.refuse(Refusal.NO_TOKEN, Peer())
+    assert copy.refused["no_token"] == 1000
+
+
+def test_each_reason_belongs_to_a_service() -> None:
+    assert {*SCHEDULER_REFUSALS, *EXECUTOR_REFUSALS} == set(Refusal)

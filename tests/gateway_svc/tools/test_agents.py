@@ -1,0 +1,190 @@
+"""What agents send that no SDK sends by itself: Claude Code on /v1/messages, Codex on /v1/responses.
+
+The shapes are those that others have recorded: https://github.com/vllm-project/vllm/issues/44000,
+https://github.com/vllm-project/vllm/pull/36829 and codex-rs/codex-api/src/common.rs of https://github.com/openai/codex.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gateway_svc.anthropic.blocks import messages_prompt
+from gateway_svc.openai.carried_thoughts import brought_back, carried
+from gateway_svc.openai.response_input import response_prompt
+from gateway_svc.tools.definitions import ToolUse
+from tests.helpers.models.tool_models import call_text
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+USER = {"role": "user", "content": [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]}
+KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+
+def claude_code(mark):
+    """A request of Claude Code's; mark: what it makes anew for each."""
+    billing = f"x-anthropic-billing-header: cc_version=2.1.200; cc_entrypoint=cli; cch={mark};"
+    system = [billing, "You are an agent.", "Be brief, and use the tools that you are given."]
+    return {
+        "model": "toy",
+        "max_tokens": 8,
+        "stream": True,
+        "metadata": {"user_id": "user_1_account__session_2"},
+        "system": [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in system],
+        "messages": [
+            USER,
+            {"role": "ctx", "content": "A note."},
+            {"role": "msg", "content": [{"type": "text", "text": "Go on"}]},
+        ],
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "context_management": KEEP_ALL,
+        "temperature": 1,
+        "tools": [
+            {
+                "name": "Bash",
+                "description": "Runs.",
+                "input_schema": {"$schema": "x", "type": "object", "properties": {}},
+            }
+        ],
+    }
+
+
+async def test_what_claude_code_sends_is_answered(hermes):
+    events = await hermes.events(f"{MESSAGES}?beta=true", claude_code("fa690"), anthropic_version="2023-06-01")
+    assert events[-1]["type"] == "message_stop"
+    no_prompt = ("max_tokens", "stream", "metadata", "temperature")
+    asked = {name: value for name, value in claude_code("eb6c6").items() if name not in no_prompt}
+    counted = await hermes.post(f"{MESSAGES}/count_tokens?beta=true", asked)
+    assert counted == {"input_tokens": events[-2]["usage"]["input_tokens"]}
+
+
+def test_a_mark_that_changes_leaves_the_prompt_as_it_is():
+    assert messages_prompt(claude_code("fa690"), ToolUse()) == messages_prompt(claude_code("eb6c6"), ToolUse())
+    for system in ("x-anthropic-billing-header: a\nBe brief.", "Be brief.", [{"type": "text", "text": "Be brief."}]):
+        prompt = messages_prompt({"system": system, "messages": [USER]}, ToolUse())
+        assert prompt.messages[0].content == "Be brief."
+    (only,) = messages_prompt({"system": "x-anthropic-billing-header: a", "messages": [USER]}, ToolUse()).messages
+    assert only.role == "user"
+
+
+def test_effort_is_an_argument_of_the_template():
+    prompt = messages_prompt(claude_code("0"), ToolUse())
+    assert json.loads(prompt.chat.chat_template_kwargs) == {"reasoning_effort": "high", "enable_thinking": True}
+    system, user = prompt.messages
+    assert (system.role, user.role) == ("system", "user")
+    assert system.content == "You are an agent.Be brief, and use the tools that you are given."
+    assert user.content == "Hello\n\nA note.\n\nGo on", "templates refuse turns that do not alternate"
+
+
+def test_a_thought_that_nobody_can_read_is_left_out():
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "thinking", "thinking": "Well.", "signature": "s"}]
+    messages = [USER, {"role": "assistant", "content": [*blocks, {"type": "text", "text": "Yes"}]}, USER]
+    turn = messages_prompt({"messages": messages}, ToolUse()).messages[1]
+    assert (turn.content, turn.reasoning_content) == ("Yes", "Well.")
+
+
+@pytest.mark.parametrize(
+    "management",
+    [
+        {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        {"edits": [{"type": "clear_thinking_20251015"}]},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 2}}]},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all", "trigger": {}}]},
+        {"edits": "all"},
+        {"edits": ["all"]},
+        {"edit": []},
+    ],
+)
+async def test_edits_of_the_messages_are_refused_by_name(hermes, management):
+    body = {**claude_code("0"), "context_management": management}
+    error = (await hermes.post(MESSAGES, body, 400))["error"]
+    assert "context_management" in error["message"]
+    for nothing in ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]}):
+        await hermes.post(MESSAGES, {**body, "stream": False, "context_management": nothing})
+
+
+def codex(items):
+    """A request of Codex's."""
+    return {
+        "model": "toy",
+        "instructions": "You are an agent.",
+        "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}, *items],
+        "tools": [
+            {"type": "function", "name": "shell", "description": "", "strict": False, "parameters": {"type": "object"}}
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "thread",
+        "client_metadata": {"x-codex-installation-id": "id"},
+        "seed": 1,
+    }
+
+
+async def test_a_thought_comes_back_by_its_encrypted_content_alone(hermes):
+    hermes.script("<think>Well, é.</think>Yes")
+    answer = await hermes.post(RESPONSES, codex([]))
+    thought, message = answer["output"]
+    events = await hermes.events(RESPONSES, codex([]))
+    streamed = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [streamed[0]["content"], streamed[0]["encrypted_content"]] == [
+        thought["content"],
+        thought["encrypted_content"],
+    ]
+    assert streamed[0] == events[-1]["response"]["output"][0]
+    without = await hermes.post(RESPONSES, {**codex([]), "include": []})
+    assert "encrypted_content" not in without["output"][0]
+    sent = {name: thought[name] for name in ("type", "id", "summary", "encrypted_content")}
+    await hermes.post(RESPONSES, codex([sent, message]))
+    for item in (sent, thought, {"type": "reasoning", "summary": [], "content": thought["content"]}):
+        turn = response_prompt(codex([item, message]), ToolUse()).messages[-1]
+        assert (turn.role, turn.reasoning_content, turn.content) == ("assistant", "Well, é.", "Yes")
+
+
+@pytest.mark.parametrize("given", ["gAAAA", "cadenza:%", "cadenza:/w==", "cadenza:é", 5])
+async def test_a_thought_of_another_server_is_refused_by_name(hermes, given):
+    item = {"type": "reasoning", "summary": [], "encrypted_content": given}
+    error = (await hermes.post(RESPONSES, codex([item]), 400))["error"]
+    assert error["param"] == "input"
+    assert "input[1].encrypted_content" in error["message"]
+
+
+@pytest.mark.parametrize("thought", ["", "a", "é\n\x00天"])
+def test_what_is_carried_is_brought_back(thought):
+    assert brought_back(carried(thought)) == thought
+
+
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+ANSWER = f"<think>Well.</think>I look. {call_text('f', {'a': 1})}"
+
+
+async def test_an_answer_is_sent_back_as_it_is_by_a_chat(hermes):
+    hermes.script(ANSWER)
+    body = {"messages": [USER], "tools": [{"type": "function", "function": TOOL}]}
+    message = (await hermes.post("/v1/chat/completions", body))["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}
+    again = await hermes.post("/v1/chat/completions", {**body, "messages": [USER, message, result]})
+    assert again["choices"][0]["message"]["reasoning"] == "Well."
+
+
+async def test_an_answer_is_sent_back_as_it_is_by_a_response(hermes):
+    hermes.script(ANSWER)
+    body = {"input": [{"role": "user", "content": "Hello"}], "tools": [{"type": "function", **TOOL}]}
+    output = (await hermes.post(RESPONSES, body))["output"]
+    result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "1"}
+    again = await hermes.post(RESPONSES, {**body, "input": [*body["input"], *output, result]})
+    assert [item["type"] for item in again["output"]] == ["reasoning", "message", "function_call"]
+
+
+async def test_an_answer_is_sent_back_as_it_is_by_a_message(hermes):
+    hermes.script(ANSWER)
+    tool = {"name": "f", "input_schema": TOOL["parameters"]}
+    body = {"model": "toy", "max_tokens": 200, "messages": [USER], "tools": [tool], "thinking": {"type": "adaptive"}}
+    content = (await hermes.post(MESSAGES, body))["content"]
+    result = {"type": "tool_result", "tool_use_id": content[-1]["id"], "content": "1"}
+    turns = [USER, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+    again = await hermes.post(MESSAGES, {**body, "messages": turns})
+    assert [block["type"] for block in again["content"]] == ["thinking", "text", "tool_use"]

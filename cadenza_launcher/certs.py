@@ -1,4 +1,4 @@
-"""A development certificate authority: `cadenza certs DIR`, or `python -m cadenza_launcher.certs DIR` without the command line.
+"""A development certificate authority: `cadenza certs DIR`, or `python -m cadenza_launcher.certs DIR`.
 
 It writes one folder for each party, so that a machine or a container gets its own key and no other:
 

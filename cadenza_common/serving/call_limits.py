@@ -1,8 +1,8 @@
 """What one peer may take of a service before its requests are known: calls, metadata, unfinished messages.
 
 gRPC's own limits are among the options in `cadenza_common.wire.transport`. These fill the gaps that measurements have
-shown (docs/security.md): a peer that never confirms the server's settings may send 16 MB of metadata with each call; half a
-message is kept for as long as its call stays open.
+shown (docs/security.md): a peer that never confirms the server's settings may send 16 MB of metadata with each call;
+half a message is kept for as long as its call stays open.
 """
 
 from __future__ import annotations

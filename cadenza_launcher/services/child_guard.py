@@ -1,8 +1,8 @@
 """Runs a service as `python -m` would, and ends it when its parent process has died.
 
-`python -m cadenza_launcher.services.child_guard -m executor_svc --model …`: the parent holds the other end of standard input
-and never writes to it; end of file means that the parent has died, for any reason. (PR_SET_PDEATHSIG does not work for
-this: it fires when the parent's *thread* ends.)
+`python -m cadenza_launcher.services.child_guard -m executor_svc --model …`: the parent holds the other end of standard
+input and never writes to it; end of file means that the parent has died, for any reason. (PR_SET_PDEATHSIG does not
+work for this: it fires when the parent's *thread* ends.)
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m tests.helpers.forks.server FD PADDING
 
 It reads requests from the Unix socket FD, one after the other (`Request`, as JSON behind its length, with standard
-input, output and error as descriptors), and answers each with a process id. The process runs the module as `python -m` would.
-It is a child of who asked: it is forked twice, and the kernel gives an orphan to the nearest ancestor that takes them
-(PR_SET_CHILD_SUBREAPER, prctl(2)), which who asked is for that moment. So signals, waiting and its death are as always.
+input, output and error as descriptors), and answers each with a process id. The process runs the module as `python -m`
+would. It is a child of who asked: it is forked twice, and the kernel gives an orphan to the nearest ancestor that takes
+them (PR_SET_CHILD_SUBREAPER, prctl(2)), which who asked is for that moment. So signals and waiting are as always.
 PADDING reserves room, in which /proc/PID/cmdline of the forked process is written.
 """
 
@@ -30,7 +30,8 @@ _IMPORTED = (
     "cadenza.client", "cadenza.async_client", "cadenza_launcher.services.child_guard", "cadenza_launcher.llm",
     "cadenza_launcher.local", "cadenza_cli.app", "cadenza_cli.admin.drain", "cadenza_cli.top.top", "gateway_svc.serve",
     "gateway_svc.kserve.servicer", "gateway_svc.vllm.servicer", "scheduler_svc.app", "executor_svc.app",
-    "scheduler_svc.executors.addresses", "executor_svc.startup.build", "executor_svc.simulated.executor", "transformers", "uvloop",
+    "scheduler_svc.executors.addresses", "executor_svc.startup.build", "executor_svc.simulated.executor",
+    "transformers", "uvloop",
     "transformers.models.auto.tokenization_auto", "cadenza_common.grammar.child",
 )  # fmt: skip
 _LENGTH_BYTES = 4

@@ -149,8 +149,8 @@ nothing about first tokens, queues or the time between steps.
 def page() -> str:
     """Return the contents of docs/metrics.md."""
     tables = "\n".join(f"{head}{''.join(_table(definitions))}" for head, definitions in PARTS)
-    gauge_rows = "".join(f"| `{each.name}` | {each.unit} | {each.meaning} |\n" for each in GAUGES)
-    return f"{HEAD}{tables}{REFUSALS}{_rows(listener_counts.Refusal)}\n{FAULTS}{_rows(faults.Fault)}{GAUGES_HEAD}{gauge_rows}{DRAFTS}"
+    gauges = GAUGES_HEAD + "".join(f"| `{each.name}` | {each.unit} | {each.meaning} |\n" for each in GAUGES)
+    return f"{HEAD}{tables}{REFUSALS}{_rows(listener_counts.Refusal)}\n{FAULTS}{_rows(faults.Fault)}{gauges}{DRAFTS}"
 
 
 def _table(definitions: Iterable[Definition]) -> Iterator[str]:

@@ -9,11 +9,10 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza_common.serving.stop_signals import DRAIN_TIMEOUT_S
 from cadenza_common.settings.help import about
-from cadenza_common.settings.service import split_list
-from scheduler_svc.kv_events_config import KvEventsConfig
+from cadenza_common.settings.service import ServiceSettings, split_list
 
 
-class SchedulerConfig(KvEventsConfig):
+class SchedulerConfig(ServiceSettings):
     """Serve clients with a Cadenza executor.
 
     Example: python -m scheduler_svc --executor 127.0.0.1:50052 --listen :50051

@@ -116,14 +116,8 @@ class SchedulerConfig(ServiceSettings):
         ge=0,
         allow_inf_nan=False,
         description="Continuous batching holds new requests back until the ratio of waiting to running ones reaches "
-        "this; 0: never.",
+        "this, for 20 steps at most; 0: never.",
         json_schema_extra=about("Batching", "share"),
-    )
-    max_waiting_steps: int = Field(
-        20,
-        ge=0,
-        description="Steps after which waiting_served_ratio no longer holds new requests back.",
-        json_schema_extra=about("Batching", "steps"),
     )
     long_prefill_token_threshold: int = Field(
         0,

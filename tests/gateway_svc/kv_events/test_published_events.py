@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from cadenza import AsyncClient, LocalServices, SamplingParams
 from cadenza.v1 import execution_pb2
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.scheduler.scheduler_world import collect, request, world
@@ -140,3 +141,19 @@ def test_an_endpoint_that_cannot_be_used_is_one_line(tmp_path):
     assert (answer.returncode, answer.stdout) == (1, "")
     (line,) = answer.stderr.splitlines()
     assert line.startswith(f"error: --kv-events-endpoint ipc://{tmp_path}/none/events: ")
+
+
+@pytest.mark.slow
+def test_cadenza_up_starts_a_gateway_for_kv_events_alone(tmp_path, tokenizer_folder):
+    endpoint = f"ipc://{tmp_path}/events"
+    options = {"simulate": "instant", "tokenizer": tokenizer_folder, "kv_events_endpoint": endpoint}
+
+    async def hear(services):
+        async with subscriber(endpoint) as router, AsyncClient(services.target) as client:
+            await client.generate([[5] * 17], SamplingParams(max_tokens=1))
+            await router.until(5)
+
+    with LocalServices("simulated", simulate_vocab_size=400, **options) as services:
+        assert set(services.pids()) == {"executor", "scheduler", "gateway"}
+        assert (services.addresses["gateway"], services.http, services.gateway) == (endpoint, None, {})
+        asyncio.run(hear(services))

@@ -44,16 +44,6 @@ def allowed_file(folder: Path, name: str, roots: Sequence[Path] | None) -> Path:
     return found
 
 
-def folder_of_name(name: str, root: Path) -> Path:
-    """Return the folder of a root that has an adapter's name, for adapters that are loaded by name on first use.
-
-    A name is one part of a path, not hidden: no separators, no `..`. Raises LoaderError.
-    """
-    if not name or name.startswith(".") or any(mark in name for mark in ("/", "\\", "\0")):
-        raise LoaderError(f"{name!r} is no name of an adapter: it must be a folder's name, without / and not hidden")
-    return allowed_folder(root / name, [root])
-
-
 def _resolved(path: str | Path, roots: Sequence[Path]) -> Path | None:
     """Return an existing path without links, None if it is outside of the roots or not there."""
     try:

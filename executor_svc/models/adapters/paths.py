@@ -7,6 +7,9 @@ from pathlib import Path
 
 from executor_svc.models.folder import LoaderError
 
+CONFIG_FILE = "adapter_config.json"
+"""Of an adapter's folder, in the form of PEFT."""
+
 
 def allowed_folder(path: str | Path, roots: Sequence[Path]) -> Path:
     """Return a folder without symbolic links or `..` in its path, if it is one of the roots or lies below one.

@@ -20,7 +20,7 @@ from scheduler_svc.engine.reader import Chunk, SampleChunk
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import ExecutorState, Load
 from scheduler_svc.requests.fields import OutputMode, PromptFields, RequestFields
-from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields
+from scheduler_svc.requests.sampling_fields import DEFAULTS, FIELD_RULES, EarlyStopping, SamplingFields
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
 
 _OUTPUT_MODES = {
@@ -48,7 +48,6 @@ _REASONS = {
     FinishDetail.NO_ALLOWED_TOKEN: types_pb2.FINISH_REASON_ERROR,
     FinishDetail.GRAMMAR: types_pb2.FINISH_REASON_ERROR,
 }
-_DEFAULTS = SamplingFields()
 _TOKEN_LISTS = frozenset({"allowed_token_ids", "stop_token_ids"})
 _LONG_BYTES = 64 * 1024
 """A longer request is converted in slices."""
@@ -76,7 +75,7 @@ def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) 
     if len(body) > _LONG_BYTES:
         yield
     prompt = yield from prompt_in_slices(message.prompt)
-    sampling = _DEFAULTS
+    sampling = DEFAULTS
     if message.HasField("sampling_params"):
         sampling = yield from _sampling_in_slices(message.sampling_params)
     return RequestFields(

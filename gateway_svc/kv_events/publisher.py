@@ -2,8 +2,9 @@
 
 A message of the XPUB socket has three parts: the topic, its number (8 bytes, big-endian, from 0) and the payload. A
 request to the ROUTER socket is a number; the answers are the kept messages from it on, then one with the number -1.
-After a failure, and when a subscriber comes, the publisher goes on with the present state, which begins with "cleared":
-what it publishes before a subscription arrives is lost, and numbers alone may not show that it was restarted.
+The events are those of the scheduler's SubscribeKvEvents. After a lost stream, after a failure, and when a subscriber
+comes, the publisher goes on with the present state, which begins with "cleared": what it publishes before a
+subscription arrives is lost, and numbers alone may not show that it was restarted.
 """
 
 from __future__ import annotations
@@ -12,22 +13,27 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from cadenza.errors import CadenzaError, PermissionDeniedError, UnauthenticatedError, UnavailableError
 from cadenza_common.serving.slices import run_in_slices
 from cadenza_common.settings.extras import install_command
-from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription
-from scheduler_svc.kv_events_config import KvEventsConfig
+from gateway_svc.config import GatewayConfig
+from gateway_svc.scheduler.link import SchedulerLink
 
 _LOG = logging.getLogger(__name__)
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _BINDING = ("ipc://", "inproc://")
+_MAX_WAITING = 100_000
+"""Messages that wait for a subscriber that does not read; more are lost."""
+_MAX_KEPT = 10_000
+"""Payloads that are kept for the ROUTER socket."""
 _MAX_KEPT_BYTES = 256 << 20
-"""Of the payloads that are kept for the ROUTER socket."""
+"""Of these together."""
 _RETRY_S = 5.0
-"""Pause after a failure."""
+"""Pause after a failure; after a lost scheduler, until it is back if that is sooner."""
 _SUBSCRIBED = 1
 """The first byte of what the socket says of a subscription; 0 ends one."""
 _MAX_NEWS = 256
@@ -67,14 +73,12 @@ class KeptPayloads:
 class KvPublisher:
     """Publishes from `start` to `stop`."""
 
-    def __init__(
-        self, events: KvEvents, adapter_names: Callable[[], Mapping[bytes, str]], config: KvEventsConfig
-    ) -> None:
-        """adapter_names: by the hash of their content. Raises KvPublisherError if packages are missing."""
+    def __init__(self, link: SchedulerLink, config: GatewayConfig) -> None:
+        """config: with an endpoint. Raises KvPublisherError if packages are missing."""
         try:
             import zmq.asyncio
 
-            from scheduler_svc.convert.kv_payload import kv_payload
+            from gateway_svc.kv_events.payload import kv_payload
         except ModuleNotFoundError as missing:
             raise KvPublisherError(
                 f"--kv-events-endpoint: {missing.name} is not installed: {install_command('kv-events')}"
@@ -82,20 +86,20 @@ class KvPublisher:
         self._zmq: Any = zmq
         self._context: Any = zmq.asyncio.Context()
         self._payload = kv_payload
-        self._events = events
-        self._adapter_names = adapter_names
+        self._link = link
         self._endpoint = str(config.kv_events_endpoint)
         self._replay_endpoint = config.kv_events_replay_endpoint
         self._topic = config.kv_events_topic.encode()
-        self._hwm = config.kv_events_hwm
-        self._kept = KeptPayloads(config.kv_events_buffer_steps)
+        self._kept = KeptPayloads(_MAX_KEPT)
         self._next_number = 0
+        self._refusal = ""
+        """Why the scheduler gave no events when it was last asked, as it was logged."""
         self._sockets: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Open the sockets; from then on all events are published. Raises KvPublisherError."""
-        publisher = self._socket(self._zmq.XPUB, self._endpoint, self._hwm)  # a PUB that sees subscriptions
+        publisher = self._socket(self._zmq.XPUB, self._endpoint, _MAX_WAITING)  # a PUB that sees subscriptions
         publisher.setsockopt(self._zmq.XPUB_VERBOSE, 1)
         self._begin("publisher", self._endpoint, lambda: self._publish(publisher))
         if self._replay_endpoint is not None:
@@ -138,26 +142,53 @@ class KvPublisher:
         self._tasks.append(asyncio.create_task(_until_done(name, endpoint, work), name=f"kv-{name}"))
 
     async def _publish(self, socket: Any) -> None:
-        subscription = self._events.subscribe()
-        greeting = asyncio.create_task(self._greet(socket, subscription), name="kv-greeting")
+        come = asyncio.Event()
+        greeting = asyncio.create_task(self._greet(socket, come), name="kv-greeting")
         try:
-            async for batch in subscription:
-                payload = await run_in_slices(self._payload(batch, self._adapter_names()))
-                number, self._next_number = self._next_number, self._next_number + 1
-                self._kept.add(number, payload)
-                await socket.send_multipart((self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload))
+            while True:
+                come.clear()
+                try:
+                    await _run_until(self._follow(socket), come)
+                except CadenzaError as error:
+                    self._log_refusal(error)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_RETRY_S):
+                            await self._link.serving_changed()
         finally:
             greeting.cancel()
-            subscription.close()
 
-    async def _greet(self, socket: Any, subscription: Subscription) -> None:
-        """Publish the present state for subscribers that come."""
+    async def _follow(self, socket: Any) -> None:
+        """Publish the present state, then what changes. Raises CadenzaError when the scheduler's stream ends."""
+        async with contextlib.aclosing(self._link.own.kv_events(0)) as batches:
+            async for batch in batches:
+                self._refusal = ""
+                payload = await run_in_slices(self._payload(batch))
+                number, self._next_number = self._next_number, self._next_number + 1
+                self._kept.add(number, payload)
+                # Never waits, so that nobody can cancel it between the number and the message.
+                await socket.send_multipart((self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload))
+        raise UnavailableError("the scheduler has ended the stream")
+
+    def _log_refusal(self, error: CadenzaError) -> None:
+        """Say why there are no events, once for each reason."""
+        if error.message == self._refusal:
+            return
+        self._refusal = error.message
+        hint = ""
+        if isinstance(error, UnauthenticatedError | PermissionDeniedError):
+            hint = "; --http-token-file must hold the token of a tenant with admin"
+        level = logging.ERROR if hint else logging.WARNING
+        target = self._link.target
+        _LOG.log(level, "KV events: the scheduler at %s gives none, and is asked again: %s%s", target, error, hint)
+
+    async def _greet(self, socket: Any, come: asyncio.Event) -> None:
+        """Set the event when subscribers come."""
         while True:
             news = [await socket.recv()]
             while len(news) < _MAX_NEWS and await socket.poll(0):
                 news.append(await socket.recv())
             if any(each[:1] == bytes([_SUBSCRIBED]) for each in news):
-                subscription.begin_again()
+                come.set()
             await asyncio.sleep(_STATE_S)
 
     async def _replay(self, socket: Any) -> None:
@@ -178,6 +209,19 @@ class KvPublisher:
             frames = peer, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload
             await socket.send_multipart(frames, copy=False)
         await socket.send_multipart((peer, b"", b"", _END, b""))
+
+
+async def _run_until(work: Coroutine[Any, Any, None], end: asyncio.Event) -> None:
+    """Do the work, and cancel it once the event is set."""
+    working, ending = asyncio.create_task(work), asyncio.create_task(end.wait())
+    try:
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ending.cancel()
+        working.cancel()
+        (result, _) = await asyncio.gather(working, ending, return_exceptions=True)
+    if isinstance(result, Exception):  # CancelledError is none
+        raise result
 
 
 async def _until_done(name: str, endpoint: str, work: Callable[[], Awaitable[None]]) -> None:

@@ -6,15 +6,19 @@ import asyncio
 import json
 import os
 import subprocess
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 
+from cadenza.v1 import admin_pb2
 from cadenza_common.serving.slices import Work, run_at_once
-from scheduler_svc.config import SchedulerConfig
+from gateway_svc.config import GatewayConfig
+from gateway_svc.kv_events import publisher
+from scheduler_svc.convert.kv_events import kv_batch
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
-from scheduler_svc.engine.kv_events.events import Batch, Cleared, Event, Removed, Stored
+from scheduler_svc.engine.kv_events.events import Batch, Cleared, Event, Removed, Stored, grouped
 from scheduler_svc.engine.kv_events.hub import KvEvents
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.kv_exchange import RECORDED as EXCHANGE
@@ -51,9 +55,9 @@ def batches() -> list[Batch]:
 
 
 def payloads() -> list[bytes]:
-    from scheduler_svc.convert.kv_payload import kv_payload
+    from gateway_svc.kv_events.payload import kv_payload
 
-    return [run_at_once(kv_payload(batch, ADAPTERS)) for batch in batches()]
+    return [run_at_once(kv_payload(run_at_once(kv_batch(batch, ADAPTERS)))) for batch in batches()]
 
 
 def test_payloads_are_those_that_vllm_makes() -> None:
@@ -72,20 +76,50 @@ def test_vllm_s_own_classes_read_them() -> None:
     assert json.loads(done.stdout.splitlines()[-1])["payloads"] == json.loads(given)
 
 
+def test_a_payload_of_many_events_is_made_in_slices() -> None:
+    from gateway_svc.kv_events.payload import EVENTS_PER_SLICE, kv_payload
+
+    blocks = [block for index in range(1024) for block in chain(("", b"", b""), (index,) * 16)]
+    (events,) = grouped((block, Tier.DEVICE, True) for block in blocks)
+    batch = run_at_once(kv_batch(Batch(1, 0, events), {}))
+    assert len(list(kv_payload(batch))) + 1 == 1024 / EVENTS_PER_SLICE
+    _, rows, _ = msgpack.unpackb(run_at_once(kv_payload(batch)))
+    assert [row["block_hashes"][0] for row in rows] == [int.from_bytes(block.digest, "big") for block in blocks]
+
+
+class Link:
+    """A scheduler that is reached without gRPC."""
+
+    def __init__(self, hub: KvEvents) -> None:
+        self._hub = hub
+
+    @property
+    def own(self) -> Link:
+        """The gateway's caller."""
+        return self
+
+    async def kv_events(self, start: int) -> AsyncGenerator[admin_pb2.SubscribeKvEventsResponse, None]:
+        """As a caller's."""
+        subscription = self._hub.subscribe(start)
+        try:
+            async for batch in subscription:
+                yield run_at_once(kv_batch(batch, {}))
+        finally:
+            subscription.close()
+
+
 class Rig:
     """A core, its events and their publisher over sockets of this machine."""
 
-    def __init__(self, folder: Path, **options: object) -> None:
-        from scheduler_svc.front.kv_publisher import KvPublisher
-
+    def __init__(self, folder: Path, num_kept: int = 100, **options: object) -> None:
         self.num_requests = 0
         self.bench = Bench(Policies(prefix_caching=True))
         self.hub = KvEvents(self.bench.core, FakeClock())
         self.endpoint, self.replay = f"ipc://{folder}/pub", f"ipc://{folder}/replay"
         own = {"kv_events_endpoint": self.endpoint, "kv_events_replay_endpoint": self.replay}
         given = {**own, "kv_events_topic": "kv@pod@model", **options}
-        config = SchedulerConfig(executor=["127.0.0.1:1"], **given)  # type: ignore[arg-type]
-        self.publisher = KvPublisher(self.hub, dict, config)
+        self.publisher = publisher.KvPublisher(Link(self.hub), GatewayConfig(**given))  # type: ignore[arg-type]
+        self.publisher._kept = publisher.KeptPayloads(num_kept)
 
     def serve(self, token_id: int) -> None:
         self.num_requests += 1
@@ -102,7 +136,7 @@ async def frames(socket) -> list[bytes]:
 async def test_a_subscriber_reads_them_and_asks_for_what_it_has_missed(tmp_path: Path) -> None:
     zmq = pytest.importorskip("zmq", reason="the extra kv-events")
     sockets = pytest.importorskip("zmq.asyncio")
-    rig = Rig(tmp_path, kv_events_buffer_steps=2)
+    rig = Rig(tmp_path, num_kept=2)
     rig.publisher.start()
     context = sockets.Context()
     subscriber, dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
@@ -130,7 +164,7 @@ async def test_a_subscriber_reads_them_and_asks_for_what_it_has_missed(tmp_path:
         while not answers or answers[-1][2] != (-1).to_bytes(8, "big", signed=True):
             answers.append(await frames(dealer))
         kept = [(each[1], each[2], each[3]) for each in answers[:-1]]
-        assert len(kept) == 2, "as many as --kv-events-buffer-steps"
+        assert len(kept) == 2, "as many as are kept"
         assert kept[-1] == tuple(seen[-1])
     finally:
         await rig.publisher.stop()
@@ -145,9 +179,7 @@ async def test_after_a_failure_it_goes_on_with_the_present_state_and_logs_why(
 ) -> None:
     zmq = pytest.importorskip("zmq", reason="the extra kv-events")
     sockets = pytest.importorskip("zmq.asyncio")
-    from scheduler_svc.front import kv_publisher
-
-    monkeypatch.setattr(kv_publisher, "_RETRY_S", 0.0)
+    monkeypatch.setattr(publisher, "_RETRY_S", 0.0)
     rig = Rig(tmp_path)
     rig.publisher.start()
     context = sockets.Context()
@@ -173,7 +205,7 @@ async def test_after_a_failure_it_goes_on_with_the_present_state_and_logs_why(
         events = msgpack.unpackb(after[2])[1]
         assert events[0] == {"type": "AllBlocksCleared"}
         assert any(event["token_ids"] == [49] * 16 for event in events[1:])
-        (record,) = [record for record in caplog.records if record.name == kv_publisher.__name__]
+        (record,) = [record for record in caplog.records if record.name == publisher.__name__]
         assert rig.endpoint in record.message
         assert record.exc_info is not None
         assert "no such batch" in str(record.exc_info[1])
@@ -187,9 +219,7 @@ async def test_after_a_failure_it_goes_on_with_the_present_state_and_logs_why(
 async def test_who_comes_later_gets_the_present_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zmq = pytest.importorskip("zmq", reason="the extra kv-events")
     sockets = pytest.importorskip("zmq.asyncio")
-    from scheduler_svc.front import kv_publisher
-
-    monkeypatch.setattr(kv_publisher, "_STATE_S", 0.0)
+    monkeypatch.setattr(publisher, "_STATE_S", 0.0)
     rig = Rig(tmp_path)
     rig.publisher.start()
     context = sockets.Context()
@@ -220,7 +250,7 @@ async def test_who_comes_later_gets_the_present_state(tmp_path: Path, monkeypatc
 async def test_a_replay_lets_other_callbacks_run_and_waits_once_for_a_peer_that_does_not_read(tmp_path: Path) -> None:
     zmq = pytest.importorskip("zmq", reason="the extra kv-events")
     sockets = pytest.importorskip("zmq.asyncio")
-    rig = Rig(tmp_path, kv_events_buffer_steps=200)
+    rig = Rig(tmp_path, num_kept=200)
     rig.publisher.start()
     router = rig.publisher._sockets[1]
     sends, in_a_row, most, num_sent = router.send_multipart, 0, 0, 0
@@ -270,9 +300,7 @@ async def test_a_replay_lets_other_callbacks_run_and_waits_once_for_a_peer_that_
 
 
 def test_what_is_kept_is_bounded_in_number_and_bytes() -> None:
-    from scheduler_svc.front.kv_publisher import KeptPayloads
-
-    kept = KeptPayloads(3, max_bytes=100)
+    kept = publisher.KeptPayloads(3, max_bytes=100)
     for number in range(5):
         kept.add(number, b"x" * 20)
     assert [number for number, _ in kept.since(0)] == [2, 3, 4]
@@ -299,15 +327,15 @@ def test_what_is_kept_is_bounded_in_number_and_bytes() -> None:
 )
 def test_endpoints_that_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SchedulerConfig(executor=["127.0.0.1:1"], **options)  # type: ignore[arg-type]
+        GatewayConfig(**options)  # type: ignore[arg-type]
     if "pattern" not in message:
-        SchedulerConfig(executor=["127.0.0.1:1"], insecure=True, **options)  # type: ignore[arg-type]
+        GatewayConfig(insecure=True, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
 def test_this_machine_needs_no_insecure(host: str) -> None:
     options = {f"kv_events_{name}": f"tcp://{host}:5557" for name in ("endpoint", "replay_endpoint")}
-    SchedulerConfig(executor=["127.0.0.1:1"], **options)  # type: ignore[arg-type]
+    GatewayConfig(**options)  # type: ignore[arg-type]
 
 
 async def test_an_address_of_ipv6_can_be_listened_on(tmp_path: Path) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import grpc
 
 from cadenza.errors import CadenzaError, DamagedStreamError, UnavailableError, has_server_details
 from cadenza.v1 import generation_pb2
-
-if TYPE_CHECKING:
-    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 RECONNECT_TIMEOUT_S = 30.0
 """Default time for which a client tries to reach a server again."""
@@ -26,7 +22,6 @@ MAX_GRACE_S = 3600.0
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
 _MAX_DOUBLINGS = 10
-_ABORT_TIMEOUT_S = 2.0
 _Message = TypeVar("_Message", generation_pb2.GenerateResponse, generation_pb2.SessionResponse)
 _MAX_TAKEOVERS = 3
 _MAX_DAMAGED = 10
@@ -99,13 +94,17 @@ class Attempts:
         self._count = 0
         self._report()
 
+    def on_damage(self) -> None:
+        """Something has damaged a stream: after several times there is no other attempt."""
+        self._num_damaged += 1
+
     def next_delay(self) -> float | None:
         """Seconds to wait before the next attempt; None if there is to be none."""
         now = self._clock()
         if self._lost_at is None:
             self._lost_at = now
         left_s = self._lost_at + self._timeout_s - now
-        if left_s <= 0 or not self._keeps_trying():
+        if left_s <= 0 or self._num_damaged > _MAX_DAMAGED or not self._keeps_trying():
             return None
         longest = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**self._count)
         self._count = min(self._count + 1, _MAX_DOUBLINGS)
@@ -123,9 +122,7 @@ class Attempts:
 
     async def wait_after_damage(self, error: CadenzaError) -> None:
         """As `wait`, after a stream that was damaged; raises `error` when it has been so several times."""
-        self._num_damaged += 1
-        if self._num_damaged > _MAX_DAMAGED:
-            raise error from None
+        self.on_damage()
         await self.wait(error)
 
     def takes_back(self, code: grpc.StatusCode | None) -> bool:
@@ -137,25 +134,3 @@ class Attempts:
             return False
         self._num_takeovers += 1
         return self._num_takeovers <= _MAX_TAKEOVERS
-
-
-async def abort_quietly(stub: GenerationServiceAsyncStub, request_ids: Sequence[str]) -> None:
-    """Abort requests that nobody reads any more: a cancelled stream alone would leave them running for their grace.
-
-    Returns after two seconds at the latest. Without a connection they end with their grace.
-    """
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(_ABORT_TIMEOUT_S):
-            if len(request_ids) == 1:
-                await stub.Abort(generation_pb2.AbortRequest(request_id=request_ids[0]))
-                return
-            call = stub.Session()  # one stream for all of them
-            try:
-                for request_id in request_ids:
-                    abort = generation_pb2.AbortRequest(request_id=request_id)
-                    await call.write(generation_pb2.SessionRequest(abort=abort))
-                await call.done_writing()
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-            finally:
-                call.cancel()

@@ -78,23 +78,16 @@ class _Sent(DrivenRequest):
         take_response(self._live, response, now_s)
         return True
 
-    def end(self) -> None:
-        """See DrivenRequest."""
+    def end(self, error: CadenzaError | None) -> None:
+        """See DrivenRequest; a lost stream has the code and the words of gRPC."""
+        lost = error and error.__cause__
+        if isinstance(lost, grpc.aio.AioRpcError):
+            self._live.failed(lost.code().name, lost.details() or "")
+        elif isinstance(error, UnavailableError) and error.code is None:
+            self._live.failed("UNAVAILABLE", "the server ended the stream")
+        elif isinstance(error, DamagedStreamError):
+            self._live.failed("INTERNAL", error.message)
+        elif error is not None:
+            self._live.failed(error.code.name if error.code is not None else INCOMPLETE, error.message)
         if not self.ended.done():
             self.ended.set_result(None)
-
-    def fail(self, error: CadenzaError) -> None:
-        """See DrivenRequest."""
-        if error.code is not None:
-            self._live.failed(error.code.name, error.message)
-        elif isinstance(error, UnavailableError):
-            self._live.failed("UNAVAILABLE", "the server ended the stream")
-        else:
-            self._live.failed("INTERNAL" if isinstance(error, DamagedStreamError) else INCOMPLETE)
-        self.end()
-
-    def lose(self, error: CadenzaError, raw: grpc.aio.AioRpcError | None) -> None:
-        """The code and words of gRPC."""
-        if raw is not None:
-            self._live.failed(raw.code().name, raw.details() or "")
-        self.fail(error)

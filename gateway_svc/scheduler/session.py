@@ -55,18 +55,16 @@ class PromptRun(DrivenRequest):
         self.inbox.put(self._index, delta)
         return self.inbox.error is None
 
-    def end(self) -> None:
-        """See DrivenRequest."""
-        self.inbox.end()
-
-    def fail(self, error: CadenzaError) -> None:
+    def end(self, error: CadenzaError | None) -> None:
         """See DrivenRequest; one that this session may not name runs in that of its own key."""
         run_alone, self._run_alone = self._run_alone, None
-        if run_alone is None or self.ended_by is not None or not _may_be_naming(error):
+        if error is None:
+            self.inbox.end()
+        elif run_alone is None or self.ended_by is not None or not _may_be_naming(error):
             self.inbox.fail(error)
-            return
-        self.tenant, self.is_sent = b"", False
-        run_alone(self)
+        else:
+            self.tenant, self.is_sent = b"", False
+            run_alone(self)
 
     def begin_anew(self) -> bool:
         """See DrivenRequest."""
@@ -115,7 +113,7 @@ class GatewaySession(SessionDriver):
         first: list[generation_pb2.SessionEvent] = []
         later: list[generation_pb2.SessionEvent] = []
         for event in events:
-            run = self.find(event.request_id)
+            run = self._live.get(event.request_id)
             (later if run is None or run.positions.has_responses else first).append(event)
         for part in (first, later):
             for number, event in enumerate(part, start=1):

@@ -43,29 +43,17 @@ class BatchItem(DrivenRequest):
         """Its place in the batch."""
 
     def sending(self, now_s: float) -> None:
-        """See DrivenRequest."""
-        self.batch.go_on()
+        """The next one may be sent."""
+        self.batch.wake.set()
 
     def take(self, response: generation_pb2.GenerateResponse, now_s: float) -> bool:
         """See DrivenRequest."""
         self.collector.add(delta_from_proto(response, self.collector.prompt_token_ids))
         return True
 
-    def end(self) -> None:
+    def end(self, error: CadenzaError | None) -> None:
         """See DrivenRequest."""
-        self.batch.on_end(self)
-
-    def fail(self, error: CadenzaError) -> None:
-        """See DrivenRequest."""
-        if isinstance(error, QueueFullError):
-            self.batch.on_refusal(self, error.retry_after_s)
-        else:
-            self.error = error
-            self.batch.on_end(self)
-
-    def lose(self, error: CadenzaError, raw: grpc.aio.AioRpcError | None) -> None:
-        """See DrivenRequest."""
-        self.batch.on_loss(error, raw)
+        self.batch.on_end(self, error)
 
     def begin_anew(self) -> bool:
         """Nobody has seen the output, so it may come out differently."""
@@ -108,7 +96,7 @@ class SessionBatch:
         self._num_in_flight = 0
         self._most = self._window = _MAX_WAITING
         self._not_before = 0.0  # on the event loop's clock
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
@@ -129,7 +117,7 @@ class SessionBatch:
     async def leave(self) -> None:
         """End the stream, and the requests in flight at the server; returns soon, whatever the server does."""
         self._failure = self._failure or UnavailableError("the session was closed")
-        self.go_on()
+        self.wake.set()
         unfinished = [each.request_id for each in self._items if each.is_sent and not each.done]
         for item in self._items:
             item.is_sent = False
@@ -145,10 +133,10 @@ class SessionBatch:
             self._num_in_flight += 1
             self._driver.send(self._items[heapq.heappop(self._pending)])
             return
-        self._wake.clear()
+        self.wake.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s if may_send else None):
-                await self._wake.wait()
+                await self.wake.wait()
 
     async def _num_running_at_once(self) -> int:
         """Return how many sequences the server's executors compute at once; 0 if it does not say."""
@@ -158,37 +146,26 @@ class SessionBatch:
             return 0
         return sum(executor.max_num_seqs for executor in info.executors)
 
-    # --- called by the session ---------------------------------------------------------------------------------------
-
-    def go_on(self) -> None:
-        """Something has changed."""
-        self._wake.set()
-
-    def on_refusal(self, item: BatchItem, retry_after_s: float | None) -> None:
-        """The queue is full: the request is to be sent again."""
-        item.is_sent = False
+    def on_end(self, item: BatchItem, error: CadenzaError | None) -> None:
+        """A request has ended. One that the queue refused is sent again; the end of the stream is that of all."""
+        self.wake.set()
+        if error is not None and error is self._driver.ended_by:
+            if type(error) is UnavailableError and error.__cause__ is None:
+                error = UnavailableError(f"{error.message} with {self._num_open} requests unfinished")
+            self._failure = self._failure or error
+            return
         self._num_in_flight -= 1
-        heapq.heappush(self._pending, item.index)
-        self._window = max(1, self._num_in_flight)
-        now = asyncio.get_running_loop().time()
-        self._not_before = max(self._not_before, now + (_DEFAULT_RETRY_S if retry_after_s is None else retry_after_s))
-        self.go_on()
-
-    def on_end(self, item: BatchItem) -> None:
-        """A request has ended, with its result or an error."""
-        item.done = True
+        if isinstance(error, QueueFullError):
+            item.is_sent = False
+            heapq.heappush(self._pending, item.index)
+            self._window = max(1, self._num_in_flight)
+            delay_s = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
+            self._not_before = max(self._not_before, asyncio.get_running_loop().time() + delay_s)
+            return
+        item.error, item.done = error, True
         self._num_open -= 1
-        self._num_in_flight -= 1
         self._window = min(self._most, self._window + 1)
-        self.go_on()
         self._report(item)
-
-    def on_loss(self, error: CadenzaError, raw: grpc.aio.AioRpcError | None) -> None:
-        """The stream is lost for good."""
-        if raw is None and type(error) is UnavailableError:
-            error = UnavailableError(f"{error.message} with {self._num_open} requests unfinished")
-        self._failure = self._failure or error
-        self.go_on()
 
     def _refuse_unknown(self, request_id: str) -> None:
         self._attempts.on_damage()

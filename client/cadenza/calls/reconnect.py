@@ -120,11 +120,6 @@ class Attempts:
         if not self._keeps_trying():
             raise error from None
 
-    async def wait_after_damage(self, error: CadenzaError) -> None:
-        """As `wait`, after a stream that was damaged; raises `error` when it has been so several times."""
-        self.on_damage()
-        await self.wait(error)
-
     def takes_back(self, code: grpc.StatusCode | None) -> bool:
         """Whether to take over a request that another stream has taken over: it may be this client's own.
 

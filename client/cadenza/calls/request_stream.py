@@ -66,7 +66,8 @@ class RequestStream:
                 continue
             except DamagedStreamError as damage:
                 self._drop_call()
-                await self._attempts.wait_after_damage(damage)
+                self._attempts.on_damage()
+                await self._attempts.wait(damage)
                 continue
             self._attempts.on_response()
             delta = self._collector.add(delta_from_proto(response, self._collector.prompt_token_ids))

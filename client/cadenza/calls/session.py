@@ -41,8 +41,7 @@ _SessionCall = grpc.aio.StreamStreamCall[generation_pb2.SessionRequest, generati
 
 
 class DrivenRequest:
-    """One request of a session; subclasses say what becomes of its output. Their methods run on the event loop, and
-    must not wait."""
+    """One request of a session. Subclasses say what becomes of its output; their methods must not wait."""
 
     __slots__ = ("attempts", "ended_by", "is_resumed", "is_sent", "positions", "request", "request_id", "tenant")
 
@@ -55,12 +54,9 @@ class DrivenRequest:
         self.request_id = request.request_id
         self.attempts = attempts
         self.tenant = tenant
-        self.positions = Positions(self.request_id)
-        """Counted if there are attempts."""
-        self.is_sent = False
-        """Whether the server may have it."""
-        self.is_resumed = False
-        """Whether the last message about it was a resume."""
+        self.positions = Positions(self.request_id)  # counted if there are attempts
+        self.is_sent = False  # the server may have it
+        self.is_resumed = False  # the last message about it was a resume
         self.ended_by: CadenzaError | None = None
         """Why it was ended early: it fails with it unless its last output comes."""
 
@@ -71,16 +67,9 @@ class DrivenRequest:
         """Take the next response, which arrived at `now_s`; False: nobody wants the rest."""
         raise NotImplementedError
 
-    def end(self) -> None:
-        """It has ended with its last response."""
-
-    def fail(self, error: CadenzaError) -> None:
-        """It has ended with an error."""
+    def end(self, error: CadenzaError | None) -> None:
+        """It has ended: with its last response, or with an error, whose __cause__ is gRPC's if a stream was lost."""
         raise NotImplementedError
-
-    def lose(self, error: CadenzaError, raw: grpc.aio.AioRpcError | None) -> None:
-        """It has ended with its stream, which is not replaced; raw: gRPC's error, if it is one."""
-        self.fail(error)
 
     def begin_anew(self) -> bool:
         """Forget all output of a request that the server does not know any more; False: somebody has seen it."""
@@ -119,32 +108,30 @@ class SessionDriver:
         self._task: asyncio.Task[None] | None = None
         self._is_finishing = False
         self._closed_by: CadenzaError | None = None
-        self._ended_by: CadenzaError | None = None
+        self.ended_by: CadenzaError | None = None
+        """Why the last stream ended, if it is not replaced."""
 
     @property
     def num_requests(self) -> int:
         """Requests that run."""
         return len(self._live)
 
-    def find(self, request_id: str) -> DrivenRequest | None:
-        """A request that runs."""
-        return self._live.get(request_id)
-
     @property
     def has_unsent(self) -> bool:
         """Whether there are requests that the transport has not taken."""
         return bool(self._to_send)
 
-    def open(self) -> None:
-        """Open the stream unless there is one."""
+    def open(self) -> asyncio.Task[None]:
+        """Open the stream unless there is one; the task ends with it."""
         if self._task is None or self._task.done():
-            self._ended_by = None
+            self.ended_by = None
             self._task = asyncio.create_task(self._run(), name="cadenza-session")
+        return self._task
 
     def send(self, live: DrivenRequest) -> None:
         """Send a request, now or as soon as the server can be reached."""
         if self._closed_by is not None:
-            live.fail(self._closed_by)
+            live.end(self._closed_by)
             return
         self._live[live.request_id] = live
         self._to_send.append(live)
@@ -154,13 +141,12 @@ class SessionDriver:
     def abort(self, live: DrivenRequest) -> None:
         """End a request that nobody waits for any more; does nothing if it has ended."""
         if self._live.pop(live.request_id, None) is not None and live.is_sent:
-            self.abort_unread([live.request_id], live.tenant)
+            self.abort_unread(live.request_id, live.tenant)
 
-    def abort_unread(self, request_ids: Iterable[str], tenant: bytes = b"") -> None:
-        """End requests at the server that are not in this session."""
-        for request_id in request_ids:
-            abort = generation_pb2.AbortRequest(request_id=request_id)
-            self._to_abort.append(generation_pb2.SessionRequest(abort=abort, tenant_token_sha256=tenant))
+    def abort_unread(self, request_id: str, tenant: bytes = b"") -> None:
+        """End a request at the server, which need not be in this session."""
+        abort = generation_pb2.AbortRequest(request_id=request_id)
+        self._to_abort.append(generation_pb2.SessionRequest(abort=abort, tenant_token_sha256=tenant))
         self._wake.set()
 
     def end(self, live: DrivenRequest, error: CadenzaError) -> None:
@@ -169,19 +155,17 @@ class SessionDriver:
             return
         live.ended_by = error
         if live.is_sent:
-            self.abort_unread([live.request_id], live.tenant)
+            self.abort_unread(live.request_id, live.tenant)
         else:
-            self._fail(live, error)
+            self._end(live, error)
 
     async def finish(self) -> None:
         """Wait for the end of all requests and half-close; raises the CadenzaError of a stream that did not end so."""
         self._is_finishing = True
-        self.open()
         self._wake.set()
-        if self._task is not None:
-            await self._task
-        if self._ended_by is not None:
-            raise self._ended_by
+        await self.open()
+        if self.ended_by is not None:
+            raise self.ended_by
 
     async def close(self, error: CadenzaError | None = None) -> None:
         """End the stream. Requests that still run fail with the error; without one nobody waits for them."""
@@ -192,28 +176,28 @@ class SessionDriver:
             await asyncio.gather(task, return_exceptions=True)
         if error is not None:
             for live in list(self._live.values()):
-                self._fail(live, error)
+                self._end(live, error)
 
     # --- the stream --------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         while True:
-            raw, is_lost = None, True
             cause: CadenzaError
+            is_lost = True
             try:
                 await self._run_stream()
                 return
             except grpc.aio.AioRpcError as error:
-                cause, raw, is_lost = from_rpc_error(error, self._target), error, is_lost_connection(error)
+                cause, is_lost = from_rpc_error(error, self._target), is_lost_connection(error)
+                cause.__cause__ = error
             except (DamagedStreamError, UnavailableError) as ended:
                 cause = ended
             except Exception as bug:
                 _LOG.exception("a session failed")
                 cause, is_lost = InternalError(f"{type(bug).__name__}: {bug}"), False
             self._on_loss()
-            delay_s = self._after_loss(cause, raw, is_lost)
+            delay_s = self._after_loss(cause, is_lost)
             if delay_s is None:
-                self._ended_by = cause
                 return
             await asyncio.sleep(delay_s)
 
@@ -251,7 +235,7 @@ class SessionDriver:
                     if self._live.get(live.request_id) is not live:
                         continue  # aborted before it was sent
                     if live.ended_by is not None:
-                        self._fail(live, live.ended_by)
+                        self._end(live, live.ended_by)
                         continue
                     message = live.positions.message(live.request)
                     live.is_sent, live.is_resumed = True, message.HasField("resume")
@@ -264,20 +248,18 @@ class SessionDriver:
                 self._wake.clear()
                 await self._wake.wait()
 
-    def _after_loss(self, cause: CadenzaError, raw: grpc.aio.AioRpcError | None, is_lost: bool) -> float | None:
+    def _after_loss(self, cause: CadenzaError, is_lost: bool) -> float | None:
         """End the requests that are not tried again; the seconds until another stream for the others, if there are any.
 
         The one that has run longest says when.
         """
         delays = {attempts: attempts.next_delay() for attempts in self._all_attempts()} if is_lost else {}
+        delay_s = next((delay_s for delay_s in delays.values() if delay_s is not None), None)
+        self.ended_by = cause if delay_s is None else None
         for live in list(self._live.values()):
             if live.attempts is None or delays.get(live.attempts) is None:
-                self._live.pop(live.request_id, None)
-                if live.ended_by is not None:
-                    live.fail(live.ended_by)
-                else:
-                    live.lose(cause, raw)
-        return next((delay_s for delay_s in delays.values() if delay_s is not None), None)
+                self._end(live, cause)
+        return delay_s
 
     def _all_attempts(self) -> Iterable[Attempts]:
         """Those of all requests, each once."""
@@ -310,17 +292,15 @@ class SessionDriver:
         if not live.take(response, now_s):
             self.abort(live)
         elif event.done:
-            if response.HasField("stats") or live.positions.finished:
-                self._drop(live)
-                live.end()
-            else:
-                self._fail(live, InternalError(f"request {live.request_id} ended without its last response"))
+            whole = response.HasField("stats") or live.positions.finished
+            error = None if whole else InternalError(f"request {live.request_id} ended without its last response")
+            self._end(live, error)
 
     def _take_error(self, live: DrivenRequest, error: CadenzaError) -> None:
         """Send a request again that may go on; any other fails."""
         attempts = live.attempts
         if attempts is None or live.ended_by is not None:
-            self._fail(live, error)
+            self._end(live, error)
             return
         if isinstance(error, UnavailableError):
             # The server starts, drains or stops, and the stream may go on for others or end soon.
@@ -339,7 +319,7 @@ class SessionDriver:
                 self._send_again(live, self._to_send)
                 return
             error = RequestLostError.forgotten(live.request_id, error)
-        self._fail(live, error)
+        self._end(live, error)
 
     def _send_again(self, live: DrivenRequest, to_send: deque[DrivenRequest]) -> None:
         """Send a request again on the stream of `to_send`; another stream has all requests from its start."""
@@ -347,14 +327,11 @@ class SessionDriver:
             to_send.append(live)
             self._wake.set()
 
-    def _fail(self, live: DrivenRequest, error: CadenzaError) -> None:
-        self._drop(live)
-        live.fail(live.ended_by or error)
-
-    def _drop(self, live: DrivenRequest) -> None:
+    def _end(self, live: DrivenRequest, error: CadenzaError | None) -> None:
         self._live.pop(live.request_id, None)
         if self._is_finishing:
             self._wake.set()
+        live.end(error and (live.ended_by or error))
 
 
 def size_error(request: generation_pb2.GenerateRequest) -> InvalidRequestError | None:
@@ -377,5 +354,6 @@ async def abort_quietly(stub: GenerationServiceAsyncStub, request_ids: Sequence[
                 await stub.Abort(generation_pb2.AbortRequest(request_id=request_ids[0]))
                 return
             driver = SessionDriver(stub, "")  # one stream for all of them
-            driver.abort_unread(request_ids)
+            for request_id in request_ids:
+                driver.abort_unread(request_id)
             await driver.finish()

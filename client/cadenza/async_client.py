@@ -299,15 +299,7 @@ class AsyncClient:
         items = []
         matched = zip(match_params(params, len(prompts)), options.adapters(len(prompts)), strict=True)
         for prompt, (each, adapter) in zip(prompts, matched, strict=True):
-            request = convert.request_to_proto(
-                _new_id(),
-                prompt,
-                each,
-                final_only=True,
-                options=options,
-                adapter=adapter,
-                resume_grace_s=grace_s(self._reconnect_timeout_s),
-            )
+            request = self._request(_new_id(), prompt, each, options, adapter, final_only=True)
             items.append(BatchItem(request, _collector(request.request_id, prompt)))
         batch = SessionBatch(self._stub(), self.target, items, self._attempts(), on_output)
         self._running.add(batch)
@@ -321,15 +313,8 @@ class AsyncClient:
     async def _stream(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, options: CallOptions
     ) -> AsyncGenerator[RequestOutput, None]:
-        request = convert.request_to_proto(
-            request_id or _new_id(),
-            prompt,
-            params,
-            final_only=False,
-            options=options,
-            adapter=options.adapters(1)[0],
-            resume_grace_s=grace_s(self._reconnect_timeout_s),
-        )
+        adapter = options.adapters(1)[0]
+        request = self._request(request_id or _new_id(), prompt, params, options, adapter, final_only=False)
         collector = _collector(request.request_id, prompt)
         stream = RequestStream(self._stub(), self.target, request, collector, self._attempts())
         self._running.add(stream)
@@ -340,6 +325,14 @@ class AsyncClient:
         finally:
             self._running.discard(stream)
             await stream.leave()
+
+    def _request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, options: CallOptions, adapter: str, **mode: bool
+    ) -> generation_pb2.GenerateRequest:
+        grace = grace_s(self._reconnect_timeout_s)
+        return convert.request_to_proto(
+            request_id, prompt, params, options=options, adapter=adapter, resume_grace_s=grace, **mode
+        )
 
     def _attempts(self) -> Attempts:
         return Attempts(self._reconnect_timeout_s, self._keeps_trying, self._on_response)

@@ -199,7 +199,7 @@ class Caller:
     @property
     def num_own_requests(self) -> int:
         """Requests that run in a session of its own."""
-        return self._own.num_requests
+        return len(self._own.live)
 
     async def close(self) -> None:
         """End its own session."""

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cadenza.calls.convert import delta_from_proto
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.calls.reconnect import Attempts
 from cadenza.calls.session import DrivenRequest, SessionDriver
@@ -49,7 +48,7 @@ class PromptRun(DrivenRequest):
 
     def take(self, response: generation_pb2.GenerateResponse, now_s: float) -> bool:
         """See DrivenRequest."""
-        delta = self.collector.add(delta_from_proto(response, self.collector.prompt_token_ids))
+        delta = self.collector.add(response)
         if not self._is_streamed:
             return True
         self.inbox.put(self._index, delta)
@@ -113,7 +112,7 @@ class GatewaySession(SessionDriver):
         first: list[generation_pb2.SessionEvent] = []
         later: list[generation_pb2.SessionEvent] = []
         for event in events:
-            run = self._live.get(event.request_id)
+            run = self.live.get(event.request_id)
             (later if run is None or run.positions.has_responses else first).append(event)
         for part in (first, later):
             for number, event in enumerate(part, start=1):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cadenza.calls.convert import delta_from_proto
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.calls.positions import Positions
 from cadenza.errors import InternalError
@@ -21,7 +20,7 @@ def collect(*responses: pb.GenerateResponse, prompt_token_ids=None) -> tuple[lis
     )
     for response in responses:
         positions.advance(response)
-        deltas.append(collector.add(delta_from_proto(response, collector.prompt_token_ids)))
+        deltas.append(collector.add(response))
     return deltas, collector.result()
 
 

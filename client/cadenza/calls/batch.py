@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from cadenza.calls.convert import delta_from_proto
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.calls.reconnect import Attempts
 from cadenza.calls.session import DrivenRequest, SessionDriver, abort_quietly, size_error
@@ -48,7 +47,7 @@ class BatchItem(DrivenRequest):
 
     def take(self, response: generation_pb2.GenerateResponse, now_s: float) -> bool:
         """See DrivenRequest."""
-        self.collector.add(delta_from_proto(response, self.collector.prompt_token_ids))
+        self.collector.add(response)
         return True
 
     def end(self, error: CadenzaError | None) -> None:
@@ -128,7 +127,7 @@ class SessionBatch:
     async def _send_next(self) -> None:
         """Send a request, or wait until something has changed."""
         delay_s = self._not_before - asyncio.get_running_loop().time()
-        may_send = self._pending and self._num_in_flight < self._window and not self._driver.has_unsent
+        may_send = self._pending and self._num_in_flight < self._window and not self._driver.to_send
         if may_send and delay_s <= 0:
             self._num_in_flight += 1
             self._driver.send(self._items[heapq.heappop(self._pending)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from cadenza.calls.convert import delta_from_proto
 from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.v1 import generation_pb2
 
 
 class OutputCollector:
@@ -23,9 +25,9 @@ class OutputCollector:
         """The prompt's token ids, if they are known."""
         return self._total.prompt_token_ids
 
-    def add(self, new: RequestOutput) -> RequestOutput:
-        """Add the next delta and return it in the form that `stream` yields."""
-        total = self._total
+    def add(self, response: generation_pb2.GenerateResponse) -> RequestOutput:
+        """Add the next response and return it in the form that `stream` yields."""
+        new, total = delta_from_proto(response, self._total.prompt_token_ids), self._total
         for sample in new.outputs:
             self._add_sample(sample)
         if new.prompt_logprobs is not None:

@@ -17,13 +17,16 @@ class _SampleEnd:
     finished: bool = False
 
 
+_NOTHING = _SampleEnd()
+
+
 class Positions:
     """Counts the output of one request."""
 
-    __slots__ = ("_num_prompt_logprobs", "_request_id", "_samples", "finished", "has_prompt_ids", "has_responses")
+    __slots__ = ("_num_prompt_logprobs", "_samples", "_who", "finished", "has_prompt_ids", "has_responses")
 
     def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
+        self._who = f"request {request_id}"
         self._samples: dict[int, _SampleEnd] = {}
         self._num_prompt_logprobs: int | None = None
         self.finished = False
@@ -43,7 +46,13 @@ class Positions:
         for output in response.outputs:
             self._check(output)
         if response.HasField("prompt_logprobs"):
-            self._add_prompt_logprobs(response.prompt_logprobs_start, len(response.prompt_logprobs.chosen_logprobs))
+            # The first prompt token has no logprobs, but a place in the list: the first part begins at 1.
+            skipped, known = int(response.prompt_logprobs_start == 1), self._num_prompt_logprobs or 0
+            if (start := response.prompt_logprobs_start - skipped) != known:
+                raise DamagedStreamError(
+                    f"{self._who}: the server sent prompt logprobs from {start} where {known or 1} was next"
+                )
+            self._num_prompt_logprobs = known + skipped + len(response.prompt_logprobs.chosen_logprobs)
         for output in response.outputs:
             sample = self._samples.get(output.sample_index)
             if sample is None:
@@ -76,24 +85,13 @@ class Positions:
         )
 
     def _check(self, output: generation_pb2.SampleOutput) -> None:
-        known = self._samples.get(output.sample_index)
-        num_tokens, num_chars = (known.num_tokens, known.num_chars) if known is not None else (0, 0)
-        if known is not None and known.finished:
-            raise self._damage(output, "output after its finish")
-        if output.token_ids and output.first_token_index != num_tokens:
-            raise self._damage(output, f"token {output.first_token_index} where {num_tokens} was next")
-        if output.text and output.text_offset != num_chars:
-            raise self._damage(output, f"text from {output.text_offset} where {num_chars} was next")
-
-    def _damage(self, output: generation_pb2.SampleOutput, what: str) -> DamagedStreamError:
-        return DamagedStreamError(f"request {self._request_id}, sample {output.sample_index}: the server sent {what}")
-
-    def _add_prompt_logprobs(self, start: int, count: int) -> None:
-        """The first prompt token has no logprobs, but a place in the list: the first part begins at 1."""
-        num_known, skipped = self._num_prompt_logprobs or 0, int(start == 1)
-        if start - skipped != num_known:
-            raise DamagedStreamError(
-                f"request {self._request_id}: the server sent prompt logprobs from {start - skipped} "
-                f"where {num_known or 1} was next"
-            )
-        self._num_prompt_logprobs = num_known + skipped + count
+        known = self._samples.get(output.sample_index, _NOTHING)
+        if known.finished:
+            what = "output after its finish"
+        elif output.token_ids and output.first_token_index != known.num_tokens:
+            what = f"token {output.first_token_index} where {known.num_tokens} was next"
+        elif output.text and output.text_offset != known.num_chars:
+            what = f"text from {output.text_offset} where {known.num_chars} was next"
+        else:
+            return
+        raise DamagedStreamError(f"{self._who}, sample {output.sample_index}: the server sent {what}")

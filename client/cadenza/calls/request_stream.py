@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from cadenza.calls.convert import delta_from_proto
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.calls.positions import Positions
 from cadenza.calls.reconnect import Attempts, is_lost_connection, whole_message
@@ -70,7 +69,7 @@ class RequestStream:
                 await self._attempts.wait(damage)
                 continue
             self._attempts.on_response()
-            delta = self._collector.add(delta_from_proto(response, self._collector.prompt_token_ids))
+            delta = self._collector.add(response)
             # A stream that is resumed starts with a response without output.
             if is_first or delta.outputs or delta.prompt_logprobs or delta.finished:
                 return delta

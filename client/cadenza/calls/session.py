@@ -43,7 +43,7 @@ _SessionCall = grpc.aio.StreamStreamCall[generation_pb2.SessionRequest, generati
 class DrivenRequest:
     """One request of a session. Subclasses say what becomes of its output; their methods must not wait."""
 
-    __slots__ = ("attempts", "ended_by", "is_resumed", "is_sent", "positions", "request", "request_id", "tenant")
+    __slots__ = ("attempts", "ended_by", "is_sent", "positions", "request", "request_id", "tenant")
 
     def __init__(
         self, request: generation_pb2.GenerateRequest, attempts: Attempts | None = None, tenant: bytes = b""
@@ -56,7 +56,6 @@ class DrivenRequest:
         self.tenant = tenant
         self.positions = Positions(self.request_id)  # counted if there are attempts
         self.is_sent = False  # the server may have it
-        self.is_resumed = False  # the last message about it was a resume
         self.ended_by: CadenzaError | None = None
         """Why it was ended early: it fails with it unless its last output comes."""
 
@@ -100,9 +99,10 @@ class SessionDriver:
         self._on_loss = on_loss
         self._on_unknown = on_unknown
         self._clock = clock
-        self._live: dict[str, DrivenRequest] = {}
-        self._to_send: deque[DrivenRequest] = deque()
-        """A new one for each stream."""
+        self.live: dict[str, DrivenRequest] = {}
+        """Requests that run, by id."""
+        self.to_send: deque[DrivenRequest] = deque()
+        """What the transport has not taken; a new one for each stream."""
         self._to_abort: deque[generation_pb2.SessionRequest] = deque()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -110,16 +110,6 @@ class SessionDriver:
         self._closed_by: CadenzaError | None = None
         self.ended_by: CadenzaError | None = None
         """Why the last stream ended, if it is not replaced."""
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that run."""
-        return len(self._live)
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether there are requests that the transport has not taken."""
-        return bool(self._to_send)
 
     def open(self) -> asyncio.Task[None]:
         """Open the stream unless there is one; the task ends with it."""
@@ -133,14 +123,14 @@ class SessionDriver:
         if self._closed_by is not None:
             live.end(self._closed_by)
             return
-        self._live[live.request_id] = live
-        self._to_send.append(live)
+        self.live[live.request_id] = live
+        self.to_send.append(live)
         self._wake.set()
         self.open()
 
     def abort(self, live: DrivenRequest) -> None:
         """End a request that nobody waits for any more; does nothing if it has ended."""
-        if self._live.pop(live.request_id, None) is not None and live.is_sent:
+        if self.live.pop(live.request_id, None) is not None and live.is_sent:
             self.abort_unread(live.request_id, live.tenant)
 
     def abort_unread(self, request_id: str, tenant: bytes = b"") -> None:
@@ -151,7 +141,7 @@ class SessionDriver:
 
     def end(self, live: DrivenRequest, error: CadenzaError) -> None:
         """End a request early whose output so far is wanted: it ends with its last output, or else with the error."""
-        if live.request_id not in self._live or live.ended_by is not None:
+        if live.request_id not in self.live or live.ended_by is not None:
             return
         live.ended_by = error
         if live.is_sent:
@@ -175,7 +165,7 @@ class SessionDriver:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if error is not None:
-            for live in list(self._live.values()):
+            for live in list(self.live.values()):
                 self._end(live, error)
 
     # --- the stream --------------------------------------------------------------------------------------------------
@@ -204,13 +194,13 @@ class SessionDriver:
     async def _run_stream(self) -> None:
         """Raises what ended the stream, unless it was `finish`."""
         call: _SessionCall = self._stub.Session()
-        self._to_send = deque(self._live.values())
+        self.to_send = deque(self.live.values())
         writer = asyncio.create_task(self._write(call), name="cadenza-session-output")
         try:
             while True:
                 message = await call.read()
                 now_s = self._clock()
-                if message is grpc.aio.EOF and self._is_finishing and not self._live:
+                if message is grpc.aio.EOF and self._is_finishing and not self.live:
                     return
                 if message is None:
                     for attempts in self._all_attempts():
@@ -230,19 +220,19 @@ class SessionDriver:
                 while self._to_abort:
                     await call.write(self._to_abort[0])
                     self._to_abort.popleft()
-                if self._to_send:
-                    live = self._to_send.popleft()
-                    if self._live.get(live.request_id) is not live:
+                if self.to_send:
+                    live = self.to_send.popleft()
+                    if self.live.get(live.request_id) is not live:
                         continue  # aborted before it was sent
                     if live.ended_by is not None:
                         self._end(live, live.ended_by)
                         continue
-                    message = live.positions.message(live.request)
-                    live.is_sent, live.is_resumed = True, message.HasField("resume")
+                    live.is_sent = True
                     live.sending(self._clock())
+                    message = live.positions.message(live.request)
                     await call.write(generation_pb2.SessionRequest(generate=message, tenant_token_sha256=live.tenant))
                     continue
-                if self._is_finishing and not self._live:
+                if self._is_finishing and not self.live:
                     await call.done_writing()
                     return
                 self._wake.clear()
@@ -256,14 +246,14 @@ class SessionDriver:
         delays = {attempts: attempts.next_delay() for attempts in self._all_attempts()} if is_lost else {}
         delay_s = next((delay_s for delay_s in delays.values() if delay_s is not None), None)
         self.ended_by = cause if delay_s is None else None
-        for live in list(self._live.values()):
+        for live in list(self.live.values()):
             if live.attempts is None or delays.get(live.attempts) is None:
                 self._end(live, cause)
         return delay_s
 
     def _all_attempts(self) -> Iterable[Attempts]:
         """Those of all requests, each once."""
-        return dict.fromkeys(live.attempts for live in self._live.values() if live.attempts is not None)
+        return dict.fromkeys(live.attempts for live in self.live.values() if live.attempts is not None)
 
     # --- events ------------------------------------------------------------------------------------------------------
 
@@ -274,7 +264,7 @@ class SessionDriver:
 
     def take(self, event: generation_pb2.SessionEvent, now_s: float) -> None:
         """Give an event to its request."""
-        live = self._live.get(event.request_id)
+        live = self.live.get(event.request_id)
         if live is None:
             self._on_unknown(event.request_id)
             return
@@ -298,37 +288,33 @@ class SessionDriver:
 
     def _take_error(self, live: DrivenRequest, error: CadenzaError) -> None:
         """Send a request again that may go on; any other fails."""
-        attempts = live.attempts
+        attempts, delay_s = live.attempts, None
         if attempts is None or live.ended_by is not None:
-            self._end(live, error)
-            return
-        if isinstance(error, UnavailableError):
+            pass
+        elif isinstance(error, UnavailableError):
             # The server starts, drains or stops, and the stream may go on for others or end soon.
             delay_s = attempts.next_delay()
-            if delay_s is not None:
-                asyncio.get_running_loop().call_later(delay_s, self._send_again, live, self._to_send)
-                return
         else:
             attempts.on_response()
-        if attempts.takes_back(error.code):
-            self._send_again(live, self._to_send)
-            return
-        if live.is_resumed and isinstance(error, NotFoundError):
-            if live.begin_anew():
-                live.positions = Positions(live.request_id)
-                self._send_again(live, self._to_send)
-                return
-            error = RequestLostError.forgotten(live.request_id, error)
-        self._end(live, error)
+            if attempts.takes_back(error.code):
+                delay_s = 0.0
+            elif isinstance(error, NotFoundError) and live.positions.has_output:
+                error = RequestLostError.forgotten(live.request_id, error)
+                if live.begin_anew():
+                    live.positions, delay_s = Positions(live.request_id), 0.0
+        if delay_s is None:
+            self._end(live, error)
+        else:
+            asyncio.get_running_loop().call_later(delay_s, self._send_again, live, self.to_send)
 
     def _send_again(self, live: DrivenRequest, to_send: deque[DrivenRequest]) -> None:
         """Send a request again on the stream of `to_send`; another stream has all requests from its start."""
-        if to_send is self._to_send and self._live.get(live.request_id) is live:
+        if to_send is self.to_send and self.live.get(live.request_id) is live:
             to_send.append(live)
             self._wake.set()
 
     def _end(self, live: DrivenRequest, error: CadenzaError | None) -> None:
-        self._live.pop(live.request_id, None)
+        self.live.pop(live.request_id, None)
         if self._is_finishing:
             self._wake.set()
         live.end(error and (live.ended_by or error))

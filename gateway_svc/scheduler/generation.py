@@ -45,7 +45,7 @@ class Generation:
         self._runs = [
             PromptRun(
                 request,
-                _collector(request.request_id, prompt),
+                OutputCollector(request.request_id, prompt),
                 self._inbox,
                 index,
                 tenant=caller.tenant,
@@ -112,7 +112,3 @@ class Generation:
     def prompt_token_ids(self, index: int) -> list[int]:
         """Token ids of a prompt, known with its first output."""
         return self._runs[index].collector.prompt_token_ids or []
-
-
-def _collector(request_id: str, prompt: Prompt) -> OutputCollector:
-    return OutputCollector(request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)

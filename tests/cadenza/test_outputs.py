@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from cadenza.calls.output_collector import OutputCollector
-from cadenza.calls.positions import Positions
+from cadenza.calls.reconnect import Positions
 from cadenza.errors import InternalError
 from cadenza.outputs import Logprob, RequestOutput
+from cadenza.prompts import Prompt
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2 as types
 
 
 def collect(*responses: pb.GenerateResponse, prompt_token_ids=None) -> tuple[list[RequestOutput], RequestOutput]:
     collector, positions, deltas = (
-        OutputCollector("r", prompt="p", prompt_token_ids=prompt_token_ids),
+        OutputCollector("r", Prompt("p", prompt_token_ids)),
         Positions("r"),
         [],
     )

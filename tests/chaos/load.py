@@ -160,7 +160,7 @@ class Load:
             searches=params.beam_width is not None or params.best_of is not None,
             draws_seed=body.draws_seed, began_s=self.history.now(),
         )  # fmt: skip
-        collector = OutputCollector(request.request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)
+        collector = OutputCollector(request.request_id, prompt)
         running = Running(outcome, collector)
         self.running[request.request_id] = running
         return request, running

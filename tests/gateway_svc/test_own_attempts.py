@@ -11,6 +11,7 @@ import pytest
 
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.errors import AlreadyExistsError, CadenzaError, InvalidRequestError, UnavailableError
+from cadenza.prompts import Prompt
 from cadenza.v1 import admin_pb2
 from cadenza.v1 import generation_pb2 as pb
 from gateway_svc.scheduler.caller import Caller
@@ -48,7 +49,7 @@ def session_of(answer, timeout_s: float = 30.0) -> GatewaySession:
 
 
 def started(session: GatewaySession, request_id: str) -> PromptRun:
-    collector = OutputCollector(request_id, prompt=None, prompt_token_ids=[1])
+    collector = OutputCollector(request_id, Prompt(token_ids=[1]))
     live = PromptRun(pb.GenerateRequest(request_id=request_id), collector, Inbox(1), 0, is_streamed=True)
     session.start(live)
     return live

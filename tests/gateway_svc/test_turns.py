@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from cadenza.calls.output_collector import OutputCollector
+from cadenza.prompts import Prompt
 from cadenza.v1 import generation_pb2 as pb
 from gateway_svc.scheduler.inbox import Inbox
 from gateway_svc.scheduler.session import GatewaySession, PromptRun
@@ -34,9 +35,7 @@ def _token(request_id: str, index: int) -> pb.SessionEvent:
 
 def _live(request_id: str) -> PromptRun:
     request = pb.GenerateRequest(request_id=request_id)
-    return PromptRun(
-        request, OutputCollector(request_id, prompt=None, prompt_token_ids=[1]), Inbox(1), 0, is_streamed=True
-    )
+    return PromptRun(request, OutputCollector(request_id, Prompt(token_ids=[1])), Inbox(1), 0, is_streamed=True)
 
 
 async def test_a_first_token_is_taken_before_those_of_streams_that_go_on() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import heapq
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import grpc
 
@@ -15,10 +14,7 @@ from cadenza.calls.reconnect import Attempts
 from cadenza.calls.session import DrivenRequest, SessionDriver, abort_quietly, size_error
 from cadenza.errors import CadenzaError, DamagedStreamError, QueueFullError, UnavailableError
 from cadenza.outputs import RequestOutput
-from cadenza.v1 import generation_pb2
-
-if TYPE_CHECKING:
-    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+from cadenza.v1 import generation_pb2, generation_pb2_grpc
 
 _MAX_WAITING = 512
 """Requests in flight beyond what the executors compute at once: half of what the server's queue holds by default."""
@@ -38,20 +34,16 @@ class BatchItem(DrivenRequest):
         self.collector = collector
         self.error: CadenzaError | None = None
         self.done = False
-        self.index = 0
-        """Its place in the batch."""
+        self.index = 0  # in the batch
 
     def sending(self, now_s: float) -> None:
-        """The next one may be sent."""
         self.batch.wake.set()
 
     def take(self, response: generation_pb2.GenerateResponse, now_s: float) -> bool:
-        """See DrivenRequest."""
         self.collector.add(response)
         return True
 
     def end(self, error: CadenzaError | None) -> None:
-        """See DrivenRequest."""
         self.batch.on_end(self, error)
 
     def begin_anew(self) -> bool:
@@ -74,7 +66,7 @@ class SessionBatch:
 
     def __init__(
         self,
-        stub: GenerationServiceAsyncStub,
+        stub: generation_pb2_grpc.GenerationServiceAsyncStub,
         target: str,
         items: Sequence[BatchItem],
         attempts: Attempts,

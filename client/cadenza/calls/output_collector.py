@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from cadenza.calls.convert import delta_from_proto
 from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.prompts import Prompt
 from cadenza.v1 import generation_pb2
 
 
 class OutputCollector:
     """Merges a request's deltas into one RequestOutput."""
 
-    def __init__(self, request_id: str, *, prompt: str | None, prompt_token_ids: list[int] | None) -> None:
-        self._total = RequestOutput(request_id, prompt=prompt, prompt_token_ids=prompt_token_ids)
+    def __init__(self, request_id: str, prompt: Prompt) -> None:
+        self._total = RequestOutput(request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)
         self._samples: dict[int, CompletionOutput] = {}
 
     def clear(self) -> None:

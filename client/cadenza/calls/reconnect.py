@@ -1,4 +1,4 @@
-"""When a client goes on after a lost connection, and how long it tries."""
+"""When a client goes on after a lost connection, how long it tries, and where the output goes on."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _MAX_DOUBLINGS = 10
 _Message = TypeVar("_Message", generation_pb2.GenerateResponse, generation_pb2.SessionResponse)
 _MAX_TAKEOVERS = 3
 _MAX_DAMAGED = 10
+_START = generation_pb2.SamplePosition()
 
 
 def checked_timeout(value: object) -> float:
@@ -129,3 +130,76 @@ class Attempts:
             return False
         self._num_takeovers += 1
         return self._num_takeovers <= _MAX_TAKEOVERS
+
+
+class Positions:
+    """Counts the output of one request: finds what is lost or repeated, and says what to resume."""
+
+    __slots__ = ("_num_chars", "_prompt_end", "_samples", "_who", "finished", "has_prompt_ids", "has_responses")
+
+    def __init__(self, request_id: str) -> None:
+        self._who = f"request {request_id}"
+        self._samples: dict[int, generation_pb2.SamplePosition] = {}
+        self._num_chars: dict[int, int] = {}  # code points of the text of each sample
+        self._prompt_end: int | None = None  # where prompt logprobs go on
+        self.finished = False  # the last response has come
+        self.has_responses = False
+        self.has_prompt_ids = False  # the server has sent the prompt's token ids
+
+    @property
+    def has_output(self) -> bool:
+        """Whether there are tokens, a finish or prompt logprobs."""
+        return bool(self._samples) or self._prompt_end is not None
+
+    def advance(self, response: generation_pb2.GenerateResponse) -> None:
+        """Count a response; raises DamagedStreamError, and counts nothing, if output before it is missing or
+        repeated."""
+        for output in response.outputs:
+            self._check(output)
+        if response.HasField("prompt_logprobs"):
+            # The first prompt token has no logprobs, but a place in the list: the first part begins at 1.
+            skipped, known = int(response.prompt_logprobs_start == 1), self._prompt_end or 0
+            if (start := response.prompt_logprobs_start - skipped) != known:
+                raise DamagedStreamError(
+                    f"{self._who}: the server sent prompt logprobs from {start} where {known or 1} was next"
+                )
+            self._prompt_end = known + skipped + len(response.prompt_logprobs.chosen_logprobs)
+        for output in response.outputs:
+            index = output.sample_index
+            sample = self._samples.get(index)
+            if sample is None:
+                sample = self._samples[index] = generation_pb2.SamplePosition(sample_index=index)
+            sample.token_index += len(output.token_ids)
+            sample.finished = output.HasField("finish")
+            self._num_chars[index] = self._num_chars.get(index, 0) + len(output.text)
+        self.has_responses = True
+        if response.HasField("info") and response.info.prompt_token_ids:
+            self.has_prompt_ids = True
+        if response.HasField("stats"):
+            self.finished = True
+
+    def message(self, request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
+        """The message that brings the rest of the output; the request itself if there is no output yet."""
+        if not self.has_output:
+            return request
+        positions = [sample for _, sample in sorted(self._samples.items())]
+        start = self._prompt_end or 0
+        return generation_pb2.GenerateRequest(
+            request_id=request.request_id,
+            output_mode=request.output_mode,
+            return_prompt_token_ids=request.return_prompt_token_ids and not self.has_prompt_ids,
+            return_text_ends=request.return_text_ends,
+            resume=generation_pb2.ResumePoint(positions=positions, prompt_logprobs_start=start),
+        )
+
+    def _check(self, output: generation_pb2.SampleOutput) -> None:
+        known = self._samples.get(output.sample_index, _START)
+        if known.finished:
+            what = "output after its finish"
+        elif output.token_ids and output.first_token_index != known.token_index:
+            what = f"token {output.first_token_index} where {known.token_index} was next"
+        elif output.text and output.text_offset != (num_chars := self._num_chars.get(output.sample_index, 0)):
+            what = f"text from {output.text_offset} where {num_chars} was next"
+        else:
+            return
+        raise DamagedStreamError(f"{self._who}, sample {output.sample_index}: the server sent {what}")

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
 
 import grpc
 
 from cadenza.calls.output_collector import OutputCollector
-from cadenza.calls.positions import Positions
-from cadenza.calls.reconnect import Attempts, is_lost_connection, whole_message
+from cadenza.calls.reconnect import Attempts, Positions, is_lost_connection, whole_message
 from cadenza.calls.session import abort_quietly
 from cadenza.errors import DamagedStreamError, RequestLostError, UnavailableError, from_rpc_error
 from cadenza.outputs import RequestOutput
-from cadenza.v1 import generation_pb2
+from cadenza.v1 import generation_pb2, generation_pb2_grpc
 from cadenza_common.telemetry.trace_context import current_metadata
-
-if TYPE_CHECKING:
-    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 _STATUS_TIMEOUT_S = 1.0
 
@@ -31,7 +26,7 @@ class RequestStream:
 
     def __init__(
         self,
-        stub: GenerationServiceAsyncStub,
+        stub: generation_pb2_grpc.GenerationServiceAsyncStub,
         target: str,
         request: generation_pb2.GenerateRequest,
         collector: OutputCollector,

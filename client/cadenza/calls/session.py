@@ -11,12 +11,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import grpc
 
-from cadenza.calls.positions import Positions
-from cadenza.calls.reconnect import Attempts, is_lost_connection, whole_message
+from cadenza.calls.reconnect import Attempts, Positions, is_lost_connection, whole_message
 from cadenza.errors import (
     CadenzaError,
     DamagedStreamError,
@@ -28,11 +26,8 @@ from cadenza.errors import (
     from_rpc_error,
     from_status,
 )
-from cadenza.v1 import generation_pb2
+from cadenza.v1 import generation_pb2, generation_pb2_grpc
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
-
-if TYPE_CHECKING:
-    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 _LOG = logging.getLogger(__name__)
 _ENVELOPE_BYTES = 16  # at most, of the SessionRequest around a request
@@ -84,7 +79,7 @@ class SessionDriver:
 
     def __init__(
         self,
-        stub: GenerationServiceAsyncStub,
+        stub: generation_pb2_grpc.GenerationServiceAsyncStub,
         target: str,
         *,
         on_loss: Callable[[], None] = lambda: None,
@@ -95,7 +90,6 @@ class SessionDriver:
         because it was aborted, or because something is wrong."""
         self._stub = stub
         self._target = target
-        self._ended = f"{target} ended the session"
         self._on_loss = on_loss
         self._on_unknown = on_unknown
         self._clock = clock
@@ -186,7 +180,13 @@ class SessionDriver:
                 _LOG.exception("a session failed")
                 cause, is_lost = InternalError(f"{type(bug).__name__}: {bug}"), False
             self._on_loss()
-            delay_s = self._after_loss(cause, is_lost)
+            delays = {attempts: attempts.next_delay() for attempts in self._all_attempts()} if is_lost else {}
+            # The request that has run longest says when.
+            delay_s = next((each for each in delays.values() if each is not None), None)
+            self.ended_by = cause if delay_s is None else None
+            for live in list(self.live.values()):
+                if live.attempts is None or delays.get(live.attempts) is None:
+                    self._end(live, cause)
             if delay_s is None:
                 return
             await asyncio.sleep(delay_s)
@@ -202,11 +202,10 @@ class SessionDriver:
                 now_s = self._clock()
                 if message is grpc.aio.EOF and self._is_finishing and not self.live:
                     return
-                if message is None:
-                    for attempts in self._all_attempts():
-                        attempts.on_damage()
-                events = whole_message(message, generation_pb2.SessionResponse, self._ended).events
-                await self.take_all(events, now_s)
+                for attempts in self._all_attempts() if message is None else ():
+                    attempts.on_damage()
+                ended = f"{self._target} ended the session"
+                await self.take_all(whole_message(message, generation_pb2.SessionResponse, ended).events, now_s)
         finally:
             # An abandoned aio call is never collected and its handler runs on (grpc#43462).
             call.cancel()
@@ -223,33 +222,21 @@ class SessionDriver:
                 if self.to_send:
                     live = self.to_send.popleft()
                     if self.live.get(live.request_id) is not live:
-                        continue  # aborted before it was sent
-                    if live.ended_by is not None:
+                        pass  # aborted before it was sent
+                    elif live.ended_by is not None:
                         self._end(live, live.ended_by)
-                        continue
-                    live.is_sent = True
-                    live.sending(self._clock())
-                    message = live.positions.message(live.request)
-                    await call.write(generation_pb2.SessionRequest(generate=message, tenant_token_sha256=live.tenant))
-                    continue
-                if self._is_finishing and not self.live:
+                    else:
+                        live.is_sent = True
+                        live.sending(self._clock())
+                        message = live.positions.message(live.request)
+                        envelope = generation_pb2.SessionRequest(generate=message, tenant_token_sha256=live.tenant)
+                        await call.write(envelope)
+                elif self._is_finishing and not self.live:
                     await call.done_writing()
                     return
-                self._wake.clear()
-                await self._wake.wait()
-
-    def _after_loss(self, cause: CadenzaError, is_lost: bool) -> float | None:
-        """End the requests that are not tried again; the seconds until another stream for the others, if there are any.
-
-        The one that has run longest says when.
-        """
-        delays = {attempts: attempts.next_delay() for attempts in self._all_attempts()} if is_lost else {}
-        delay_s = next((delay_s for delay_s in delays.values() if delay_s is not None), None)
-        self.ended_by = cause if delay_s is None else None
-        for live in list(self.live.values()):
-            if live.attempts is None or delays.get(live.attempts) is None:
-                self._end(live, cause)
-        return delay_s
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
 
     def _all_attempts(self) -> Iterable[Attempts]:
         """Those of all requests, each once."""
@@ -321,15 +308,14 @@ class SessionDriver:
 
 
 def size_error(request: generation_pb2.GenerateRequest) -> InvalidRequestError | None:
-    """The error of a request that exceeds the limit of a message: a much longer one would break the stream and all
-    others."""
+    """The error of a request over the limit of a message: a much longer one would break the stream of all others."""
     size = request.ByteSize()
     if size + _ENVELOPE_BYTES <= MAX_REQUEST_BYTES:
         return None
     return InvalidRequestError(f"the request has {size} bytes, and a message can have {MAX_REQUEST_BYTES} at most")
 
 
-async def abort_quietly(stub: GenerationServiceAsyncStub, request_ids: Sequence[str]) -> None:
+async def abort_quietly(stub: generation_pb2_grpc.GenerationServiceAsyncStub, request_ids: Sequence[str]) -> None:
     """Abort requests that nobody reads any more: a cancelled stream alone would leave them running for their grace.
 
     Returns after two seconds at the latest. Without a connection they end with their grace.

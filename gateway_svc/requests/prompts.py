@@ -11,7 +11,7 @@ from cadenza.prompts import Prompt, parse_chat, parse_prompts
 from gateway_svc.fields.field import check_keys, shown
 from gateway_svc.fields.sampling import utf8
 from gateway_svc.http.errors import bad_request
-from gateway_svc.tools.definitions import ToolUse
+from gateway_svc.requests.tools import ToolUse
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
@@ -34,19 +34,33 @@ def completion_prompts(value: Any, cache_salt: str | None) -> list[Prompt]:
         prompts = parse_prompts(value)
     except ValueError as error:
         raise bad_request(f"prompt: {error}"[:500], "prompt") from None
-    return [with_salt(each, cache_salt) for each in prompts]
+    return [_with_salt(each, cache_salt) for each in prompts]
 
 
-def chat_prompt(messages: Sequence[Any], values: Mapping[str, Any], use: ToolUse | None = None) -> Prompt:
-    """The prompt of a chat; the scheduler renders it. Raises ApiError."""
+def chat_prompt(
+    messages: Sequence[Any],
+    use: ToolUse | None = None,
+    *,
+    continues: bool = False,
+    begins_turn: bool | None = None,
+    documents: Sequence[Any] | None = None,
+    template: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    cache_salt: str | None = None,
+) -> Prompt:
+    """The prompt of a chat; the scheduler renders it. Raises ApiError.
+
+    continues, begins_turn: whether the last message, or a new one, is left open; begins_turn is None: the other one.
+    template, arguments: Jinja in place of the model's, and what it gets beside the messages.
+    """
     try:
         options = chat_options(
-            values.get("add_generation_prompt", not values.get("continue_final_message", False)),
-            values.get("continue_final_message", False),
+            not continues if begins_turn is None else begins_turn,
+            continues,
             tools=None if use is None else use.rendered(),
-            documents=values.get("documents"),
-            chat_template_kwargs=template_kwargs(values),
-            chat_template=values.get("chat_template"),
+            documents=documents,
+            chat_template_kwargs=arguments,
+            chat_template=template,
         )
     except ValueError as error:
         message = str(error)
@@ -55,21 +69,20 @@ def chat_prompt(messages: Sequence[Any], values: Mapping[str, Any], use: ToolUse
         prompt = parse_chat([_message(each, index) for index, each in enumerate(messages)], options)
     except ValueError as error:
         raise bad_request(f"messages: {error}"[:500], "messages") from None
-    return with_salt(prompt, values.get("cache_salt"))
+    return _with_salt(prompt, cache_salt)
 
 
-def template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
+def template_arguments(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
     """Arguments of the template: those given, and reasoning_effort as vLLM passes it."""
-    kwargs = dict(values.get("chat_template_kwargs") or {})
-    effort = values.get("reasoning_effort")
+    arguments = dict(given)
     if effort is not None:
-        kwargs.setdefault("reasoning_effort", effort)
+        arguments.setdefault("reasoning_effort", effort)
         if effort == "none":
-            kwargs.setdefault("enable_thinking", False)
-    return kwargs
+            arguments.setdefault("enable_thinking", False)
+    return arguments
 
 
-def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
+def _with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
     """The prompt with a salt of its blocks' hashes; raises ApiError."""
     return prompt if cache_salt is None else replace(prompt, cache_salt=utf8(cache_salt, "cache_salt"))
 

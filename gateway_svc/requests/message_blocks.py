@@ -9,8 +9,8 @@ from typing import Any
 from cadenza.prompts import Prompt
 from gateway_svc.fields.field import check_keys, shown
 from gateway_svc.http.errors import ApiError, bad_request
-from gateway_svc.openai.prompts import chat_prompt
-from gateway_svc.tools.definitions import ToolUse
+from gateway_svc.requests.prompts import chat_prompt, template_arguments
+from gateway_svc.requests.tools import ToolUse
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user"}
 """What stands for which role: Claude Code has the last two (https://github.com/vllm-project/vllm/issues/44000)."""
@@ -50,17 +50,15 @@ def messages_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
     is_continued = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     thinks = thinking(values)
     _check_context(values.get("context_management", {}))
-    options: dict[str, Any] = {
-        "continue_final_message": is_continued,
-        "cache_salt": values.get("cache_salt"),
-        "reasoning_effort": _effort(values.get("output_config", {})),
-    }
-    kwargs = dict(values.get("chat_template_kwargs", {}))
+    effort = _effort(values.get("output_config", {}))
+    given = dict(values.get("chat_template_kwargs", {}))
     if thinks is not None:
-        kwargs.setdefault("enable_thinking", thinks)
-    options["chat_template_kwargs"] = kwargs
+        given.setdefault("enable_thinking", thinks)
+    arguments = template_arguments(given, effort)
     try:
-        return chat_prompt(messages, options, use)
+        return chat_prompt(
+            messages, use, continues=is_continued, arguments=arguments, cache_salt=values.get("cache_salt")
+        )
     except ApiError as error:
         raise bad_request(error.message, error.param if error.param == "tools" else "messages") from None
 

@@ -9,9 +9,9 @@ from cadenza.chats import kind_of_part
 from cadenza.prompts import Prompt
 from gateway_svc.fields.field import check_keys, shown
 from gateway_svc.http.errors import ApiError, bad_request
-from gateway_svc.openai.carried_thoughts import brought_back
-from gateway_svc.openai.prompts import chat_prompt
-from gateway_svc.tools.definitions import ToolUse
+from gateway_svc.requests.carried_thoughts import brought_back
+from gateway_svc.requests.prompts import chat_prompt, template_arguments
+from gateway_svc.requests.tools import ToolUse
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _KEYS = {
@@ -33,8 +33,9 @@ def response_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
     for index, item in enumerate(items):
         chat.add(item, f"input[{index}]")
     effort = values.get("reasoning", {}).get("effort")
+    arguments = template_arguments(values.get("chat_template_kwargs", {}), effort)
     try:
-        return chat_prompt(chat.messages, {**values, "reasoning_effort": effort}, use)
+        return chat_prompt(chat.messages, use, arguments=arguments, cache_salt=values.get("cache_salt"))
     except ApiError as error:
         if error.param != "messages":
             raise

@@ -19,18 +19,19 @@ if __name__ == "__main__":  # `python benchmarks/cpu_serving.py`, from anywhere,
     _ROOT = Path(__file__).resolve().parents[1]
     sys.path[:1] = [str(_ROOT), str(_ROOT / "client")]
 
-from benchmarks.common.benchmark import Benchmark, positive_number, progress
-from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
-from benchmarks.common.command import run_command
-from benchmarks.common.rows import BenchmarkError, Row
-from benchmarks.common.serving_options import (
+from benchmarks.common.benchmark import Benchmark, positive_number, progress, run_command
+from benchmarks.common.checkpoints import (
+    SHAPES,
     about_model,
     about_workload,
     add_serving_options,
     model_folder,
+    random_checkpoint,
     requests_of,
     service_options,
+    vocab_size,
 )
+from benchmarks.common.rows import BenchmarkError, Row
 from benchmarks.common.workload import Request, decode_workload, poisson_arrivals
 from benchmarks.serving.opening import (
     CADENZA,
@@ -42,10 +43,8 @@ from benchmarks.serving.opening import (
     names_type,
     open_systems,
 )
-from benchmarks.serving.results import describe, serving_row
-from benchmarks.serving.runs import Job, Run, burst_rate, measure_all, run_text, warm_up
-from benchmarks.serving.start_up import START, STARTED, measure_starts
-from benchmarks.serving.systems import Cadenza, System
+from benchmarks.serving.results import START, STARTED, describe, measure_starts, serving_row
+from benchmarks.serving.systems import Cadenza, Job, Run, System, burst_rate, measure_all, run_text, warm_up
 from cadenza import Client
 
 NAME = "cpu_serving"

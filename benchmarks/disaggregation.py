@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
 from benchmarks.common.rows import BenchmarkError, Row, make_row
-from benchmarks.fleet.drawn import DrawnTraffic
+from benchmarks.fleet.arrivals import DrawnTraffic
+from benchmarks.fleet.caches import model_of
 from benchmarks.fleet.engine import Fleet, FleetPlan, Split
-from benchmarks.fleet.model import model_of
 from benchmarks.fleet.results import FleetResult, Objective
 from benchmarks.fleet.statistics import MIXES, MixName
 from cadenza_simulator.options import find_profile

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.common.burst_client import generate_burst, running_services
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.common.static_batches import load_model
 from benchmarks.common.workload import Request
+from benchmarks.peers.transformers_static import load_model
 
 TIE = 1e-4
 """Logits that differ by at most this are a tie in fp32: either token is right."""

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Table
-from benchmarks.experiments.repeats import ratio, series
+from benchmarks.experiments.experiment import (
+    Experiment,
+    ExperimentResult,
+    Figure,
+    Finding,
+    RunSettings,
+    Table,
+    ratio,
+    series,
+)
 from benchmarks.experiments.sharing_cpu import measured
 from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, Outcome, Prefixed, simulated
 

@@ -8,12 +8,10 @@ from typing import Any
 
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import RunSettings
-from benchmarks.experiments.repeats import Repeated
+from benchmarks.experiments.experiment import Repeated, RunSettings
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, Outcome, Prefixed, Shared, widened
-from benchmarks.experiments.simulated import drawn, poisson
-from benchmarks.experiments.stepping import apart
+from benchmarks.experiments.simulated import apart, drawn, poisson
 from cadenza import AsyncClient, LocalServices
 from cadenza.info import ServerLoad
 from cadenza_loadtest.driving.driver import drive

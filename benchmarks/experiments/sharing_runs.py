@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import RunSettings
+from benchmarks.experiments.experiment import Repeated, RunSettings, ratio
 from benchmarks.experiments.memory_runs import ALPACA, SHAREGPT
-from benchmarks.experiments.repeats import Repeated, ratio
-from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, poisson
+from benchmarks.experiments.simulated import Case, a100_13b, about, apart, drawn, poisson, step_through
 from benchmarks.experiments.simulated import run as run_case
-from benchmarks.experiments.stepping import apart, step_through
 from cadenza_loadtest.requests import RequestShape
 from cadenza_simulator.executor_profiles import ExecutorProfile
 from scheduler_svc.core.scheduler import Scheduler

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.common.static_batches import load_model
 from benchmarks.peers.answering import answering
+from benchmarks.peers.transformers_static import load_model
 
 PAGE_SIZE = 256  # tokens
 MAX_BATCH_TOKENS = 512

@@ -26,10 +26,8 @@ from benchmarks.peers import llama_cpp, vllm_offline
 from benchmarks.peers.gguf_file import gguf_of, neighbours, tensor_name
 from benchmarks.peers.process import peer_process
 from benchmarks.serving import vllm_server
-from benchmarks.serving.results import describe, serving_row
-from benchmarks.serving.runs import Job, Run, burst_rate, measure_all, serving
-from benchmarks.serving.start_up import cadenza_up
-from benchmarks.serving.systems import Peer, Served
+from benchmarks.serving.results import cadenza_up, describe, serving_row
+from benchmarks.serving.systems import Job, Peer, Run, Served, burst_rate, measure_all, serving
 
 REQUESTS = [Request(0, [5, 6, 7], 2), Request(1, [8], 4)]
 

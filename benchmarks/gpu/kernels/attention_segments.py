@@ -8,10 +8,9 @@ from itertools import product
 
 import torch
 
-from benchmarks.gpu.common.attention_sizes import Sizes
-from benchmarks.gpu.common.cases import Bench, Case, Group, Metrics
+from benchmarks.gpu.cases import Bench, Case, Group, Metrics
 from benchmarks.gpu.kernels.attention import TINY, bandwidth
-from benchmarks.gpu.kernels.attention_launch import check, make_inputs
+from benchmarks.gpu.kernels.attention_launch import Sizes, check, make_inputs
 from benchmarks.gpu.kernels.attention_tiles import tuned_launch
 from executor_svc.gpu.kernels.attention.config import DECODE_ROWS, AttentionConfig
 from executor_svc.gpu.kernels.attention.segments import Segments

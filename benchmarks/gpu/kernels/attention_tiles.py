@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu.common.attention_sizes import Sizes
-from benchmarks.gpu.common.cases import Bench, Case, Group, Metrics
+from benchmarks.gpu.cases import Bench, Case, Group, Metrics
 from benchmarks.gpu.kernels.attention import (
     BLOCK_SIZES,
     MAX_CHECKED,
@@ -19,7 +18,7 @@ from benchmarks.gpu.kernels.attention import (
     bandwidth,
     flops,
 )
-from benchmarks.gpu.kernels.attention_launch import Inputs, arch_and_sms, check, launch, make_inputs
+from benchmarks.gpu.kernels.attention_launch import Inputs, Sizes, arch_and_sms, check, launch, make_inputs
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, DECODE_ROWS, AttentionConfig
 from executor_svc.gpu.kernels.attention.segments import SEGMENTS, Scratch, Segments
 

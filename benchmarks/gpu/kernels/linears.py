@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.gpu.common.cases import Bench, Case, Group, Metrics
+from benchmarks.gpu.cases import Bench, Case, Group, Metrics
 
 if TYPE_CHECKING:
     from executor_svc.gpu.linear import Quantization

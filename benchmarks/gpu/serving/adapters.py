@@ -13,10 +13,9 @@ from benchmarks.common.burst_client import generate_burst
 from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.common.workload import Request
-from benchmarks.gpu.common.cases import Metrics
-from benchmarks.gpu.serving.load import equal_requests
+from benchmarks.gpu.cases import Metrics
 from benchmarks.gpu.serving.run import Run
-from benchmarks.gpu.serving.stages import services_of
+from benchmarks.gpu.serving.stages import equal_requests, services_of
 
 COUNTS = (16, 64)
 """Sequences at once."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.common.benchmark import SEED
 from benchmarks.common.burst_client import generate_burst
 from benchmarks.common.workload import Request
-from benchmarks.gpu.common.cases import Goal, Metrics
+from benchmarks.gpu.cases import Goal, Metrics
 from benchmarks.gpu.serving.run import Run
 from benchmarks.gpu.serving.stages import services_of
 from cadenza import AsyncClient

@@ -1,7 +1,8 @@
 """No request, legal or not, holds an event loop for long: fuzzes of requests against both services as processes.
 
 The bound is far above what was measured (rows in benchmarks/results/loop_lag.jsonl), since the machine may be busy: it
-finds a callback whose work grows with the request. What one slice may handle is asserted in the tests of each conversion.
+finds a callback whose work grows with the request. What one slice may handle is asserted in the tests of
+each conversion.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _run_model(names: Sequence[str], folder: Path, options: argparse.Namespace) 
     jobs = [_job(measure, folder, requests, options.seed) for measure in options.measure if measure in AT_ONCE]
     # The time of a start does not depend on the tokens, and the check of a large model takes minutes.
     if CADENZA in names and set(options.measure) != {START}:
-        from benchmarks.common.greedy_check import check_greedy
+        from benchmarks.peers.transformers import check_greedy
 
         progress(f"{NAME}: {folder.name}: comparing greedy tokens in fp32")
         # All timed requests, and those of the burst in any case.

@@ -6,8 +6,6 @@ one in so many sequences ends in each step and another one joins. Conversions to
 clients is not. `virtual`: the simulator with the same core, executors whose steps take 20 ms and these measured times
 for plans, one after the other: output tokens/s of all executors over those of as many that are planned in no time.
 With `front`, a plan takes longer by the CPU time of its tokens on their way to clients (rows of service_plane).
-
-Measures the core's work for all lanes of a step: many executors, each with as many decoding sequences.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """How long do requests wait for their first token on several executors, by the policy that places them?
 
-Prefix-heavy chat traffic (`common.chat_traffic`) in virtual time. The policies are the scheduler's own two, and those
-of llm-d's and SGLang's routers (`cadenza_simulator.placement`). The load is a share of CAPACITY, the sessions that an
-executor serves a second under round robin. `--tokens` measures instead the output tokens/s of 1, 2 and 4 executors
-under more requests than they can serve at once. Nothing here depends on the machine or on what else runs on it.
-
-Prefix-heavy chat traffic: sessions of several turns that begin with one of a few system prompts.
+Prefix-heavy chat traffic in virtual time: sessions of several turns that begin with one of a few system prompts. The
+policies are the scheduler's own two, and those of llm-d's and SGLang's routers (`cadenza_simulator.placement`). The
+load is a share of CAPACITY, the sessions that an executor serves a second under round robin. `--tokens` measures
+instead the output tokens/s of 1, 2 and 4 executors under more requests than they can serve at once. Nothing here
+depends on the machine or on what else runs on it.
 """
 
 from __future__ import annotations

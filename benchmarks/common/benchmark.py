@@ -1,7 +1,4 @@
-"""The interface of a benchmark for `python -m benchmarks`.
-
-One benchmark as a command: its options, its rows on stdout, progress on stderr.
-"""
+"""The interface of a benchmark, and one benchmark as a command: rows on stdout, progress on stderr."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checkpoints for benchmarks: the demo model, and seeded random ones that are made on demand.
 
-Common parts of the benchmarks of whole systems: options, and the rows' facts about model and workload.
+Also the options of the benchmarks of whole systems, and the rows' facts about model and workload.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""A service of Cadenza as a process of its own, and the CPU time that it has taken.
+"""Services as processes, with the CPU time that they have taken, plain or with what an operator turns on.
 
-Mutual TLS between the processes of a benchmark, with certificates made for it.
-
-Both services as processes for the benchmark of the front, plain or with what an operator turns on.
-
-The executor is simulated. With metrics, both services are scraped each second, as Prometheus would.
+The executor is simulated. Certificates for mutual TLS are made on the spot. With metrics, both services are scraped
+each second, as Prometheus would.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A row: one measurement with everything needed to judge it, one JSON line in results/<benchmark>.jsonl.
 
-The statistics that rows hold.
-
-Measures the load of other processes, so that a row from a disturbed machine has a note.
+Here too: the statistics that rows hold, and the load of other processes, which gives a row from a disturbed machine a
+note.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Experiment 5: the effect of long prompts on running short requests, and of computing them in chunks.
 
-Experiment 5's runs: short requests, long prompts among them, and limits on the prompt tokens of a step.
+Short requests run, with long prompts among them, under limits on the prompt tokens of a step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Types of experiments and of their results: files with numbers, from which the page and its figures are made.
 
-Quantities repeated with several seeds: means, minima and maxima.
-
-The batching policies that the first experiments compare, as options of the scheduler.
+Quantities are repeated with several seeds: means, minima and maxima. The batching policies that the first experiments
+compare are options of the scheduler.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Experiment 3's runs: the same requests with reserved memory and in blocks, and the use of the pool.
 
-Experiment 3 on the real services: the use of the pool, from the scheduler's own step records.
+On the real services the use of the pool comes from the scheduler's own step records.
 """
 
 from __future__ import annotations

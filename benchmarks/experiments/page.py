@@ -1,7 +1,4 @@
-"""Makes docs/experiments.md and its figures from the results in benchmarks/results/experiments.
-
-Draws an experiment's figures in the style of the load tests.
-"""
+"""Makes docs/experiments.md from benchmarks/results/experiments, with figures in the style of the load tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Experiment 8: plans in flight against the duration of a step: the executor's idle time, and the wait of new
-requests.
+"""Experiment 8: plans in flight against the duration of a step: the executor's idle time, and the wait of new requests.
 
-Loads of experiment 8: sequences that decode together, and new requests while others decode.
+Two loads: sequences that decode together, and new requests while others decode.
 """
 
 from __future__ import annotations

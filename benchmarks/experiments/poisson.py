@@ -1,7 +1,4 @@
-"""Experiment 2: latencies of static, dynamic and continuous batches under Poisson arrivals, up to saturation.
-
-Loads of experiment 2: Poisson arrivals at growing rates, and each policy's latencies.
-"""
+"""Experiment 2: latencies of static, dynamic and continuous batches under Poisson arrivals at growing rates."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Experiment 6's runs: preempted requests, by rule, block size and pool size.
 
-Experiment 6 on the real services: the demo model on this machine's CPU, with host blocks to swap to.
+On the real services: the demo model on this machine's CPU, with host blocks to swap to.
 """
 
 from __future__ import annotations

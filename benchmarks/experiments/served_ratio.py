@@ -1,6 +1,6 @@
 """Experiment 7: new requests are held back until enough of them wait: time to first token against time per token.
 
-Experiment 7's runs: Poisson arrivals, with new requests held back by increasing ratios, at both places.
+Poisson arrivals, with increasing ratios, at both places.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ from benchmarks.experiments.experiment import (
     ratio,
     series,
 )
-from benchmarks.experiments.sharing_cpu import measured
-from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, Outcome, Prefixed, simulated
+from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, Outcome, Prefixed, measured, simulated
 
 _VLLM = "https://arxiv.org/abs/2309.06180"
 _PUBLISHED_SAVED = {

@@ -1,7 +1,4 @@
-"""Experiment 1: throughput of static, dynamic and continuous batches as output lengths vary more.
-
-Workloads of experiment 1, with increasingly varied outputs, and each policy's throughput.
-"""
+"""Experiment 1: throughput of static, dynamic and continuous batches as output lengths vary more."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""What of a prompt is cached where: by session and by shared beginning, not by block.
+"""What a coarse executor is: its step costs and limits as plain numbers, and what of a prompt its cache has.
 
-A session's KV stays where it was computed last, until as many tokens have come into that cache as it has room for: an
-LRU list by what was computed since, in place of a list of blocks. A beginning that many sessions share (a system
-prompt) has an entry for each place.
-
-What the coarse simulation knows of an executor: its step costs and its limits, as plain numbers.
+A prompt is cached by session and by shared beginning, not by block. A session's KV stays where it was computed last,
+until as many tokens have come into that cache as it has room for: an LRU list by what was computed since, in place of a
+list of blocks. A beginning that many sessions share (a system prompt) has an entry for each place.
 """
 
 from __future__ import annotations

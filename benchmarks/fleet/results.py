@@ -1,6 +1,6 @@
 """What came of a simulated fleet: percentiles, goodput and cost.
 
-Counts of durations in bins of equal ratio: percentiles of billions of values in a few kilobytes.
+Durations are counted in bins of equal ratio: percentiles of billions of values in a few kilobytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """`python -m benchmarks.gpu [PART] [options]`, also `make bench-gpu`: tests, kernels and serving on a GPU.
 
 Exit codes: 0 all passed, 1 a test or a measurement failed, 2 no GPU or wrong options.
-
-The options of `python -m benchmarks.gpu`.
 """
 
 from __future__ import annotations

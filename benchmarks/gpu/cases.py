@@ -1,8 +1,7 @@
 """Groups of measurements: cases in order of importance, each with metrics, an error, or a reason for skipping it.
 
-Durations of GPU work: medians by CUDA events, with an L2 cache that holds none of the data.
-
-Device time in a trace of torch.profiler (Chrome's format): busy and idle.
+Durations of GPU work are medians by CUDA events, with an L2 cache that holds none of the data; the device's busy and
+idle time comes from a trace of torch.profiler (Chrome's format).
 """
 
 from __future__ import annotations

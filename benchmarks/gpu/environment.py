@@ -1,7 +1,4 @@
-"""The machine of a run (GPU, driver, package versions) and the folders that results go to.
-
-Outcomes as rows, and as tables for people.
-"""
+"""The machine of a run (GPU, driver, package versions), the folders for results, and outcomes as rows and tables."""
 
 from __future__ import annotations
 

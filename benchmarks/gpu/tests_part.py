@@ -1,8 +1,7 @@
 """Part `tests`: the kernels' tests on compiled kernels, and `golden`, several files at once.
 
-A CUDA error fails every later test of its process: such tests run once more, each alone.
-
-Outcomes of tests: read from pytest's JUnit files, summed up for people.
+A CUDA error fails every later test of its process: such tests run once more, each alone. Outcomes are read from
+pytest's JUnit files.
 """
 
 from __future__ import annotations

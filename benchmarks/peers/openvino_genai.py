@@ -1,14 +1,14 @@
 """OpenVINO GenAI's continuous batching on the CPU, token ids in and out.
 
-As it comes, its cache is in 8 bits and activations are quantized in groups where the processor gains by it. Needs the
-packages of `openvino_model` and openvino-genai. Arguments: the model's folder, tokens of the longest request, most
-requests at once, a folder for the export, threads, a tokenizer.json, weights (bf16, int8 or int4); in the environment
-perhaps ONEDNN_MAX_CPU_ISA, the highest instruction set. A question is `{"requests": [{"prompt", "output_len"}],
-"arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last, tokens, due]]}` in seconds since the
-start.
+As it comes, its cache is in 8 bits and activations are quantized in groups where the processor gains by it. Arguments:
+the model's folder, tokens of the longest request, most requests at once, a folder for the export, threads, a
+tokenizer.json, weights (bf16, int8 or int4); in the environment perhaps ONEDNN_MAX_CPU_ISA, the highest instruction
+set. A question is `{"requests": [{"prompt", "output_len"}], "arrivals": null or seconds}`, its answer `{"wall_s",
+"times": [[first, last, tokens, due]]}` in seconds since the start.
 
-A checkpoint as OpenVINO's model, in its own precision or in few bits, and a tokenizer, which its pipeline wants
-though token ids go past it. Needs openvino, openvino-tokenizers, nncf, optimum-intel and transformers below 5.
+The checkpoint is exported to OpenVINO's model once, in its own precision or in few bits, with a tokenizer, which the
+pipeline wants though token ids go past it. Needs openvino, openvino-genai, openvino-tokenizers, nncf, optimum-intel and
+transformers below 5.
 """
 
 from __future__ import annotations

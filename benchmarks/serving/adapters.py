@@ -1,4 +1,4 @@
-"""Services with adapters as processes, and batches whose requests name them.
+"""Services with adapters, and batches whose requests name them.
 
 The peer: peft's own batches of mixed adapters, in static batches of transformers' `generate`.
 """
@@ -90,7 +90,7 @@ def has_peft() -> bool:
 
 def load_peft(model: Path, folders: Mapping[str, Path]) -> Any:
     """The checkpoint with these adapters, in the checkpoint's dtype."""
-    from benchmarks.peers.transformers_static import load_model
+    from benchmarks.peers.transformers import load_model
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tables that the adapters do not have

@@ -1,7 +1,4 @@
-"""The measured systems and how each is started.
-
-Weights in few bits: what a value of --weights is for Cadenza and for the peers beside it.
-"""
+"""The measured systems and how each is started, and what a value of --weights is for each of them."""
 
 from __future__ import annotations
 
@@ -207,9 +204,9 @@ def _driver(
     own, model = Path(sys.executable), str(folder)
     limits = [model, str(_longest(requests, _MODEL_LEN)), str(_most(requests))]
     if name == STATIC:
-        return peer_process(own, "benchmarks.peers.transformers_static", [model])
+        return peer_process(own, "benchmarks.peers.transformers", ["static", model])
     if name == CONTINUOUS:
-        return peer_process(own, "benchmarks.peers.transformers_continuous", limits)
+        return peer_process(own, "benchmarks.peers.transformers", ["continuous", *limits])
     if name == VLLM:
         python = options.vllm_python
         return peer_process(python, "benchmarks.peers.vllm_offline", limits, vllm_environment(python))

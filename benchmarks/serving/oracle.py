@@ -3,10 +3,8 @@
 Random weights have no texts to guess. So a run without drafts is recorded, and its tokens are the drafts of the next
 runs; each is spoiled with the probability that a draft is wrong.
 
-The executor service with drafts from a recorded run: `python -m benchmarks.serving.oracle OPTIONS`.
-
-All options are the executor's, and all code but the source of drafts. The environment names the file of the run and the
-seed of the wrong drafts.
+`python -m benchmarks.serving.oracle OPTIONS` is the executor service with this source. All options are the executor's;
+the environment names the file of the run and the seed of the wrong drafts.
 """
 
 from __future__ import annotations

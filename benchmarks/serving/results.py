@@ -1,6 +1,6 @@
-"""Makes rows from runs: medians of each system, and Cadenza's ratios to each peer, repeat by repeat.
+"""Rows from runs: medians of each system, and Cadenza's ratios to each peer, repeat by repeat.
 
-Time from process start to the first token: `cadenza up` and vLLM's server, each as a new process.
+Also the time from process start to the first token: `cadenza up` and vLLM's server, each as a new process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The work that a model's steps cannot avoid: bytes read and operations, from its config.json.
+"""The work that a model's steps cannot avoid: bytes read and operations, from its config.json and its stored matrices.
 
-Norms, biases and the rows of the embedding table are left out: they are less than a thousandth of the rest.
-
-The matrices of a model as they are stored, and which of them are multiplied with activations in 8 bits.
+Norms, biases and the rows of the embedding table are left out: they are less than a thousandth of the rest. Which
+matrices are multiplied with activations in 8 bits is the executor's own rule.
 """
 
 from __future__ import annotations

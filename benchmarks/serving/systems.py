@@ -1,7 +1,4 @@
-"""The measured systems: each serves a list of requests and reports how long that took.
-
-Runs: each system serves each job once per repeat, in turns, while the others are idle.
-"""
+"""The measured systems: each serves each job once per repeat, in turns, while the others are idle."""
 
 from __future__ import annotations
 

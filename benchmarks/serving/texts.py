@@ -169,8 +169,8 @@ def _llama_figures(llama: PeerProcess, requests: Sequence[Request], expected: li
 def _llama(options: argparse.Namespace, longest: int) -> contextlib.AbstractContextManager[PeerProcess]:
     CACHE.mkdir(parents=True, exist_ok=True)
     progress("llama.cpp: one sequence, with llama-cpp-python's drafts")
-    arguments = [str(_DEMO), str(options.draft_model), str(longest), str(CACHE), "2", str(_NUM_DRAFTS)]
-    return peer_process(options.llama_python, "benchmarks.peers.llama_cpp_drafts", arguments)
+    arguments = ["drafts", str(_DEMO), str(options.draft_model), str(longest), str(CACHE), "2", str(_NUM_DRAFTS)]
+    return peer_process(options.llama_python, "benchmarks.peers.llama_cpp", arguments)
 
 
 def _filled(counts: Sequence[int]) -> list[int]:

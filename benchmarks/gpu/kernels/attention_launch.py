@@ -1,7 +1,4 @@
-"""Attention over a paged cache as a model's layer calls it: its tensors on the device, and its launch.
-
-Sizes of an attention batch.
-"""
+"""Attention over a paged cache as a model's layer calls it: a batch's sizes, its tensors on the device, its launch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Decode attention in bf16 beside FlashInfer on the same tensors.
-
-FlashInfer's decode attention over paged keys and values, the peer of our kernel, where it is installed.
-"""
+"""Decode attention in bf16 beside FlashInfer, where it is installed, on the same tensors."""
 
 from __future__ import annotations
 

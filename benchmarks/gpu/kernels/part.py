@@ -1,8 +1,7 @@
 """Part `kernels`: kernels and whole steps beside the limits of the hardware, most important first, in limited time.
 
-Each group of cases has its own process. A case that fails is one line, and the rest goes on.
-
-All groups of measurements in the order in which they run: the last ones are skipped first when time runs out.
+Each group of cases has its own process. A case that fails is one line, and the rest goes on. The last groups are
+skipped first when time runs out.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from benchmarks.gpu.cases import Case, Ceilings, Group, Metrics, Outcome
 from benchmarks.gpu.environment import Output, header
 from benchmarks.gpu.kernels import (
     attention,
-    attention_segments,
-    attention_tiles,
+    attention_tuning,
     ceilings,
     elementwise,
-    few_bits,
     flashinfer,
     linears,
     lora,
@@ -158,8 +155,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 WARM: dict[str, Group] = {
-    **dict.fromkeys(("decode", "prefill", "blocks", "tune-decode", "tune-prefill"), attention_tiles.WARM),
-    attention_segments.GROUP.name: attention_segments.WARM,
+    **dict.fromkeys(("decode", "prefill", "blocks", "tune-decode", "tune-prefill"), attention_tuning.WARM),
+    attention_tuning.TUNE_SEGMENTS.name: attention_tuning.WARM_SEGMENTS,
 }
 """Groups whose kernels several processes compile in advance, each with the group that does it."""
 ORDER: tuple[Group, ...] = (
@@ -169,12 +166,12 @@ ORDER: tuple[Group, ...] = (
     *steps.GROUPS.values(),
     elementwise.GROUP,
     linears.GROUP,
-    few_bits.GROUP,
+    linears.FEW_BITS,
     lora.GROUP,
     attention.BLOCKS,
-    attention_tiles.TUNE_PREFILL,
-    attention_tiles.TUNE_DECODE,
-    attention_segments.GROUP,
+    attention_tuning.TUNE_PREFILL,
+    attention_tuning.TUNE_DECODE,
+    attention_tuning.TUNE_SEGMENTS,
     flashinfer.GROUP,
 )
 GROUPS: dict[str, Group] = {group.name: group for group in (*ORDER, *WARM.values())}

@@ -1,10 +1,8 @@
 """Stages of structured output: batches of decoding sequences without grammars, with one for all, and for half of them.
 
-Outputs under a grammar are followed by a matcher of our own afterwards: one that left its grammar is an error.
-
-Batches of which some requests have a grammar that never ends before max_tokens: all outputs have one length.
-
-Byte-level tokenizers of any size for random checkpoints, trained on the Python files that are installed here.
+The grammar never ends before max_tokens: all outputs have one length. Outputs under it are followed by a matcher of our
+own afterwards: one that left its grammar is an error. Tokenizers of any size are trained on the Python files that are
+installed here.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.benchmark import SEED
-from benchmarks.common.checkpoints import CACHE, random_checkpoint, vocab_size
+from benchmarks.common.checkpoints import CACHE
 from benchmarks.common.rows import BenchmarkError, percentile
 from benchmarks.gpu.cases import Goal, Metrics
 from benchmarks.gpu.serving.run import Run
@@ -150,20 +148,6 @@ def check_followed(outputs: Sequence[Sequence[int]], schema: dict[str, Any], mod
 _SPECIAL = ["<s>", "</s>", "<pad>"]
 _BYTES_PER_TOKEN = 500
 """Of text, for each token of the vocabulary."""
-
-
-def checkpoint_with_tokenizer(shape: str) -> Path:
-    """A random checkpoint of one of SHAPES whose vocabulary is a tokenizer's; made once, then read from the cache."""
-    plain = random_checkpoint(shape)
-    folder = CACHE / f"{plain.name}-tokenizer"
-    if not (folder / "tokenizer.json").is_file():
-        folder.mkdir(exist_ok=True)
-        for file in plain.iterdir():
-            link = folder / file.name
-            if not link.exists():
-                link.symlink_to(file)
-        train(vocab_size(plain), folder)
-    return folder
 
 
 def tokenizer_files(size: int) -> list[Path]:

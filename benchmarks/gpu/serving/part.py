@@ -19,8 +19,7 @@ from benchmarks.gpu.environment import Output, header
 from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
 from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.part import measure
-from benchmarks.gpu.serving.adapters import serve_adapters
-from benchmarks.gpu.serving.drafts import serve_drafts
+from benchmarks.gpu.serving.adapters import serve_adapters, serve_drafts
 from benchmarks.gpu.serving.grammars import serve_grammars
 from benchmarks.gpu.serving.run import MIN_PEER_S, ROWS, Load, Run, serve_peer
 from benchmarks.gpu.serving.stages import equal_requests, make_requests, sample_of, serve_all

@@ -1,6 +1,6 @@
 """The run of one shape: its requests, the time left, and its stages as rows.
 
-The peer's stage: transformers in its own process, which may crash, hang, or need other settings.
+The peer, transformers, has its own process, which may crash, hang, or need other settings.
 """
 
 from __future__ import annotations

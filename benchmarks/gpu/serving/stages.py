@@ -1,8 +1,7 @@
-"""Cadenza's stages: both services as processes, called over gRPC.
+"""Cadenza's stages: both services as processes, called over gRPC, and the requests that the peer gets too.
 
-The requests for both services and the peer: random prompts and outputs of random lengths, all at once.
-
-Decode steps of both services: their duration, and by a trace how long the device waits between them.
+Random prompts and outputs of random lengths, all at once. Of decode steps: their duration, and by a trace how long the
+device waits between them.
 """
 
 from __future__ import annotations

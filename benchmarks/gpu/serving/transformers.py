@@ -2,7 +2,7 @@
 
 Does what `generate_batch` does, with an output length for each request. Arguments: the model's folder, "cuda" or "cpu",
 the number of ATTEMPTS to leave out, most requests, longest prompt, longest output. Requests and responses are those of
-`benchmarks.peers.transformers_continuous`.
+`benchmarks.peers.transformers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from benchmarks.peers.answering import answering
-from benchmarks.peers.transformers_continuous import serve
+from benchmarks.peers.transformers import serve
 
 _NO_EOS = -1
 _SEED = 0

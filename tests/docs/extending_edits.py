@@ -10,8 +10,10 @@ from pathlib import Path
 Edits = dict[str, list[tuple[str, str]]]
 
 _SAMPLING_TEST = "service/test_sampling_rules.py::test_tokens_are_drawn_with_the_exact_probabilities"
-_NAN_ROW = '| Generate | `sampling_params={{"{0}": nan}}` | INVALID_ARGUMENT | `sampling_params.{0}` | must be a finite number, not nan |\n'
-_INF_ROW = _NAN_ROW.replace("nan", "inf")
+_ERROR_ROW = (
+    '| Generate | `sampling_params={{"max_gap": {0}}}` | INVALID_ARGUMENT | `sampling_params.max_gap` '
+    "| must be a finite number, not {0} |"
+)
 
 
 def _before(line: str, *added: str) -> tuple[str, str]:
@@ -97,7 +99,7 @@ SAMPLING_FIELD: Edits = {
     "docs/errors.md": [
         _before(
             '| Generate | `sampling_params={"repetition_penalty": nan}` | INVALID_ARGUMENT',
-            *(row.format("max_gap").rstrip() for row in (_NAN_ROW, _INF_ROW)),
+            *map(_ERROR_ROW.format, ("nan", "inf")),
         ),
     ],
 }

@@ -1,4 +1,4 @@
-"""docs/extending.md as a program: its walks add a dummy sampling field, option and metric to a copy that then serves."""
+"""docs/extending.md as a program: by its walks a copy of Cadenza gets a dummy sampling field, option and metric."""
 
 from __future__ import annotations
 
@@ -23,8 +23,17 @@ from tests.helpers.paths import PACKAGES, ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _COPIED = (*{str((home / name).relative_to(ROOT)) for name, home in PACKAGES.items()}, "protos", "docs", "tests")
-_GENERATORS = ("protos/generate.py", "protos/generate_docs.py", *(f"docs/generate_{page}.py" for page in ("options", "metrics", "openai")))  # fmt: skip
-_RUN_ALL = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv.pop() and sys.argv[1:]]"
+_GENERATORS = (
+    "protos/generate.py",
+    *("docs/generate_options.py", "docs/generate_metrics.py", "docs/generate_openai.py"),
+    "protos/generate_docs.py",
+)
+_RUN_ALL = """
+import runpy, sys
+for path in sys.argv[1:]:
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+"""
 _GREETING = "good morning"
 _PROMPT = "Tell me a story about a fox."
 
@@ -93,8 +102,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, root)
     for edits in WALKS.values():
         edit(root, edits)
-    for path in _GENERATORS:
-        _run(root, path)
+    _run(root, _GENERATORS[0])
+    _run(root, "-c", _RUN_ALL, *_GENERATORS[1:])
     return root
 
 

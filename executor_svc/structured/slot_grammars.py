@@ -218,7 +218,7 @@ class SlotGrammars:
         held.work, held.was_late = self._threads.run(held.state, work), False
 
     def _late(self, slots: list[int], elapsed_ns: int, all_have: bool, is_late: IsLate | None) -> list[int]:
-        """Return those of some slots whose masks are late, after the time that the step waits for them."""
+        """Return the slots whose masks are late even after the time that the step waits."""
         if is_late is not None:
             for slot in slots:
                 self._slots[slot].work.result()

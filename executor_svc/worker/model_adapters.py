@@ -48,7 +48,7 @@ class ModelAdapterLoader:
         self._base_table = base_table
         self._held: dict[int, _Held] = {}
         self._dropped: dict[int, _Held] = {}
-        """Those of `drop`, until a step finds that no slot has them."""
+        """Adapters that `drop` was called for. They stay until a step finds that no slot uses them."""
         self._lock = threading.Lock()
         self._places: dict[int, int] = {}
         """Places by index, the least recently used first."""

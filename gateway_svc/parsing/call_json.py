@@ -84,7 +84,7 @@ class CallObject:
         """Whether the value at hand is the arguments of a call."""
         self._has_arguments = False
         self._arguments: list[str] = []
-        """Pieces of those that have not been given on."""
+        """Pieces of the arguments that have not been passed on yet."""
         self._raw: list[str] = []
         self.name: str | None = None
         self.is_call = False
@@ -228,7 +228,7 @@ class CallObject:
 
 
 def _decoded(text: str) -> object:
-    """The value of a JSON text; None for one that is none."""
+    """Return the value of a JSON text; None if the text is not JSON."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):

@@ -55,7 +55,7 @@ class AdapterUse:
     name: str
     num_running: int = 0
     num_waiting: int = 0
-    """Those that were preempted, and those that wait for the adapter's load, included."""
+    """Preempted requests count too, and so do requests that wait until the adapter is loaded."""
 
 
 @dataclass(frozen=True, slots=True)

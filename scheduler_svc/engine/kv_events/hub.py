@@ -98,7 +98,7 @@ class Subscription:
         self._wake.set()
 
     def close(self) -> None:
-        """Take no batches any more."""
+        """Stop taking batches."""
         self._hub.leave(self)
 
 
@@ -228,7 +228,7 @@ class KvEvents:
             each.put(batch)
 
     def _end(self) -> None:
-        """Note nothing any more, and keep nothing."""
+        """Stop noting changes, and drop what is kept."""
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None

@@ -16,7 +16,7 @@ from executor_svc.device.ranks import Embedding, RankError, Share
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ALL = 1 << 40
-"""Rows of which a launch's only item takes care."""
+"""More rows than there ever are: a launch has one item, and the item does all rows."""
 
 
 class CpuRanks:

@@ -27,7 +27,7 @@ from executor_svc.ranks.links import Frame, LinkClosed
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ALL = 1 << 40
-"""Rows of which a launch's only item takes care."""
+"""More rows than there ever are: a launch has one item, and the item does all rows."""
 _SEND, _RECEIVE = 0, 1
 _I64 = ir.IntType(64)
 _Transfer = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)

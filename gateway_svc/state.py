@@ -41,7 +41,7 @@ class State:
     counts: Counts = field(default_factory=Counts)
     is_stopping: bool = False
     _formats: tuple[ModelInfo, Formats] | None = None
-    """Those of the model that was last asked for."""
+    """The formats of the model that was last asked for."""
 
     @property
     def max_body_bytes(self) -> int:

@@ -212,7 +212,7 @@ class CallObject:
         return not self._has_arguments or isinstance(_decoded("".join(self._arguments)), dict)
 
     def _take_arguments(self, text: object) -> None:
-        """Arguments that are no object: a text that holds one, or null."""
+        """Take arguments that are not an object: a text with an object in it, or null."""
         self.is_bad = not isinstance(text, str) or not _is_utf8(text) or not isinstance(_decoded(text), dict)
         if not self.is_bad:
             self._arguments, self._has_arguments = [str(text)], True

@@ -154,7 +154,7 @@ class OutputParser:
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """The parts, each joined with those that go on with it."""
+    """Join each part with the parts that continue it."""
     found: list[Part] = []
     for _, group in groupby(parts, _key):
         first, *others = group

@@ -1,7 +1,7 @@
 """Reads the arguments of a tool call that is written as Python: key=value, …), with literals as values.
 
-The values are those of Python and those of JSON, which grammars force: both have strings, numbers, lists and
-dictionaries, and differ in words and in escapes.
+Values are written as in Python, or as in JSON if a grammar forces it. Both have strings, numbers, lists and
+dictionaries; words and escapes differ.
 """
 
 from __future__ import annotations

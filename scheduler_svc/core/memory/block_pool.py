@@ -99,7 +99,7 @@ class BlockPool:
         self.num_shared_refs += len(shared.block_ids)
 
     def leave(self, shared: SharedBlocks) -> bool:
-        """Remove a sequence from those that share blocks; True for the last one, which must then drop the blocks."""
+        """Remove a sequence from the holders of shared blocks; True: it was the last, and must now drop the blocks."""
         shared.num_holders -= 1
         if shared.num_holders:
             self.num_shared_refs -= len(shared.block_ids)

@@ -142,7 +142,7 @@ def shared_of(tables: Iterable[Table]) -> Counter[SharedBlocks]:
 
 
 def count_holders(tables: Iterable[Table]) -> Counter[int]:
-    """By block, the number of holders that these tables give it, where those that share it in a group count as one."""
+    """By block, its number of holders in these tables; sequences of a group that share it count as one holder."""
     return Counter(chain.from_iterable(_counted(tables)))
 
 

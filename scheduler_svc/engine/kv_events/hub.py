@@ -41,7 +41,7 @@ class Subscription:
         self._start = start
         self._pending: deque[Batch] = deque()
         self._num_live = 0
-        """Of these, those that are no parts of a state."""
+        """How many of these are live batches, not parts of a state."""
         self._needs_state = False
         self._has_begun = False
         self._wake = asyncio.Event()

@@ -211,7 +211,7 @@ class LLM:
             return self._guarded(lambda: self._client._run(prompts, params, options, on_output))
 
     def _adapter(self, adapter: Adapters, lora_request: Adapters) -> Adapters:
-        """The adapter of a call; loads those of LoRARequests whose names are new. Raises ValueError for both."""
+        """The adapters of a call; a LoRARequest with a new name is loaded. Raises ValueError if both are given."""
         if lora_request is None:
             return adapter
         if adapter is not None:

@@ -118,7 +118,7 @@ class _Node:
 
     def __init__(self, token_ids: tuple[int, ...], executor_id: int) -> None:
         self.token_ids = token_ids
-        """The tokens after those of its parent."""
+        """The tokens that follow its parent's."""
         self.executor_id = executor_id
         """The executor to which they were sent first."""
         self.children: dict[int, _Node] = {}

@@ -157,7 +157,7 @@ def _metrics(config: ExecutorConfig, counts: ListenerCounts, files: ListenerFile
     """Bind the port of the metrics, if there is one; raises OSError."""
     if config.metrics_port is None:
         return None
-    # Imported here: it takes some 0.1 s, for those who want metrics only.
+    # Imported here: it takes some 0.1 s, which only metrics need.
     from executor_svc.service import metrics
 
     return metrics.ExecutorMetrics(config.metrics_host, config.metrics_port, config.metrics_token_file, counts, files)

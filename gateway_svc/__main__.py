@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _page_rights(environment: Mapping[str, str]) -> PageRights | None:
-    """Those that `cadenza up` gives: a token that a restarted gateway has too, and whether it kills when asked to."""
+    """The rights that `cadenza up` gives: a token, kept over restarts of the gateway, and whether it kills if asked."""
     from gateway_svc.access import PageRights
 
     token = environment.get(PAGE_TOKEN)

@@ -59,7 +59,7 @@ class Counts:
 
 def metrics_text(counts: Counts, num_prompts: int, is_serving: bool) -> bytes:
     """Prometheus' text format; for a thread, as it pauses now and then."""
-    # Imported here: it takes some 0.1 s, for those who want metrics only.
+    # Imported here: it takes some 0.1 s, which only metrics need.
     from cadenza_common.metrics.server import text_of
 
     scrape = Scrape(DEFINITIONS)

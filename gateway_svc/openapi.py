@@ -49,7 +49,7 @@ _KEYS = {
 
 
 def add_openapi(app: web.Application) -> None:
-    """Add the path, which describes those that the application has by now."""
+    """Add the path. It describes the paths that the application has so far."""
     app[_DOCUMENT] = json.dumps(_document(app.router.routes()), ensure_ascii=False).encode()
     app.router.add_get("/openapi.json", show_document)
 

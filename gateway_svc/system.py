@@ -37,7 +37,7 @@ async def version(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """The gateway's metrics, and the scheduler's below them if the gateway may read those.
 
-    A gateway with a token of its own shows what that token may read only to those who have a key of the gateway's.
+    A gateway with a token of its own shows the scheduler's metrics only to callers with a key of the gateway.
     """
     state, key = request.app[STATE], api_key(request)
     if state.keys is not None:

@@ -82,7 +82,7 @@ def add(address: Address, target: Target = None) -> None:
 
 
 def drain(address: Address, target: Target = None, timeout_s: Timeout = None) -> None:
-    """Give an executor no new requests, move those that it has to others, and wait until it has none.
+    """Give an executor no new requests, move its requests to other executors, and wait until it has none.
 
     Requests that no other executor can hold finish there.
     """

@@ -25,7 +25,7 @@ __all__ = ["GgufError", "GgufFile", "GgufMetadata", "GgufTensor", "TensorType", 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 1 << 26
-"""Those of models with 260000 tokens have 16 MB."""
+"""The header of a model with 260000 tokens has 16 MB."""
 _MAX_PAIRS = 1 << 14
 _MAX_TENSORS = 1 << 16
 _MAX_ITEMS = 1 << 21

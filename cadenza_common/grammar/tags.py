@@ -103,7 +103,7 @@ def _lists(value: Any, names: Sequence[str], form: str, others: Sequence[str]) -
 
 
 def _tag(triggers: Sequence[str], begin: str, body: str | None, end: str) -> _Tag:
-    # A longer one cannot appear before the shorter one that it begins with.
+    # A longer trigger begins with the shorter one, so the shorter one appears first.
     trigger = min((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
     if trigger is None:
         raise ValueError(f"no trigger is the beginning of the tag {begin!r}")

@@ -1,4 +1,4 @@
-"""A queue in which tenants take turns: each one's entries in order, one of each tenant after the other."""
+"""A queue in which tenants take turns: one entry of each tenant after the other, a tenant's own in order."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class ListenerCounts:
     """Counts since the start; those of connections are set by the thread that counts them."""
 
     def __init__(self, refusals: Iterable[Refusal] = ()) -> None:
-        """refusals: those that can occur, which are counted from 0."""
+        """refusals: every kind that can occur; each is counted from 0."""
         self._refused = Counter(dict.fromkeys(refusals, 0))
         self._unlogged: dict[Refusal, int] = {}
         """By refusals that were logged less than LOG_INTERVAL_S ago: how many there were since."""

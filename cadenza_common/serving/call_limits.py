@@ -146,7 +146,7 @@ class _PeerCounts:
         return address
 
     def free(self, address: str) -> None:
-        """Count a call no more."""
+        """Take an ended call off the count of its peer."""
         self._open[address] -= 1
         if not self._open[address]:
             del self._open[address]

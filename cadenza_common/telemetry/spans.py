@@ -55,5 +55,5 @@ def step_ids(incarnation: int, step_id: int) -> tuple[int, int]:
 
 
 def decode_step_has_span(step_id: int) -> bool:
-    """Whether a step that computes no prompt has a span; those that do always have one."""
+    """Whether a step without prompt tokens has a span; a step with prompt tokens always has one."""
     return step_id % DECODE_STEPS_PER_SPAN == 0

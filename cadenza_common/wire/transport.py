@@ -91,7 +91,7 @@ def server_options(
         ("grpc.max_allowed_incoming_connections", max_connections),
         # A connection that sends nothing, or not the beginning of HTTP/2, is closed; by default after two minutes.
         ("grpc.server_handshake_timeout_ms", 10_000),
-        # So is one that does not confirm the settings, for which the limit of metadata does not hold before.
+        # So is a connection that does not confirm the settings: until then the limit of metadata does not hold.
         ("grpc.http2.settings_timeout", 10_000),
         # One without calls is closed; our clients make another when they need it.
         ("grpc.max_connection_idle_ms", 300_000),

@@ -124,7 +124,7 @@ class RayExecutors:
 
     @property
     def num_wanted(self) -> int:
-        """Executors that there are or that start, without those that leave."""
+        """Number of executors that run or start; an executor that leaves does not count."""
         with self._lock:
             return len(self._replicas) - len(self._leaving)
 
@@ -160,7 +160,7 @@ class RayExecutors:
             return name
 
     def finish_leaving(self, targets: frozenset[str]) -> list[str]:
-        """End those that leave and that the scheduler does not have any more; returns their names."""
+        """End the leaving executors that the scheduler has forgotten; returns their names."""
         with self._lock:
             gone = [name for name, address in self._leaving.items() if address not in targets]
             for name in gone:

@@ -23,7 +23,7 @@ class Scaled(Protocol):
 
     @property
     def num_wanted(self) -> int:
-        """Executors that there are or that start, without those that leave."""
+        """Number of executors that run or start; an executor that leaves does not count."""
 
     @property
     def num_starting(self) -> int:
@@ -36,7 +36,7 @@ class Scaled(Protocol):
         """Let an executor be drained; returns its name."""
 
     def finish_leaving(self, targets: frozenset[str]) -> list[str]:
-        """End those that leave and that the scheduler does not have any more; returns their names."""
+        """End the leaving executors that the scheduler has forgotten; returns their names."""
 
 
 class Scaler:
@@ -57,7 +57,7 @@ class Scaler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._stopping.set()
         self._thread.join(_STOP_S)
 

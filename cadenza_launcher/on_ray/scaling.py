@@ -37,7 +37,7 @@ class Scaling:
         self._fewer_since: float | None = None
 
     def wanted(self, count: int, num_starting: int, load: Load, now: float) -> int:
-        """Return how many executors there should be, of `count` that there are, with those that start."""
+        """Return how many executors there should be. `count`: how many run or start now."""
         asked = self._asked(count, num_starting, load)
         self._more_since = _since(self._more_since, asked > count, now)
         self._fewer_since = _since(self._fewer_since, asked < count, now)

@@ -18,7 +18,7 @@ class RankShare:
     bundle: dict[str, float]
     """What Ray is asked for."""
     arguments: list[str]
-    """Beside those of all executors."""
+    """Arguments of this executor alone; others are common to all executors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class ThisMachine:
         metrics_ports: Mapping[str, int],
         on_log: LogSink,
     ) -> None:
-        """shares: by the executor's name; metrics_ports: the same, of those that have one."""
+        """shares: by the executor's name; metrics_ports: by name too, for executors that serve metrics."""
         self._command, self._shares, self._metrics_ports, self._on_log = command, dict(shares), metrics_ports, on_log
         self._kept = contextlib.ExitStack()
         self._addresses = {name: reserve_port("127.0.0.1", self._kept) for name in shares}

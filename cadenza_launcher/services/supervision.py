@@ -66,7 +66,7 @@ def _watch(family: Family) -> None:
 
 
 def _follow_host(family: Family, services: dict[str, SupervisedService]) -> None:
-    """Start the executors that have come to the host's names, and stop those that have gone from them."""
+    """Start an executor for each new name of the host, and stop the executors whose names have gone."""
     names = family.host.names
     for name in names:
         if name not in services:

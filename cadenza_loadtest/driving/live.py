@@ -1,4 +1,4 @@
-"""Requests in flight: what the target reports about them, and the columns of those that have ended."""
+"""Requests in flight and what the target reports about them; an ended request goes into columns."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _MARGINS = (0.12, 0.14)
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points that a line joins, in order: those of one file, or of one file and some equal settings."""
+    """Points that a line joins, in order: the points of a file, or its points with some equal settings."""
 
     label: str
     names: list[str]

@@ -39,7 +39,7 @@ _RATES = (
     "max_concurrency",
 )  # fmt: skip
 MAX_ADAPTERS = 16
-"""Most adapters of which each has its metrics."""
+"""Up to so many adapters, each adapter has metrics of its own."""
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s")
 
 

@@ -38,8 +38,8 @@ class ModelRunner:
     ) -> None:
         """Record the model for steps of max_num_batched_tokens tokens and logits of max_num_seqs rows.
 
-        is_draft: its layers of the cache are those of a draft, and it runs beside its target. state_layers: those
-        that a head reads, as `RecordedModel` takes them. adapters: those that the model was built with; a batch's
+        is_draft: the model drafts beside its target, with the cache's draft layers. state_layers: a head reads
+        the states of these layers, as `RecordedModel` takes them. adapters: the model was built with these; a batch's
         adapter_places choose among them.
         """
         self._model = model

@@ -98,8 +98,8 @@ def load_decoder(
 ) -> tuple[Decoder, Weights]:
     """Load the weights onto a device whose dtype is set; returns also where they came from.
 
-    config: its options about weights, and `model`, which messages name as --model. adapters: without linears yet; they
-    get those of the model. ranks: the decoder is that of one rank; spec is that of the whole model.
+    config: the options about weights, and `model`, which messages name as --model. adapters: they have no linears yet,
+    and get the model's. ranks: the decoder is one rank's part; spec describes the whole model.
     """
     folder = checkpoint.folder
     try:

@@ -65,9 +65,9 @@ class RecordedModel:
     ) -> None:
         """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64.
 
-        layers: the model's layers of the cache, such as those of a draft; None: those of the target. state_layers: of
-        a model with a head that reads its states, as `Decoder.forward_with_states` takes them. name: of one that
-        runs beside another on the same kernels: recordings with the same names of rows overwrite each other's results.
+        layers: the model's layers of the cache, such as a draft's; None: the target's. state_layers: a head reads the
+        states of these layers, as `Decoder.forward_with_states` takes them. name: names a model that runs beside
+        another on the same kernels: recordings with the same names of rows overwrite each other's results.
         adapters: those that the model was built with.
         """
         self._rows, self._sampled, self._requested = (f"{name}{rows}" for rows in ("rows", "sampled", "requested"))

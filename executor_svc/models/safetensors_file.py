@@ -53,7 +53,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """PyTorch's dtype; None for one that no tensor of a model has."""
+        """PyTorch's dtype; None for a dtype that no model's tensors have."""
         return _DTYPES.get(self.stored_as)
 
     def blocks(self, rows: int) -> Iterator[Tensor]:

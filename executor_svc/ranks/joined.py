@@ -1,4 +1,4 @@
-"""What another rank than 0 has of its replica, once it has joined it."""
+"""What a rank other than 0 knows about its replica after it has joined."""
 
 from __future__ import annotations
 

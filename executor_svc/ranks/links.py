@@ -66,7 +66,7 @@ class Link:
 
     @property
     def end(self) -> socket.socket:
-        """The socket, for those who send other things than frames."""
+        """The socket, for callers that send something else than frames."""
         return self._end
 
     def limit(self, seconds: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Drafts of a replay: those that the recorded step accepted. So a step gives as many tokens as it did, whatever made
+"""Drafts of a replay: what the recorded step accepted. So a step gives as many tokens as it did, whatever made
 the drafts then; those that were not accepted change nothing.
 """
 
@@ -30,7 +30,7 @@ class RecordedDrafts:
         self._tokens: dict[int, list[int]] = {}
 
     def expect(self, result: pb.StepResult | None) -> None:
-        """Draft for the next step what this one of its results has; None: nothing."""
+        """Take the next step's drafts from its recorded result; None: there are none."""
         self._tokens, start = {}, 0
         if result is None or not result.num_drafts:
             return

@@ -49,7 +49,7 @@ class SimulatedStepExecutor:
     ) -> None:
         """wait: returns at a moment of the monotonic clock in ns; not called if all costs are 0.
 
-        drafts: makes drafts, as many as the plans allow; None: there are none. adapters: those that plans may name.
+        drafts: makes drafts, as many as the plans allow; None: there are none. adapters: plans may name these.
         """
         self.limits = limits
         self.slots = Slots(limits)

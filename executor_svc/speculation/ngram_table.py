@@ -33,7 +33,7 @@ class NgramTable:
         self.capacity = size // 2
         """The number of tokens that the table is made for."""
         self.num_indexed = 0
-        """The number of tokens whose n-grams are in the table: those that end there or before."""
+        """The table has the n-grams of so many first tokens: each n-gram that ends among them."""
         # Entries: the top bits of the n-gram's hash, and the index of its last token + 1; 0: free.
         self._table = np.zeros((max_match - min_match + 1) * size, np.int64)
         self._view = self._table.data

@@ -47,7 +47,7 @@ class CompileTurns:
         self._running: Counter[int] = Counter()
 
     def run(self, turn: Turn, asked_by: int) -> None:
-        """Run a compilation in the turn of whoever asks, or in that of another who has asked for it."""
+        """Run a compilation when the first of its callers has a turn: this one, or another that asked for the same."""
         with self._lock:
             if turn.has_begun or asked_by in turn.asked_by:
                 return

@@ -62,7 +62,7 @@ class _Compilation:
     turn: Turn
     result: Future[Compiled] = field(default_factory=Future)
     wanted: list[Callable[[], bool]] = field(default_factory=list)
-    """Whether each of those who asked still wants it."""
+    """For each caller: whether it still wants the result."""
 
 
 class Compiler:

@@ -22,10 +22,10 @@ class MaskThreads:
     """Runs the work of states, a part at a time for each."""
 
     def __init__(self, num_slots: int) -> None:
-        """num_slots: sequences that may have slow work at the same time; those of free slots go on for a while."""
+        """num_slots: how many sequences may have slow work at once. Work of a freed slot goes on for a while."""
         self._quick = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._own = ThreadPoolExecutor(2 * num_slots, thread_name_prefix="grammars")
-        # A thread has the priority of the one that starts it: not that of one that compiles.
+        # A thread inherits its starter's priority. This one must not inherit the priority of a compiling thread.
         with_large_stack(lambda: self._quick.submit(int))
 
     def run(

@@ -60,7 +60,7 @@ class SlotGrammars:
         self._num_words = num_mask_words(compiler.source.vocab_size)
         self._threads = MaskThreads(num_slots)
         self.recorded: IsLate | None = None
-        """Which rows were late in the step that is replayed; None: those whose masks are not there."""
+        """Says which rows were late in a replayed step; None: a row without its mask is late."""
         self._last_s = 0.0
         """What the model took in the last step with grammars, in seconds."""
         self.num_late = 0
@@ -218,7 +218,7 @@ class SlotGrammars:
         held.work, held.was_late = self._threads.run(held.state, work), False
 
     def _late(self, slots: list[int], elapsed_ns: int, all_have: bool, is_late: IsLate | None) -> list[int]:
-        """Return those of some slots whose masks are late, after the time that the step waits for them."""
+        """Return the slots whose masks are late even after the time that the step waits."""
         if is_late is not None:
             for slot in slots:
                 self._slots[slot].work.result()

@@ -48,7 +48,7 @@ class ModelAdapterLoader:
         self._base_table = base_table
         self._held: dict[int, _Held] = {}
         self._dropped: dict[int, _Held] = {}
-        """Those of `drop`, until a step finds that no slot has them."""
+        """Adapters that `drop` was called for. They stay until a step finds that no slot uses them."""
         self._lock = threading.Lock()
         self._places: dict[int, int] = {}
         """Places by index, the least recently used first."""
@@ -104,7 +104,7 @@ class ModelAdapterLoader:
     def places_of(self, slots: Slots) -> IntArray | None:
         """Return [num_slots] the place of each slot's adapter, NO_PLACE without one; None: no slot has one.
 
-        Adapters that are in no place yet take free ones, or those of the least recently used that no slot has.
+        An adapter without a place takes a free one, or the place of the least recently used adapter that no slot has.
         """
         indexes = np.where(slots.admitted, slots.adapter_index, 0)
         if self._dropped:

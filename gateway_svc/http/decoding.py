@@ -16,7 +16,7 @@ _NONE = ("", "identity")
 
 
 def decoded(body: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """The body as it was before a Content-Encoding; raises ApiError, also for one that is over the limit then."""
+    """Undo a body's Content-Encoding; raises ApiError, also if the decoded body is over the limit."""
     encoding = encoding.strip().lower()
     if encoding in _NONE:
         return body

@@ -1,4 +1,4 @@
-"""By which names the gateway may be asked, and from pages of which sites.
+"""Check a request's Host and Origin: the name that it asks for, and the site of the page that makes it.
 
 A page of another site can make a browser send requests here, and by DNS rebinding it can even read the answers: its
 name is made to resolve to 127.0.0.1, and to the browser this gateway is then a server of that site. So the name by

@@ -109,7 +109,7 @@ class KvPublisher:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where the sockets are, those that were bound with the port that they have."""
+        """The endpoints of the sockets; a bound socket's endpoint has its real port."""
         return [socket.getsockopt(self._zmq.LAST_ENDPOINT).rstrip(b"\0").decode() for socket in self._sockets]
 
     async def stop(self) -> None:

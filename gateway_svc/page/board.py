@@ -55,7 +55,7 @@ class Board:
         self._journeys.pop(request_id, None)
 
     def emptied(self) -> Board:
-        """One that knows nothing but which requests are followed."""
+        """Return a new board. It follows the same requests, and knows nothing else."""
         board = Board()
         board._journeys = self._journeys
         return board

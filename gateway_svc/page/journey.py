@@ -12,7 +12,7 @@ _MAX_EVENTS = 64
 
 @dataclass(slots=True)
 class Journey:
-    """Of a request whose id the page knows: one that its own chat has sent."""
+    """What happened to a request that the page's own chat has sent."""
 
     request_id: str
     executor: int | None = None

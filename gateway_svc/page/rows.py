@@ -99,7 +99,7 @@ class ScheduleRows:
 
     def step(self, record: admin_pb2.StepRecord) -> None:
         """A step has computed sequences."""
-        if not self._next_column and not self._pending:  # those that joined before the watch
+        if not self._next_column and not self._pending:  # sequences that had joined before the watch began
             for sequence_id in record.sequence_ids:
                 self.join(sequence_id, f"sequence {sequence_id}", 0)
         cells = [Cell.ABSENT] * MAX_ROWS

@@ -55,7 +55,7 @@ def fits(value: Any, kinds: Kinds) -> bool:
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a reference means; one that means nothing is None."""
+    """Follow a schema's references; None for a reference that leads nowhere."""
     for _ in range(_MAX_DEPTH):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):

@@ -84,7 +84,7 @@ class CallObject:
         """Whether the value at hand is the arguments of a call."""
         self._has_arguments = False
         self._arguments: list[str] = []
-        """Pieces of those that have not been given on."""
+        """Pieces of the arguments that have not been passed on yet."""
         self._raw: list[str] = []
         self.name: str | None = None
         self.is_call = False
@@ -212,7 +212,7 @@ class CallObject:
         return not self._has_arguments or isinstance(_decoded("".join(self._arguments)), dict)
 
     def _take_arguments(self, text: object) -> None:
-        """Arguments that are no object: a text that holds one, or null."""
+        """Take arguments that are not an object: a text with an object in it, or null."""
         self.is_bad = not isinstance(text, str) or not _is_utf8(text) or not isinstance(_decoded(text), dict)
         if not self.is_bad:
             self._arguments, self._has_arguments = [str(text)], True
@@ -228,7 +228,7 @@ class CallObject:
 
 
 def _decoded(text: str) -> object:
-    """The value of a JSON text; None for one that is none."""
+    """Return the value of a JSON text; None if the text is not JSON."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):

@@ -105,7 +105,7 @@ class ObjectReader:
         return index, parts, True
 
     def give_back(self) -> Iterator[Part]:
-        """What was read is no call; one that is known stays as it is."""
+        """Give back what was read, as it is no call; a call that is known already stays."""
         call, self._object = self._object, None
         before, self.before = self.before, ""
         if call is None:

@@ -120,7 +120,7 @@ class OutputParser:
         return _joined(parts)
 
     def tokens_behind(self) -> tuple[int, ...]:
-        """Tokens behind the text of an output that has ended, of which no part says that they made it."""
+        """The last tokens of an ended output. No part claims them: they made none of its text."""
         return () if self._owners is None else self._owners.rest()
 
     def _take(self, piece: Piece, parts: list[Part]) -> None:
@@ -154,7 +154,7 @@ class OutputParser:
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """The parts, each joined with those that go on with it."""
+    """Join each part with the parts that continue it."""
     found: list[Part] = []
     for _, group in groupby(parts, _key):
         first, *others = group

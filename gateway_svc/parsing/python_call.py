@@ -1,7 +1,7 @@
 """Reads the arguments of a tool call that is written as Python: key=value, …), with literals as values.
 
-The values are those of Python and those of JSON, which grammars force: both have strings, numbers, lists and
-dictionaries, and differ in words and in escapes.
+Values are written as in Python, or as in JSON if a grammar forces it. Both have strings, numbers, lists and
+dictionaries; words and escapes differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "fals
 _WORD = re.compile(r"[\w.+-]+")
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _OCTAL = re.compile(r"[+-]?0\d+")
-"""Python had numbers like this one, and has them no more."""
+"""Python 2 had such numbers, Python 3 does not."""
 _MAX_NUMBER = 64
 """Characters of a number that only Python has."""
 _JSON_STRING = re.compile(r'(?:[^"\\\x00-\x1f\ud800-\udfff]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
@@ -59,7 +59,7 @@ class _Open:
 
 
 class PythonArguments:
-    """Those of one call, from its opening bracket on, which come in pieces."""
+    """The arguments of one call, from its opening bracket on. They come in pieces."""
 
     def __init__(self) -> None:
         self._at = _At.KEY

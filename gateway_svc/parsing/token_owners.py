@@ -19,7 +19,7 @@ class TokenOwners:
         self._place = 0
         """In the text: what lies before it has been read."""
         self._num_read = 0
-        """Tokens of which some text has been read."""
+        """Number of tokens whose text has been read, at least in part."""
         self._num_owned = 0
         """Tokens whose owner is known."""
 

@@ -55,13 +55,13 @@ class ToolUse:
     tools: tuple[Tool, ...] = ()
     mode: Mode = "none"
     allowed: frozenset[str] | None = None
-    """Names of those that may be called; None: all."""
+    """Names of the tools that the model may call; None: all."""
     is_parallel: bool = True
     """Whether there may be several calls in one answer."""
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """Those that may be called."""
+        """The tools that the model may call."""
         if self.mode == "none":
             return ()
         return tuple(tool for tool in self.tools if self.allowed is None or tool.name in self.allowed)
@@ -105,17 +105,17 @@ class ToolUse:
 
 
 def chat_tools(values: Mapping[str, Any]) -> ToolUse:
-    """Those of a chat; raises ApiError."""
+    """Read the tools of a chat; raises ApiError."""
     return _use(_tools(values.get("tools"), _inner_function), values, _chosen_inner)
 
 
 def response_tools(values: Mapping[str, Any]) -> ToolUse:
-    """Those of /v1/responses, whose functions are flat; raises ApiError."""
+    """Read the tools of /v1/responses, where a function is flat; raises ApiError."""
     return _use(_tools(values.get("tools"), _flat_function), values, _chosen_flat)
 
 
 def message_tools(values: Mapping[str, Any]) -> ToolUse:
-    """Those of Anthropic's API; raises ApiError."""
+    """Read the tools of a request of Anthropic's API; raises ApiError."""
     tools = _tools(values.get("tools"), _custom, schema="input_schema")
     choice = values.get("tool_choice") or {"type": "auto"}
     kind = choice.get("type")

@@ -42,7 +42,7 @@ def key_of(context: Context) -> str | None:
 
 
 def explained(error: Exception, about: str) -> ApiError:
-    """Any error of a request as one of the APIs'; one that is a bug is logged."""
+    """Return a request's error as an error of the APIs; a bug is logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CadenzaError):

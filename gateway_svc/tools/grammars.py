@@ -224,7 +224,7 @@ def _arguments_of(
 
 
 def _arguments(index: int, names: Sequence[str], required: set[str]) -> str:
-    """Arguments with commas between those that are there."""
+    """A rule for the arguments: the required ones, any of the others, and commas between them."""
     rest = [f"args_{index}_{place}" for place in range(len(names))]
     first = next((place for place, name in enumerate(names) if name in required), None)
     if first is not None:  # commas belong to what stands before and behind it

@@ -20,7 +20,7 @@ class Answers:
     def parts(
         self, delta: RequestOutput, prompt_ids: Sequence[int], total: RequestOutput
     ) -> Iterator[pb.GenerateResponse]:
-        """What a delta brings: a chunk of each sample, and the end of those that have ended."""
+        """The messages of a delta: a chunk of each sample, and the ends of ended samples."""
         for sample in delta.outputs:
             first = sample.index not in self._begun
             self._begun.add(sample.index)

@@ -36,7 +36,7 @@ class Running:
             del self._generations[name]
 
     def abort(self, key: str | None, request_ids: Iterable[str]) -> None:
-        """Abort those of these that run: their streams end with the output so far."""
+        """Abort these requests, as far as they run: their streams end with the output so far."""
         for request_id in request_ids:
             generation = self._generations.get((key, request_id))
             if generation is not None:

@@ -133,7 +133,7 @@ class RequestTable:
         return former is None or former is lane or not former.holds(group, swapped=False)
 
     def bind(self, group: SequenceGroup, lane: Lane) -> None:
-        """Record that a group is about to run on a lane, which is from now on the one that holds what it holds."""
+        """Record that a group is about to run on a lane. From now on this lane holds its blocks and slots."""
         former = self.lane_of(group)
         if former is not None and former is not lane:
             for sequence in group.sequences:

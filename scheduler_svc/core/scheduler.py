@@ -131,7 +131,7 @@ class Scheduler:
     def add_executor(self, executor_id: int, spec: ExecutorSpec) -> None:
         """Create an executor's lane, or replace the lane of a lost executor by an empty one with these limits.
 
-        Requests go on within the new limits; `misfit` names those that cannot. Raises LimitsError, as `check_limits`.
+        Requests go on within the new limits; `misfit` names those beyond. Raises LimitsError, as `check_limits`.
         """
         check_limits(spec)
         policies = self._requests.policies
@@ -168,7 +168,7 @@ class Scheduler:
 
         `same_incarnation`: the executor's, as in the last session; otherwise that one has died, and a request that is
         found to kill executors finishes with EXECUTOR_ERROR (see `suspects`). `keeps_kv`: it is the same, and no other
-        scheduler has used it since. `adapters`: those that it has loaded.
+        scheduler has used it since. `adapters`: the executor has loaded these.
         """
         lane = self.lanes[executor_id]
         lane.counts.last_step_id = max(lane.counts.last_step_id, last_completed_step_id)
@@ -211,7 +211,7 @@ class Scheduler:
         return self.lanes[executor_id].is_empty and not self._requests.placer.num_placed(executor_id)
 
     def remove_executor(self, executor_id: int, now: float) -> StepOutputs:
-        """Forget an executor: its KV is given up, its requests go on elsewhere; `stranded` names those that cannot."""
+        """Forget an executor: its KV is given up, its requests go on elsewhere; `stranded` names the ones left over."""
         lane_changes.remove(self._requests, self.lanes[executor_id])
         self._note_limits()
         return self.take_outputs()

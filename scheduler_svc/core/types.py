@@ -190,7 +190,7 @@ class ExecutorSpec:
     max_cpu_loras: int = 0
     """The most loaded adapters."""
     grammar_engine: bytes = b""
-    """What follows grammars in it: it runs those that were checked with the same. Empty: it has none."""
+    """The library that follows grammars in it: it runs only grammars checked with the same. Empty: it has none."""
     lacks: frozenset[str] = frozenset()
     """Names of features that it lacks: see `core.placement.candidates`."""
 

@@ -51,7 +51,7 @@ class ActivityLog:
             _LOG.log(level, "%s", request_line(live), extra=request_fields(live))
 
     def stop(self) -> None:
-        """Log no more figures."""
+        """Stop logging figures."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

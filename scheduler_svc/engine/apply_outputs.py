@@ -14,9 +14,9 @@ from scheduler_svc.engine.live_request import LiveRequest
 def apply_outputs(
     outputs: StepOutputs, lives: Mapping[RequestKey, LiveRequest], stop_sample: Callable[[RequestKey, int], object]
 ) -> tuple[dict[LiveRequest, None], set[LiveRequest]]:
-    """Extend the requests; returns those with something new, in order, and those of which a sample has finished.
+    """Extend the requests; returns the requests with new output, in order, and the requests with a finished sample.
 
-    stop_sample: ends one at a stop string.
+    stop_sample: ends a sample at a stop string.
     """
     touched: dict[LiveRequest, None] = {}
     finished: set[LiveRequest] = set()
@@ -62,7 +62,7 @@ def _append_tokens(
     touched: dict[LiveRequest, None],
     finished: set[LiveRequest],
 ) -> dict[Sequence, list[int]]:
-    """Apply outputs that are a token and no more, as nearly every token of a step is; returns the tokens of the others.
+    """Apply outputs of one plain token, as nearly all of a step are; returns the tokens of the others.
 
     Without a call for each, which takes longer than the rest.
     """

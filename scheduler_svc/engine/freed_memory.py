@@ -48,7 +48,7 @@ class FreedMemory:
             self._timer = self._clock.call_later(_DELAY_S, self._call)
 
     def stop(self) -> None:
-        """Call no more."""
+        """Stop: `release` is not called again."""
         self._release = None
         if self._timer is not None:
             self._timer.cancel()

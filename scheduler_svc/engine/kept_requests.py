@@ -45,7 +45,7 @@ class KeptRequests:
         self._finished: dict[RequestKey, LiveRequest] = {}
         """In the order in which they finished."""
         self._handed_over: dict[RequestKey, None] = {}
-        """Those whose whole output was handed to a stream, in the order in which that happened."""
+        """Requests whose whole output a stream has got. The order is the order in which the streams got it."""
         self.num_bytes = 0
         """Approximate size of the finished requests."""
 

@@ -285,7 +285,7 @@ def record_planned(
 ) -> tuple[list[LiveRequest], list[LiveRequest]]:
     """Record times, executors and preemption counts of a step's requests.
 
-    Returns those that are in a step for the first time, and those that ran on another executor before.
+    Returns the requests whose first step this is, and the requests that have moved from another executor.
     """
     started, moved = [], []
     for sequence in step.joined:

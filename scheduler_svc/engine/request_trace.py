@@ -64,7 +64,7 @@ class RequestTrace:
         self.trace_id = parent.trace_id if parent is not None else secrets.token_hex(16)
         self.steps: list[TracedStep] = []
         self.num_steps = 0
-        """Number of such steps, also those that are not kept."""
+        """Number of traced steps; not all of them are kept."""
         self.stays: list[Stay] = []
         self.interruptions: list[Interruption] = []
         self.events: list[tuple[str, int, dict[str, str | int]]] = []

@@ -14,8 +14,8 @@ from scheduler_svc.plan_loop.clock import Clock, Timer
 class RestoredRequests:
     """Restored requests until the time for their streams to come back is over.
 
-    Unfinished ones run in the engine without a stream. One that still has none at the end is aborted; one that finishes
-    before that stays readable until then, as do those that had ended in the earlier process. Unfinished requests with a
+    Unfinished requests run in the engine without a stream. When the time is over, a request without a stream is
+    aborted. A finished request, of this or the earlier process, stays readable until then. Unfinished requests with a
     grace are KeptRequests' after their restoration.
     """
 

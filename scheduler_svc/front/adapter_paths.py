@@ -38,7 +38,7 @@ def adapter_path(path: str, roots: Sequence[str]) -> str:
 
 
 def restore_adapters(adapters: Adapters, stored: Iterable[tuple[str, str]], roots: Sequence[str]) -> None:
-    """Load the adapters of an earlier process again, by name and path. Those of the options go before."""
+    """Load the adapters of an earlier process again, by name and path. Adapters of the options come first."""
     for name, path in stored:
         if adapters.names.find(name) is not None:
             _LOG.warning("adapter %r of the journal is left out: --lora names another one", name)

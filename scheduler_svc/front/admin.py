@@ -178,7 +178,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         return pb.UnloadAdapterResponse()
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Any) -> pb.ListAdaptersResponse:
-        """The adapters that have names, of those that the tenant may load."""
+        """List the named adapters that the tenant may load."""
         try:
             self._front.check_serving()
             tenant = self._front.caller_of(context).tenant()

@@ -48,7 +48,7 @@ class SchedulerMetrics:
         config = self._front.config
         if config.metrics_port is None:
             return
-        # Imported here: it takes some 0.1 s, for those who want metrics only.
+        # Imported here: it takes some 0.1 s, which only metrics need.
         from cadenza_common.metrics.server import LoopCollector, MetricsServer
 
         self._server = MetricsServer(config.metrics_host, config.metrics_port, token_file=config.metrics_token_file)

@@ -64,7 +64,7 @@ class _Entry:
 
     @property
     def body_digest(self) -> bytes:
-        """Of the message that began the request; this entry may have come with one that resumes it."""
+        """The digest of the message that began the request. A later message may have made this entry, to resume it."""
         return self.fields.body_digest if self.reader is None else self.reader.live.request.body_digest
 
     def __call__(self, live: LiveRequest) -> None:
@@ -138,7 +138,7 @@ class Session:
             self._wake.set()
 
     async def _long_fields(self, request: pb.SessionRequest | Unreadable) -> RequestFields | None:
-        """The fields of a long request, converted in slices; None for a short one, and for one that is refused."""
+        """Convert the fields of a long request in slices; None for a short request, and for a refused one."""
         if not isinstance(request, pb.SessionRequest) or not convert.is_long(request.generate):
             return None
         await asyncio.sleep(0)  # Parsing it was a slice of its own.

@@ -1,4 +1,4 @@
-"""Bucket bounds. Those of vLLM's families are vLLM's own, so that its dashboards fit; ours have finer ones too."""
+"""Bucket bounds. vLLM's families have vLLM's own bounds, so that its dashboards fit; ours are finer."""
 
 from __future__ import annotations
 

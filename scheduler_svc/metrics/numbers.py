@@ -17,7 +17,7 @@ from scheduler_svc.metrics.request_numbers import RequestNumbers
 from scheduler_svc.plan_loop.ports import ExecutorState
 
 MAX_LANES = 256
-"""Lanes whose numbers are kept, removed ones included; beyond it those that were added first are forgotten."""
+"""Numbers are kept for so many lanes, removed ones included. Beyond it the lane that was added first is forgotten."""
 
 
 class EngineNumbers:

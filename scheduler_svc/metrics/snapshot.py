@@ -42,7 +42,7 @@ class AdaptersView(Protocol):
         """Their names."""
 
     def uses(self) -> Sequence[NamedUse]:
-        """Those that unfinished requests use."""
+        """The adapters that unfinished requests use."""
 
 
 class EngineView(Protocol):
@@ -99,7 +99,7 @@ class ServiceFigures:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that one scrape exports."""
+    """Everything that a scrape exports."""
 
     service: ServiceFigures
     load: Load

@@ -245,7 +245,7 @@ class PlanLoop:
     async def _describe_until_accepted(self) -> tuple[ModelDescription, Callable[[], None]]:
         """Wait for an executor that can be served; returns its description, and the call that adopts it.
 
-        One that cannot is reported and described again until it, or another one at its address, fits.
+        An executor that cannot be served is reported. It is described again until it, or another at its address, fits.
         """
         while True:
             try:

@@ -80,7 +80,7 @@ class SessionOpened:
     sole_since_epoch: int = 0
     """The epoch since which only this scheduler has had sessions with the incarnation; 0: unknown."""
     adapters: tuple[AdapterLoaded, ...] = ()
-    """Those that it has loaded."""
+    """The adapters that the executor has loaded."""
 
 
 class ExecutorLostError(Exception):

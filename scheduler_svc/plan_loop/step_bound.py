@@ -68,5 +68,5 @@ def _implied(steps: deque[tuple[int, int, float]], num_tokens: int, num_context_
 
 
 def _second_longest(durations: list[float]) -> float:
-    """The second-longest duration; of a single one, that one."""
+    """The second-longest duration; a single duration counts as such."""
     return sorted(durations)[-2:][0]

@@ -52,7 +52,7 @@ class CoreReplay:
         self._core = Scheduler(policies_from_options(_config(header)))
         self._core.set_weights(_weights(header))
         self._commands = AdapterCommands()
-        """Those of the last call."""
+        """The commands of the last call."""
         self.num_calls = 0
         self.num_plans = 0
         self.num_requests = 0

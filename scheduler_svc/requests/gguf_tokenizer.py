@@ -27,7 +27,7 @@ _ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 """Types of tokens that are found in any text before it is split."""
 _SPACE = "▁"
 _MAX_TOKEN_CHARS = 1024
-"""Of byte-level tokens. Those of the families have 256 at most."""
+"""Of byte-level tokens. Models of the supported families have 256 at most."""
 _MAX_PIECE_CHARS = 256
 """Of sentencepiece's tokens: the pairs that may become one are as many as its characters. Gemma's have 31."""
 _MAX_PAIRS, _MAX_MERGES = 1 << 22, 1 << 20

@@ -290,7 +290,7 @@ class GrammarDoor:
             self._exceeds(job, f"its process has died twice; it may have {self._max_bytes // 2**20} MiB of memory")
 
     def _exceeds(self, job: _Job, message: str) -> None:
-        """Answer all who wait that a constraint exceeds a bound of its process, in which it may be another time."""
+        """Tell all callers that a constraint exceeds a bound of its process. Another time it may fit."""
         error = QueueFullError(f"{GRAMMAR_PATH}.{job.spec.kind}: {message}", self._compile_s)
         self._finish(job, error)
 

@@ -192,7 +192,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load.
+        """ListAdapters returns the named adapters; a tenant without admin sees only adapters that it may load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

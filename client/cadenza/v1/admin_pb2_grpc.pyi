@@ -68,7 +68,7 @@ class AdminServiceStub:
     there is none of this name, PERMISSION_DENIED if the name is not the tenant's.
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
-    """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
+    """ListAdapters returns the named adapters; a tenant without admin sees only adapters that it may load."""
     GetMetrics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetMetricsRequest, _admin_pb2.GetMetricsResponse]
     """GetMetrics returns what the service serves at --metrics-port, which need not be given, as a gateway passes it on."""
     SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_admin_pb2.SubscribeKvEventsRequest, _admin_pb2.SubscribeKvEventsResponse]
@@ -119,7 +119,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     there is none of this name, PERMISSION_DENIED if the name is not the tenant's.
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
-    """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
+    """ListAdapters returns the named adapters; a tenant without admin sees only adapters that it may load."""
     GetMetrics: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetMetricsRequest, _admin_pb2.GetMetricsResponse]  # type: ignore[assignment]
     """GetMetrics returns what the service serves at --metrics-port, which need not be given, as a gateway passes it on."""
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_admin_pb2.SubscribeKvEventsRequest, _admin_pb2.SubscribeKvEventsResponse]  # type: ignore[assignment]
@@ -233,7 +233,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
-        """ListAdapters returns the adapters that have names, to a tenant without admin those that it may load."""
+        """ListAdapters returns the named adapters; a tenant without admin sees only adapters that it may load."""
 
     @_abc_1.abstractmethod
     def GetMetrics(

@@ -1036,7 +1036,7 @@ class AdmittedSequence(_message.Message):
     num_computed_tokens: _builtins.int
     """Number of tokens whose KV is in the blocks already; less than all."""
     adapter_index: _builtins.int
-    """Index of its LoRA adapter, which must be loaded; 0: none. That of its source, if it has one."""
+    """Index of its LoRA adapter, which must be loaded; 0: none. A sequence with a source has the source's adapter."""
     held: _builtins.bool
     """Held from the start: excluded from decode_ready until resumed."""
     max_drafts: _builtins.int

@@ -318,7 +318,7 @@ class RecordedExecutor(_message.Message):
     max_cpu_loras: _builtins.int
     """Maximum loaded adapters."""
     grammar_engine: _builtins.bytes
-    """What follows grammars in it: it runs those that were checked with the same; empty: none."""
+    """The library that follows grammars in it: it runs only grammars checked with the same; empty: none."""
     @_builtins.property
     def lacks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of features that it lacks, ascending."""

@@ -191,7 +191,7 @@ class GpuKernels:
     def new_adapter_memory(self, num_bytes: int) -> Tensor:
         """Return pinned memory: steps read a part of it, and copies of the rest do not wait.
 
-        Raises ValueError if the system has no more of it.
+        Raises ValueError if the system can pin no more memory.
         """
         try:
             return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")

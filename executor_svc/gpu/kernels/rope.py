@@ -263,7 +263,7 @@ def rope_constants(
 
 
 def programs_per_token(constants: Mapping[str, Any]) -> int:
-    """Return the number of programs per token: first those of its queries, then those of its keys and values."""
+    """Return the number of programs per token: programs for queries come first, then for keys and values."""
     return sum(-(-constants[heads] // constants[tile]) for heads, tile in (("H", "Q_HEADS"), ("KVH", "KV_HEADS")))
 
 

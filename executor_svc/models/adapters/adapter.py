@@ -27,7 +27,7 @@ class LoraPart:
     """[rows, r]"""
     scale: float
     first_row: int
-    """Its rows are those from this one on, among those of the linear as Cadenza runs it, heads not padded."""
+    """Its rows begin at this row of the linear, as Cadenza runs it, with heads not padded."""
 
     @property
     def rank(self) -> int:

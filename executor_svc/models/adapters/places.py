@@ -136,7 +136,7 @@ class ModelAdapters:
             self._embedding.places.set(place, adapter.embedding)
 
     def clear(self, place: int) -> None:
-        """Empty a place; its rows are then those of the base. Conditions as those of `load`."""
+        """Empty a place: rows there are computed by the base alone. The conditions of `load` hold."""
         self.load(place, PackedAdapter({}, None, 0))
 
     def _parts(self, use: LinearUse, adapter: Adapter) -> tuple[list[LoraPart], TokenRows | None]:

@@ -28,7 +28,7 @@ class Eagle3Weights:
     fc: Linear
     """From the target's states, side by side, to a hidden state."""
     input_norms: tuple[Tensor, ...]
-    """Norms before it: none, one of all states, or one of each."""
+    """Norms before `fc`: none, one norm for all states together, or one norm for each state."""
     hidden_norm: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor

@@ -63,7 +63,7 @@ class LeaderExchanges:
     def close(self) -> None:
         """As in `ExchangeLinks`."""
         self._close_taken()
-        # Of ranks that are ahead: they may wait in an exchange that this one has not come to.
+        # Ranks that are ahead may wait in an exchange that this rank has not reached.
         self._listener.drop(Purpose.EXCHANGES)
 
     def renew(self) -> None:

@@ -17,7 +17,7 @@ _OWN = {
 
 
 def introduction(config: ExecutorConfig, num_threads: int) -> dict[str, Any]:
-    """Return what a rank says of itself; num_threads: those that it will have."""
+    """Return what a rank says about itself; num_threads: how many threads it will use."""
     options = config.model_dump(mode="json", exclude=_OWN)
     options["num_threads"] = num_threads
     return {"version": importlib.metadata.version("cadenza"), "options": options}

@@ -60,7 +60,7 @@ class Listener:
                 self._arrived.pop(key)[0].close()
 
     def close(self) -> None:
-        """Take no more connections, and end those that nobody has taken."""
+        """Stop listening, and close the connections that nobody has taken."""
         _end(self._socket)
         with self._changed:
             for link, _ in self._arrived.values():

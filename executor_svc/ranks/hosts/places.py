@@ -19,7 +19,7 @@ class PlaceError(StartError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank among those of its replica."""
+    """The place of a rank in its replica."""
 
     rank: int
     size: int

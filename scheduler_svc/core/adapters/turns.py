@@ -39,7 +39,7 @@ class AdapterTurns:
         self._num_passed = 0
 
     def refresh(self, lane_id: int, *, is_barred: bool, may_begin: Collection[int] = ()) -> None:
-        """Forget a group that waits for this executor no more; is_barred: as now, but for these adapters."""
+        """Forget the group if it has stopped waiting for this executor; is_barred: as now, but for these adapters."""
         group, self.is_barred, self._may_begin = self.waits, is_barred, may_begin
         if group is not None and not (group.queued and group.placed_on in (None, lane_id)):
             self.waits = None

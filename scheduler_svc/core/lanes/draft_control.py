@@ -27,7 +27,7 @@ _FIRST_INTERVAL, _LAST_INTERVAL = 16, 256
 _LOSS_SHARE = 0.01
 """Share of all time that probes may lose."""
 _LATE = 4
-"""Results after which no more are expected of a probe: its plans were made with fewer drafts."""
+"""A probe waits for so many results; then it ends, since its plans were made with fewer drafts."""
 _OPTIMISM = 0.5
 """Share of the last draft's cost that an untried further one is hoped to have."""
 _DRAFTING_DECAY = 0.9
@@ -41,7 +41,7 @@ class DraftedStep:
     num_decodes: int
     """Sequences that decoded in this step, drafting or not."""
     num_drafting: int
-    """Those of them that were allowed drafts."""
+    """How many of these were allowed drafts."""
     max_drafts: int
     """The plan's number of drafts per sequence; 0: none."""
     num_drafts: int
@@ -81,7 +81,7 @@ class _Probe:
     max_drafts: int
     num_steps: int
     ends_at: int
-    """The result after which no more are awaited."""
+    """The number of the last result that it waits for."""
     num_to_plan: int
     num_seen: int = 0
     is_news: bool = False

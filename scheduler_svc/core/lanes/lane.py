@@ -41,7 +41,7 @@ class Lane:
         self.is_open = True
         """Whether there is a session with the executor; groups are placed on open lanes only."""
         self.draining = False
-        """Whether it takes no more groups, and those that run move to other lanes."""
+        """Whether it takes no new groups, and its running groups move to other lanes."""
         self.unexplained: frozenset[SequenceGroup] = frozenset()
         """Groups that may have ended the last session, while it is not known whether they killed the executor."""
         self.order = policy
@@ -112,7 +112,7 @@ class Lane:
         self.tokens_at: list[list[int]] = [
             _NO_TOKENS if sequence is None else sequence.output_ids for sequence in self.sequence_at
         ]
-        """By slot: the tokens of this sequence, to which those that the slot samples are appended."""
+        """By slot: the output tokens of its sequence. New tokens of the slot are appended here."""
         self.discarding_slots: set[int] = set()
         """Slots of finished sequences, for which tokens may still arrive."""
         self._vacated: dict[int, int] = {}

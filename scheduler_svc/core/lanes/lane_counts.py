@@ -37,7 +37,7 @@ class DraftCounts:
 
     @property
     def num_accepted(self) -> int:
-        """Those of them that were accepted."""
+        """Accepted drafts."""
         return sum(self.accepted)
 
 

@@ -1,6 +1,6 @@
 """Counts of a lane's memory figures, without a walk over the blocks of all running sequences.
 
-Sequences in the decode batch are counted by the batch. Of the others there are few: those that prefill, beams, and
+Sequences in the decode batch are counted by the batch. Few others remain: sequences that prefill, beams, and
 samples before their fork. A shared block counts once. Where all holders of a block have filled it, the pool's count of
 holders is enough; a group that shares a block that is not full yet is walked.
 """

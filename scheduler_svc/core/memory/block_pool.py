@@ -88,18 +88,18 @@ class BlockPool:
             self.num_idle_changes += 1
 
     def start_sharing(self, block_ids: list[int]) -> SharedBlocks:
-        """Let a group share blocks of which its caller is a holder, as the first of the group's."""
+        """Let a group share blocks. The caller's sequence holds them already, and is the first holder of the group."""
         shared = SharedBlocks(block_ids)
         self.shared[shared] = None
         return shared
 
     def join(self, shared: SharedBlocks) -> None:
-        """Add a sequence to those that share blocks."""
+        """Add a sequence to the holders of shared blocks."""
         shared.num_holders += 1
         self.num_shared_refs += len(shared.block_ids)
 
     def leave(self, shared: SharedBlocks) -> bool:
-        """Remove a sequence from those that share blocks; True for the last one, which must then drop the blocks."""
+        """Remove a sequence from the holders of shared blocks; True: it was the last, and must now drop the blocks."""
         shared.num_holders -= 1
         if shared.num_holders:
             self.num_shared_refs -= len(shared.block_ids)

@@ -34,7 +34,7 @@ def clear_tables(sequence: Sequence) -> None:
 
 
 def is_shared_by_group(sequence: Sequence, index: int) -> bool:
-    """Whether the block at this index is one of those that its group shares, and has another holder in the group."""
+    """Whether the group shares the block at this index, and another sequence of the group holds it too."""
     shared = sequence.shared_blocks
     return shared is not None and shared.num_holders > 1 and index < len(shared.block_ids)
 
@@ -142,12 +142,12 @@ def shared_of(tables: Iterable[Table]) -> Counter[SharedBlocks]:
 
 
 def count_holders(tables: Iterable[Table]) -> Counter[int]:
-    """By block, the number of holders that these tables give it, where those that share it in a group count as one."""
+    """By block, its number of holders in these tables; sequences of a group that share it count as one holder."""
     return Counter(chain.from_iterable(_counted(tables)))
 
 
 def _counted(tables: Iterable[Table]) -> Iterator[list[int]]:
-    """The blocks of each table, without those that it shares with an earlier one of its group."""
+    """The blocks of each table; blocks that a group shares come with the first table of the group only."""
     seen: set[SharedBlocks] = set()
     for block_ids, shared in tables:
         yield block_ids[len(shared.block_ids) :] if shared is not None and shared in seen else block_ids

@@ -70,7 +70,7 @@ class BlockTiers:
                 self.uncache(block_id)
 
     def drop_table(self, block_ids: list[int], shared: SharedBlocks | None) -> None:
-        """Remove a sequence from the holders of its device blocks; `shared`: those that its group counts as one.
+        """Remove a sequence from the holders of its device blocks; `shared`: blocks that its group holds as one holder.
 
         The last block goes first, so that it is evicted before its parent.
         """

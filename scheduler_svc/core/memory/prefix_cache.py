@@ -211,7 +211,7 @@ class PrefixCache:
         return [change for change in present if change[0] < first_uncertain]
 
     def end_watch(self) -> None:
-        """Note no changes any more."""
+        """Stop noting changes."""
         self._num_taken, self._noted = self.num_noted, None
 
     def take_noted(self, num_certain: int) -> list[Change]:

@@ -201,7 +201,7 @@ class PrefixLookups:
 
 
 def _is_replaced(sequence: Sequence) -> bool:
-    """Whether its tokens may be replaced, so that its lookup is not remembered: a beam takes those of another one."""
+    """Whether its tokens may be replaced: a beam can take another beam's tokens. Then its lookup is not remembered."""
     return sequence.is_beam and sequence.num_output_tokens > 0
 
 

@@ -105,7 +105,7 @@ def able_lanes(group: SequenceGroup, kinds: Iterable[list[Lane]]) -> list[Lane]:
 
 
 def holding_lanes(group: SequenceGroup, kinds: Iterable[list[Lane]]) -> list[Lane]:
-    """As `able_lanes`, with those that may yet load its adapter."""
+    """As `able_lanes`, and also lanes that can still load its adapter."""
     index, size = group.spec.adapter_index, present_size(group)
     able: list[Lane] = []
     longest = 0

@@ -62,7 +62,7 @@ class Placer:
         self._queues: dict[int, LaneQueue] = {}
         """By lane: the groups placed there."""
         self._open: list[LaneQueue] = []
-        """Those of lanes that take groups now, by executor."""
+        """By executor, for each lane that takes groups now."""
         self._candidates: list[Candidate] = []
         """The candidates of these."""
         self._hits: dict[SequenceGroup, KnownHits] = {}
@@ -178,7 +178,7 @@ class Placer:
         return [*dict.fromkeys([*heads, *islice(queue, most)])]
 
     def heads(self, lane: Lane, now: float, passed: PassedOver) -> Iterator[SequenceGroup]:
-        """The groups that a lane may admit next, one of which it takes or stops at: the first that is not in `passed`.
+        """The groups that a lane may admit next. It takes, or stops at, the first group that is not in `passed`.
 
         `passed`: groups of other lanes that this lane has no room for now, and groups whose adapters have no place.
         """
@@ -388,5 +388,5 @@ class Placer:
 
 
 def _num_tokens(group: SequenceGroup) -> int:
-    """Number of tokens whose KV its waiting sequences need: of each one that has output, else of the prompt."""
+    """Number of tokens whose KV its waiting sequences need: of each if they have output, else of the prompt once."""
     return sum([each.num_tokens for each in group.waiting_sequences if each.state is SequenceState.WAITING])

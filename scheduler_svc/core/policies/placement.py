@@ -81,7 +81,7 @@ class PlacementPolicy(Protocol):
     """Whether a group may be taken over by another lane that serves it sooner; otherwise it stays where it was put."""
 
     def choose(self, group: SequenceGroup, candidates: Ids[Candidate], needed: NeededTokens, now: float) -> Candidate:
-        """One of the candidates, of which there is at least one."""
+        """Choose one of the candidates; there is at least one."""
 
 
 @dataclass(slots=True)

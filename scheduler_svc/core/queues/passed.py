@@ -11,7 +11,7 @@ MAX_LOOKED_AT = 1024
 
 
 class PassedOver:
-    """Groups, and adapters whose groups are all passed over but those that ran before."""
+    """Groups, and adapters. Of an adapter, all groups are passed over that have not run before."""
 
     def __init__(self) -> None:
         self._groups: set[SequenceGroup] = set()
@@ -51,4 +51,4 @@ class PassedOver:
 
 
 NOTHING_PASSED = PassedOver()
-"""For those who admit nothing; never changed."""
+"""For callers that admit nothing; never changed."""

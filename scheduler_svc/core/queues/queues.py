@@ -119,7 +119,7 @@ class RunningQueue:
         self.shared_groups: dict[SequenceGroup, int] = {}
         """Groups of several sequences, each with the number of those that are here."""
         self.num_by_adapter: dict[int, int] = {}
-        """Number of sequences here by adapter, without those that have none."""
+        """Number of sequences here by adapter; a sequence without an adapter does not count."""
 
     def __len__(self) -> int:
         return len(self._members)

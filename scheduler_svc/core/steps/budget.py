@@ -53,7 +53,7 @@ class AdmissionBudget:
 
 
 def _num_tokens(group: SequenceGroup) -> int:
-    """Number of tokens of its sequences, those that they share counted for each."""
+    """Number of tokens of its sequences; a token that several share counts for each."""
     return len(group.sequences) * group.sequences[0].num_tokens
 
 

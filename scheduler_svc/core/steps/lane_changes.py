@@ -41,7 +41,7 @@ def open_again(
 ) -> None:
     """It is known what became of an executor whose session ended: it is the same, with or without its KV, or has died.
 
-    Without `opens` there is no new session: it is not waited for. `adapters`: those that it has loaded.
+    Without `opens` there is no new session: it is not waited for. `adapters`: the executor has loaded these.
     """
     loaded = {answer.index for answer in adapters}
     keeps_kv = keeps_kv and all(index in loaded for index in lane.running.num_by_adapter)
@@ -68,7 +68,7 @@ def remove(requests: RequestTable, lane: Lane) -> None:
             for sequence in group.sequences:
                 sequence.last_slot = None
     del requests.lanes[lane.executor_id]
-    # Those that are left may have no adapters.
+    # The executors that remain may have no adapters.
     requests.adapters.num_answers += 1
     sort_waiting(requests)
     requests.placer.on_lane_changed(lane.executor_id)

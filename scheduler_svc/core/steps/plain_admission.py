@@ -56,7 +56,7 @@ def _runs_already(group: SequenceGroup, lane: Lane) -> bool:
 
 
 def _is_new(group: SequenceGroup, lane: Lane) -> bool:
-    """Whether a group has never run, has one sequence, and one that has more to do than its prompt's last token."""
+    """Whether a group has never run and has one sequence, with more to compute than its prompt's last token."""
     spec, sequence = group.spec, group.sequences[0]
     return not (
         group.was_admitted

@@ -77,7 +77,7 @@ class VictimSet:
         self._sharers: Counter[SharedBlocks] = Counter()
 
     def add(self, sequence: Sequence) -> list[Sequence]:
-        """Add a sequence, and those that are preempted together with it; returns those that are new."""
+        """Add a sequence and all that are preempted together with it; returns the sequences that were not in yet."""
         added = [member for member in preempted_together(sequence) if member not in self.sequences]
         for member in added:
             self.sequences[member] = None

@@ -1,8 +1,9 @@
 """Shares of subqueues, as tenants, under an order that has them: of each step's budget, and of slots and blocks.
 
-A step's budget goes to the subqueue of the smallest rank first. So a prompt that has begun is no obstacle to a waiting
-one of a subqueue that was served less. A subqueue that holds more than its share of an executor's slots or blocks, by
-weight among those that run there or want to, gives up the excess when another one needs it that stays within its own.
+A step's budget goes to the subqueue of the smallest rank first. So a prompt that has begun does not hold up a waiting
+prompt of a subqueue that was served less. A subqueue's share of an executor's slots and blocks goes by its weight among
+the subqueues that run there or want to. It gives up what exceeds its share when another subqueue, within its own, needs
+it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _MAX_BEGUN_STEPS = 2
 
 
 def begun_steps(lane: Lane, end: SessionEnd) -> BegunSteps:
-    """The lane's plans in flight that may have ended its executor: those that it may have begun, or the failed one.
+    """The lane's plans in flight that may have ended its executor: the plans it may have begun, or the failed plan.
 
     None if a signal stopped the executor.
     """
@@ -94,7 +94,7 @@ def clear_sequence(requests: RequestTable, sequence: Sequence) -> None:
 
 
 def next_trial(requests: RequestTable, lane: Lane) -> list[SequenceGroup]:
-    """The suspects to try in the lane's next step: at most half of those of one death, the first of which any is ready.
+    """The suspects to try in the lane's next step: at most half of one death's, from the first death with a ready one.
 
     In order of arrival; empty: none is ready.
     """

@@ -55,7 +55,7 @@ class AdapterUse:
     name: str
     num_running: int = 0
     num_waiting: int = 0
-    """Those that were preempted, and those that wait for the adapter's load, included."""
+    """Preempted requests count too, and so do requests that wait until the adapter is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ class Adapters:
 
     def _is_settled(self, index: int) -> bool:
         adapter = self._core.adapters.adapters.get(index)
-        # One that was loaded may have given its place away at once.
+        # A loaded adapter may have given its place away at once.
         return adapter is None or bool(adapter.content_hash) or self._error(index) is not None
 
     def _error(self, index: int) -> AdapterError | None:

@@ -1,4 +1,4 @@
-"""The names of adapters: those that options and operators gave, and those that came by first use."""
+"""The names of adapters. Options and operators give names; a first use gives an adapter a name too."""
 
 from __future__ import annotations
 

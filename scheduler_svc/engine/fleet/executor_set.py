@@ -142,7 +142,7 @@ class ExecutorSet:
         Raises UnknownExecutorError, and LastExecutorError if no other could take them.
         """
         member = self._find(target)
-        # One that has never served cannot take the requests of one that has.
+        # An executor that has never served cannot take over requests.
         others = (other for other in self._present if other is not member and not other.fenced)
         if not any(other.loop.lane is not None or member.loop.lane is None for other in others):
             raise LastExecutorError(f"{member.target} is the last executor: add another one first")

@@ -90,7 +90,7 @@ class CacheView:
             yield from _in_slices(self._apply(view, noted))
 
     def end(self) -> None:
-        """Let the caches note nothing any more."""
+        """Stop the watch: the caches note no changes."""
         for view in self._lanes.values():
             view.cache.end_watch()
 

@@ -109,7 +109,7 @@ def net(changes: Iterable[Change]) -> list[Change]:
 
 
 def parents_first(changes: Iterable[Change]) -> list[Change]:
-    """The changes, those of a block after those of its parent, and chains together where they can be."""
+    """Order the changes: a parent comes before its blocks, and a chain stays together where it can."""
     by_digest: dict[bytes, list[Change]] = {}
     for change in changes:
         by_digest.setdefault(change[0].digest, []).append(change)

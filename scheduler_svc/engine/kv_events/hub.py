@@ -41,7 +41,7 @@ class Subscription:
         self._start = start
         self._pending: deque[Batch] = deque()
         self._num_live = 0
-        """Of these, those that are no parts of a state."""
+        """How many of these are live batches, not parts of a state."""
         self._needs_state = False
         self._has_begun = False
         self._wake = asyncio.Event()
@@ -98,7 +98,7 @@ class Subscription:
         self._wake.set()
 
     def close(self) -> None:
-        """Take no batches any more."""
+        """Stop taking batches."""
         self._hub.leave(self)
 
 
@@ -228,7 +228,7 @@ class KvEvents:
             each.put(batch)
 
     def _end(self) -> None:
-        """Note nothing any more, and keep nothing."""
+        """Stop noting changes, and drop what is kept."""
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None

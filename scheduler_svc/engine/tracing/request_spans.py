@@ -88,7 +88,7 @@ def _prefill_attributes(live: LiveRequest, trace: RequestTrace) -> dict[str, Val
 
 
 def _decode_span(trace: RequestTrace, start_ns: int, end_ns: int) -> Span:
-    """The decode: where it ran, and links to the spans of those of its steps that have one."""
+    """The decode: where it ran, and links to the spans of its steps; not every step has a span."""
     span = Span("decode", start_ns, end_ns)
     if not trace.stays:
         return span

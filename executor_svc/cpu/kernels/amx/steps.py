@@ -3,7 +3,7 @@
 A tile product takes 32 numbers of the inner dimension: it sums the products of even places and those of odd places
 from zero, each in ascending order, and adds the sum of both to the element. Every element is a chain of such steps,
 ascending, the last one filled up with zeros, so an element's bits depend only on its row of x and its row of the
-weight. They differ from those of other levels, whose chains take the products one by one.
+weight. Other levels take the products one by one, so their bits differ.
 """
 
 from __future__ import annotations

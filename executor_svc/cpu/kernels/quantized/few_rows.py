@@ -60,7 +60,7 @@ def _most_in_registers(isa: Isa) -> int:
 
 
 def format_key(layout: PackedLayout) -> str:
-    """Return a name that formats share which have the same code, whatever the number of columns."""
+    """Return the name of a format's code. Formats with the same code have the same name; columns do not matter."""
     kind = layout.kind
     group = "row" if layout.whole_row else kind.group
     return f"{kind.bits}_{kind.values}_{kind.zero}_{kind.scale}_{kind.super_group}_{kind.offsets}_{group}"
@@ -76,10 +76,7 @@ class FewRows:
         self._minimums = layout.kind.offsets == "minimum"
 
     def helper(self) -> Callable[..., None]:
-        """Add the tile's function; returns a function that emits a call.
-
-        Its arguments: those of `TileArguments`.
-        """
+        """Add the tile's function; returns a function that emits a call with the arguments of `TileArguments`."""
         name = f"few_rows_{format_key(self._layout)}_{self._dtype}_{self._shape.rows}"
         return self._code.helper(name, 8, self._body)
 

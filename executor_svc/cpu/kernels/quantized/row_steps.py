@@ -230,7 +230,7 @@ def _load(emit: Emitter, place: Int, dtype: Dtype, left: Int | None) -> list[Vec
 
 
 def _highest(emit: Emitter, parts: list[Vec]) -> Any:
-    """Return the largest size of all numbers, a float; NaN if there is one: its bits are above those of infinity."""
+    """Return the largest size of all numbers, a float; a NaN wins, since its bits are larger than infinity's."""
     builder, found = emit.builder, _highest_of(emit, parts)
     distance = LANES // 2
     while distance:

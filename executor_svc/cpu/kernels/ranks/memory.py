@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share: who has arrived where, and what each gives the others.
+"""Memory that the ranks of one host share: each rank's arrivals, and the data that it gives the others.
 
 Every exchange has a number, which each rank counts. Its numbers lie in one of two halves, by that number's parity: a
 rank that writes to a half has seen all others arrive at the exchange in between, so they have read this half before.

@@ -69,7 +69,7 @@ def restart_counts(
     num_prompt_tokens: Tensor,
     max_tokens: int,
 ) -> None:
-    """Recount the known tokens of those of these slots that have penalties.
+    """Recount the known tokens of these slots; slots without penalties are left out.
 
     Args:
         counts: [n, vocab] int32, as in SamplingState.
@@ -96,7 +96,7 @@ def restart_counts(
 
 
 def add_tokens(counts: Tensor, rows: Tensor, tokens: Tensor, records: Tensor) -> None:
-    """Count an output token of those of R slots that have penalties.
+    """Count one output token for each of R slots; slots without penalties are left out.
 
     Args:
         counts: [n, vocab] int32, as in SamplingState.

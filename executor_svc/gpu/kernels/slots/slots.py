@@ -272,7 +272,7 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step's tensors: those of `forward_batch.ForwardBatch`, padded, and those of sampling.
+    """The tensors of a step: `forward_batch.ForwardBatch`, padded, and what sampling needs.
 
     A stopped slot is padding: its KV is not written, and its context length is 0.
     """

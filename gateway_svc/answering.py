@@ -12,7 +12,7 @@ from gateway_svc.parsing.output import Reading
 from gateway_svc.requests.request import GatewayRequest
 from gateway_svc.scheduler.generation import Generation, Job
 from gateway_svc.state import STATE
-from gateway_svc.streaming import Answer, answer_with
+from gateway_svc.streaming import GatewayAnswer, answer_with
 from gateway_svc.tools.preparing import prepare
 
 R = TypeVar("R", bound=GatewayRequest)
@@ -21,7 +21,7 @@ R = TypeVar("R", bound=GatewayRequest)
 async def answer_chat(
     request: web.Request,
     read: Callable[[Mapping[str, Any]], R],
-    answer_of: Callable[[R, Reading, str], Answer],
+    answer_of: Callable[[R, Reading, str], GatewayAnswer],
 ) -> web.StreamResponse:
     """Answer a request whose output may have thoughts and calls; raises ApiError and CadenzaError.
 

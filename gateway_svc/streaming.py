@@ -44,7 +44,7 @@ class AnswerEvents(Protocol):
         """Those of an answer that fails after its beginning."""
 
 
-class Answer(Protocol):
+class GatewayAnswer(Protocol):
     """How one request is answered."""
 
     def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Answer(Protocol):
 async def answer_with(
     request: web.Request,
     generation: Generation,
-    answer: Answer,
+    answer: GatewayAnswer,
     *,
     is_streamed: bool,
     errors: AbstractContextManager[None],

@@ -72,6 +72,21 @@ def chat_prompt(
     return _with_salt(prompt, cache_salt)
 
 
+def rendered_prompt(messages: Sequence[Any], values: Mapping[str, Any], use: ToolUse) -> Prompt:
+    """The same, as the fields beside the messages of OpenAI's chats say; raises ApiError."""
+    arguments = template_arguments(values.get("chat_template_kwargs", {}), values.get("reasoning_effort"))
+    return chat_prompt(
+        messages,
+        use,
+        continues=values.get("continue_final_message", False),
+        begins_turn=values.get("add_generation_prompt"),
+        documents=values.get("documents"),
+        template=values.get("chat_template"),
+        arguments=arguments,
+        cache_salt=values.get("cache_salt"),
+    )
+
+
 def template_arguments(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
     """Arguments of the template: those given, and reasoning_effort as vLLM passes it."""
     arguments = dict(given)

@@ -10,7 +10,7 @@ from gateway_svc.fields.field import read_fields
 from gateway_svc.fields.sampling import require, utf8
 from gateway_svc.fields.tables import DETOKENIZE, TOKENIZE
 from gateway_svc.http.errors import bad_request
-from gateway_svc.requests.chat import prompt_of_chat
+from gateway_svc.requests.prompts import rendered_prompt
 from gateway_svc.requests.request import PromptQuery, TokensQuery
 from gateway_svc.requests.tools import chat_tools
 
@@ -29,7 +29,7 @@ def read_tokenize(body: Mapping[str, Any]) -> PromptQuery:
                 raise bad_request(f"{name} needs messages", name)
         prompt = Prompt(text=utf8(values["prompt"], "prompt"))
     else:
-        prompt = prompt_of_chat(values["messages"], values, chat_tools(values))
+        prompt = rendered_prompt(values["messages"], values, chat_tools(values))
     return PromptQuery(
         model=values.get("model"),
         prompt=prompt,

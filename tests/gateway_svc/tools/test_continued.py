@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gateway_svc.requests import chat, messages, responses
+from gateway_svc.requests import messages, responses, tokens
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.models.chat_templates import TIME
 from tests.helpers.models.tool_models import call_text, hermes_tokenizer, scripts
@@ -86,12 +86,12 @@ async def test_logprobs_belong_to_the_item_that_their_tokens_made(hermes):
 async def test_large_bodies_are_read_off_the_loop(hermes, monkeypatch):
     hermes.script("Yes")
     threads = []
-    for module, name in ((responses, "response_prompt"), (messages, "messages_prompt"), (chat, "chat_prompt")):
+    for module, name in ((responses, "response_prompt"), (messages, "messages_prompt"), (tokens, "rendered_prompt")):
         work = getattr(module, name)
 
-        def wrapped(*arguments, work=work, **named):
+        def wrapped(*arguments, work=work):
             threads.append(threading.current_thread())
-            return work(*arguments, **named)
+            return work(*arguments)
 
         monkeypatch.setattr(module, name, wrapped)
     for size, is_loop in ((10, True), (70_000, False)):

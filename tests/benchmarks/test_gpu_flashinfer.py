@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.cases import Unavailable
-from benchmarks.gpu.kernels import attention, beside_flashinfer
-from benchmarks.gpu.peers import flashinfer
+from benchmarks.gpu.kernels import attention, flashinfer
 from tests.helpers.executor.stand_in_flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
 CPU = torch.device("cpu")
@@ -43,7 +42,7 @@ class Zeros(BatchDecodeWithPagedKVCacheWrapper):
 
 
 def test_flashinfer_has_the_bf16_batches_of_decode() -> None:
-    found = [case.name for case in beside_flashinfer.cases(False)]
+    found = [case.name for case in flashinfer.cases(False)]
     single = [case for case in attention.decode_cases(False) if "num_tokens" not in case.params]
     assert found == [case.name for case in single if case.params["kv"] == "bf16"]
     assert len(found) == 40
@@ -78,10 +77,10 @@ def test_without_a_working_flashinfer_there_is_one_reason(
 def test_one_wrong_head_is_named() -> None:
     ours = torch.randn(3, 8, 64).to(torch.bfloat16)
     theirs = (ours.float() * (1 + 0.004 * torch.randn(ours.shape).clamp(-1, 1))).to(torch.bfloat16)
-    beside_flashinfer.check_equal("tensor_cores", ours, theirs)
+    flashinfer.check_equal("tensor_cores", ours, theirs)
     theirs[1, 5] = ours[1, 4]
     with pytest.raises(RuntimeError, match=r"\(tensor_cores\) differs: head 5 of sequence 1 by "):
-        beside_flashinfer.check_equal("tensor_cores", ours, theirs)
+        flashinfer.check_equal("tensor_cores", ours, theirs)
     theirs[1, 5], theirs[2, 0] = ours[1, 5], float("nan")
     with pytest.raises(RuntimeError, match="head 0 of sequence 2 by nan"):
-        beside_flashinfer.check_equal("tensor_cores", ours, theirs)
+        flashinfer.check_equal("tensor_cores", ours, theirs)

@@ -25,8 +25,6 @@ def cases(tiny: bool) -> Sequence[Case]:
 
 def _time(bench: Bench, sizes: Sizes) -> Metrics:
     """Times of both; `ratio` is ours over FlashInfer's faster kernel. Raises RuntimeError if the results differ."""
-    from benchmarks.gpu.kernels.flashinfer import peers
-
     others = bench.cached("flashinfer", lambda: peers(bench.device))
     inputs = make_inputs(bench, sizes)
     work, out = launch(bench, sizes, inputs)

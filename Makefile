@@ -36,9 +36,15 @@ TEST_WORKERS ?= 2
 PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
 # What `make test` leaves to `make test-long`: docs/testing.md.
 WITHOUT_LONG := -m 'not long'
+# What `make test` leaves to `make test-docs`: programs of pages, examples, terminals and reports as people see them, and
+# the benchmarks' own tests.
+DOCS_TESTS := tests/benchmarks tests/cadenza_loadtest/test_report.py tests/cadenza_loadtest/test_report_titles.py \
+  tests/scheduler_svc/test_scheduler_docs.py tests/service/examples tests/service/test_chat_terminal.py \
+  tests/service/test_documents_run.py tests/service/test_first_minutes.py tests/service/test_lora_page.py \
+  tests/service/test_page_in_chromium.py
 # What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
-FAST_TESTS := tests/cadenza tests/cadenza_* tests/gateway_svc tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs tests/simulation tests/chaos \
-  --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
+FAST_TESTS := tests/cadenza tests/cadenza_* tests/gateway_svc tests/scheduler_svc tests/executor_svc tests/docs tests/simulation tests/chaos \
+  $(addprefix --ignore ,$(DOCS_TESTS)) --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
 # Where `make wheel` puts the wheel.
 DIST ?= dist
 BENCH_ARGS ?=
@@ -56,7 +62,7 @@ CHAOS_ARGS ?=
 TYPED := $(wildcard client/cadenza cadenza_common scheduler_svc executor_svc gateway_svc cadenza_loadtest \
   cadenza_launcher cadenza_simulator cadenza_cli benchmarks examples)
 
-.PHONY: help demo test test-long test-clients test-containers chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel wheel-client install clean distclean
+.PHONY: help demo test test-docs test-long test-clients test-containers chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel wheel-client install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -66,7 +72,10 @@ demo: $(VENV)/.installed-run ## start both services on the embedded model on the
 	@$(BIN)/cadenza demo $(if $(PAGE),--page) $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev ## the test suite; PYTEST_ARGS='-k name -x' passes options, TEST_WORKERS=0 is for debuggers
-	@$(PY) $(PYTEST) tests --ignore tests/clients $(WITHOUT_LONG) $(PYTEST_ARGS)
+	@$(PY) $(PYTEST) tests --ignore tests/clients $(addprefix --ignore ,$(DOCS_TESTS)) $(WITHOUT_LONG) $(PYTEST_ARGS)
+
+test-docs: $(VENV)/.installed-dev ## after a change of pages, examples, reports or benchmarks: their programs, terminals and pictures
+	@$(PY) $(PYTEST) $(DOCS_TESTS) $(WITHOUT_LONG) $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-dev ## before a release: what `make test` leaves out, more of the same kinds; half an hour and more
 	@$(PY) $(PYTEST) tests --ignore tests/clients -m long $(PYTEST_ARGS)

@@ -7,67 +7,39 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
-    adapter_steps,
-    cancel_memory,
     cpu_limits,
     cpu_serving,
     disaggregation,
-    exactness_cost,
-    executor_loss,
-    executor_scaling,
     gateway,
-    journal,
     lane_scaling,
-    loadtest_agreement,
-    loadtest_clock,
-    loop_lag,
     lora,
-    page_cost,
     placement,
-    placement_cost,
-    ranks,
     scheduler_cost,
     service_plane,
-    serving_burst,
-    simulate_fit,
-    simulate_speed,
     speculation,
-    structured,
-    tenants,
 )
-from benchmarks.common.benchmark import Benchmark, progress
-from benchmarks.common.command import add_common_options, command_parser, run_benchmark, run_command
+from benchmarks.common.benchmark import (
+    Benchmark,
+    add_common_options,
+    command_parser,
+    progress,
+    run_benchmark,
+    run_command,
+)
 from benchmarks.fleet import benchmark as fleet
 
 _MODULES = (
-    adapter_steps,
-    cancel_memory,
     cpu_limits,
     cpu_serving,
     disaggregation,
-    exactness_cost,
-    executor_loss,
-    executor_scaling,
     fleet,
     gateway,
-    journal,
     lane_scaling,
-    loadtest_agreement,
-    loadtest_clock,
-    loop_lag,
     lora,
-    page_cost,
     placement,
-    placement_cost,
-    ranks,
     scheduler_cost,
     service_plane,
-    serving_burst,
-    simulate_fit,
-    simulate_speed,
     speculation,
-    structured,
-    tenants,
 )
 BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _MODULES}
 _LIST = "\n".join(f"  {each.name:16} {each.question}" for each in BENCHMARKS.values())

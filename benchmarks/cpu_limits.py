@@ -15,29 +15,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
-from benchmarks.common.checkpoints import SHAPES, has_tied_table, random_checkpoint, vocab_size
-from benchmarks.common.other_load import OtherLoad, wait_quiet
-from benchmarks.common.rows import BenchmarkError, Row, make_row, usable_cores
-from benchmarks.common.serving_options import about_workload, add_set_option, service_options
-from benchmarks.common.stats import percentile
+from benchmarks.common.checkpoints import (
+    SHAPES,
+    about_workload,
+    add_set_option,
+    has_tied_table,
+    random_checkpoint,
+    service_options,
+    vocab_size,
+)
+from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, percentile, usable_cores, wait_quiet
 from benchmarks.common.workload import Request, decode_workload, make_workload
-from benchmarks.limits.step_work import Chunk, DecoderWork, folder_work
-from benchmarks.serving.few_bits import (
+from benchmarks.serving.opening import (
     BF16,
+    CADENZA,
     GGUF_WEIGHTS,
+    SYSTEMS,
     WEIGHTS,
+    add_peer_options,
+    chosen_systems,
     model_path,
+    names_type,
+    open_systems,
     prepare_weights,
     rounding_option,
 )
-from benchmarks.serving.opening import CADENZA, SYSTEMS, add_peer_options, chosen_systems, names_type, open_systems
 from benchmarks.serving.results import describe as describe_systems
 from benchmarks.serving.results import serving_row
-from benchmarks.serving.runs import Job, Run, measure_all, run_text
+from benchmarks.serving.step_work import Chunk, DecoderWork, folder_work
+from benchmarks.serving.systems import Job, Run, measure_all, run_text
 
 if TYPE_CHECKING:  # torch and llvmlite come with these: only once the benchmark runs
-    from benchmarks.limits.machine_limits import LimitMeter, Limits
-    from benchmarks.limits.stored_weights import StoredWeights
+    from benchmarks.serving.machine_limits import LimitMeter, Limits
+    from benchmarks.serving.step_work import StoredWeights
     from executor_svc.cpu.runner import ModelRunner
 
 NAME = "cpu_limits"
@@ -69,7 +79,7 @@ class _Model:
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
-    from benchmarks.limits.machine_limits import chosen_isa
+    from benchmarks.serving.machine_limits import chosen_isa
 
     isa = chosen_isa(options.isa)
     names = chosen_systems(options, (CADENZA,), options.weights) if SERVING in options.groups else []
@@ -85,7 +95,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
 
 def _prepared(shape: str, isa: str, options: argparse.Namespace) -> _Model:
     """Make the checkpoint and its weights, and measure the limits for the first time."""
-    from benchmarks.limits.machine_limits import LimitMeter, int8_loop
+    from benchmarks.serving.machine_limits import LimitMeter, int8_loop
 
     folder = random_checkpoint(shape)
     prepare_weights(folder, options.weights, options.llama_python)
@@ -106,7 +116,7 @@ def _prepared(shape: str, isa: str, options: argparse.Namespace) -> _Model:
 def _stored(folder: Path, work: DecoderWork, options: argparse.Namespace) -> StoredWeights | None:
     if options.weights == BF16:
         return None
-    from benchmarks.limits.stored_weights import gguf_weights, rounded_weights
+    from benchmarks.serving.step_work import gguf_weights, rounded_weights
     from executor_svc.cpu.kernels.codegen.isa import forced_isa
 
     isa, activations = forced_isa(options.isa), _quantized_activations(options)

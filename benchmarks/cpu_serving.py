@@ -19,18 +19,19 @@ if __name__ == "__main__":  # `python benchmarks/cpu_serving.py`, from anywhere,
     _ROOT = Path(__file__).resolve().parents[1]
     sys.path[:1] = [str(_ROOT), str(_ROOT / "client")]
 
-from benchmarks.common.benchmark import Benchmark, positive_number, progress
-from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
-from benchmarks.common.command import run_command
-from benchmarks.common.rows import BenchmarkError, Row
-from benchmarks.common.serving_options import (
+from benchmarks.common.benchmark import Benchmark, positive_number, progress, run_command
+from benchmarks.common.checkpoints import (
+    SHAPES,
     about_model,
     about_workload,
     add_serving_options,
     model_folder,
+    random_checkpoint,
     requests_of,
     service_options,
+    vocab_size,
 )
+from benchmarks.common.rows import BenchmarkError, Row
 from benchmarks.common.workload import Request, decode_workload, poisson_arrivals
 from benchmarks.serving.opening import (
     CADENZA,
@@ -42,10 +43,8 @@ from benchmarks.serving.opening import (
     names_type,
     open_systems,
 )
-from benchmarks.serving.results import describe, serving_row
-from benchmarks.serving.runs import Job, Run, burst_rate, measure_all, run_text, warm_up
-from benchmarks.serving.start_up import START, STARTED, measure_starts
-from benchmarks.serving.systems import Cadenza, System
+from benchmarks.serving.results import START, STARTED, describe, measure_starts, serving_row
+from benchmarks.serving.systems import Cadenza, Job, Run, System, burst_rate, measure_all, run_text, warm_up
 from cadenza import Client
 
 NAME = "cpu_serving"
@@ -69,7 +68,7 @@ def _run_model(names: Sequence[str], folder: Path, options: argparse.Namespace) 
     jobs = [_job(measure, folder, requests, options.seed) for measure in options.measure if measure in AT_ONCE]
     # The time of a start does not depend on the tokens, and the check of a large model takes minutes.
     if CADENZA in names and set(options.measure) != {START}:
-        from benchmarks.common.greedy_check import check_greedy
+        from benchmarks.peers.transformers import check_greedy
 
         progress(f"{NAME}: {folder.name}: comparing greedy tokens in fp32")
         # All timed requests, and those of the burst in any case.

@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
 from benchmarks.common.rows import BenchmarkError, Row, make_row
-from benchmarks.fleet.drawn import DrawnTraffic
+from benchmarks.fleet.arrivals import MIXES, DrawnTraffic, MixName
+from benchmarks.fleet.caches import model_of
 from benchmarks.fleet.engine import Fleet, FleetPlan, Split
-from benchmarks.fleet.model import model_of
 from benchmarks.fleet.results import FleetResult, Objective
-from benchmarks.fleet.statistics import MIXES, MixName
 from cadenza_simulator.options import find_profile
 from cadenza_simulator.published import LLAMA_3_1_8B, LLAMA_3_1_405B
 

@@ -25,10 +25,8 @@ from pathlib import Path
 from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
 from benchmarks.common.benchmark import Benchmark, positive, progress
-from benchmarks.common.other_load import OtherLoad, wait_quiet
-from benchmarks.common.rows import BenchmarkError, Row, make_row
-from benchmarks.common.service_process import cpu_s, service_process
-from benchmarks.common.stats import percentile
+from benchmarks.common.plane_services import cpu_s, service_process
+from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, percentile, wait_quiet
 from cadenza import AsyncClient, SamplingParams
 
 NAME = "gateway"

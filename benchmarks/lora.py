@@ -24,16 +24,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.adapters.peft_batches import has_peft, load_peft, serve_peft
-from benchmarks.adapters.served import Names, Serving, serving
 from benchmarks.common.benchmark import Benchmark, positive, progress
-from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
-from benchmarks.common.other_load import OtherLoad, wait_quiet
+from benchmarks.common.checkpoints import SHAPES, about_workload, model_folder, random_checkpoint, vocab_size
 from benchmarks.common.random_adapters import make_adapters
-from benchmarks.common.rows import BenchmarkError, Row, make_row
-from benchmarks.common.serving_options import about_workload, model_folder
+from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, wait_quiet
 from benchmarks.common.workload import Request, make_workload
 from benchmarks.peers.process import peer_process
+from benchmarks.serving.adapters import Names, Serving, has_peft, load_peft, serve_peft, serving
 from benchmarks.serving.opening import names_type, vllm_environment
 
 NAME = "lora"

@@ -1,21 +1,26 @@
 """How long do requests wait for their first token on several executors, by the policy that places them?
 
-Prefix-heavy chat traffic (`common.chat_traffic`) in virtual time. The policies are the scheduler's own two, and those
-of llm-d's and SGLang's routers (`cadenza_simulator.placement`). The load is a share of CAPACITY, the sessions that an
-executor serves a second under round robin. `--tokens` measures instead the output tokens/s of 1, 2 and 4 executors
-under more requests than they can serve at once. Nothing here depends on the machine or on what else runs on it.
+Prefix-heavy chat traffic in virtual time: sessions of several turns that begin with one of a few system prompts. The
+policies are the scheduler's own two, and those of llm-d's and SGLang's routers (`cadenza_simulator.placement`). The
+load is a share of CAPACITY, the sessions that an executor serves a second under round robin. `--tokens` measures
+instead the output tokens/s of 1, 2 and 4 executors under more requests than they can serve at once. Nothing here
+depends on the machine or on what else runs on it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
-from benchmarks.common.chat_traffic import Chat
 from benchmarks.common.rows import BenchmarkError, Row, make_row
+from cadenza_loadtest.requests import RequestShape
+from cadenza_loadtest.schedule import ScheduledRequest, make_schedule
+from cadenza_loadtest.seeds import stream
 from cadenza_loadtest.settings import make_settings
 from cadenza_loadtest.workloads.prompts import Prompts
 from cadenza_simulator.campaign import simulate
@@ -135,3 +140,47 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     NAME, "TTFT of prefix-heavy chat on several executors, by the placement policy?", _add_options, _run, _describe
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The lengths and shares of the traffic; lengths are in tokens, as `cadenza loadtest` writes them."""
+
+    num_system_prompts: int = 32
+    skew: float = 1.0
+    """The k-th system prompt has a weight of 1/k^skew."""
+    system_tokens: tuple[int, int] = (300, 2000)
+    """Shortest and longest system prompt."""
+    num_turns: str = "uniform:2:8"
+    input_len: str = "exponential:100:10:1000"
+    output_len: str = "exponential:200:10:1000"
+    think_s: float = 10.0
+    """Mean time between an answer and the next turn."""
+
+    def schedule(self, sessions_per_s: float, seconds: float, seed: int) -> Iterator[ScheduledRequest]:
+        """Sessions in a Poisson process, each with its system prompt before the first turn."""
+        settings = make_settings(
+            {
+                "workload": "multi-turn",
+                "request_rate": sessions_per_s,
+                "num_requests": math.ceil(sessions_per_s * seconds),
+                "num_turns": self.num_turns,
+                "input_len": self.input_len,
+                "output_len": self.output_len,
+                "think_s": self.think_s,
+            }
+        )
+        rng = stream(seed, "system prompts")
+        lengths = rng.integers(*self.system_tokens, self.num_system_prompts, endpoint=True)
+        weights = np.cumsum(np.arange(1, self.num_system_prompts + 1) ** -self.skew)
+        for due_s, shape in make_schedule(settings, seed):
+            if shape.turn:
+                yield due_s, shape
+                continue
+            prefix = int(np.searchsorted(weights[:-1], rng.random() * weights[-1]))
+            yield due_s, _with_prefix(shape, prefix, int(lengths[prefix]))
+
+
+def _with_prefix(shape: RequestShape, prefix: int, length: int) -> RequestShape:
+    num_tokens = shape.num_prompt_tokens + length
+    return replace(shape, num_prompt_tokens=num_tokens, prefix=prefix, num_prefix_tokens=length)

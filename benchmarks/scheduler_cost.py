@@ -23,11 +23,9 @@ if __name__ == "__main__":  # `python benchmarks/scheduler_cost.py`, from anywhe
     _ROOT = Path(__file__).resolve().parents[1]
     sys.path[:1] = [str(_ROOT), str(_ROOT / "client")]
 
-from benchmarks.common.benchmark import Benchmark, positive, progress
-from benchmarks.common.command import run_command
+from benchmarks.common.benchmark import Benchmark, positive, progress, run_command
 from benchmarks.common.core_load import empty_core, measure, memory_per_sequence, start
-from benchmarks.common.other_load import OtherLoad, wait_quiet
-from benchmarks.common.rows import BenchmarkError, Row, make_row
+from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, wait_quiet
 from benchmarks.common.scheduler_load import BLOCK_SIZE, Case
 from benchmarks.peers.process import PeerProcess, can_import, peer_process
 from scheduler_svc.front.process_memory import collect_rarely

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import uvloop
 
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
-from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.plane_clients import (
     Load,
     arriving,
@@ -35,10 +34,8 @@ from benchmarks.common.plane_clients import (
     over_sessions,
     over_streams,
 )
-from benchmarks.common.plane_services import Extras, Services, plane_services
-from benchmarks.common.rows import BenchmarkError, Row, make_row
-from benchmarks.common.service_process import cpu_s
-from benchmarks.common.stats import percentile
+from benchmarks.common.plane_services import Extras, Services, cpu_s, plane_services
+from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, percentile, wait_quiet
 
 NAME = "service_plane"
 _OUTPUT_TOKENS = {1: 2000, 64: 512, 512: 256, 2000: 128}

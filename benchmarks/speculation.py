@@ -3,6 +3,11 @@
 The oracle replays a recorded run, spoiled to a stated acceptance, for random weights have nothing to guess. The texts
 are the demo model's. All systems of a measure run in turns, each with its own processes; tokens must be those of the
 service without drafts, or there is no row.
+
+What drafts may gain on this machine: measured times of steps with more rows, and acceptances as given.
+
+With a draft right with probability a, independently of the others, a step with k drafts gives (1 - a^(k+1)) / (1 - a)
+tokens (Leviathan et al., arXiv 2211.17192, equation 1). It takes the time of a step with k + 1 rows for each sequence.
 """
 
 from __future__ import annotations
@@ -10,20 +15,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
-from benchmarks.common.other_load import OtherLoad, wait_quiet
-from benchmarks.common.rows import BenchmarkError, Row, make_row
+from benchmarks.common.forward_step import make_runner, step_batch
+from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, wait_quiet
 from benchmarks.common.workload import Request, decode_workload
+from benchmarks.serving import oracle, texts
+from benchmarks.serving.decoding import Decoded, Served, served
 from benchmarks.serving.opening import names_type
-from benchmarks.speculative import arithmetic, oracle_executor, texts
-from benchmarks.speculative.decoding import Decoded, Served, served
-from benchmarks.speculative.oracle import RecordedText, save_texts
+from benchmarks.serving.oracle import RecordedText, save_texts
 from cadenza_launcher.services.family import Programs
 
 NAME = "speculation"
@@ -49,7 +59,7 @@ def _oracle(options: argparse.Namespace) -> Iterator[Row]:
     folder = random_checkpoint(options.shape)
     limits = {"max_num_seqs": _ROWS, "max_num_batched_tokens": max(_ROWS, options.batches[-1] * 17)}
     cases = [(batch, k) for batch in options.batches for k in range(MOST + 1) if batch * (1 + k) <= _ROWS]
-    times = arithmetic.measure_steps(folder, cases, _CONTEXT, _ROUNDS, limits)
+    times = measure_steps(folder, cases, _CONTEXT, _ROUNDS, limits)
     progress(f"{NAME}: steps in ms: " + ", ".join(f"{b}x{1 + k} {1e3 * s:.1f}" for (b, k), s in times.items()))
     service = {**limits, "max_model_len": 1024, "num_gpu_blocks": 1200, "enable_prefix_caching": False}
     with contextlib.ExitStack() as stack:
@@ -90,8 +100,8 @@ def _output_len(batch: int) -> int:
 @contextlib.contextmanager
 def _oracle_service(folder: Path, path: Path, seed: int, speculative: str, service: dict[str, Any]) -> Iterator[Served]:
     """Services whose executor has the oracle; `suffix` stands for a fixed number of drafts, that of each request."""
-    os.environ |= {oracle_executor.TEXTS: str(path), oracle_executor.SEED: str(seed)}
-    programs = Programs(executor=("-m", oracle_executor.__name__))
+    os.environ |= {oracle.TEXTS: str(path), oracle.SEED: str(seed)}
+    programs = Programs(executor=("-m", oracle.__name__))
     options = {"speculative": speculative, "num_speculative_tokens": MOST, "programs": programs}
     with served(folder, **options, **service) as found:
         yield found
@@ -104,12 +114,12 @@ def _oracle_row(
     requests: Sequence[Request],
     outputs: list[list[int]],
     case: tuple[int, float],
-    times: arithmetic.StepTimes,
+    times: StepTimes,
     options: argparse.Namespace,
 ) -> Row:
     batch, acceptance = case
-    best = arithmetic.best_num_drafts(times, batch, acceptance)
-    allowed = arithmetic.allowed_gain(times, batch, acceptance, best)
+    best = best_num_drafts(times, batch, acceptance)
+    allowed = allowed_gain(times, batch, acceptance, best)
     repeats, other_cores = [], []
     for index in range(options.repeats + 1):
         with OtherLoad() as other:
@@ -123,7 +133,7 @@ def _oracle_row(
         other_cores.append(other.cores)
     params = {
         "measure": ORACLE, "shape": options.shape, "batch": batch, "acceptance": acceptance, "num_drafts": best,
-        "output_tokens": _output_len(batch), "expected_tokens_per_step": arithmetic.tokens_per_step(acceptance, best),
+        "output_tokens": _output_len(batch), "expected_tokens_per_step": tokens_per_step(acceptance, best),
         "step_ms": 1e3 * times[batch, 0], "step_with_drafts_ms": 1e3 * times[batch, best],
     }  # fmt: skip
     return make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=other_cores)
@@ -181,3 +191,45 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(NAME, "what do drafts gain?", _add_options, _run, _describe)
+
+
+StepTimes = Mapping[tuple[int, int], float]
+"""Seconds of a step by number of sequences and of drafts for each."""
+
+
+def tokens_per_step(acceptance: float, num_drafts: int) -> float:
+    """Expected tokens of a sequence in a step with so many drafts."""
+    return sum(acceptance**index for index in range(num_drafts + 1))
+
+
+def allowed_gain(times: StepTimes, batch: int, acceptance: float, num_drafts: int) -> float:
+    """Multiple of the tokens per second without drafts."""
+    return tokens_per_step(acceptance, num_drafts) * times[batch, 0] / times[batch, num_drafts]
+
+
+def best_num_drafts(times: StepTimes, batch: int, acceptance: float) -> int:
+    """The number of drafts that allows the greatest gain; 0 if none allows any."""
+    return max((k for b, k in times if b == batch), key=lambda k: allowed_gain(times, batch, acceptance, k))
+
+
+def measure_steps(
+    model: Path, cases: Sequence[tuple[int, int]], context: int, rounds: int, options: Mapping[str, Any]
+) -> dict[tuple[int, int], float]:
+    """Median seconds of a step of each case: sequences and drafts; all in turns, in this process without services.
+
+    A step runs the model over the last token and the drafts of each sequence behind `context` tokens, with logits of
+    all of them.
+    """
+    runner = make_runner(model, None, more=options).runner
+    batches = {}
+    for batch, num_drafts in cases:
+        made = step_batch([(context, 1 + num_drafts)] * batch)
+        batches[batch, num_drafts] = replace(made, logits_rows=torch.arange(batch * (1 + num_drafts)))
+    seconds: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    for index in range(rounds + 1):
+        for case, batch_of in batches.items():
+            start = time.perf_counter()
+            runner.argmax(runner.logits(runner.forward(batch_of), batch_of.logits_rows))
+            if index:  # the first round warms up
+                seconds[case].append(time.perf_counter() - start)
+    return {case: statistics.median(found) for case, found in seconds.items()}

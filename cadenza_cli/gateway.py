@@ -17,6 +17,7 @@ Examples:
   cadenza up MODEL                                     (a scheduler at 127.0.0.1:50051)
   cadenza gateway --target 127.0.0.1:50051 --http :8000
   cadenza gateway --kserve :8001 --vllm-grpc :50061      (without HTTP)
+  cadenza gateway --kv-events-endpoint tcp://127.0.0.1:5557
   curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
 `cadenza up MODEL --http 8000 --kserve 8001` starts and supervises one beside the services. It needs no model on its

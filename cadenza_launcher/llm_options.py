@@ -15,7 +15,7 @@ class LLMOptions(TypedDict, total=False):
     """cadenza: PORT or HOST:PORT: serve OpenAI's and Anthropic's HTTP APIs there too, by a third process, the gateway;
     0: any free port; default: none, and 8000 with --page. A port alone is of the same address as --port;
     docs/openai.md. gateway: HOST:PORT to listen on for HTTP, or the port alone; port 0 takes any free one; default:
-    127.0.0.1:8000, and none with --kserve or --vllm-grpc without --page."""
+    127.0.0.1:8000, and none with --kserve, --vllm-grpc or --kv-events-endpoint without --page."""
 
     kserve: str | None
     """cadenza: PORT or HOST:PORT, as --http: the gateway also serves gRPC clients of KServe v2 and of Triton Inference
@@ -255,26 +255,6 @@ class LLMOptions(TypedDict, total=False):
     log_level: Literal["debug", "info", "warning", "error"] | None
     """What is logged to stderr. [default: info]"""
 
-    kv_events_endpoint: str | None
-    """ZeroMQ endpoint to publish KV events at, for routers that send requests to where their prefix is cached:
-    tcp://*:5557 listens, tcp://HOST:5557 connects, as vLLM's kv_events_config has it; default: none;
-    docs/integrations.md."""
-
-    kv_events_replay_endpoint: str | None
-    """ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for what they have
-    missed."""
-
-    kv_events_topic: str | None
-    """Topic of published KV events; llm-d expects kv@POD@MODEL."""
-
-    kv_events_buffer_steps: int | None
-    """Batches of KV events that are kept for --kv-events-replay-endpoint, of at most 256 MiB together. [default:
-    10000]"""
-
-    kv_events_hwm: int | None
-    """KV event batches, of up to 400 KB, that wait for a subscriber that does not read; more are lost. [default:
-    100000]"""
-
     tokenizer: str | None
     """Folder, GGUF file or hub id of the tokenizer; default: that of the executor's model."""
 
@@ -305,11 +285,8 @@ class LLMOptions(TypedDict, total=False):
     """How long a dynamic batch waits for more requests after its first. [default: 50.0]"""
 
     waiting_served_ratio: float | None
-    """Continuous batching holds new requests back until the ratio of waiting to running ones reaches this; 0: never.
-    [default: 0.0]"""
-
-    max_waiting_steps: int | None
-    """Steps after which waiting_served_ratio no longer holds new requests back. [default: 20]"""
+    """Continuous batching holds new requests back until the ratio of waiting to running ones reaches this, for 20 steps
+    at most; 0: never. [default: 0.0]"""
 
     long_prefill_token_threshold: int | None
     """Maximum tokens of one prompt in a step, so that a long prompt leaves budget for others; 0: the whole budget.
@@ -389,6 +366,18 @@ class LLMOptions(TypedDict, total=False):
     http_tls_key: str | None
     """PEM file of the key of --http-tls-cert."""
 
+    kv_events_endpoint: str | None
+    """ZeroMQ endpoint to publish KV events at, for routers that send requests to where their prefix is cached:
+    tcp://*:5557 listens, tcp://HOST:5557 connects, as vLLM's kv_events_config has it; default: none;
+    docs/integrations.md."""
+
+    kv_events_replay_endpoint: str | None
+    """ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for what they have
+    missed."""
+
+    kv_events_topic: str | None
+    """Topic of published KV events; llm-d expects kv@POD@MODEL."""
+
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "none"] | None
     """How the model writes tool calls; auto: as its chat template shows; none: tools are refused. [default: auto]"""
 
@@ -411,8 +400,8 @@ class LLMOptions(TypedDict, total=False):
 
     http_token_file: str | None
     """File with the gateway's own token for a scheduler with --tenants. Of a tenant with admin: for the scheduler's
-    metrics in /metrics, and for adapters. With may_name_tenants: one session to the scheduler carries the requests of
-    all keys; else each key has a session of its own."""
+    metrics in /metrics, for adapters and for --kv-events-endpoint. With may_name_tenants: one session to the scheduler
+    carries the requests of all keys; else each key has a session of its own."""
 
     http_cors_origin: list[str] | None
     """Origin whose pages may call the gateway from a browser, such as https://chat.example.org; * is any; several

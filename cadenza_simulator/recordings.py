@@ -25,8 +25,6 @@ class RecordedSteps:
     planned_s: Floats
     """In seconds on the scheduler's clock; so is applied_s."""
     applied_s: Floats
-    num_inflight: Floats
-    """Plans in flight when the result came, including the step's own."""
     late_s: Floats
     """From when the plan was due (by the last result and by the pacer) until it was made; NaN if it waited for work."""
     tokens: Floats
@@ -157,7 +155,7 @@ class _Follower(CoreReplay):
         num_moved = len(plan.swapped_out) + len(plan.copied) + len(plan.swapped_in)
         self._numbers.extend(
             (
-                step.planned_at, call.now, len(lane.inflight), late,
+                step.planned_at, call.now, late,
                 tokens, context_tokens, kv_tokens, len(step.sampling_slots) - len(silent), num_moved,
                 times.queue_ns, times.device_ns, times.sample_ns, times.moves_ns, times.total_ns,
             )

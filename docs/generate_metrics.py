@@ -15,6 +15,7 @@ from cadenza_common.metrics.families import Definition
 from executor_svc.service import metrics as executor
 from gateway_svc import metrics as gateway
 from scheduler_svc.engine import faults
+from scheduler_svc.engine.gauges import GAUGES
 from scheduler_svc.metrics import definitions as scheduler
 
 PAGE = Path(__file__).with_name("metrics.md")
@@ -109,6 +110,16 @@ Of `cadenza_faults_total`; `GetServerInfo` and `cadenza top` show the same count
 |---|---|
 """
 
+GAUGES_HEAD = """
+## GetServerInfo
+
+The fields of `SchedulerLoad`; those of `ExecutorInfo` are the same of one executor. `cadenza top` and the client's
+`server_info()` show them.
+
+| field | unit | meaning |
+|---|---|---|
+"""
+
 DRAFTS = """
 ## Speculative decoding
 
@@ -138,7 +149,8 @@ nothing about first tokens, queues or the time between steps.
 def page() -> str:
     """Return the contents of docs/metrics.md."""
     tables = "\n".join(f"{head}{''.join(_table(definitions))}" for head, definitions in PARTS)
-    return f"{HEAD}{tables}{REFUSALS}{_rows(listener_counts.Refusal)}\n{FAULTS}{_rows(faults.Fault)}{DRAFTS}"
+    gauges = GAUGES_HEAD + "".join(f"| `{each.name}` | {each.unit} | {each.meaning} |\n" for each in GAUGES)
+    return f"{HEAD}{tables}{REFUSALS}{_rows(listener_counts.Refusal)}\n{FAULTS}{_rows(faults.Fault)}{gauges}{DRAFTS}"
 
 
 def _table(definitions: Iterable[Definition]) -> Iterator[str]:

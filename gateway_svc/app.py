@@ -20,6 +20,7 @@ from gateway_svc.models import Names
 from gateway_svc.openai import chat, completions, models, responses, tokens
 from gateway_svc.openapi import add_openapi
 from gateway_svc.page.routes import add_page
+from gateway_svc.parsing.formats import KnownFormats
 from gateway_svc.scheduler.link import SchedulerLink
 from gateway_svc.state import STATE, State
 
@@ -44,6 +45,7 @@ def make_state(config: GatewayConfig, page_rights: PageRights | None = None) -> 
         keys=keys,
         admin_keys=admin_keys,
         names=Names(config.served_model_name),
+        formats=KnownFormats(config.tool_call_parser, config.reasoning_parser),
         cors=cors,
         sites=Sites(config, cors),
         page_rights=_page_rights(config, page_rights),

@@ -18,6 +18,7 @@ HTTP_PORT = 8000
 KSERVE_PORT = 8001
 """That of Triton's gRPC."""
 VLLM_GRPC_PORT = 50061
+_ZMQ_ENDPOINT = r"^(tcp|ipc|inproc)://.+$"
 _PORTS = {"http": HTTP_PORT, "kserve": KSERVE_PORT, "vllm_grpc": VLLM_GRPC_PORT}
 
 
@@ -64,7 +65,7 @@ class GatewayConfig(Settings):
         None,
         min_length=1,
         description="HOST:PORT to listen on for HTTP, or the port alone; port 0 takes any free one; default: "
-        f"127.0.0.1:{HTTP_PORT}, and none with --kserve or --vllm-grpc without --page.",
+        f"127.0.0.1:{HTTP_PORT}, and none with --kserve, --vllm-grpc or --kv-events-endpoint without --page.",
         json_schema_extra=about("HTTP"),
     )
     kserve: str | None = Field(
@@ -79,6 +80,27 @@ class GatewayConfig(Settings):
         min_length=1,
         description="HOST:PORT to listen on for routers that speak vLLM's engine protocol, such as SMG, or the port "
         "alone; docs/integrations.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    kv_events_endpoint: str | None = Field(
+        None,
+        pattern=_ZMQ_ENDPOINT,
+        description="ZeroMQ endpoint to publish KV events at, for routers that send requests to where their prefix is "
+        "cached: tcp://*:5557 listens, tcp://HOST:5557 connects, as vLLM's kv_events_config has it; default: none; "
+        "docs/integrations.md.",
+        json_schema_extra=about("HTTP"),
+    )
+    kv_events_replay_endpoint: str | None = Field(
+        None,
+        pattern=_ZMQ_ENDPOINT,
+        description="ZeroMQ endpoint, such as tcp://*:5558, at which subscribers of --kv-events-endpoint ask for what "
+        "they have missed.",
+        json_schema_extra=about("HTTP"),
+    )
+    kv_events_topic: str = Field(
+        "",
+        max_length=1024,
+        description="Topic of published KV events; llm-d expects kv@POD@MODEL.",
         json_schema_extra=about("HTTP"),
     )
     tool_call_parser: ToolOption = Field(
@@ -117,8 +139,8 @@ class GatewayConfig(Settings):
         None,
         min_length=1,
         description="File with the gateway's own token for a scheduler with --tenants. Of a tenant with admin: for the "
-        "scheduler's metrics in /metrics, and for adapters. With may_name_tenants: one session to the scheduler "
-        "carries the requests of all keys; else each key has a session of its own.",
+        "scheduler's metrics in /metrics, for adapters and for --kv-events-endpoint. With may_name_tenants: one session "
+        "to the scheduler carries the requests of all keys; else each key has a session of its own.",
         json_schema_extra=about("HTTP"),
     )
     http_cors_origin: Annotated[list[str], NoDecode] = Field(
@@ -210,10 +232,22 @@ class GatewayConfig(Settings):
             )
         return value
 
+    @field_validator("kv_events_endpoint", "kv_events_replay_endpoint")
+    @classmethod
+    def _check_kv_events(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or not value.startswith("tcp://") or info.data.get("insecure"):
+            return value
+        if not is_loopback(value.removeprefix("tcp://").rpartition(":")[0].strip("[]")):
+            raise ValueError(
+                f"{value}: other machines could read the token ids of prompts, without TLS: use ipc://, an address of "
+                "loopback, or --insecure where the network is safe"
+            )
+        return value
+
     @property
     def listeners(self) -> dict[str, tuple[str, int]]:
-        """Host and port of each listener, by its option, HTTP first: also for the page, and without any option."""
+        """Host and port of each listener, by its option, HTTP first: also for the page, and where nothing is given."""
         given = {name: getattr(self, name) for name in _PORTS if getattr(self, name) is not None}
-        own = {"http": f"127.0.0.1:{HTTP_PORT}"} if self.page or not given else {}
+        own = {"http": f"127.0.0.1:{HTTP_PORT}"} if self.page or not (given or self.kv_events_endpoint) else {}
         places = own | given
         return {name: parse_address(place, default_port=_PORTS[name]) for name, place in places.items()}

@@ -1,4 +1,4 @@
-"""The listeners of a gateway: HTTP, and each gRPC dialect at an address of its own."""
+"""Where a gateway serves: HTTP, each gRPC dialect at an address of its own, and KV events."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 import grpc
 
 from gateway_svc.http_listener import HttpListener
+from gateway_svc.kv_events.publisher import KvPublisher
 from gateway_svc.rpc.listener import RpcListener, rpc_credentials
 from gateway_svc.state import State
 
@@ -40,18 +41,21 @@ class Listeners:
         self._http = HttpListener(state) if "http" in self._places else None
         self._credentials: grpc.ServerCredentials | None = rpc_credentials(state.config)
         self._rpc: dict[str, RpcListener] = {}
+        self._publisher: KvPublisher | None = None
         self._following: asyncio.Task[None] | None = None
         self.addresses: dict[str, str] = {}
-        """By option, HTTP first."""
+        """By option, HTTP first and KV events last, whose address is their endpoint without tcp://."""
 
     @property
     def urls(self) -> list[str]:
         """Where each listens, for the log."""
         schemes = ("https", "grpcs") if self._state.config.http_tls_cert else ("http", "grpc")
+        kv_events = [] if self._publisher is None else [f"{each} (kv-events)" for each in self._publisher.endpoints]
         return [
             f"{schemes[0]}://{address}" if name == "http" else f"{schemes[1]}://{address} ({name.replace('_', '-')})"
             for name, address in self.addresses.items()
-        ]
+            if name in self._places
+        ] + kv_events
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -59,7 +63,10 @@ class Listeners:
         return () if self._http is None else self._http.paths
 
     async def start(self) -> dict[str, str]:
-        """Listen; returns the addresses. Raises OSError, after which `close` is still to be called."""
+        """Listen; returns the addresses.
+
+        Raises OSError and KvPublisherError, after which `close` is still to be called.
+        """
         self._state.link.start()
         for name, place in self._places.items():
             if self._http is not None and name == "http":
@@ -67,6 +74,11 @@ class Listeners:
                 continue
             self._rpc[name] = _DIALECTS[name](self._state)
             self.addresses[name] = await self._rpc[name].start(place, self._credentials)
+        config = self._state.config
+        if config.kv_events_endpoint is not None:
+            self._publisher = KvPublisher(self._state.link, config)
+            self._publisher.start()
+            self.addresses["kv_events_endpoint"] = self._publisher.endpoints[0].removeprefix("tcp://")
         self._following = asyncio.create_task(self._follow(), name="gateway-health")
         return self.addresses
 
@@ -82,6 +94,8 @@ class Listeners:
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
+        if self._publisher is not None:
+            await self._publisher.stop()
         await asyncio.gather(*(each.stop() for each in self._rpc.values()))
         if self._http is not None:
             await self._http.close()

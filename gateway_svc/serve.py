@@ -15,6 +15,7 @@ from cadenza_common.serving.stop_signals import StopSignals
 from gateway_svc.access import PageRights
 from gateway_svc.app import make_state
 from gateway_svc.config import GatewayConfig
+from gateway_svc.kv_events.publisher import KvPublisherError
 from gateway_svc.listeners import Listeners
 from gateway_svc.state import State
 
@@ -35,7 +36,7 @@ async def serve(config: GatewayConfig, fail: Callable[[str], None], page_rights:
         return EXIT_OPTIONS
     try:
         addresses = await listeners.start()
-    except OSError as error:
+    except (OSError, KvPublisherError) as error:
         fail(str(error))
         await listeners.close()
         return EXIT_FAILED

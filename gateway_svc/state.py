@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from cadenza.info import ModelInfo
 from gateway_svc.access import PageRights
 from gateway_svc.config import GatewayConfig
 from gateway_svc.http.cors import Cors
@@ -17,11 +15,10 @@ from gateway_svc.http.reading import api_key
 from gateway_svc.http.sites import Sites
 from gateway_svc.metrics import Counts
 from gateway_svc.models import Names
-from gateway_svc.parsing.formats import Formats, find_formats
+from gateway_svc.parsing.formats import KnownFormats
 from gateway_svc.scheduler.caller import Caller
 from gateway_svc.scheduler.link import SchedulerLink
 
-_LOG = logging.getLogger(__name__)
 _RETRY_S = 1.0
 
 
@@ -35,34 +32,17 @@ class State:
     """Keys of clients, without tenants."""
     admin_keys: KeyFile | None
     names: Names
+    formats: KnownFormats
     cors: Cors
     sites: Sites
     page_rights: PageRights
     counts: Counts = field(default_factory=Counts)
     is_stopping: bool = False
-    _formats: tuple[ModelInfo, Formats] | None = None
-    """The formats of the model that was last asked for."""
 
     @property
     def max_body_bytes(self) -> int:
         """The largest body."""
         return int(self.config.http_max_body_mb * 1024 * 1024)
-
-    def formats(self, info: ModelInfo) -> Formats:
-        """How the model writes tool calls and thoughts."""
-        known = self._formats
-        if known is not None and known[0] is info:
-            return known[1]
-        found = find_formats(info, self.config.tool_call_parser, self.config.reasoning_parser)
-        if known is None or known[1] != found:
-            _LOG.info(
-                "%s: tool calls are read as %s, thoughts as %s",
-                info.model,
-                found.tools or "text (none)",
-                found.reasoning or "text (none)",
-            )
-        self._formats = info, found
-        return found
 
     async def check_site(self, request: web.Request) -> None:
         """Raise the ApiError of a request that a page of another site can have made, where nothing else is asked for.

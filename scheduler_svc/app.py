@@ -41,7 +41,6 @@ from scheduler_svc.front.adapter_paths import restore_adapters
 from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
-from scheduler_svc.front.kv_publisher import KvPublisher, KvPublisherError
 from scheduler_svc.front.metrics import SchedulerMetrics
 from scheduler_svc.front.model_front import ModelFront
 from scheduler_svc.front.prepared_responses import PreparedResponses
@@ -79,8 +78,8 @@ class Service:
     """The scheduler service on one event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Raises JournalError, TenantsFileError, TracesError, ChatTemplateOptionError, KvPublisherError, and TlsError
-        for the files of the links to executors."""
+        """Raises JournalError, TenantsFileError, TracesError, ChatTemplateOptionError, and TlsError for the files of the
+        links to executors."""
         self._config = config
         self._executor_files = executor_files(config)
         self._peer_limit: asyncio.Task[None] | None = None
@@ -120,10 +119,6 @@ class Service:
         self._health = HealthServicer(list(_SERVICES))
         self._model = ModelFront(self._front, config)
         self._listener = ListenerCounts(SCHEDULER_REFUSALS)
-        self._publisher: KvPublisher | None = None
-        if config.kv_events_endpoint is not None:
-            names = self._engine.adapters.names_by_hash
-            self._publisher = KvPublisher(self._engine.kv_events, names, config)
         self._metrics = SchedulerMetrics(self._front, self._ports, self._listener)
         self._server = self._make_server()
 
@@ -147,7 +142,7 @@ class Service:
     async def start(self) -> str:
         """Bind and listen; health is NOT_SERVING and calls get UNAVAILABLE. Returns the address.
 
-        Raises OSError, TlsError, KvPublisherError.
+        Raises OSError, TlsError.
         """
         files = front_files(self._config)
         allow_connections(self._config.max_connections)
@@ -157,8 +152,6 @@ class Service:
         self._front.address = address
         self._metrics.start({"listener": files, "executors": self._executor_files})
         self._peer_limit = start_peer_limit(address, self._config.max_connections_per_peer, self._listener)
-        if self._publisher is not None:
-            self._publisher.start()
         await self._server.start()
         self._following = asyncio.create_task(self._tenants.follow(self._clock), name="tenants-file")
         return address
@@ -252,8 +245,6 @@ class Service:
         if self._following is not None:
             self._following.cancel()
         await self._discovery.stop()
-        if self._publisher is not None:
-            await self._publisher.stop()
         await self._engine.stop()
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)
@@ -298,7 +289,7 @@ async def serve(
     except JournalError as exc:
         report(f"--journal {exc}")
         return EXIT_FAILED
-    except (TracesError, KvPublisherError) as exc:
+    except TracesError as exc:
         report(str(exc))
         return EXIT_FAILED
     except TenantsFileError as exc:
@@ -323,7 +314,7 @@ async def serve(
     except TlsError as exc:
         report(str(exc))
         return EXIT_OPTIONS
-    except (OSError, KvPublisherError, TokenizerError, LimitsError, JournalError) as exc:
+    except (OSError, TokenizerError, LimitsError, JournalError) as exc:
         report(str(exc))
     except ExecutorFencedError as exc:
         executors = ", ".join(config.executor)

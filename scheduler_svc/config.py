@@ -9,11 +9,10 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza_common.serving.stop_signals import DRAIN_TIMEOUT_S
 from cadenza_common.settings.help import about
-from cadenza_common.settings.service import split_list
-from scheduler_svc.kv_events_config import KvEventsConfig
+from cadenza_common.settings.service import ServiceSettings, split_list
 
 
-class SchedulerConfig(KvEventsConfig):
+class SchedulerConfig(ServiceSettings):
     """Serve clients with a Cadenza executor.
 
     Example: python -m scheduler_svc --executor 127.0.0.1:50052 --listen :50051
@@ -117,14 +116,8 @@ class SchedulerConfig(KvEventsConfig):
         ge=0,
         allow_inf_nan=False,
         description="Continuous batching holds new requests back until the ratio of waiting to running ones reaches "
-        "this; 0: never.",
+        "this, for 20 steps at most; 0: never.",
         json_schema_extra=about("Batching", "share"),
-    )
-    max_waiting_steps: int = Field(
-        20,
-        ge=0,
-        description="Steps after which waiting_served_ratio no longer holds new requests back.",
-        json_schema_extra=about("Batching", "steps"),
     )
     long_prefill_token_threshold: int = Field(
         0,

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.kept import kept_copy
+
 BOS, EOS = "<s>", "</s>"
 
 _CHAT_TEMPLATE = (
@@ -115,7 +117,7 @@ def make_checkpoint(
     tokenizer: bool = False,
     **shape: Any,
 ) -> Path:
-    """Save a random checkpoint of a family to a folder and return it.
+    """Save a random checkpoint of a family to a folder and return it. Each is made once in a run of the tests.
 
     Args:
         folder: made if need be.
@@ -126,6 +128,14 @@ def make_checkpoint(
         tokenizer: add a byte-level tokenizer with a chat template; the vocabulary must hold at least 261 ids.
         shape: fields of the family's config in transformers, over those of a tiny model.
     """
+    wanted = family, seed, dtype, shards, tokenizer, sorted(shape.items())
+    kept_copy(folder, wanted, lambda made: _make(made, family, seed, dtype, shards, tokenizer, shape))
+    return folder
+
+
+def _make(
+    folder: Path, family: str, seed: int, dtype: torch.dtype, shards: bool, tokenizer: bool, shape: dict[str, Any]
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **{**_SHAPE, **{**FAMILIES, **HOSTED}[family], **shape})
@@ -142,12 +152,10 @@ def make_checkpoint(
                     parameter.uniform_(*norms)
     model = model.to(dtype)
     model.config.dtype = dtype
-    folder.mkdir(parents=True, exist_ok=True)
     size = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(folder, max_shard_size=max(1, size // 3) if shards else "50GB")
     if tokenizer:
         add_tokenizer(folder, config.vocab_size)
-    return folder
 
 
 def add_tokenizer(folder: Path, vocab_size: int) -> None:

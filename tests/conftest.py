@@ -7,11 +7,15 @@ import importlib.util
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.helpers.forks import client as forks
+from tests.helpers.kept import begin_run, end_run
 
 # Tests pass without a network, so no hub is contacted; and test processes must not fight over two cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,6 +33,21 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("cadenza")
+    if "TEST_NEW_INTERPRETERS" not in os.environ and sys.platform == "linux":
+        forks.install()
+    if not hasattr(config, "workerinput"):
+        begin_run()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    forks.end()
+    if not hasattr(config, "workerinput"):
+        end_run()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    forks.is_on = item.get_closest_marker("interpreter") is None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.rows import BenchmarkError
-from benchmarks.common.stats import percentile
+from benchmarks.common.rows import BenchmarkError, percentile
 from benchmarks.common.workload import Request
 from cadenza import AsyncClient, LocalServices, SamplingParams
 

@@ -13,7 +13,7 @@ from benchmarks.common.rows import BenchmarkError
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
-from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
+from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.loading import load_model
 from executor_svc.plan.description import limits_of
 from executor_svc.startup.device import make_device
@@ -40,17 +40,16 @@ def make_runner(
     model: Path,
     num_threads: int | None,
     *,
-    numerics: str = "exact",
     isa: str | None = None,
     more: Mapping[str, Any] | None = None,
-    adapter_sizes: AdapterSizes | None = None,
 ) -> LoadedRunner:
     """The model runner of a checkpoint or GGUF file; all runners have the same keys and values.
 
-    isa: an instruction set below the processor's highest one. more: further options of the executor. adapter_sizes: of
-    places for LoRA adapters; None: without. Raises BenchmarkError if the executor cannot be forced.
+    isa: an instruction set below the processor's highest one. more: further options of the executor.
+
+    Raises BenchmarkError if the executor cannot be forced.
     """
-    options: dict[str, Any] = {"model": str(model), "device": "cpu", "numerics": numerics, "num_threads": num_threads}
+    options: dict[str, Any] = {"model": str(model), "device": "cpu", "numerics": "exact", "num_threads": num_threads}
     options |= more or {}
     if isa is not None:
         if "cpu_isa" not in ExecutorConfig.model_fields:
@@ -58,7 +57,7 @@ def make_runner(
         options["cpu_isa"] = isa
     config = ExecutorConfig(**options, num_gpu_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, max_model_len=_MODEL_LEN)
     device = make_device(config)
-    loaded = load_model(config, device, adapter_sizes)
+    loaded = load_model(config, device)
     pools = device.new_kv_cache(loaded.geometry, config)
     torch.manual_seed(0)
     for layer in pools.layers:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common.rows import BenchmarkError
 from cadenza import AsyncClient, SamplingParams
+from cadenza.calls.session import DrivenRequest, SessionDriver
 from cadenza.credentials import authorized, call_metadata, chosen_token
+from cadenza.errors import CadenzaError
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
 from cadenza_common.wire.tls import TLS
@@ -42,6 +44,8 @@ class Load:
     num_chars: int = 0
     server_ttft_s: list[float] = field(default_factory=list)
     """From arrival to first token, by the server's stamps, of each request that has ended."""
+    error: str = ""
+    """Of a request that failed."""
     on_tokens: Callable[[int], None] | None = None
     """Called with the number of tokens of each message."""
 
@@ -78,6 +82,8 @@ class Load:
 
     def check(self) -> None:
         """Raise BenchmarkError unless every token has come."""
+        if self.error:
+            raise BenchmarkError(self.error)
         if self.num_tokens != self.num_requests * self.output_tokens:
             raise BenchmarkError(f"{self.num_tokens} tokens came, which is not what was requested")
         if self.text and not self.num_chars:
@@ -181,23 +187,10 @@ async def _arriving_streams(stub: Any, load: Load, rate: float) -> list[float]:
 
 
 async def _arriving_session(stub: Any, load: Load, rate: float) -> list[float]:
-    call, sent_at, times = stub.Session(), dict[str, float](), list[float]()
-
-    async def write() -> None:
-        async for index in _paced(load.num_requests, rate):
-            request = load.request(index)
-            sent_at[request.request_id] = time.perf_counter()
-            await call.write(pb.SessionRequest(generate=request))
-        await call.done_writing()
-
-    writing = asyncio.create_task(write())
-    while (message := await call.read()) is not grpc.aio.EOF:
-        now = time.perf_counter()
-        for event in message.events:
-            _check(event)
-            if load.take(event.response) and (sent_s := sent_at.pop(event.request_id, None)) is not None:
-                times.append(now - sent_s)
-    await writing
+    session, times = SessionDriver(stub, "the scheduler"), list[float]()
+    async for index in _paced(load.num_requests, rate):
+        session.send(_Timed(load, index, times))
+    await session.finish()
     return times
 
 
@@ -210,37 +203,69 @@ async def _paced(count: int, rate: float) -> AsyncIterator[int]:
 
 async def _session(target: str, load: Load, indexes: range) -> None:
     async with _stub(target) as stub:
-        call = stub.Session()
+        session = _LeanSession(stub, load)
+        for index in indexes:
+            session.send(_Sent(load, index))
+        await session.finish()
 
-        async def write() -> None:
-            for index in indexes:
-                await call.write(pb.SessionRequest(generate=load.request(index)))
-            await call.done_writing()
 
-        writing = asyncio.create_task(write())
-        while (message := await call.read()) is not grpc.aio.EOF:
-            count = 0
-            for event in message.events:
-                response = event.response
-                for output in response.outputs:
-                    count += len(output.token_ids)
-                    load.num_chars += len(output.text)
-                if event.done:
-                    _check(event)
-            load.num_tokens += count
-            load.received(count)
-        await writing
+class _Sent(DrivenRequest):
+    """A request that is tried once."""
+
+    def __init__(self, load: Load, index: int) -> None:
+        super().__init__(load.request(index))
+        self.load = load
+
+    def take(self, response: pb.GenerateResponse, now_s: float) -> bool:
+        return True
+
+    def end(self, error: CadenzaError | None) -> None:
+        if error is not None:
+            self.load.error = f"request {self.request_id}: {error.message}"
+
+
+class _Timed(_Sent):
+    """One whose first token is timed."""
+
+    def __init__(self, load: Load, index: int, times: list[float]) -> None:
+        super().__init__(load, index)
+        self._times = times
+        self._sent_s: float | None = None
+
+    def sending(self, now_s: float) -> None:
+        self._sent_s = now_s
+
+    def take(self, response: pb.GenerateResponse, now_s: float) -> bool:
+        if self.load.take(response) and self._sent_s is not None:
+            self._times.append(now_s - self._sent_s)
+            self._sent_s = None
+        return True
+
+
+class _LeanSession(SessionDriver):
+    """Counts the tokens of a message in one go; requests hear of their ends only."""
+
+    def __init__(self, stub: Any, load: Load) -> None:
+        super().__init__(stub, "the scheduler")
+        self._load = load
+
+    async def take_all(self, events: Sequence[pb.SessionEvent], now_s: float) -> None:
+        load, count = self._load, 0
+        for event in events:
+            response = event.response
+            for output in response.outputs:
+                count += len(output.token_ids)
+                load.num_chars += len(output.text)
+            if event.done:
+                self.take(event, now_s)
+        load.num_tokens += count
+        load.received(count)
 
 
 async def _stream(stub: Any, load: Load, index: int) -> None:
     call = stub.Generate(load.request(index))
     while (response := await call.read()) is not grpc.aio.EOF:
         load.received(load.take(response))
-
-
-def _check(event: pb.SessionEvent) -> None:
-    if event.HasField("error"):
-        raise BenchmarkError(f"request {event.request_id}: {event.error.message}")
 
 
 def _channel(target: str) -> grpc.aio.Channel:

@@ -1,14 +1,17 @@
-"""Both services as processes for the benchmark of the front, plain or with what an operator turns on.
+"""Services as processes, with the CPU time that they have taken, plain or with what an operator turns on.
 
-The executor is simulated. With metrics, both services are scraped each second, as Prometheus would.
+The executor is simulated. Certificates for mutual TLS are made on the spot. With metrics, both services are scraped
+each second, as Prometheus would.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
@@ -16,14 +19,75 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from unittest import mock
 
+import psutil
+
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.plane_clients import PROMPT_TOKENS, VOCAB_SIZE, Load, over_sessions, over_streams
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.common.service_process import service_process
-from benchmarks.common.tls_services import BenchmarkCertificates
 from cadenza.credentials import TOKEN_VARIABLE
 from cadenza_cli.admin.tenants_editor import TenantsEditor
+from cadenza_launcher.certs import make_certs
 from cadenza_launcher.services.ports import reserve_port
+
+
+@contextlib.asynccontextmanager
+async def service_process(module: str, *options: str, listen: str = "--listen") -> AsyncIterator[tuple[int, str]]:
+    """Run `python -m module` on a free port, which it takes by the option `listen`.
+
+    Yields its process id and address once it serves.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, listen, "127.0.0.1:0", *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        if not line.startswith("ready "):
+            raise BenchmarkError(f"{module} did not start: {line!r}")
+        yield process.pid, line.split()[1]
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of all threads of a process since it began."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+class BenchmarkCertificates:
+    """Options of services, and the environment of their clients."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        make_certs(folder)
+
+    def listener(self, party: str) -> tuple[str, ...]:
+        """The options of a service's listener."""
+        own = self._folder / party
+        return (
+            *("--tls-cert", str(own / f"{party}.pem"), "--tls-key", str(own / f"{party}-key.pem")),
+            *("--tls-client-ca", str(own / "ca.pem")),
+        )
+
+    def executor_link(self) -> tuple[str, ...]:
+        """The scheduler's options for its connection to the executor."""
+        own = self._folder / "scheduler"
+        return (
+            *("--executor-ca", str(own / "ca.pem"), "--executor-cert", str(own / "scheduler.pem")),
+            *("--executor-key", str(own / "scheduler-key.pem")),
+        )
+
+    def client_environment(self) -> dict[str, str]:
+        """The variables by which a client connects with a certificate of its own."""
+        own = self._folder / "client"
+        files = {"CA": own / "ca.pem", "CERT": own / "client.pem", "KEY": own / "client-key.pem"}
+        return {f"CADENZA_TLS_{name}": str(path) for name, path in files.items()}
+
 
 _MAX_RUNNING = 2048
 _MAX_TOKENS = 2048

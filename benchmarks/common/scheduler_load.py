@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.common.stats import percentile
+from benchmarks.common.rows import percentile
 
 BLOCK_SIZE = 16  # tokens
 JOINER_TOKENS = 64

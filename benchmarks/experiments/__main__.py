@@ -1,4 +1,7 @@
-"""`python -m benchmarks.experiments [--only N,…] [--place simulate|cpu]`: run experiments, then regenerate the page."""
+"""`python -m benchmarks.experiments [--only N,…] [--place simulate|cpu]`: run experiments, then regenerate the page.
+
+All experiments, in the order of the page.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,17 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.common.benchmark import progress
-from benchmarks.experiments.every import EXPERIMENTS
+from benchmarks.experiments import (
+    chunked_prefill,
+    memory,
+    pipelining,
+    poisson,
+    preemption,
+    served_ratio,
+    sharing,
+    speculation,
+    variance,
+)
 from benchmarks.experiments.experiment import Experiment, Place, RunSettings, save
 from benchmarks.experiments.page import write_page
 
@@ -56,6 +69,22 @@ def _chosen(text: str) -> list[Experiment]:
             )
         found += matches
     return found
+
+
+EXPERIMENTS: tuple[Experiment, ...] = tuple(
+    module.EXPERIMENT
+    for module in (
+        variance,
+        poisson,
+        memory,
+        sharing,
+        chunked_prefill,
+        preemption,
+        served_ratio,
+        pipelining,
+        speculation,
+    )
+)
 
 
 if __name__ == "__main__":

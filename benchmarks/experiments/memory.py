@@ -18,11 +18,13 @@ from benchmarks.experiments.experiment import (
     Figure,
     Finding,
     Place,
+    Repeated,
     RunSettings,
     Series,
     Table,
+    ratio,
+    series,
 )
-from benchmarks.experiments.memory_cpu import measured
 from benchmarks.experiments.memory_runs import (
     ALPACA,
     BLOCKS,
@@ -33,10 +35,10 @@ from benchmarks.experiments.memory_runs import (
     SHARES,
     Held,
     Outcome,
+    measured,
     paged,
     reserved,
 )
-from benchmarks.experiments.repeats import Repeated, ratio, series
 from benchmarks.experiments.simulated import a100_13b, about, drawn
 from cadenza_loadtest.requests import RequestShape
 from cadenza_simulator.executor_profiles import ExecutorProfile

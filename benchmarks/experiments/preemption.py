@@ -11,11 +11,14 @@ from benchmarks.experiments.experiment import (
     Figure,
     Finding,
     Place,
+    Repeated,
     RunSettings,
     Series,
     Table,
+    percent_more,
+    ratio,
+    series,
 )
-from benchmarks.experiments.preemption_cpu import measured
 from benchmarks.experiments.preemption_runs import (
     AUTO,
     BESIDE,
@@ -24,10 +27,10 @@ from benchmarks.experiments.preemption_runs import (
     SWAP,
     Outcome,
     Preempted,
+    measured,
     simulated,
     swap_name,
 )
-from benchmarks.experiments.repeats import Repeated, percent_more, ratio, series
 
 _PAPER = "[vLLM, section 7.3](https://arxiv.org/abs/2309.06180)"
 _MEDIUM = (16, 64)

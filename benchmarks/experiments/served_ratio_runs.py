@@ -18,8 +18,6 @@ from cadenza_loadtest.requests import Floats
 
 MIDDLE = 1.2
 """TGI's default for long; 0.3 later."""
-BOUND, UNBOUND = 20, 1_000_000
-"""Values of max_waiting_steps: the default, and one that is never reached in a run."""
 _RATES = (4.0, 7.0)
 _LOAD = {"input_len": "uniform:1:512", "output_len": "exponential:128:1:1536"}
 _CPU_LOAD = {"input_len": "uniform:1:256", "output_len": "exponential:64:1:512"}
@@ -30,16 +28,14 @@ _QUANTILES = (("ttft_s", 0.5), ("ttft_s", 0.99), ("tpot_s", 0.5), ("tpot_s", 0.9
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One line of a figure: all ratios at one rate and one bound."""
+    """One line of a figure: all ratios at one rate."""
 
     rate: float
-    max_waiting_steps: int
 
     @property
     def label(self) -> str:
         """The label in legends."""
-        bound = "no bound" if self.max_waiting_steps == UNBOUND else f"at most {self.max_waiting_steps} steps"
-        return f"{self.rate:g} requests/s, {bound}"
+        return f"{self.rate:g} requests/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +57,6 @@ class Outcome:
     found: Mapping[Setting, Mapping[float, Point]]
     """By setting, then by ratio, ascending."""
 
-    @property
-    def rates(self) -> list[float]:
-        """Requests per second."""
-        return sorted({setting.rate for setting in self.found})
-
 
 def simulated(settings: RunSettings) -> Outcome:
     """On the published A100 with a 13B model."""
@@ -79,11 +70,11 @@ def simulated(settings: RunSettings) -> Outcome:
         runs = []
         for seed in range(settings.seed, settings.seed + seeds):
             times = poisson(setting.rate, num_requests, seed)
-            case = Case(profile, drawn(_LOAD, num_requests, seed), times, _options(ratio, setting.max_waiting_steps))
+            case = Case(profile, drawn(_LOAD, num_requests, seed), times, _options(ratio))
             runs.append(run(case).requests)
         return _point(runs)
 
-    all_settings = [Setting(rate, bound) for rate in rates for bound in (BOUND, UNBOUND)]
+    all_settings = [Setting(rate) for rate in rates]
     return Outcome(
         setup=about(profile) | {"load": _load_text(num_requests, _LOAD), "runs of each": seeds},
         found={setting: {ratio: point(setting, ratio) for ratio in ratios} for setting in all_settings},
@@ -101,10 +92,10 @@ def measured(settings: RunSettings) -> Outcome:
         capacity = num_requests / end_of(server.load(drawn(_CPU_LOAD, num_requests, settings.seed), seed=settings.seed))
     rates = [float(f"{share * capacity:.2g}") for share in shares]
 
-    def points(ratio: float, bound: int) -> dict[float, Point]:
+    def points(ratio: float) -> dict[float, Point]:
         """Results by rate, on one server."""
         runs: dict[float, list[RequestColumns]] = {rate: [] for rate in rates}
-        with Server(model, {**options, **_options(ratio, bound)}) as server:
+        with Server(model, {**options, **_options(ratio)}) as server:
             server.load(warm_up)
             for seed in range(settings.seed, settings.seed + seeds):
                 for rate in rates:
@@ -112,10 +103,7 @@ def measured(settings: RunSettings) -> Outcome:
                     runs[rate].append(server.load(drawn(_CPU_LOAD, num_requests, seed), times, seed=seed))
         return {rate: _point(each) for rate, each in runs.items()}
 
-    never = points(0.0, BOUND)
-    by_bound = {
-        bound: {ratio: points(ratio, bound) if ratio else never for ratio in ratios} for bound in (BOUND, UNBOUND)
-    }
+    by_ratio = {ratio: points(ratio) for ratio in ratios}
     services = ", ".join(f"{name} {value}" for name, value in options.items())
     return Outcome(
         setup={
@@ -126,16 +114,12 @@ def measured(settings: RunSettings) -> Outcome:
             "served when all arrive at once",
             "runs of each": seeds,
         },
-        found={
-            Setting(rate, bound): {ratio: by_rate[rate] for ratio, by_rate in by_ratio.items()}
-            for rate in rates
-            for bound, by_ratio in by_bound.items()
-        },
+        found={Setting(rate): {ratio: by_rate[rate] for ratio, by_rate in by_ratio.items()} for rate in rates},
     )
 
 
-def _options(ratio: float, bound: int) -> dict[str, Any]:
-    return {"waiting_served_ratio": ratio, "max_waiting_steps": bound}
+def _options(ratio: float) -> dict[str, Any]:
+    return {"waiting_served_ratio": ratio}
 
 
 def _load_text(num_requests: int, load: Mapping[str, str]) -> str:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Table
-from benchmarks.experiments.repeats import ratio, series
-from benchmarks.experiments.sharing_cpu import measured
-from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, Outcome, Prefixed, simulated
+from benchmarks.experiments.experiment import (
+    Experiment,
+    ExperimentResult,
+    Figure,
+    Finding,
+    RunSettings,
+    Table,
+    ratio,
+    series,
+)
+from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, Outcome, Prefixed, measured, simulated
 
 _VLLM = "https://arxiv.org/abs/2309.06180"
 _PUBLISHED_SAVED = {

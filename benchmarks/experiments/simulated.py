@@ -5,13 +5,15 @@
     run(case).measure().e2e_s.p99
 
 The environment has no effect: an option that a case does not give has its default.
+
+Runs the scheduler's core step by step and observes its state after each plan, beyond what StepColumns record.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.common.rows import BenchmarkError
@@ -24,10 +26,14 @@ from cadenza_loadtest.requests import RequestShape
 from cadenza_loadtest.workloads.prompts import Prompts
 from cadenza_loadtest.workloads.workloads import WorkloadSpec, make_workload
 from cadenza_simulator.executor_profiles import ExecutorProfile
+from cadenza_simulator.lanes import TOKEN, SimulatedLane
 from cadenza_simulator.published import PUBLISHED
 from cadenza_simulator.run import Outcome, Simulation
 from cadenza_simulator.traffic import Traffic
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +149,68 @@ def a100_13b() -> ExecutorProfile:
 def h200_8b() -> ExecutorProfile:
     """Llama-3.1-8B on an H200."""
     return PUBLISHED["h200-llama-3.1-8b"]
+
+
+Look = Callable[[Scheduler, float], None]
+"""Called with the core after each plan, and the seconds until the step's result is applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The result of a run."""
+
+    duration_s: float
+    """From the start to the last token, in virtual time."""
+    num_steps: int
+    num_preemptions: int
+
+
+def step_through(
+    profile: ExecutorProfile,
+    shapes: Sequence[RequestShape],
+    look: Look,
+    *,
+    policies: Policies | None = None,
+    watermark: float = 0.01,
+) -> Stepped:
+    """Serve requests that all arrive at once, with one plan in flight, so that the state does not change while a plan
+    runs.
+
+    Raises BenchmarkError if the core finds nothing to plan while requests wait.
+    """
+    core = Scheduler(policies or Policies())
+    core.add_executor(0, profile.spec(scheduler_config({"watermark": watermark})))
+    lane, now = SimulatedLane(0, profile, core.lanes[0], 1), 0.0
+    for shape in shapes:
+        core.add_request(_spec(shape), now)
+    has_beams = any(shape.beam_width for shape in shapes)
+    while core.groups:
+        if core.plan_step(0, now) is None:
+            raise BenchmarkError(f"{len(core.groups)} requests wait forever: the policy admits none of them")
+        inflight_step = lane.launch(lane.core.inflight[-1], now, beams=has_beams)
+        look(core, inflight_step.result_at - now)
+        now = inflight_step.result_at
+        lane.take_result(now)
+        core.apply_result(0, inflight_step.result, now)
+        core.take_finished()
+    return Stepped(now, core.num_steps, core.num_preemptions)
+
+
+def apart(shapes: Sequence[RequestShape]) -> list[RequestShape]:
+    """The same without sharing: each sample or beam as a separate request."""
+    counts = [shape.beam_width or shape.n for shape in shapes]
+    alone = [
+        replace(shape, n=1, beam_width=0) for shape, count in zip(shapes, counts, strict=True) for _ in range(count)
+    ]
+    return [replace(shape, index=index) for index, shape in enumerate(alone)]
+
+
+def _spec(shape: RequestShape) -> RequestSpec:
+    return RequestSpec(
+        str(shape.index),
+        (TOKEN,) * shape.num_prompt_tokens,
+        Sampling(),
+        shape.num_output_tokens,
+        num_samples=1 if shape.beam_width else shape.n,
+        beams=BeamSpec(shape.beam_width) if shape.beam_width else None,
+    )

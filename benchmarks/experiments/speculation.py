@@ -9,7 +9,7 @@ from benchmarks import speculation
 from benchmarks.common.benchmark import progress
 from benchmarks.common.rows import BenchmarkError, Row, append_row
 from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Series, Table
-from benchmarks.speculative.texts import DRAFT_MODEL
+from benchmarks.serving.texts import DRAFT_MODEL
 
 _LEVIATHAN = "[Leviathan et al.](https://arxiv.org/abs/2211.17192)"
 _LOOKUP = "[Saxena](https://github.com/apoorvumang/prompt-lookup-decoding)"

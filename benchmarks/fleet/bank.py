@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.fleet.histogram import LogHistogram
-from benchmarks.fleet.model import ExecutorModel
+from benchmarks.fleet.caches import ExecutorModel
 from benchmarks.fleet.requests import DECODING, QUEUED, RequestTable
+from benchmarks.fleet.results import LogHistogram
 from cadenza_loadtest.requests import Floats, Ints
 
 _LONGEST_RUN, _LOOK_AHEAD = 32, 64

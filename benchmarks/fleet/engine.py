@@ -16,11 +16,9 @@ import numpy as np
 
 from benchmarks.fleet.arrivals import Arrivals, joined
 from benchmarks.fleet.bank import ExecutorBank, Progress
-from benchmarks.fleet.caches import PrefixCaches
-from benchmarks.fleet.failures import Failures
-from benchmarks.fleet.model import ExecutorModel
+from benchmarks.fleet.caches import ExecutorModel, PrefixCaches
 from benchmarks.fleet.placement import Placement
-from benchmarks.fleet.requests import RequestTable
+from benchmarks.fleet.requests import Failures, RequestTable
 from benchmarks.fleet.results import FleetResult, Objective, Tally
 from benchmarks.fleet.routers import Load, RouterName, make_router
 from cadenza_loadtest.requests import Floats, Ints, LoadTestError

@@ -7,14 +7,12 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from benchmarks.fleet.arrivals import ChunkedTraffic
-from benchmarks.fleet.drawn import DrawnTraffic
+from benchmarks.fleet.arrivals import MIXES, ChunkedTraffic, DrawnTraffic, read_mix
+from benchmarks.fleet.caches import model_of
 from benchmarks.fleet.engine import Fleet, FleetPlan, Split
-from benchmarks.fleet.failures import FAILURES_PER_GPU_HOUR
-from benchmarks.fleet.model import model_of
+from benchmarks.fleet.requests import FAILURES_PER_GPU_HOUR
 from benchmarks.fleet.results import FleetResult, Objective
 from benchmarks.fleet.routers import ROUTERS, RouterName, read_router
-from benchmarks.fleet.statistics import MIXES, read_mix
 from benchmarks.fleet.traces import Trace, TraceTraffic, read_trace
 from cadenza_loadtest.measures.slo import parse_slo
 from cadenza_loadtest.requests import LoadTestError

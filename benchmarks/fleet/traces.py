@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.fleet.arrivals import Arrivals, ChunkedTraffic, joined
+from benchmarks.fleet.arrivals import Arrivals, ChunkedTraffic, day_factor, day_peak, joined
 from benchmarks.fleet.routers import mixed
-from benchmarks.fleet.statistics import day_factor, day_peak
 from cadenza_loadtest.requests import Floats, Ints, LoadTestError
 from cadenza_loadtest.seeds import stream
 from cadenza_loadtest.workloads.readers import read_records

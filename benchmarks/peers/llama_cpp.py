@@ -1,19 +1,27 @@
-"""llama.cpp through llama-cpp-python's low-level calls: the simplest loop that keeps its batches full.
+"""llama.cpp through llama-cpp-python, as two peers. Needs llama-cpp-python and gguf.
 
-The package has no batching server. Each step is one `llama_decode`: a token of every running sequence and the whole
-prompts of new ones, greedy from the raw logits. Needs llama-cpp-python and gguf. Arguments: the model's folder, tokens
-of the longest request, a folder for the GGUF file, threads, its weights (bf16 or a quantized type). A question is
-`{"requests": [{"prompt", "output_len"}], "arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last,
-tokens, due]]}` in seconds since the start.
+Batches, by low-level calls: the simplest loop that keeps them full, for the package has no batching server. Each step
+is one `llama_decode`: a token of every running sequence and the whole prompts of new ones, greedy from the raw logits.
+Arguments: the model's folder, tokens of the longest request, a folder for the GGUF file, threads, its weights (bf16 or
+a quantized type). A question is `{"requests": [{"prompt", "output_len"}], "arrivals": null or seconds}`, its answer
+`{"wall_s", "times": [[first, last, tokens, due]]}` in seconds since the start.
+
+One sequence with drafts, by `Llama.generate`, greedy: n-gram drafts are the package's `LlamaPromptLookupDecoding` with
+its defaults; drafts of a model are made here by a second `Llama`, as the package has no such class. Arguments:
+`drafts`, the model's folder, that of the draft model or "", tokens of the longest request, a folder for the GGUF files,
+threads, drafts in a step of the draft model. A question is `{"mode": "off", "ngram" or "draft", "prompt", "output_len",
+"stop_ids"}`, its answer `{"wall_s", "tokens", "num_steps"}`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +29,69 @@ from typing import Any
 from benchmarks.peers.answering import answering
 from benchmarks.peers.gguf_file import gguf_of
 
+
+class Speculation:
+    """A target, and what drafts for it."""
+
+    def __init__(self, target: Any, small: Any | None, num_drafts: int) -> None:
+        self._target, self._small, self._num_drafts = target, small, num_drafts
+        self._numpy = importlib.import_module("numpy")
+        lookup = importlib.import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding
+        self._sources = {"off": None, "ngram": lookup(), "draft": self._drafts}
+        self._num_steps = 0
+        inner = target.eval
+
+        def counted(tokens: Sequence[int]) -> None:
+            self._num_steps += 1
+            inner(tokens)
+
+        target.eval = counted
+
+    def generate(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Generate one output, and count the target's steps."""
+        target = self._target
+        target.draft_model = self._sources[question["mode"]]
+        target.reset()
+        self._num_steps = 0
+        start = time.perf_counter()
+        tokens: list[int] = []
+        for token in target.generate(question["prompt"], temp=0.0, repeat_penalty=1.0):
+            tokens.append(int(token))
+            if token in question["stop_ids"] or len(tokens) == question["output_len"]:
+                break
+        return {"wall_s": time.perf_counter() - start, "tokens": tokens, "num_steps": self._num_steps}
+
+    def _drafts(self, input_ids: Any, /, **_: Any) -> Any:
+        assert self._small is not None
+        made = self._small.generate(input_ids.tolist(), temp=0.0, repeat_penalty=1.0)
+        return self._numpy.array(list(itertools.islice(made, self._num_drafts)), dtype=self._numpy.intc)
+
+
+def _answer_drafts(arguments: list[str]) -> None:
+    """Load, report the version, then answer until stdin ends."""
+    folder, small, longest, cache, num_threads, num_drafts = arguments
+    with answering() as answer:
+        library = importlib.import_module("llama_cpp")
+
+        def load(model: str) -> Any:
+            return library.Llama(
+                str(gguf_of(Path(model), Path(cache), "bf16")), n_ctx=int(longest), n_threads=int(num_threads),
+                n_threads_batch=int(num_threads), logits_all=True, verbose=False,
+            )  # fmt: skip
+
+        speculation = Speculation(load(folder), load(small) if small else None, int(num_drafts))
+        answer({"version": library.__version__, "threads": int(num_threads)})
+        for line in sys.stdin:
+            answer(speculation.generate(json.loads(line)))
+
+
 MAX_SLOTS = 16
 """Sequences at once: 32 were no faster."""
 MAX_BATCH_TOKENS = 512
 
 
 @dataclass(slots=True)
-class Sequence:
+class RunningSequence:
     """A running request."""
 
     index: int
@@ -88,7 +152,7 @@ class Engine:
         due = arrivals or [0.0] * len(requests)
         times: list[list[float]] = [[]] * len(requests)
         waiting = list(range(len(requests)))[::-1]
-        free, running = list(range(self._num_slots)), dict[int, Sequence]()
+        free, running = list(range(self._num_slots)), dict[int, RunningSequence]()
         start = time.perf_counter()
         while waiting or running:
             now = time.perf_counter() - start
@@ -112,13 +176,13 @@ class Engine:
     def _has_room(self, prompt: list[int]) -> bool:
         return int(self._batch.native.n_tokens) + len(prompt) <= self._batch_tokens
 
-    def _join(self, slot: int, index: int, request: dict[str, Any]) -> Sequence:
+    def _join(self, slot: int, index: int, request: dict[str, Any]) -> RunningSequence:
         prompt = request["prompt"]
         for position, token in enumerate(prompt):
             self._batch.add(slot, token, position, sample=position == len(prompt) - 1)
-        return Sequence(index, len(prompt) - 1, request["output_len"])
+        return RunningSequence(index, len(prompt) - 1, request["output_len"])
 
-    def _step(self, running: dict[int, Sequence], start: float) -> list[tuple[int, Sequence]]:
+    def _step(self, running: dict[int, RunningSequence], start: float) -> list[tuple[int, RunningSequence]]:
         """Compute the batch and take its tokens; returns the sequences that have ended."""
         code = self._library.llama_decode(self._context, self._batch.native)
         if code:
@@ -138,10 +202,10 @@ class Engine:
         return int(self._numpy.ctypeslib.as_array(logits, (self._num_vocab,)).argmax())
 
 
-def main() -> None:
+def _answer_batches(arguments: list[str]) -> None:
     """Load, report the version, then answer until stdin ends; fewer requests than slots get a smaller context."""
-    folder, longest, cache, num_threads = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-    weights = sys.argv[5]
+    folder, longest, cache, num_threads = Path(arguments[0]), int(arguments[1]), Path(arguments[2]), int(arguments[3])
+    weights = arguments[4]
     with answering() as answer:
         library = importlib.import_module("llama_cpp")
         quiet = library.llama_log_callback(lambda *_: None)
@@ -168,6 +232,14 @@ def main() -> None:
             if num_slots not in engines:
                 engines[num_slots] = Engine(library, model, num_slots, longest, num_threads)
             answer(engines[num_slots].serve(question["requests"], question["arrivals"]))
+
+
+def main() -> None:
+    """Answer batches, or one sequence with drafts if the first argument is `drafts`."""
+    if sys.argv[1] == "drafts":
+        _answer_drafts(sys.argv[2:])
+    else:
+        _answer_batches(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The parts of `cpu_serving`: the systems, their start, the runs, and the rows."""
+"""The parts of the benchmarks on the CPU: systems and their start, runs, rows, limits of the machine, drafts."""

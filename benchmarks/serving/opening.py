@@ -1,10 +1,11 @@
-"""The measured systems and how each is started."""
+"""The measured systems and how each is started, and what a value of --weights is for each of them."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,54 @@ from typing import Any
 from benchmarks.common.benchmark import positive
 from benchmarks.common.burst_client import local_services
 from benchmarks.common.checkpoints import CACHE, DEMO_MODEL
-from benchmarks.common.rows import BenchmarkError, usable_cores
+from benchmarks.common.rows import ROOT, BenchmarkError, usable_cores
 from benchmarks.common.workload import Request
+from benchmarks.peers.gguf_file import QUANTIZED_TYPES, gguf_path
 from benchmarks.peers.process import PeerProcess, can_import, peer_process
-from benchmarks.serving.few_bits import BF16, GGUF_WEIGHTS, model_path, openvino_weights, rounding_option
 from benchmarks.serving.systems import Cadenza, Peer, System
 from benchmarks.serving.vllm_server import VllmServer, vllm_server
+
+BF16 = "bf16"
+GGUF_WEIGHTS = tuple(QUANTIZED_TYPES)
+"""llama.cpp's file types: one file for Cadenza and llama.cpp."""
+ROUNDED_WEIGHTS = ("int8", "int4")
+"""Rounded to nearest when Cadenza loads the checkpoint."""
+WEIGHTS = (BF16, *GGUF_WEIGHTS, *ROUNDED_WEIGHTS)
+_OPENVINO = {"Q8_0": "int8", "Q4_0": "int4", "Q4_K_M": "int4"}
+
+
+def openvino_weights(weights: str) -> str:
+    """Return the weights of OpenVINO's export that are measured beside others: bf16, int8 or int4."""
+    return _OPENVINO.get(weights, weights)
+
+
+def model_path(folder: Path, weights: str) -> Path:
+    """Return --model for Cadenza: the checkpoint's folder, or its GGUF file."""
+    return gguf_path(folder, CACHE, weights) if weights in GGUF_WEIGHTS else folder
+
+
+def rounding_option(weights: str) -> dict[str, Any]:
+    """Return the option that rounds a checkpoint while Cadenza loads it, if one is needed."""
+    return {"quantization": weights} if weights in ROUNDED_WEIGHTS else {}
+
+
+def prepare_weights(folder: Path, weights: str, llama_python: Path | None) -> None:
+    """Make the checkpoint's GGUF file under llama.cpp's interpreter, unless it is in the cache or not needed.
+
+    Raises BenchmarkError without an interpreter, or with the end of what llama.cpp printed.
+    """
+    if weights not in GGUF_WEIGHTS or model_path(folder, weights).exists():
+        return
+    if llama_python is None:
+        raise BenchmarkError(f"--weights {weights}: --llama-python is needed once, whose llama.cpp makes the GGUF file")
+    command = [str(llama_python), "-m", "benchmarks.peers.gguf_file", str(folder), str(CACHE), weights]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise BenchmarkError(f"--llama-python {llama_python}: {error}") from None
+    if done.returncode:
+        raise BenchmarkError(f"--weights {weights}: " + "\n".join(done.stderr.strip().splitlines()[-5:]))
+
 
 CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA = "cadenza", "transformers-static", "transformers-cb", "vllm", "llama.cpp"
 OPENVINO = "openvino"
@@ -161,9 +204,9 @@ def _driver(
     own, model = Path(sys.executable), str(folder)
     limits = [model, str(_longest(requests, _MODEL_LEN)), str(_most(requests))]
     if name == STATIC:
-        return peer_process(own, "benchmarks.peers.transformers_static", [model])
+        return peer_process(own, "benchmarks.peers.transformers", ["static", model])
     if name == CONTINUOUS:
-        return peer_process(own, "benchmarks.peers.transformers_continuous", limits)
+        return peer_process(own, "benchmarks.peers.transformers", ["continuous", *limits])
     if name == VLLM:
         python = options.vllm_python
         return peer_process(python, "benchmarks.peers.vllm_offline", limits, vllm_environment(python))

@@ -78,7 +78,7 @@ def demo_options(model: str | None, device: str, max_num_seqs: int, speculative:
 
 def _demo_model() -> Path:
     """models/cadenza-demo in the source tree or below the current folder; raises OptionError."""
-    places = [Path(__file__).resolve().parents[4], Path.cwd()]
+    places = [Path(__file__).resolve().parents[2], Path.cwd()]
     for place in places:
         if (folder := place / "models" / "cadenza-demo").is_dir():
             return folder

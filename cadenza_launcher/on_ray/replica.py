@@ -13,9 +13,8 @@ from typing import Any
 from cadenza_common.wire.transport import parse_address
 from cadenza_launcher.on_ray.actor import EXIT_LOST
 from cadenza_launcher.on_ray.orders import News, Order
-from cadenza_launcher.services.child_process import LogSink
+from cadenza_launcher.services.child_process import TAIL_LINES, LogSink
 
-_TAIL_LINES = 40
 _RETRY_S = 0.2
 _WAITING_S = 10.0
 _STOP_SPARE_S = 2.0
@@ -62,7 +61,7 @@ class ReplicaLife:
         self.name = replica.name
         self._replica, self._number, self._orders = replica, number, orders
         self._on_log, self._on_change = on_log, on_change
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._address = ""
         self.host = ""
         """That of rank 0's machine, once Ray has placed it."""

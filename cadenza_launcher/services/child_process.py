@@ -18,7 +18,7 @@ from cadenza_common.telemetry.logs import CRITICAL, parse_line
 
 LogSink = Callable[[str, str], None]  # (service, line)
 
-_TAIL_LINES = 40
+TAIL_LINES = 40
 _LOOK_S = 0.02
 _READY = "ready "
 _ERROR = "error: "
@@ -96,7 +96,7 @@ class ChildService:
         self.name = name
         self._on_line = on_line
         self._on_log = on_log
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._ready = threading.Event()
         self._address = ""
         self._kill_reason = ""

@@ -37,7 +37,7 @@ class Family:
     host: ExecutorHost
     programs: Programs
     addresses: dict[str, str]  # of those that have one; the scheduler's port may be 0 until it has chosen one
-    gateway: dict[str, str]  # where the gateway listens, by option; its own address is the first; empty: there is none
+    gateway: dict[str, str]  # where the gateway listens, by option; its own address is the first
     kept: contextlib.ExitStack  # held as long as services may be started: ports that were chosen for them
     start_timeout_s: float
     stop_grace_s: float

@@ -80,12 +80,17 @@ class ServiceArguments:
     scheduler: list[str]
     gateway: list[str]
     executors: int
-    listeners: dict[str, str]  # where the gateway is to listen, by option; empty: there is none
+    listeners: dict[str, str]  # where the gateway is to listen, by option
     settings: dict[str, Setting]  # the options that were set, without the model
     values: dict[str, Any] = field(default_factory=dict)
     """Of the options that were set, checked: those of the starter and of the executors."""
     has_page: bool = False
     """Whether the gateway serves the live page."""
+
+    @property
+    def has_gateway(self) -> bool:
+        """Whether there is one: it listens, or publishes KV events."""
+        return bool(self.listeners) or "kv_events_endpoint" in self.settings
 
     @property
     def uses_ray(self) -> bool:

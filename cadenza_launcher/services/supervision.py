@@ -36,7 +36,9 @@ def start_all(family: Family) -> None:
     if GATEWAY in family.addresses:
         children.append(spawn(family, GATEWAY))
         address = wait_until_ready(children[-1], family.start_timeout_s, family.stopping, beside=children)
-        family.addresses[GATEWAY] = family.gateway[next(iter(family.gateway))] = address
+        family.addresses[GATEWAY] = address
+        if family.gateway:
+            family.gateway[next(iter(family.gateway))] = address
     family.host.follow(lambda: family.addresses[SCHEDULER], family.tls)
 
 

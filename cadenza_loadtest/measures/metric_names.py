@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cadenza_loadtest.measures.metrics import LATENCIES, Metrics, Spread
+from cadenza_loadtest.measures.metrics import Metrics, Spread
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "p99_9", "max")
 _ACRONYMS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "queue_s": "queue time"}
@@ -89,11 +89,6 @@ def describe(name: str) -> MetricName:
     if base in _NAMES and statistic in STATISTICS:
         return _with(_NAMES[base], f" {statistic.replace('_', '.')}")
     return MetricName(name)
-
-
-def is_latency(name: str) -> bool:
-    """Whether a flat name is a statistic of a latency over all requests, such as "ttft_s.p99"."""
-    return name.partition(".")[0] in LATENCIES
 
 
 def _put(found: dict[str, float], name: str, value: object) -> None:

@@ -64,29 +64,14 @@ def interval_of_means(values: Sequence[float] | Floats, level: float = LEVEL) ->
     return Estimate(value=mean, low=mean - half, high=mean + half, n=n, how="repetitions")
 
 
-def bootstrap(
-    values: Floats, statistic: str, *, seed: int = 0, level: float = LEVEL, block: int | None = None
-) -> Estimate:
-    """A statistic ("mean", "p50", … of `PERCENTILES`) of values [n] in the order of time, with its percentile interval.
-
-    Whole blocks of successive values are drawn, because requests in one queue are correlated: the non-overlapping block
-    bootstrap (Carlstein 1986, https://doi.org/10.1214/aos/1176350057), with blocks of the order n^(1/3) unless the
-    length `block` is given; 1 is Efron's bootstrap, for independent values. (There are at most 512 blocks; longer
-    blocks do no harm with independent values.) Correlation beyond a block still makes intervals too narrow: repetitions
-    are more reliable. There is no interval if the sample is too small for one (`has_interval`). Memory does not grow
-    with the number of resamplings times n.
-    """
-    if not len(values):
-        raise ValueError("a bootstrap needs at least one value")
-    point = float(np.mean(values) if statistic == "mean" else np.quantile(values, PERCENTILES[statistic]))
-    drawn = resample(values, _blocks(len(values), block), seed=seed, statistics=[statistic])[statistic]
-    return _estimate(point, drawn, len(values), "bootstrap", statistic, level)
-
-
 def resample(
     values: npt.NDArray[np.floating], blocks: Ints, *, seed: int, statistics: Collection[str] = STATISTICS
 ) -> dict[str, Floats]:
     """[RESAMPLES] replicates of the mean and of percentiles of the values [n]; whole `blocks` [n] are drawn.
+
+    Blocks of successive values, because requests in one queue are correlated: the non-overlapping block bootstrap
+    (Carlstein 1986, https://doi.org/10.1214/aos/1176350057). Correlation beyond a block still makes intervals too
+    narrow: repetitions are more reliable. Memory does not grow with the number of resamplings times n.
 
     The blocks' histograms are resampled, over the values themselves or, for many values, over bins that are finer
     towards the upper tail; within a bin, values are assumed to be evenly spread.
@@ -272,13 +257,14 @@ def _shares(good: Rows, seed: int) -> tuple[Floats, Literal["bootstrap", "jeffre
     return np.random.default_rng(seed).permutation(drawn), "jeffreys"
 
 
-def _blocks(n: int, length: int | None = None) -> Ints:
-    """[n] the block of each of n values in order; blocks have `length` or about n^(1/3) values: fewer if there would be
-    too few blocks to draw from, more if there would be too many to store."""
+def _blocks(n: int) -> Ints:
+    """[n] the block of each of n values in order; blocks have about n^(1/3) values: fewer if there would be too few
+    blocks to draw from, more if there would be too many to store."""
     if not n:
         return np.zeros(0, np.int64)
-    wanted = n // length if length else max(min(n, _MIN_BLOCKS), n // math.ceil(n ** (1 / 3)))
-    return np.arange(n) * max(1, min(wanted, _MAX_BLOCKS)) // n
+    wanted = max(min(n, _MIN_BLOCKS), n // math.ceil(n ** (1 / 3)))
+    blocks: Ints = np.arange(n) * max(1, min(wanted, _MAX_BLOCKS)) // n
+    return blocks
 
 
 def _bin_starts(n: int) -> Ints:

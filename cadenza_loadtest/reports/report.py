@@ -20,6 +20,7 @@ from cadenza_loadtest.figures.saving import inline_svg, save
 from cadenza_loadtest.figures.style import MOST_NAME, Look, drawable, look, look_within
 from cadenza_loadtest.figures.sweeps import Curve, over_swept, rates, throughput_and_latency
 from cadenza_loadtest.measures.metric_names import STATISTICS, describe
+from cadenza_loadtest.measures.metrics import LATENCIES
 from cadenza_loadtest.reports.curves import curves_of
 from cadenza_loadtest.reports.summary import (
     COMPARED,
@@ -45,7 +46,6 @@ _ALL = "all requests"
 _OVERVIEW = ("offered_per_s", "requests_per_s", "output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "tpot_s.p50",
              "tpot_s.p99", "slo_share")  # fmt: skip
 """Columns of a table of several points."""
-_LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s")
 _Item = TypeVar("_Item")
 Named = tuple[str, Figure, str]
 """A figure's name, the figure, and its caption."""
@@ -209,7 +209,7 @@ def _point(point: Point) -> dict[str, Any]:
         "title": point_name(point.swept),
         "runs": f"{metrics.num_requests:,} requests" + (f", mean of {len(runs)} runs" if len(runs) > 1 else ""),
         "counts": [_row(point, name) for name in COUNTS if name in point.summary],
-        "latencies": [_latency(point, name) for name in _LATENCIES if f"{name}.mean" in point.summary],
+        "latencies": [_latency(point, name) for name in LATENCIES if f"{name}.mean" in point.summary],
         "statistics": [name.replace("_", ".") for name in STATISTICS],
         "notices": list(beware),
         "groups": [(head, [_group(point, where, name) for name in found]) for head, where, found in groups if found],

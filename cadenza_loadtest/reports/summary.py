@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cadenza_loadtest.failures import failure_sentences
 from cadenza_loadtest.measures.metric_names import STATISTICS, MetricName, describe
-from cadenza_loadtest.measures.metrics import Metrics
+from cadenza_loadtest.measures.metrics import LATENCIES, Metrics
 from cadenza_loadtest.measures.uncertainty import Estimate
 from cadenza_loadtest.reports.tables import Cell, NumberTable
 from cadenza_loadtest.results.comparison import Change, Comparison, Interval, Swept
@@ -41,7 +41,6 @@ COUNTS = (
     "steps.mean_kv_use",
     "steps.max_kv_use",
 )
-_LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s")
 _SWEPT_HEADS = {
     "offered_per_s": "due/s",
     "requests_per_s": "ended/s",
@@ -58,7 +57,7 @@ COMPARED = (
     "output_tokens_per_s",
     "slo_share",
     "goodput_per_s",
-    *(f"{name}.{statistic}" for name in _LATENCIES[:4] for statistic in ("mean", "p50", "p90", "p99")),
+    *(f"{name}.{statistic}" for name in LATENCIES[:4] for statistic in ("mean", "p50", "p90", "p99")),
     "mean_concurrency",
     "num_failed",
     "num_preemptions",
@@ -225,7 +224,7 @@ def _counts_table(point: Point, title: str) -> Table:
 def _latency_table(point: Point) -> NumberTable:
     """The latency table; below each value with an interval, the distance to the interval's farther end."""
     rows: list[list[Cell]] = []
-    spreads = {name: getattr(point.runs[0].metrics, name) for name in _LATENCIES}
+    spreads = {name: getattr(point.runs[0].metrics, name) for name in LATENCIES}
     for name, spread in spreads.items():
         if spread is None or f"{name}.mean" not in point.summary:
             continue

@@ -169,16 +169,6 @@ def point_of(runs: Sequence[Run], swept: Mapping[str, float | str] | None = None
     return Point(swept=dict(swept or {}), runs=list(runs), summary=summary)
 
 
-def columns_of(run: Run) -> RequestColumns:
-    """The outcome of each request."""
-    return run.requests
-
-
-def steps_of(run: Run) -> StepColumns | None:
-    """The outcome of each step; None if steps were not recorded."""
-    return run.steps
-
-
 def write(path: Path | str, file: LoadTestFile) -> Path:
     """Write the file atomically. Folders are created and links followed; a device or a pipe is written to directly.
 

@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from google.rpc import code_pb2
-
 from cadenza.async_client import AsyncClient
 from cadenza.credentials import chosen_token
 from cadenza.v1 import generation_pb2, types_pb2
@@ -157,9 +155,3 @@ def take_response(live: LiveRequest, response: generation_pb2.GenerateResponse, 
         live.server_first_s = stats.first_token_ns / 1e9
     live.server_total_s = stats.total_ns / 1e9
     return True
-
-
-def code_name(number: int) -> str:
-    """The name of a status code, such as "RESOURCE_EXHAUSTED"."""
-    known: dict[int, str] = {value: name for name, value in code_pb2.Code.items()}
-    return known.get(number, "UNKNOWN")

@@ -115,11 +115,6 @@ class TrialRunner:
     wall_s: float = 0.0
     """Real seconds that they took."""
 
-    @property
-    def seconds_per_request(self) -> float:
-        """Real seconds for each simulated request so far; 0: none was simulated."""
-        return self.wall_s / self.num_requests if self.num_requests else 0.0
-
     def burst(self, settings: LoadSettings, num_executors: int) -> tuple[float, float]:
         """Let many requests arrive at once; returns completed requests per second and their mean E2E in seconds.
 

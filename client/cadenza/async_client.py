@@ -7,17 +7,17 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import grpc
 
 from cadenza.adapters import Adapter, AdapterInfo, Adapters, adapter_from_proto, adapter_name
 from cadenza.calls import convert
+from cadenza.calls.batch import BatchItem, OnOutput, SessionBatch, batch_results
 from cadenza.calls.forks import claim_grpc
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.calls.reconnect import RECONNECT_TIMEOUT_S, Attempts, checked_timeout, grace_s
 from cadenza.calls.request_stream import RequestStream
-from cadenza.calls.session import BatchItem, OnOutput, SessionBatch, batch_results
 from cadenza.calls.short_interrupts import shorten_interrupts
 from cadenza.chats import JsonObjects, chat_options
 from cadenza.credentials import authorized, call_metadata, check_connection, chosen_token
@@ -42,14 +42,10 @@ from cadenza.prompts import (
 )
 from cadenza.sampling_params import SamplingParams
 from cadenza.tls_client import client_files, client_tls, explained_unavailable
-from cadenza.v1 import admin_pb2, generation_pb2
+from cadenza.v1 import admin_pb2, generation_pb2, generation_pb2_grpc
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
-from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
 from cadenza_common.wire.tls import TLS
 from cadenza_common.wire.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
-
-if TYPE_CHECKING:
-    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 T = TypeVar("T")
 
@@ -96,7 +92,7 @@ class AsyncClient:
         token = chosen_token(token)
         check_connection(host, token, has_tls=self._tls is not None, insecure=insecure)
         self._metadata = call_metadata(token)
-        self._generation: GenerationServiceAsyncStub | None = None
+        self._generation: generation_pb2_grpc.GenerationServiceAsyncStub | None = None
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the channel's
         self._running: set[RequestStream | SessionBatch] = set()
@@ -287,10 +283,10 @@ class AsyncClient:
         """A stub on this connection, whose calls carry the token: `client.stub_of(AdminServiceStub)`."""
         return authorized(service(self.channel), self._metadata)
 
-    def _stub(self) -> GenerationServiceAsyncStub:
+    def _stub(self) -> generation_pb2_grpc.GenerationServiceAsyncStub:
         self.channel  # noqa: B018  # raises for a closed client, and in another event loop
         if self._generation is None:
-            self._generation = self.stub_of(GenerationServiceStub)
+            self._generation = self.stub_of(generation_pb2_grpc.GenerationServiceStub)
         return self._generation
 
     async def _run(
@@ -299,16 +295,8 @@ class AsyncClient:
         items = []
         matched = zip(match_params(params, len(prompts)), options.adapters(len(prompts)), strict=True)
         for prompt, (each, adapter) in zip(prompts, matched, strict=True):
-            request = convert.request_to_proto(
-                _new_id(),
-                prompt,
-                each,
-                final_only=True,
-                options=options,
-                adapter=adapter,
-                resume_grace_s=grace_s(self._reconnect_timeout_s),
-            )
-            items.append(BatchItem(request, _collector(request.request_id, prompt)))
+            request = self._request(_new_id(), prompt, each, options, adapter, final=True)
+            items.append(BatchItem(request, OutputCollector(request.request_id, prompt)))
         batch = SessionBatch(self._stub(), self.target, items, self._attempts(), on_output)
         self._running.add(batch)
         try:
@@ -321,16 +309,9 @@ class AsyncClient:
     async def _stream(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, options: CallOptions
     ) -> AsyncGenerator[RequestOutput, None]:
-        request = convert.request_to_proto(
-            request_id or _new_id(),
-            prompt,
-            params,
-            final_only=False,
-            options=options,
-            adapter=options.adapters(1)[0],
-            resume_grace_s=grace_s(self._reconnect_timeout_s),
-        )
-        collector = _collector(request.request_id, prompt)
+        adapter = options.adapters(1)[0]
+        request = self._request(request_id or _new_id(), prompt, params, options, adapter, final=False)
+        collector = OutputCollector(request.request_id, prompt)
         stream = RequestStream(self._stub(), self.target, request, collector, self._attempts())
         self._running.add(stream)
         try:
@@ -340,6 +321,14 @@ class AsyncClient:
         finally:
             self._running.discard(stream)
             await stream.leave()
+
+    def _request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, options: CallOptions, adapter: str, final: bool
+    ) -> generation_pb2.GenerateRequest:
+        grace = grace_s(self._reconnect_timeout_s)
+        return convert.request_to_proto(
+            request_id, prompt, params, final_only=final, options=options, adapter=adapter, resume_grace_s=grace
+        )
 
     def _attempts(self) -> Attempts:
         return Attempts(self._reconnect_timeout_s, self._keeps_trying, self._on_response)
@@ -394,7 +383,3 @@ def _closed_during_call() -> UnavailableError:
 
 def _new_id() -> str:
     return uuid.uuid4().hex
-
-
-def _collector(request_id: str, prompt: Prompt) -> OutputCollector:
-    return OutputCollector(request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)

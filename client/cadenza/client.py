@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from cadenza.adapters import Adapter, AdapterInfo, Adapters
 from cadenza.async_client import AsyncClient
+from cadenza.calls.batch import OnOutput
 from cadenza.calls.loop_thread import LoopThread
 from cadenza.calls.reconnect import RECONNECT_TIMEOUT_S
-from cadenza.calls.session import OnOutput
 from cadenza.calls.short_interrupts import quiet_at_exit, shorten_interrupts
 from cadenza.chats import JsonObjects
 from cadenza.info import ModelInfo, ServerInfo

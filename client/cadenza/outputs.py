@@ -68,13 +68,3 @@ class RequestOutput:
     num_cached_tokens: int | None = None  # prompt tokens from the prefix cache; known at the end
     seed: int | None = None  # the effective seed, given or drawn
     metrics: RequestMetrics | None = None  # known at the end
-
-
-@dataclass(slots=True)
-class Delta:
-    """One response, with the positions that show whether anything was lost."""
-
-    output: RequestOutput
-    first_token_index: list[int]  # for each of output.outputs
-    text_offset: list[int]  # for each of output.outputs, in code points
-    prompt_logprobs_start: int = 0

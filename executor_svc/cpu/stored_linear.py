@@ -9,6 +9,7 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.cpu.kernels.linear import BLOCK_BYTES
 from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.panels import new_panels
 from executor_svc.cpu.kernels.quantized.int8_choice import QuantizedActivations, int8_rows
@@ -20,8 +21,6 @@ from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.kernels import WeightRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows, StoredLinear
 
-_BLOCK_BYTES = 1 << 19
-"""Of a weight's rows that are read at a time: they stay in the L2 cache until they are packed."""
 _log = logging.getLogger(__name__)
 
 
@@ -74,7 +73,7 @@ class CpuStoredLinear:
         """Read the weight into memory; any thread may do so, once."""
         for part, source in zip(self.parts, self._sources, strict=True):
             first = 0
-            for block in source.blocks(_BLOCK_BYTES, PANEL):
+            for block in source.blocks(BLOCK_BYTES, PANEL):
                 if isinstance(part, PackedPart):
                     assert isinstance(block, QuantBlock)
                     self._writers[part.layout].write(part.packed, first, block)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from executor_svc.models.folder import LoaderError
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 """A file begins with the length of its header, little endian."""
 
 _DTYPES = {
@@ -123,10 +123,10 @@ def tensors_of(path: Path) -> dict[str, StoredTensor]:
         with safe_open(path, framework="pt"):  # checks the header against the file
             pass
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        data = _LENGTH_BYTES + length
+        data = LENGTH_BYTES + length
         return {name: _stored(path, name, entry, data) for name, entry in header.items()}
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from executor_svc.models.adapters.paths import CONFIG_FILE
 from executor_svc.plan.plan import InvalidPlan
 from executor_svc.simulated.clock import sleep_until
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.hashing import adapter_key
-from executor_svc.worker.adapters import CONFIG_FILE, AdapterRefused, LoadedAdapter, find_folder
+from executor_svc.worker.adapters import AdapterRefused, LoadedAdapter, find_folder
 
 _WEIGHTS = "*.safetensors"
 _MOST_BYTES = 1 << 30

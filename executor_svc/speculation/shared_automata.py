@@ -60,11 +60,6 @@ class SharedAutomata:
             for scope in self._scopes.values()
         )
 
-    @property
-    def num_scopes(self) -> int:
-        """The number of scopes that have anything."""
-        return len(self._scopes)
-
     def use(self, number: int, num_added: int) -> _Scope:
         """Return a scope, now the most recently used one, to which so many tokens are added."""
         self._num_added += num_added

@@ -85,16 +85,6 @@ class SuffixSource:
         self._num_shared = np.zeros(limits.num_slots, np.int64)
         self._shared = SharedAutomata(max_bytes) if max_bytes else None
 
-    @property
-    def num_shared_bytes(self) -> int:
-        """The bytes of the shared automata."""
-        return 0 if self._shared is None else self._shared.num_bytes
-
-    @property
-    def num_own_bytes(self) -> int:
-        """The bytes of the automata of the sequences."""
-        return sum(sequence.own.num_bytes for sequence in self._sequences if sequence is not None)
-
     def follow(self, plan: StepPlan) -> None:
         """As in `DraftSource`."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 ROOT = 0
 """The state of the empty sequence."""
@@ -63,11 +63,6 @@ class SuffixAutomaton:
         self._multiplier = secrets.randbits(64) | 1
 
     @property
-    def num_states(self) -> int:
-        """The number of states, the root included."""
-        return len(self.length)
-
-    @property
     def num_bytes(self) -> int:
         """The bytes that the arrays hold, with the room that they have reserved."""
         states = (self.length, self.link, self.count, self._token, self._target, self._ring)
@@ -83,17 +78,6 @@ class SuffixAutomaton:
             if edge:
                 return self._edge_target[edge]
         return NO_STATE
-
-    def followers(self, state: int) -> Iterator[tuple[int, int]]:
-        """Yield (token, the state after it) of every edge of a state, in the order in which they were added."""
-        if self._token[state] >= 0:
-            yield self._token[state], self._target[state]
-        last = edge = self._ring[state]
-        while edge:
-            edge = self._edge_next[edge]
-            yield self._edge_token[edge], self._edge_target[edge]
-            if edge == last:
-                return
 
     def extend(self, last: int, token: int) -> int:
         """Add a token to a sequence and return its new state; last: its state so far, ROOT for a new sequence.

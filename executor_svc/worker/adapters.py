@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from executor_svc.models.adapters.paths import allowed_folder, is_missing
+from executor_svc.models.adapters.paths import CONFIG_FILE, allowed_folder, is_missing
 from executor_svc.models.folder import LoaderError
-
-CONFIG_FILE = "adapter_config.json"
 
 
 class AdapterRefused(Exception):

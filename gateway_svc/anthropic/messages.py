@@ -2,50 +2,55 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from cadenza.outputs import CompletionOutput, RequestOutput
-from gateway_svc.anthropic.blocks import messages_prompt, thinking
+from gateway_svc.answering import answer_chat
 from gateway_svc.anthropic.content import ContentBlocks
-from gateway_svc.fields.field import read_fields
-from gateway_svc.fields.sampling import require, sampling_params
-from gateway_svc.fields.tables import COUNT_TOKENS, MESSAGES
 from gateway_svc.http.errors import ApiError, anthropic_body
 from gateway_svc.http.events import named_event
-from gateway_svc.http.reading import off_loop, read_object
+from gateway_svc.http.reading import read_body
 from gateway_svc.models import check_model
-from gateway_svc.openai.streaming import answer_one
 from gateway_svc.openai.usage import completion_tokens, prompt_tokens
 from gateway_svc.parsing.output import OutputParser, Reading
 from gateway_svc.parsing.parts import Content, Part
-from gateway_svc.scheduler.generation import Generation, Job
+from gateway_svc.requests.messages import read_count, read_messages
+from gateway_svc.requests.request import GatewayRequest
+from gateway_svc.scheduler.generation import Generation
 from gateway_svc.scheduler.inbox import Taken
 from gateway_svc.state import STATE
-from gateway_svc.tools.definitions import message_tools
-from gateway_svc.tools.preparing import prepare
 
-_RENAMED = {"stop": "stop_sequences"}
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation."""
+    return await answer_chat(request, read_messages, _Message)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """The number of a conversation's tokens, as a prompt."""
+    state = request.app[STATE]
+    caller = await state.caller(request)
+    asked = await read_body(request, read_count)
+    await check_model(state.names, asked.model, caller)
+    return web.json_response({"input_tokens": len(await caller.tokenize(asked.prompt))})
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One answer."""
+    """The answer to one request."""
 
-    id: str
-    model: str
+    request: GatewayRequest
     reading: Reading
-    shows_thought: bool
+    model: str
 
     def object(self, content: list[Any], stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         """The message."""
         return {
-            "id": self.id,
+            "id": self.request.id,
             "type": "message",
             "role": "assistant",
             "model": self.model,
@@ -54,58 +59,28 @@ class _Message:
             "usage": usage,
         }
 
+    def content(self) -> ContentBlocks:
+        """Where its output is put together."""
+        return ContentBlocks(self.reading.formats, shows_thought=self.request.shows_thought)
 
-async def messages(request: web.Request) -> web.StreamResponse:
-    """Answer a conversation."""
-    state = request.app[STATE]
-    caller = await state.generating(request)
-    values = await off_loop(request, read_fields, MESSAGES, await read_object(request))
-    require(values, "messages")
-    max_tokens = require(values, "max_tokens")
-    use = await off_loop(request, message_tools, values)
-    prompt = await off_loop(request, messages_prompt, values, use)
-    info = await caller.model()
-    chosen = state.names.choose(values.get("model"), info)
-    params = sampling_params(values, _RENAMED, max_tokens=max_tokens, stop=values.get("stop_sequences", []))
-    prepared = await prepare(caller, prompt, use, state.formats(info), params, values)
-    read = _Message(f"msg_{uuid.uuid4().hex}", chosen.name, prepared.reading, bool(thinking(values)))
-    job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.reading.is_plain)
-    is_streamed = bool(values.get("stream"))
-    generation = Generation(caller, job, is_streamed=is_streamed)
-    with prepared.errors():
-        return await answer_one(
-            request,
-            generation,
-            events=_MessageEvents(read, generation) if is_streamed else None,
-            whole_answer=partial(_answer, read),
-        )
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The message at its end."""
+        (result,) = results
+        (sample,) = result.outputs
+        content = self.content()
+        for _ in [*content.add(self._parts(result, sample)), *content.finish()]:
+            pass  # the events of a stream
+        stop = _stop(sample, has_calls=content.has_calls)
+        return self.object(content.blocks, stop, _usage(result, completion_tokens(result)))
 
+    def events(self, generation: Generation) -> _MessageEvents:
+        """The message as a stream."""
+        return _MessageEvents(self, generation)
 
-def _answer(read: _Message, result: RequestOutput) -> dict[str, Any]:
-    (sample,) = result.outputs
-    content = ContentBlocks(read.reading.formats, shows_thought=read.shows_thought)
-    for _ in [*content.add(_parts(read, result, sample)), *content.finish()]:
-        pass  # the events of a stream
-    stop = _stop(sample, has_calls=content.has_calls)
-    return read.object(content.blocks, stop, _usage(result, completion_tokens(result)))
-
-
-def _parts(read: _Message, result: RequestOutput, sample: CompletionOutput) -> Sequence[Part]:
-    if read.reading.is_plain:
-        return [Content(sample.text)]
-    return OutputParser(read.reading, result.prompt_token_ids or []).feed(sample)
-
-
-async def count_tokens(request: web.Request) -> web.Response:
-    """The number of a conversation's tokens, as a prompt."""
-    state = request.app[STATE]
-    caller = await state.caller(request)
-    values = await off_loop(request, read_fields, COUNT_TOKENS, await read_object(request))
-    require(values, "messages")
-    use = await off_loop(request, message_tools, values)
-    prompt = await off_loop(request, messages_prompt, values, use)
-    await check_model(state.names, values.get("model"), caller)
-    return web.json_response({"input_tokens": len(await caller.tokenize(prompt))})
+    def _parts(self, result: RequestOutput, sample: CompletionOutput) -> Sequence[Part]:
+        if self.reading.is_plain:
+            return [Content(sample.text)]
+        return OutputParser(self.reading, result.prompt_token_ids or []).feed(sample)
 
 
 def _stop(sample: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:
@@ -134,7 +109,7 @@ class _MessageEvents:
     def __init__(self, read: _Message, generation: Generation) -> None:
         self._read = read
         self._generation = generation
-        self._content = ContentBlocks(read.reading.formats, shows_thought=read.shows_thought)
+        self._content = read.content()
         self._parser: OutputParser | None = None
 
     def begin(self) -> bytes:

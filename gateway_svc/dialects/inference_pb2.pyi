@@ -1134,21 +1134,17 @@ class RepositoryIndexRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REPOSITORY_NAME_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
-    repository_name: _builtins.str
-    """The repository; empty: all."""
     ready: _builtins.bool
     """Only those that are ready."""
     def __init__(
         self,
         *,
-        repository_name: _builtins.str = ...,
         ready: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready", "repository_name", b"repository_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%gateway_svc/dialects/smg_common.proto\x12\x0fsmg.grpc.common\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"9\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\"\xbf\x01\n\x0cKvEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x11\n\ttimestamp\x18\x02 \x01(\x01\x12-\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1d.smg.grpc.common.KvCacheEvent\x12\x14\n\x07\x64p_rank\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x32\n\x08snapshot\x18\x07 \x01(\x0b\x32 .smg.grpc.common.KvSnapshotChunkB\n\n\x08_dp_rank\"W\n\x0fKvSnapshotChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x16\n\x0eunknown_before\x18\x04 \x01(\x04\"\xc4\x01\n\x0cKvCacheEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\x31\n\x06stored\x18\x02 \x01(\x0b\x32\x1f.smg.grpc.common.KvBlocksStoredH\x00\x12\x33\n\x07removed\x18\x03 \x01(\x0b\x32 .smg.grpc.common.KvBlocksRemovedH\x00\x12\x32\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1f.smg.grpc.common.KvCacheClearedH\x00\x42\x06\n\x04\x64\x61ta\"\x98\x02\n\x0eKvBlocksStored\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.smg.grpc.common.KvBlock\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12/\n\x04tier\x18\x03 \x01(\x0e\x32\x1c.smg.grpc.common.KvCacheTierH\x01\x88\x01\x01\x12\x13\n\x06medium\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x16\n\tlora_name\x18\x0b \x01(\tH\x03\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0c \x01(\tH\x04\x88\x01\x01\x42\x14\n\x12_parent_block_hashB\x07\n\x05_tierB\t\n\x07_mediumB\x0c\n\n_lora_nameB\r\n\x0b_cache_salt\"J\n\x0fKvBlockExtraKey\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0e\n\x04\x62lob\x18\x02 \x01(\x0cH\x00\x12\x10\n\x06number\x18\x03 \x01(\x03H\x00\x42\x05\n\x03key\"\xa4\x01\n\x07KvBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x18\n\x0b\x63\x61\x63he_level\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\x34\n\nextra_keys\x18\x06 \x03(\x0b\x32 .smg.grpc.common.KvBlockExtraKeyB\x0e\n\x0c_cache_level\"\xab\x01\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x03\x12\x18\n\x0b\x63\x61\x63he_level\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12/\n\x04tier\x18\x03 \x01(\x0e\x32\x1c.smg.grpc.common.KvCacheTierH\x01\x88\x01\x01\x12\x13\n\x06medium\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x0e\n\x0c_cache_levelB\x07\n\x05_tierB\t\n\x07_medium\"\x10\n\x0eKvCacheCleared\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\"6\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x15\n\x13StartProfileRequest\"\x14\n\x12StopProfileRequest\"3\n\x0fProfileResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t*^\n\x0bKvCacheTier\x12\x1d\n\x19KV_CACHE_TIER_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_CACHE_TIER_DEVICE\x10\x01\x12\x16\n\x12KV_CACHE_TIER_HOST\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%gateway_svc/dialects/smg_common.proto\x12\x0fsmg.grpc.common\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"9\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\"\xbf\x01\n\x0cKvEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x11\n\ttimestamp\x18\x02 \x01(\x01\x12-\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1d.smg.grpc.common.KvCacheEvent\x12\x14\n\x07\x64p_rank\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x32\n\x08snapshot\x18\x07 \x01(\x0b\x32 .smg.grpc.common.KvSnapshotChunkB\n\n\x08_dp_rank\"?\n\x0fKvSnapshotChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\"\xc4\x01\n\x0cKvCacheEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\x31\n\x06stored\x18\x02 \x01(\x0b\x32\x1f.smg.grpc.common.KvBlocksStoredH\x00\x12\x33\n\x07removed\x18\x03 \x01(\x0b\x32 .smg.grpc.common.KvBlocksRemovedH\x00\x12\x32\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1f.smg.grpc.common.KvCacheClearedH\x00\x42\x06\n\x04\x64\x61ta\"\x98\x02\n\x0eKvBlocksStored\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.smg.grpc.common.KvBlock\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12/\n\x04tier\x18\x03 \x01(\x0e\x32\x1c.smg.grpc.common.KvCacheTierH\x01\x88\x01\x01\x12\x13\n\x06medium\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x16\n\tlora_name\x18\x0b \x01(\tH\x03\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0c \x01(\tH\x04\x88\x01\x01\x42\x14\n\x12_parent_block_hashB\x07\n\x05_tierB\t\n\x07_mediumB\x0c\n\n_lora_nameB\r\n\x0b_cache_salt\"J\n\x0fKvBlockExtraKey\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0e\n\x04\x62lob\x18\x02 \x01(\x0cH\x00\x12\x10\n\x06number\x18\x03 \x01(\x03H\x00\x42\x05\n\x03key\"\xa4\x01\n\x07KvBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x18\n\x0b\x63\x61\x63he_level\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\x34\n\nextra_keys\x18\x06 \x03(\x0b\x32 .smg.grpc.common.KvBlockExtraKeyB\x0e\n\x0c_cache_level\"\xab\x01\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x03\x12\x18\n\x0b\x63\x61\x63he_level\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12/\n\x04tier\x18\x03 \x01(\x0e\x32\x1c.smg.grpc.common.KvCacheTierH\x01\x88\x01\x01\x12\x13\n\x06medium\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x0e\n\x0c_cache_levelB\x07\n\x05_tierB\t\n\x07_medium\"\x10\n\x0eKvCacheCleared\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\"6\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t*^\n\x0bKvCacheTier\x12\x1d\n\x19KV_CACHE_TIER_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_CACHE_TIER_DEVICE\x10\x01\x12\x16\n\x12KV_CACHE_TIER_HOST\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gateway_svc.dialects.smg_common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVCACHETIER']._serialized_start=1585
-  _globals['_KVCACHETIER']._serialized_end=1679
+  _globals['_KVCACHETIER']._serialized_start=1463
+  _globals['_KVCACHETIER']._serialized_end=1557
   _globals['_GETTOKENIZERREQUEST']._serialized_start=58
   _globals['_GETTOKENIZERREQUEST']._serialized_end=79
   _globals['_GETTOKENIZERCHUNK']._serialized_start=81
@@ -42,27 +42,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVEVENTBATCH']._serialized_start=192
   _globals['_KVEVENTBATCH']._serialized_end=383
   _globals['_KVSNAPSHOTCHUNK']._serialized_start=385
-  _globals['_KVSNAPSHOTCHUNK']._serialized_end=472
-  _globals['_KVCACHEEVENT']._serialized_start=475
-  _globals['_KVCACHEEVENT']._serialized_end=671
-  _globals['_KVBLOCKSSTORED']._serialized_start=674
-  _globals['_KVBLOCKSSTORED']._serialized_end=954
-  _globals['_KVBLOCKEXTRAKEY']._serialized_start=956
-  _globals['_KVBLOCKEXTRAKEY']._serialized_end=1030
-  _globals['_KVBLOCK']._serialized_start=1033
-  _globals['_KVBLOCK']._serialized_end=1197
-  _globals['_KVBLOCKSREMOVED']._serialized_start=1200
-  _globals['_KVBLOCKSREMOVED']._serialized_end=1371
-  _globals['_KVCACHECLEARED']._serialized_start=1373
-  _globals['_KVCACHECLEARED']._serialized_end=1389
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=1391
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=1429
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=1431
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=1485
-  _globals['_STARTPROFILEREQUEST']._serialized_start=1487
-  _globals['_STARTPROFILEREQUEST']._serialized_end=1508
-  _globals['_STOPPROFILEREQUEST']._serialized_start=1510
-  _globals['_STOPPROFILEREQUEST']._serialized_end=1530
-  _globals['_PROFILERESPONSE']._serialized_start=1532
-  _globals['_PROFILERESPONSE']._serialized_end=1583
+  _globals['_KVSNAPSHOTCHUNK']._serialized_end=448
+  _globals['_KVCACHEEVENT']._serialized_start=451
+  _globals['_KVCACHEEVENT']._serialized_end=647
+  _globals['_KVBLOCKSSTORED']._serialized_start=650
+  _globals['_KVBLOCKSSTORED']._serialized_end=930
+  _globals['_KVBLOCKEXTRAKEY']._serialized_start=932
+  _globals['_KVBLOCKEXTRAKEY']._serialized_end=1006
+  _globals['_KVBLOCK']._serialized_start=1009
+  _globals['_KVBLOCK']._serialized_end=1173
+  _globals['_KVBLOCKSREMOVED']._serialized_start=1176
+  _globals['_KVBLOCKSREMOVED']._serialized_end=1347
+  _globals['_KVCACHECLEARED']._serialized_start=1349
+  _globals['_KVCACHECLEARED']._serialized_end=1365
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=1367
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=1405
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=1407
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=1461
 # @@protoc_insertion_point(module_scope)

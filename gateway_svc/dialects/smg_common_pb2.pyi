@@ -166,26 +166,22 @@ class KvSnapshotChunk(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
-    UNKNOWN_BEFORE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """From 0."""
     count: _builtins.int
     """Parts of the state."""
     blocks: _builtins.int
     """Blocks of the state."""
-    unknown_before: _builtins.int
-    """Batches before the state that are not in it."""
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         count: _builtins.int = ...,
         blocks: _builtins.int = ...,
-        unknown_before: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "count", b"count", "index", b"index", "unknown_before", b"unknown_before"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "count", b"count", "index", b"index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -483,63 +479,3 @@ class FlushCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlushCacheResponse: _TypeAlias = FlushCacheResponse  # noqa: Y015
-
-@_typing.final
-class StartProfileRequest(_message.Message):
-    """StartProfileRequest asks for a trace."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StartProfileRequest: _TypeAlias = StartProfileRequest  # noqa: Y015
-
-@_typing.final
-class StopProfileRequest(_message.Message):
-    """StopProfileRequest ends a trace."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StopProfileRequest: _TypeAlias = StopProfileRequest  # noqa: Y015
-
-@_typing.final
-class ProfileResponse(_message.Message):
-    """ProfileResponse is the answer to both."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SUCCESS_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    success: _builtins.bool
-    """Whether it was done."""
-    message: _builtins.str
-    """Why not."""
-    def __init__(
-        self,
-        *,
-        success: _builtins.bool = ...,
-        message: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "success", b"success"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015

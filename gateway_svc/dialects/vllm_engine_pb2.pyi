@@ -68,7 +68,6 @@ class SamplingParams(_message.Message):
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    GRAMMAR_FROM_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
@@ -111,8 +110,6 @@ class SamplingParams(_message.Message):
     """Keep the stop string."""
     truncate_prompt_tokens: _builtins.int
     """Last tokens of the prompt to keep; -1: what the model takes."""
-    grammar_from_first_token: _builtins.bool
-    """The constraint begins at the first token, as here always."""
     json_schema: _builtins.str
     """A JSON schema."""
     regex: _builtins.str
@@ -163,7 +160,6 @@ class SamplingParams(_message.Message):
         include_stop_str_in_output: _builtins.bool = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
-        grammar_from_first_token: _builtins.bool = ...,
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
         grammar: _builtins.str = ...,
@@ -173,7 +169,7 @@ class SamplingParams(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_temperature", b"_temperature", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "seed", b"seed", "structural_tag", b"structural_tag", "temperature", b"temperature", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_temperature", b"_temperature", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "grammar_from_first_token", b"grammar_from_first_token", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "json_object", b"json_object", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structural_tag", b"structural_tag", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_temperature", b"_temperature", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "json_object", b"json_object", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structural_tag", b"structural_tag", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -323,7 +319,6 @@ class GenerateRequest(_message.Message):
     KV_TRANSFER_PARAMS_FIELD_NUMBER: _builtins.int
     MM_INPUTS_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_PARAMS_JSON_FIELD_NUMBER: _builtins.int
-    DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     MEDIA_REFS_FIELD_NUMBER: _builtins.int
     EXTRA_MM_INPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -334,8 +329,6 @@ class GenerateRequest(_message.Message):
     """Send what is there at once."""
     kv_transfer_params_json: _builtins.str
     """Refused, but for an empty one."""
-    data_parallel_rank: _builtins.int
-    """Without effect: the scheduler places requests."""
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput:
         """As token ids."""
@@ -371,22 +364,17 @@ class GenerateRequest(_message.Message):
         kv_transfer_params: Global___KvTransferParams | None = ...,
         mm_inputs: Global___MultimodalInputs | None = ...,
         kv_transfer_params_json: _builtins.str | None = ...,
-        data_parallel_rank: _builtins.int | None = ...,
         media_refs: Global___MediaRefs | None = ...,
         extra_mm_inputs: _abc.Iterable[Global___MultimodalInputs] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_kv_transfer_params_json", b"_kv_transfer_params_json", "data_parallel_rank", b"data_parallel_rank", "input", b"input", "kv_transfer_params", b"kv_transfer_params", "kv_transfer_params_json", b"kv_transfer_params_json", "media_refs", b"media_refs", "mm_inputs", b"mm_inputs", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_transfer_params_json", b"_kv_transfer_params_json", "input", b"input", "kv_transfer_params", b"kv_transfer_params", "kv_transfer_params_json", b"kv_transfer_params_json", "media_refs", b"media_refs", "mm_inputs", b"mm_inputs", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_kv_transfer_params_json", b"_kv_transfer_params_json", "data_parallel_rank", b"data_parallel_rank", "extra_mm_inputs", b"extra_mm_inputs", "input", b"input", "kv_transfer_params", b"kv_transfer_params", "kv_transfer_params_json", b"kv_transfer_params_json", "media_refs", b"media_refs", "mm_inputs", b"mm_inputs", "request_id", b"request_id", "sampling_params", b"sampling_params", "stream", b"stream", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_transfer_params_json", b"_kv_transfer_params_json", "extra_mm_inputs", b"extra_mm_inputs", "input", b"input", "kv_transfer_params", b"kv_transfer_params", "kv_transfer_params_json", b"kv_transfer_params_json", "media_refs", b"media_refs", "mm_inputs", b"mm_inputs", "request_id", b"request_id", "sampling_params", b"sampling_params", "stream", b"stream", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
-    _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
     _WhichOneofReturnType__kv_transfer_params_json: _TypeAlias = _typing.Literal["kv_transfer_params_json"]  # noqa: Y015
     _WhichOneofArgType__kv_transfer_params_json: _TypeAlias = _typing.Literal["_kv_transfer_params_json", b"_kv_transfer_params_json"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["tokenized", "text"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_transfer_params_json) -> _WhichOneofReturnType__kv_transfer_params_json | None: ...
     @_typing.overload
@@ -820,16 +808,13 @@ class GetModelInfoResponse(_message.Message):
     IS_GENERATION_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
-    SUPPORTS_VISION_FIELD_NUMBER: _builtins.int
     SERVED_MODEL_NAME_FIELD_NUMBER: _builtins.int
-    TOKENIZER_PATH_FIELD_NUMBER: _builtins.int
     MODEL_TYPE_FIELD_NUMBER: _builtins.int
     ARCHITECTURES_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PAD_TOKEN_ID_FIELD_NUMBER: _builtins.int
     BOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
     MAX_REQ_INPUT_LEN_FIELD_NUMBER: _builtins.int
-    DEFAULT_SAMPLING_PARAMS_JSON_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     """Its folder or hub id."""
     is_generation: _builtins.bool
@@ -838,12 +823,8 @@ class GetModelInfoResponse(_message.Message):
     """Tokens of prompt and output together."""
     vocab_size: _builtins.int
     """Number of token ids."""
-    supports_vision: _builtins.bool
-    """Whether it takes pictures."""
     served_model_name: _builtins.str
     """Its name in APIs."""
-    tokenizer_path: _builtins.str
-    """The tokenizer's folder or hub id; empty: GetTokenizer has it."""
     model_type: _builtins.str
     """Such as "llama"."""
     pad_token_id: _builtins.int
@@ -852,8 +833,6 @@ class GetModelInfoResponse(_message.Message):
     """The token id of the beginning."""
     max_req_input_len: _builtins.int
     """The longest prompt in tokens."""
-    default_sampling_params_json: _builtins.str
-    """Defaults of sampling as JSON; empty: none."""
     @_builtins.property
     def architectures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Such as "LlamaForCausalLM"."""
@@ -869,20 +848,17 @@ class GetModelInfoResponse(_message.Message):
         is_generation: _builtins.bool = ...,
         max_context_length: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
-        supports_vision: _builtins.bool = ...,
         served_model_name: _builtins.str = ...,
-        tokenizer_path: _builtins.str = ...,
         model_type: _builtins.str = ...,
         architectures: _abc.Iterable[_builtins.str] | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         pad_token_id: _builtins.int = ...,
         bos_token_id: _builtins.int = ...,
         max_req_input_len: _builtins.int = ...,
-        default_sampling_params_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "bos_token_id", b"bos_token_id", "default_sampling_params_json", b"default_sampling_params_json", "eos_token_ids", b"eos_token_ids", "is_generation", b"is_generation", "max_context_length", b"max_context_length", "max_req_input_len", b"max_req_input_len", "model_path", b"model_path", "model_type", b"model_type", "pad_token_id", b"pad_token_id", "served_model_name", b"served_model_name", "supports_vision", b"supports_vision", "tokenizer_path", b"tokenizer_path", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "bos_token_id", b"bos_token_id", "eos_token_ids", b"eos_token_ids", "is_generation", b"is_generation", "max_context_length", b"max_context_length", "max_req_input_len", b"max_req_input_len", "model_path", b"model_path", "model_type", b"model_type", "pad_token_id", b"pad_token_id", "served_model_name", b"served_model_name", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

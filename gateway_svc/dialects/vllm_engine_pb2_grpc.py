@@ -56,16 +56,6 @@ class VllmEngineStub(object):
                 request_serializer=gateway__svc_dot_dialects_dot_smg__common__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=gateway__svc_dot_dialects_dot_smg__common__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
-        self.StartProfile = channel.unary_unary(
-                '/vllm.grpc.engine.VllmEngine/StartProfile',
-                request_serializer=gateway__svc_dot_dialects_dot_smg__common__pb2.StartProfileRequest.SerializeToString,
-                response_deserializer=gateway__svc_dot_dialects_dot_smg__common__pb2.ProfileResponse.FromString,
-                _registered_method=True)
-        self.StopProfile = channel.unary_unary(
-                '/vllm.grpc.engine.VllmEngine/StopProfile',
-                request_serializer=gateway__svc_dot_dialects_dot_smg__common__pb2.StopProfileRequest.SerializeToString,
-                response_deserializer=gateway__svc_dot_dialects_dot_smg__common__pb2.ProfileResponse.FromString,
-                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/Abort',
                 request_serializer=gateway__svc_dot_dialects_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
@@ -125,20 +115,6 @@ class VllmEngineServicer(object):
 
     def FlushCache(self, request, context):
         """FlushCache empties the prefix cache.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StartProfile(self, request, context):
-        """StartProfile is refused: an executor is traced by its own Profile.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StopProfile(self, request, context):
-        """StopProfile is refused too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,16 +184,6 @@ def add_VllmEngineServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=gateway__svc_dot_dialects_dot_smg__common__pb2.FlushCacheRequest.FromString,
                     response_serializer=gateway__svc_dot_dialects_dot_smg__common__pb2.FlushCacheResponse.SerializeToString,
-            ),
-            'StartProfile': grpc.unary_unary_rpc_method_handler(
-                    servicer.StartProfile,
-                    request_deserializer=gateway__svc_dot_dialects_dot_smg__common__pb2.StartProfileRequest.FromString,
-                    response_serializer=gateway__svc_dot_dialects_dot_smg__common__pb2.ProfileResponse.SerializeToString,
-            ),
-            'StopProfile': grpc.unary_unary_rpc_method_handler(
-                    servicer.StopProfile,
-                    request_deserializer=gateway__svc_dot_dialects_dot_smg__common__pb2.StopProfileRequest.FromString,
-                    response_serializer=gateway__svc_dot_dialects_dot_smg__common__pb2.ProfileResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -359,60 +325,6 @@ class VllmEngine(object):
             '/vllm.grpc.engine.VllmEngine/FlushCache',
             gateway__svc_dot_dialects_dot_smg__common__pb2.FlushCacheRequest.SerializeToString,
             gateway__svc_dot_dialects_dot_smg__common__pb2.FlushCacheResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StartProfile(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/vllm.grpc.engine.VllmEngine/StartProfile',
-            gateway__svc_dot_dialects_dot_smg__common__pb2.StartProfileRequest.SerializeToString,
-            gateway__svc_dot_dialects_dot_smg__common__pb2.ProfileResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StopProfile(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/vllm.grpc.engine.VllmEngine/StopProfile',
-            gateway__svc_dot_dialects_dot_smg__common__pb2.StopProfileRequest.SerializeToString,
-            gateway__svc_dot_dialects_dot_smg__common__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,10 +45,6 @@ class VllmEngineStub:
     """HealthCheck says whether requests are served."""
     FlushCache: _grpc.UnaryUnaryMultiCallable[_smg_common_pb2.FlushCacheRequest, _smg_common_pb2.FlushCacheResponse]
     """FlushCache empties the prefix cache."""
-    StartProfile: _grpc.UnaryUnaryMultiCallable[_smg_common_pb2.StartProfileRequest, _smg_common_pb2.ProfileResponse]
-    """StartProfile is refused: an executor is traced by its own Profile."""
-    StopProfile: _grpc.UnaryUnaryMultiCallable[_smg_common_pb2.StopProfileRequest, _smg_common_pb2.ProfileResponse]
-    """StopProfile is refused too."""
     Abort: _grpc.UnaryUnaryMultiCallable[_vllm_engine_pb2.AbortRequest, _vllm_engine_pb2.AbortResponse]
     """Abort ends requests."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_vllm_engine_pb2.GetModelInfoRequest, _vllm_engine_pb2.GetModelInfoResponse]
@@ -75,10 +71,6 @@ class VllmEngineAsyncStub(VllmEngineStub):
     """HealthCheck says whether requests are served."""
     FlushCache: _aio.UnaryUnaryMultiCallable[_smg_common_pb2.FlushCacheRequest, _smg_common_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """FlushCache empties the prefix cache."""
-    StartProfile: _aio.UnaryUnaryMultiCallable[_smg_common_pb2.StartProfileRequest, _smg_common_pb2.ProfileResponse]  # type: ignore[assignment]
-    """StartProfile is refused: an executor is traced by its own Profile."""
-    StopProfile: _aio.UnaryUnaryMultiCallable[_smg_common_pb2.StopProfileRequest, _smg_common_pb2.ProfileResponse]  # type: ignore[assignment]
-    """StopProfile is refused too."""
     Abort: _aio.UnaryUnaryMultiCallable[_vllm_engine_pb2.AbortRequest, _vllm_engine_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort ends requests."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_vllm_engine_pb2.GetModelInfoRequest, _vllm_engine_pb2.GetModelInfoResponse]  # type: ignore[assignment]
@@ -126,22 +118,6 @@ class VllmEngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_smg_common_pb2.FlushCacheResponse, _abc.Awaitable[_smg_common_pb2.FlushCacheResponse]]:
         """FlushCache empties the prefix cache."""
-
-    @_abc_1.abstractmethod
-    def StartProfile(
-        self,
-        request: _smg_common_pb2.StartProfileRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_smg_common_pb2.ProfileResponse, _abc.Awaitable[_smg_common_pb2.ProfileResponse]]:
-        """StartProfile is refused: an executor is traced by its own Profile."""
-
-    @_abc_1.abstractmethod
-    def StopProfile(
-        self,
-        request: _smg_common_pb2.StopProfileRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_smg_common_pb2.ProfileResponse, _abc.Awaitable[_smg_common_pb2.ProfileResponse]]:
-        """StopProfile is refused too."""
 
     @_abc_1.abstractmethod
     def Abort(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadenza.errors import FailedPreconditionError, InvalidRequestError
 from gateway_svc.fields.field import check_keys, shown
@@ -16,22 +16,22 @@ _ON_THE_WIRE = "sampling_params.grammar"
 _PLACES = ("structured_outputs", "response_format", "text", "output_config", "output_format")
 
 
-def output_constraint(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The field that has the constraint, and its form for SamplingParams; None: there is none.
+class Constraint(NamedTuple):
+    """What constrains an output."""
 
-    Raises ApiError for a form that is unknown, and for two at once.
-    """
+    field: str = "structured_outputs"
+    """The one of the request that has it, or would have it."""
+    form: dict[str, Any] | None = None
+    """As SamplingParams take it; None: there is none."""
+
+
+def output_constraint(values: Mapping[str, Any]) -> Constraint:
+    """The constraint of a request; raises ApiError for a form that is unknown, and for two at once."""
     found = {name: each for name in _PLACES if (each := _READERS[name](values.get(name))) is not None}
     if len(found) > 1:
         first, second = list(found)[:2]
         raise bad_request(f"{first} and {second} exclude each other", second)
-    return next(iter(found.items()), None)
-
-
-def field_of_constraint(values: Mapping[str, Any]) -> str:
-    """The field that has the constraint, or would have it."""
-    found = output_constraint(values)
-    return "structured_outputs" if found is None else found[0]
+    return next((Constraint(*each) for each in found.items()), Constraint())
 
 
 def field_of_grammar(error: InvalidRequestError | FailedPreconditionError) -> str:

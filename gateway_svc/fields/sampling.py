@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from cadenza.sampling_params import SamplingParams
-from gateway_svc.fields.constraints import output_constraint
+from gateway_svc.fields.constraints import Constraint
 from gateway_svc.fields.field import check_keys, check_kind, wrong_value
 from gateway_svc.http.errors import ApiError, bad_request
 
@@ -23,19 +23,22 @@ _OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False}
 """Fields for beams alone, with their defaults."""
 MAX_CHOICES = 64
 """As the scheduler has it (scheduler_svc/requests/sample_counts.py)."""
+_NO_CONSTRAINT = Constraint()
 
 
-def sampling_params(values: Mapping[str, Any], renamed: Mapping[str, str] | None = None, **own: Any) -> SamplingParams:
+def sampling_params(
+    values: Mapping[str, Any],
+    renamed: Mapping[str, str] | None = None,
+    constraint: Constraint = _NO_CONSTRAINT,
+    **own: Any,
+) -> SamplingParams:
     """The parameters; `own`: those that are not taken as they are.
 
     `renamed`: the name in the API of parameters that have another one there. Raises ApiError that names the field.
     """
-    renamed = renamed or {}
+    renamed = {"structured_outputs": constraint.field, **(renamed or {})}
     given = {name: value for name, value in values.items() if name in _SAME} | own
-    constraint = output_constraint(values)
-    if constraint is not None:
-        renamed = {"structured_outputs": constraint[0], **renamed}
-        given["structured_outputs"] = constraint[1]
+    given["structured_outputs"] = constraint.form
     for name in ("logprobs", "prompt_logprobs"):
         number = given.get(name)
         if number is not None and not -1 < number <= MAX_LOGPROBS:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from gateway_svc.http.decoding import decoded
 from gateway_svc.http.errors import ApiError, bad_request
-from gateway_svc.off_loop import off_loop as of_size
+from gateway_svc.off_loop import off_loop
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 ANSWER_HEADERS = web.RequestKey("answer_headers", dict[str, str])
 """Of a request: what every answer to it has in its head."""
-_NUM_BYTES = web.RequestKey("num_bytes", int)
-"""Of a request whose body has been read: its length, decoded."""
 _BODY_TIMEOUT_S = 60.0
 
 
@@ -32,8 +29,11 @@ def api_key(request: web.Request) -> str | None:
     return request.headers.get("x-api-key", "").strip() or None
 
 
-async def read_object(request: web.Request) -> dict[str, Any]:
-    """The body; raises ApiError for one that is no JSON object, and HTTPRequestEntityTooLarge."""
+async def read_body(request: web.Request, read: Callable[[Mapping[str, Any]], T]) -> T:
+    """What `read` makes of the body, for a long one in a thread: nothing else sees the object itself.
+
+    Raises ApiError, also for a body that is no JSON object, and HTTPRequestEntityTooLarge.
+    """
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             raw = await request.read()
@@ -44,16 +44,14 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     encoding, limit_bytes = request.headers.get("Content-Encoding", ""), request.client_max_size
     if encoding:
         raw = await asyncio.to_thread(decoded, raw, encoding, limit_bytes)
-    request[_NUM_BYTES] = len(raw)
-    value = await off_loop(request, _parse, raw)
+    return await off_loop(len(raw), lambda: read(_object(raw)))
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    value = _parse(raw)
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object")
     return value
-
-
-async def off_loop(request: web.Request, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Return what `work` makes of a request whose body has been read: in a thread for a long one."""
-    return await of_size(request[_NUM_BYTES], work, *arguments, **named)
 
 
 def _parse(raw: bytes) -> Any:

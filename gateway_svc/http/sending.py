@@ -1,4 +1,4 @@
-"""Sends answers to clients that may read slowly, or not at all."""
+"""Sends answers, whole and as events, to clients that may read slowly, or not at all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from collections.abc import Awaitable
 
 from aiohttp import web
 
+from gateway_svc.http.reading import ANSWER_HEADERS
+
 _PIECE_BYTES = 64 * 1024
 """A longer body is sent in pieces: each of them has the time limit to itself."""
+_SHORT_BYTES = 16 * 1024
+"""Less than what a transport takes before it lets writers wait."""
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events
+}
 
 
 class SlowReaderError(ConnectionError):
@@ -47,3 +56,39 @@ async def send_whole(request: web.Request, response: web.Response, timeout_s: fl
         await taken(request, stream.write(view[start : start + _PIECE_BYTES]), timeout_s)
     await taken(request, stream.write_eof(), timeout_s)
     return stream
+
+
+class EventStream:
+    """The response of one request. Headers go out with the first events, so that an early error has its own status."""
+
+    def __init__(self, request: web.Request, timeout_s: float) -> None:
+        """timeout_s: how long a client may take nothing."""
+        self._request = request
+        self._timeout_s = timeout_s
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the status has been sent."""
+        return self._response is not None
+
+    async def write(self, events: bytes) -> None:
+        """Write events; raises SlowReaderError, and ConnectionError for a client that has gone."""
+        if not events:
+            return
+        response = self._response
+        if response is None:
+            response = web.StreamResponse(headers=_HEADERS)
+            response.headers.update(self._request.get(ANSWER_HEADERS, {}))
+            await response.prepare(self._request)
+            self._response = response
+        if len(events) <= _SHORT_BYTES and has_taken_all(self._request):
+            await response.write(events)  # it does not wait
+        else:
+            await taken(self._request, response.write(events), self._timeout_s)
+
+    async def end(self) -> web.StreamResponse:
+        """End the response, and return it; raises as `write`."""
+        assert self._response is not None
+        await taken(self._request, self._response.write_eof(), self._timeout_s)
+        return self._response

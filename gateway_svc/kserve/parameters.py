@@ -10,6 +10,7 @@ from typing import Any
 from cadenza.sampling_params import SamplingParams
 from cadenza_common.spelling import suggestion
 from gateway_svc.dialects import inference_pb2 as pb
+from gateway_svc.fields.constraints import output_constraint
 from gateway_svc.fields.field import shown
 from gateway_svc.fields.sampling import check_number_of_choices, sampling_params, utf8
 from gateway_svc.http.errors import bad_request
@@ -59,7 +60,7 @@ def as_params(values: Mapping[str, Any]) -> tuple[SamplingParams, str]:
     if structured is not None and not isinstance(structured, dict):
         raise bad_request(f"structured_outputs must be an object, not {shown(structured)}")
     own = {name: given[name] for name in _OWN if name in given}
-    params = sampling_params(given, **own)
+    params = sampling_params(given, constraint=output_constraint(given), **own)
     check_number_of_choices(params.n)
     return params, utf8(adapter, LORA_NAME)
 

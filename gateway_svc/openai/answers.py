@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from cadenza.outputs import CompletionOutput, RequestOutput
-from gateway_svc.fields.sampling import stream_options
 from gateway_svc.http.errors import ApiError, openai_body
 from gateway_svc.http.events import DONE, data_event, dumps
 from gateway_svc.openai.usage import final_usage, prompt_tokens, usage_of
+from gateway_svc.requests.request import GatewayRequest
 from gateway_svc.scheduler.generation import Generation
 
 
@@ -38,12 +37,11 @@ class Head:
 class Chunks:
     """The chunks of one streamed answer. A choice is a sample of a prompt."""
 
-    def __init__(self, head: Head, values: Mapping[str, Any], n: int) -> None:
-        """values: the request's fields, for stream_options."""
+    def __init__(self, head: Head, request: GatewayRequest) -> None:
         self._prefix = head.prefix()
         self._head = head
-        self._n = n
-        self._include_usage, self.is_continuous = stream_options(values)
+        self._n = request.params.n
+        self._include_usage, self.is_continuous = request.with_usage, request.with_running_usage
         self._null_usage = ',"usage":null' if self._include_usage and not self.is_continuous else ""
         self._num_tokens: Counter[int] = Counter()
         self._begun: set[int] = set()
@@ -79,9 +77,16 @@ class Chunks:
         return data_event(self._head.fields(choices=[], usage=usage)) + DONE
 
 
-def failed(error: ApiError) -> bytes:
-    """The events of an answer that fails after its beginning."""
-    return data_event(openai_body(error)) + DONE
+class ChunkEvents:
+    """What streams of chunks have in common: no events before the first output, and the error as the last one."""
+
+    def begin(self) -> bytes:
+        """The events before the first output."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The events of an answer that fails after its beginning."""
+        return data_event(openai_body(error)) + DONE
 
 
 def prompt_size(generation: Generation, prompt: int, delta: RequestOutput) -> int:

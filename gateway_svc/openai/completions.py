@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,150 +11,109 @@ from aiohttp import web
 
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.prompts import Prompt
-from cadenza.sampling_params import SamplingParams
-from gateway_svc.fields.constraints import errors_of_constraint, field_of_constraint
-from gateway_svc.fields.field import read_fields, wrong_value
-from gateway_svc.fields.sampling import answer_id, number_of_choices, require, sampling_params, stream_options
-from gateway_svc.fields.tables import COMPLETIONS
+from gateway_svc.fields.constraints import errors_of_constraint
 from gateway_svc.http.errors import bad_request
-from gateway_svc.http.reading import off_loop, read_object
-from gateway_svc.openai.answers import Chunks, Head, failed, prompt_size
-from gateway_svc.openai.failures import whole
+from gateway_svc.http.reading import read_body
+from gateway_svc.openai.answers import ChunkEvents, Chunks, Head, prompt_size
 from gateway_svc.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
-from gateway_svc.openai.prompts import completion_prompts
-from gateway_svc.openai.streaming import stream_answer
 from gateway_svc.openai.usage import final_usage, finish_of
+from gateway_svc.requests.completions import read_completion
+from gateway_svc.requests.request import GatewayRequest
 from gateway_svc.scheduler.caller import Caller
 from gateway_svc.scheduler.generation import Generation, Job
 from gateway_svc.scheduler.inbox import Taken
 from gateway_svc.state import STATE
+from gateway_svc.streaming import answer_with
 
-_DEFAULT_MAX_TOKENS = 16
 
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Echo:
     """A prompt that is repeated before its output."""
 
-    text: str = ""
-    first_token: str = ""
+    text: str
+    first_token: str
     """The text of its first token, which has no logprobs."""
-
-
-@dataclass(slots=True)
-class _Completion:
-    """One request, read."""
-
-    head: Head
-    values: Mapping[str, Any]
-    n: int
-    params: SamplingParams
-    is_prompt_alone: bool
-    """max_tokens is 0: a token is drawn, and not shown."""
-    echoes: list[_Echo] = field(default_factory=list)
-
-    @property
-    def num_top(self) -> int | None:
-        """Top logprobs of each token; None: no logprobs."""
-        number: int | None = self.values.get("logprobs")
-        return number
-
-    @property
-    def names(self) -> TokenNames:
-        """How tokens are named."""
-        return TokenNames(self.values.get("return_tokens_as_token_ids", False))
-
-    def finish(self, sample: CompletionOutput) -> dict[str, Any]:
-        """Why a choice ends: for a prompt alone, whatever the token that is not shown, its length."""
-        if self.is_prompt_alone and sample.finished():
-            return {"finish_reason": "length", "stop_reason": None}
-        return finish_of(sample)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete prompts."""
     state = request.app[STATE]
     caller = await state.generating(request)
-    values = await off_loop(request, read_fields, COMPLETIONS, await read_object(request))
-    prompts = await off_loop(request, completion_prompts, require(values, "prompt"), values.get("cache_salt"))
-    chosen = state.names.choose(values.get("model"), await caller.model())
-    params, is_prompt_alone = _params(values)
-    head = Head(answer_id(values, "cmpl", uuid.uuid4().hex), "text_completion", chosen.name)
-    read = _Completion(head, values, number_of_choices(values), params, is_prompt_alone)
-    prompts = await _prepared(caller, prompts, read)
-    generation = Generation(caller, Job(prompts, params, chosen.adapter), is_streamed=bool(values.get("stream")))
-    with errors_of_constraint(field_of_constraint(values)):
-        async with generation:
-            if values.get("stream"):
-                chunks = _CompletionChunks(read, generation)
-                return await stream_answer(request, generation, events_of=chunks.events, end=chunks.end, failed=failed)
-            results = whole(await generation.results())
-    choices = [each for index, result in enumerate(results) for each in _choices(read, index, result)]
-    hidden = sum(len(each.token_ids) for result in results for each in result.outputs) if is_prompt_alone else 0
-    usage = final_usage(results, num_hidden=hidden)
-    return web.json_response(head.fields(choices=choices, usage=usage))
+    asked = await read_body(request, read_completion)
+    chosen = state.names.choose(asked.model, await caller.model())
+    prompts, echoes = await _prepared(caller, asked)
+    answer = _Completion(asked, Head(asked.id, "text_completion", chosen.name), echoes)
+    generation = Generation(caller, Job(prompts, asked.params, chosen.adapter), is_streamed=asked.is_streamed)
+    errors = errors_of_constraint(asked.constrained_by)
+    return await answer_with(request, generation, answer, is_streamed=asked.is_streamed, errors=errors)
 
 
-def _params(values: Mapping[str, Any]) -> tuple[SamplingParams, bool]:
-    """The parameters, and whether the prompt alone is wanted; raises ApiError."""
-    stream_options(values)
-    n, stream, echo = number_of_choices(values), values.get("stream", False), values.get("echo", False)
-    best_of = values.get("best_of")
-    if stream and best_of is not None and best_of > n:
-        raise wrong_value("best_of", f"must be n={n} with stream: the best are known at the end", best_of)
-    if stream and values.get("prompt_logprobs") is not None:
-        raise bad_request("prompt_logprobs is not for stream=true", "prompt_logprobs")
-    max_tokens = values.get("max_tokens", _DEFAULT_MAX_TOKENS)
-    is_prompt_alone = bool(echo and max_tokens == 0)
-    own: dict[str, Any] = {"n": n, "max_tokens": 1 if is_prompt_alone else max_tokens}
-    if values.get("logprobs") is not None:
-        own["logprobs"] = values["logprobs"]
-        if echo:
-            own["prompt_logprobs"] = max(values["logprobs"], values.get("prompt_logprobs", 0))
-    return sampling_params(values, **own), is_prompt_alone
+async def _prepared(caller: Caller, request: GatewayRequest) -> tuple[list[Prompt], list[_Echo]]:
+    """The prompts as they are run, and what repeats them if they are to be repeated."""
+    prompts, echoes = list(request.prompts), list[_Echo]()
+    for index, prompt in enumerate(prompts):
+        if prompt.text is not None and not request.add_special_tokens:
+            ids = await caller.tokenize(prompt, add_special_tokens=False)
+            if not ids:
+                raise bad_request(f"prompt {index} has no tokens without special ones", "prompt")
+            prompts[index] = replace(prompt, text=None, token_ids=ids)
+    for given, prompt in zip(request.prompts, prompts, strict=True) if request.echoes else ():
+        text = given.text
+        if text is None:
+            skip = request.params.skip_special_tokens
+            text = await caller.detokenize(prompt.token_ids or [], skip_special_tokens=skip)
+        first = ""
+        if request.num_top is not None:
+            ids = prompt.token_ids or await caller.tokenize(prompt)
+            first = await caller.detokenize(ids[:1], skip_special_tokens=False) if ids else ""
+        echoes.append(_Echo(text, first))
+    return prompts, echoes
 
 
-async def _prepared(caller: Caller, prompts: Sequence[Prompt], read: _Completion) -> list[Prompt]:
-    """The prompts as they are run; what is needed to repeat them is in `read.echoes`."""
-    prepared = list(prompts)
-    if not read.values.get("add_special_tokens", True):
-        for index, prompt in enumerate(prepared):
-            if prompt.text is not None:
-                ids = await caller.tokenize(prompt, add_special_tokens=False)
-                if not ids:
-                    raise bad_request(f"prompt {index} has no tokens without special ones", "prompt")
-                prepared[index] = replace(prompt, text=None, token_ids=ids)
-    if read.values.get("echo"):
-        for given, prompt in zip(prompts, prepared, strict=True):
-            text = given.text
-            if text is None:
-                skip = read.values.get("skip_special_tokens", True)
-                text = await caller.detokenize(prompt.token_ids or [], skip_special_tokens=skip)
-            first = ""
-            if read.num_top is not None:
-                ids = prompt.token_ids or await caller.tokenize(prompt)
-                first = await caller.detokenize(ids[:1], skip_special_tokens=False) if ids else ""
-            read.echoes.append(_Echo(text, first))
-    return prepared
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """The answer to one request."""
 
+    request: GatewayRequest
+    head: Head
+    echoes: Sequence[_Echo]
+    """Of the prompts; empty: they are not repeated."""
 
-def _choices(read: _Completion, prompt: int, result: RequestOutput) -> list[dict[str, Any]]:
-    choices = []
-    for sample in result.outputs:
-        shown = CompletionOutput(sample.index, logprobs=[]) if read.is_prompt_alone else sample
-        parts = _Parts(read, prompt)
-        choice = {
-            "index": prompt * read.n + sample.index,
-            "text": parts.text(shown.text),
-            "logprobs": parts.logprobs(lambda: result, shown),
-            **read.finish(sample),
-        }
-        if read.values.get("prompt_logprobs") is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
-        if read.values.get("return_token_ids"):
-            choice |= {"prompt_token_ids": result.prompt_token_ids, "token_ids": shown.token_ids}
-        choices.append(choice)
-    return choices
+    def finish(self, sample: CompletionOutput) -> dict[str, Any]:
+        """Why a choice ends: for a prompt alone, whatever the token that is not shown, its length."""
+        if self.request.is_prompt_alone and sample.finished():
+            return {"finish_reason": "length", "stop_reason": None}
+        return finish_of(sample)
+
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer as one object."""
+        choices = [each for index, result in enumerate(results) for each in self._choices(index, result)]
+        hidden = 0
+        if self.request.is_prompt_alone:
+            hidden = sum(len(each.token_ids) for result in results for each in result.outputs)
+        return self.head.fields(choices=choices, usage=final_usage(results, num_hidden=hidden))
+
+    def events(self, generation: Generation) -> _CompletionChunks:
+        """The answer as a stream."""
+        return _CompletionChunks(self, generation)
+
+    def _choices(self, prompt: int, result: RequestOutput) -> list[dict[str, Any]]:
+        request, choices = self.request, []
+        for sample in result.outputs:
+            shown = CompletionOutput(sample.index, logprobs=[]) if request.is_prompt_alone else sample
+            parts = _Parts(self, prompt)
+            choice = {
+                "index": prompt * request.params.n + sample.index,
+                "text": parts.text(shown.text),
+                "logprobs": parts.logprobs(lambda: result, shown),
+                **self.finish(sample),
+            }
+            if request.shows_prompt_logprobs:
+                choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+            if request.shows_token_ids:
+                choice |= {"prompt_token_ids": result.prompt_token_ids, "token_ids": shown.token_ids}
+            choices.append(choice)
+        return choices
 
 
 class _Parts:
@@ -164,7 +122,9 @@ class _Parts:
     def __init__(self, read: _Completion, prompt: int) -> None:
         self._echo = read.echoes[prompt] if read.echoes else None
         self._is_first = True
-        self._columns = None if read.num_top is None else CompletionLogprobs(read.names, read.num_top)
+        request = read.request
+        names = TokenNames(request.names_tokens_by_id)
+        self._columns = None if request.num_top is None else CompletionLogprobs(names, request.num_top)
 
     def text(self, text: str) -> str:
         """The text of the next part; call it before `logprobs`."""
@@ -183,20 +143,21 @@ class _Parts:
         return self._columns.columns(rows, ids)
 
 
-class _CompletionChunks:
+class _CompletionChunks(ChunkEvents):
     """Chunks of a streamed answer."""
 
     def __init__(self, read: _Completion, generation: Generation) -> None:
         self._read = read
         self._generation = generation
-        self._chunks = Chunks(read.head, read.values, read.n)
+        self._chunks = Chunks(read.head, read.request)
         self._parts: dict[int, _Parts] = {}
         self._num_hidden = 0
+        request = read.request
         self._is_plain = not (
-            read.echoes or read.num_top is not None or read.values.get("return_token_ids") or self._chunks.is_continuous
+            read.echoes or request.num_top is not None or request.shows_token_ids or request.with_running_usage
         )
 
-    def events(self, taken: Taken) -> bytes:
+    def deltas(self, taken: Taken) -> bytes:
         """The events of new deltas."""
         texts: list[str] = []
         for prompt, delta in taken:
@@ -218,7 +179,7 @@ class _CompletionChunks:
     def _chunk(self, prompt: int, choice: int, delta: RequestOutput, sample: CompletionOutput) -> str:
         read = self._read
         parts = self._parts.setdefault(choice, _Parts(read, prompt))
-        if read.is_prompt_alone:
+        if read.request.is_prompt_alone:
             self._num_hidden += len(sample.token_ids)
             sample = replace(sample, text="", token_ids=[], logprobs=[])
         chunk: dict[str, Any] = {
@@ -227,7 +188,7 @@ class _CompletionChunks:
             "logprobs": parts.logprobs(partial(self._generation.total, prompt), sample),
             **read.finish(sample),
         }
-        if read.values.get("return_token_ids"):
+        if read.request.shows_token_ids:
             chunk["token_ids"] = sample.token_ids
             if self._chunks.begins(choice):
                 chunk["prompt_token_ids"] = self._generation.prompt_token_ids(prompt)

@@ -8,12 +8,10 @@ from typing import Any
 from aiohttp import web
 
 from cadenza.errors import FailedPreconditionError, PermissionDeniedError, UnsupportedError
-from gateway_svc.fields.field import read_fields
-from gateway_svc.fields.sampling import require, utf8
-from gateway_svc.fields.tables import LOAD_ADAPTER, UNLOAD_ADAPTER
 from gateway_svc.http.errors import ApiError
-from gateway_svc.http.reading import api_key, read_object
+from gateway_svc.http.reading import api_key, read_body
 from gateway_svc.models import unknown_model
+from gateway_svc.requests.adapters import read_load, read_unload
 from gateway_svc.scheduler.caller import Caller
 from gateway_svc.state import STATE, State
 
@@ -65,17 +63,15 @@ def _model(name: str, root: str, parent: str | None, max_model_len: int) -> dict
 async def load_adapter(request: web.Request) -> web.Response:
     """Give an adapter's folder a name."""
     caller = _admin(request)
-    values = read_fields(LOAD_ADAPTER, await read_object(request))
-    name = utf8(require(values, "lora_name"), "lora_name")
-    await caller.load_adapter(name, utf8(require(values, "lora_path"), "lora_path"))
+    name, path = await read_body(request, read_load)
+    await caller.load_adapter(name, path)
     return web.Response(text=f"Success: LoRA adapter {name!a} added successfully.")
 
 
 async def unload_adapter(request: web.Request) -> web.Response:
     """Take an adapter's name away."""
     caller = _admin(request)
-    values = read_fields(UNLOAD_ADAPTER, await read_object(request))
-    name = utf8(require(values, "lora_name"), "lora_name")
+    name = await read_body(request, read_unload)
     await caller.unload_adapter(name)
     return web.Response(text=f"Success: LoRA adapter {name!a} removed successfully.")
 

@@ -6,10 +6,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gateway_svc.openai.carried_thoughts import carried
 from gateway_svc.openai.chat_message import call_id
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Part, Thought
+from gateway_svc.requests.carried_thoughts import carried
 
 Event = dict[str, Any]
 """Its type, and its fields but for the number."""

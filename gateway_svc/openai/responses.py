@@ -3,110 +3,101 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from cadenza.outputs import CompletionOutput, RequestOutput
-from gateway_svc.fields.field import read_fields, wrong_value
-from gateway_svc.fields.sampling import answer_id, check_stream_options, require, sampling_params
-from gateway_svc.fields.tables import RESPONSES
-from gateway_svc.http.errors import ApiError, bad_request, openai_body
+from gateway_svc.answering import answer_chat
+from gateway_svc.http.errors import ApiError, openai_body
 from gateway_svc.http.events import named_event
-from gateway_svc.http.reading import off_loop, read_object
 from gateway_svc.openai.logprobs import TokenNames, chat_logprobs
-from gateway_svc.openai.response_input import response_prompt
 from gateway_svc.openai.response_items import ResponseItems
-from gateway_svc.openai.streaming import answer_one
 from gateway_svc.openai.usage import completion_tokens, prompt_tokens
 from gateway_svc.parsing.output import OutputParser, Reading
 from gateway_svc.parsing.parts import Content, Part
-from gateway_svc.scheduler.generation import Generation, Job
+from gateway_svc.requests.request import ResponsesRequest
+from gateway_svc.requests.responses import read_response
+from gateway_svc.scheduler.generation import Generation
 from gateway_svc.scheduler.inbox import Taken
-from gateway_svc.state import STATE
-from gateway_svc.tools.definitions import ToolUse, response_tools
-from gateway_svc.tools.preparing import prepare
 
-_LOGPROBS = "message.output_text.logprobs"
-_THOUGHTS = "reasoning.encrypted_content"
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """Answer an input."""
+    return await answer_chat(request, read_response, _Response)
 
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """One request, read."""
+    """The answer to one request."""
 
-    id: str
-    model: str
-    values: Mapping[str, Any]
-    num_top: int | None
+    request: ResponsesRequest
     reading: Reading
-    use: ToolUse
+    model: str
     created: float = field(default_factory=time.time)
 
     @property
     def is_plain(self) -> bool:
         """Whether outputs are content as they are, and nobody asks which token made it."""
-        return self.reading.is_plain and self.num_top is None
+        return self.reading.is_plain and not self.request.splits_logprobs
 
     def parser(self, prompt_ids: Sequence[int]) -> OutputParser:
         """A reader of its output."""
-        return OutputParser(self.reading, prompt_ids, with_tokens=self.num_top is not None)
+        return OutputParser(self.reading, prompt_ids, with_tokens=self.request.splits_logprobs)
 
     def items(self) -> ResponseItems:
         """Where its output is put together."""
         return ResponseItems(
             self.reading.formats,
-            shows_thought=bool(self.values.get("include_reasoning", True)),
-            carries_thought=_THOUGHTS in self.values.get("include", ()),
+            shows_thought=self.request.shows_thought,
+            carries_thought=self.request.carries_thought,
         )
 
     def object(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
         """The response in a state."""
-        values = self.values
+        given = self.request
         return {
-            "id": self.id,
+            "id": given.id,
             "object": "response",
             "created_at": self.created,
             "status": status,
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": values.get("instructions"),
-            "max_output_tokens": values.get("max_output_tokens"),
+            "instructions": given.instructions,
+            "max_output_tokens": given.max_output_tokens,
             "max_tool_calls": None,
-            "metadata": values.get("metadata", {}),
+            "metadata": given.metadata,
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": values.get("parallel_tool_calls", True),
+            "parallel_tool_calls": given.parallel_tool_calls,
             "previous_response_id": None,
-            "prompt_cache_key": values.get("prompt_cache_key"),
-            "reasoning": {"effort": None, "summary": None, **values.get("reasoning", {})},
+            "prompt_cache_key": given.prompt_cache_key,
+            "reasoning": {"effort": None, "summary": None, **given.reasoning},
             "service_tier": "default",
             "store": False,
-            "temperature": values.get("temperature", 1.0),
-            "text": values.get("text") or {"format": {"type": "text"}},
-            "tool_choice": self.use.choice_object(),
-            "tools": self.use.objects(),
-            "top_logprobs": self.num_top or 0,
-            "top_p": values.get("top_p", 1.0),
+            "temperature": given.temperature,
+            "text": given.text,
+            "tool_choice": given.use.choice_object(),
+            "tools": given.use.objects(),
+            "top_logprobs": given.num_top or 0,
+            "top_p": given.top_p,
             "truncation": "disabled",
             "usage": None,
-            "user": values.get("user"),
-            "safety_identifier": values.get("safety_identifier"),
-            "presence_penalty": values.get("presence_penalty", 0.0),
-            "frequency_penalty": values.get("frequency_penalty", 0.0),
+            "user": given.user,
+            "safety_identifier": given.safety_identifier,
+            "presence_penalty": given.presence_penalty,
+            "frequency_penalty": given.frequency_penalty,
             **more,
         }
 
     def logprobs(self, sample: CompletionOutput) -> list[dict[str, Any]]:
         """The logprobs of a sample's tokens; none if they are not wanted."""
-        if self.num_top is None:
+        if self.request.num_top is None:
             return []
-        return chat_logprobs(sample.logprobs or [], sample.token_ids, self.num_top, TokenNames())
+        return chat_logprobs(sample.logprobs or [], sample.token_ids, self.request.num_top, TokenNames())
 
     def ended(self, result: RequestOutput, output: list[Any], num_reasoning: int) -> dict[str, Any]:
         """The response at its end."""
@@ -120,74 +111,22 @@ class _Response:
             more["completed_at"] = time.time()
         return self.object(status, output, **more)
 
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response as one object."""
+        (result,) = results
+        (sample,) = result.outputs
+        items = self.items()
+        parser = self.parser(result.prompt_token_ids or [])
+        parts = [Content(sample.text)] if self.is_plain else parser.feed(sample)
+        is_cut = sample.finish_reason == "length"
+        added = items.add(parts, self.logprobs(sample))
+        for _ in [*added, *items.finish(is_cut=is_cut, tokens_behind=parser.tokens_behind())]:
+            pass  # the events of a stream
+        return self.ended(result, items.output, parser.num_reasoning_tokens)
 
-async def responses(request: web.Request) -> web.StreamResponse:
-    """Answer an input."""
-    state = request.app[STATE]
-    caller = await state.generating(request)
-    values = await off_loop(request, read_fields, RESPONSES, await read_object(request))
-    require(values, "input")
-    check_stream_options(values)
-    _check_reasoning(values.get("reasoning", {}))
-    use = await off_loop(request, response_tools, values)
-    prompt = await off_loop(request, response_prompt, values, use)
-    info = await caller.model()
-    chosen = state.names.choose(values.get("model"), info)
-    num_top = _num_top(values)
-    params = sampling_params(
-        values,
-        {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
-        max_tokens=values.get("max_output_tokens"),
-        logprobs=num_top,
-    )
-    prepared = await prepare(caller, prompt, use, state.formats(info), params, values)
-    read = _Response(answer_id(values, "resp", uuid.uuid4().hex), chosen.name, values, num_top, prepared.reading, use)
-    job = Job([prompt], prepared.params, chosen.adapter, with_text_ends=not read.is_plain)
-    is_streamed = bool(values.get("stream"))
-    generation = Generation(caller, job, is_streamed=is_streamed)
-    with prepared.errors():
-        return await answer_one(
-            request,
-            generation,
-            events=_ResponseEvents(read, generation) if is_streamed else None,
-            whole_answer=partial(_answer, read),
-        )
-
-
-def _answer(read: _Response, result: RequestOutput) -> dict[str, Any]:
-    (sample,) = result.outputs
-    items = read.items()
-    parser = read.parser(result.prompt_token_ids or [])
-    parts = [Content(sample.text)] if read.is_plain else parser.feed(sample)
-    is_cut = sample.finish_reason == "length"
-    added = items.add(parts, read.logprobs(sample))
-    for _ in [*added, *items.finish(is_cut=is_cut, tokens_behind=parser.tokens_behind())]:
-        pass  # the events of a stream
-    return read.ended(result, items.output, parser.num_reasoning_tokens)
-
-
-def _num_top(values: Mapping[str, Any]) -> int | None:
-    include = values.get("include", [])
-    for index, name in enumerate(include):
-        if name not in (_LOGPROBS, _THOUGHTS):
-            message = f"only {_LOGPROBS} and {_THOUGHTS} are supported, not {name[:64]!a}"
-            raise bad_request(f"include[{index}]: {message}", "include")
-    number = values.get("top_logprobs")
-    if number is not None and number < 0:
-        raise wrong_value("top_logprobs", "must be 0 or more", number)
-    if _LOGPROBS not in include:
-        if number:
-            raise bad_request(f"top_logprobs needs {_LOGPROBS} in include", "top_logprobs")
-        return None
-    return number or 0
-
-
-def _check_reasoning(reasoning: Mapping[str, Any]) -> None:
-    for name, value in reasoning.items():
-        if name not in ("effort", "summary", "generate_summary"):
-            raise bad_request(f"reasoning.{name[:64]!a}: there is no such field", "reasoning")
-        if value is not None and not (isinstance(value, str) and value.isalpha()):
-            raise wrong_value("reasoning", f"must have a word as {name}", value)
+    def events(self, generation: Generation) -> _ResponseEvents:
+        """The response as a stream."""
+        return _ResponseEvents(self, generation)
 
 
 def _usage(result: RequestOutput, num_reasoning: int) -> dict[str, Any]:

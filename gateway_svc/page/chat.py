@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -12,11 +12,12 @@ from cadenza.outputs import RequestOutput
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
 from gateway_svc.http.errors import ApiError, api_error, bad_request, openai_body
-from gateway_svc.http.events import EventStream, data_event
-from gateway_svc.http.reading import read_object
-from gateway_svc.openai.prompts import chat_prompt
+from gateway_svc.http.events import data_event
+from gateway_svc.http.reading import read_body
+from gateway_svc.http.sending import EventStream
 from gateway_svc.page.feed import Feed
 from gateway_svc.page.journey import Journey
+from gateway_svc.requests.prompts import chat_prompt
 from gateway_svc.scheduler.generation import Generation, Job
 from gateway_svc.scheduler.inbox import Taken
 from gateway_svc.state import STATE
@@ -31,10 +32,10 @@ async def chat(request: web.Request, feed: Feed) -> web.StreamResponse:
     """Stream an answer: text, the request's journey as it grows, and its counts and times at the end."""
     state = request.app[STATE]
     caller = await state.generating(request)
-    body = await read_object(request)
-    params = _params(body)
-    info = await caller.model()
-    prompt = _prompt(body.get("messages"), has_template=info.has_chat_template)
+    prompt, params = await read_body(request, _read)
+    if not (await caller.model()).has_chat_template:  # then the last message's text alone
+        assert prompt.messages is not None
+        prompt = Prompt(text=prompt.messages[-1].content or "")
     generation = Generation(caller, Job([prompt], params), is_streamed=True)
     (request_id,) = generation.request_ids
     journey = feed.board.follow(request_id)
@@ -90,6 +91,15 @@ def _end(result: RequestOutput) -> dict[str, Any]:
     return end
 
 
+def _read(body: Mapping[str, Any]) -> tuple[Prompt, SamplingParams]:
+    """Read a request; raises ApiError."""
+    params = _params(body)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("messages must be a list with a message", "messages")
+    return chat_prompt(messages), params
+
+
 def _params(body: Mapping[str, Any]) -> SamplingParams:
     unknown = sorted(body.keys() - _FIELDS)
     if unknown:
@@ -107,14 +117,3 @@ def _params(body: Mapping[str, Any]) -> SamplingParams:
 
 def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _prompt(messages: object, *, has_template: bool) -> Prompt:
-    """The prompt; without a chat template, the last message's text."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise bad_request("messages must be a list with a message", "messages")
-    prompt = chat_prompt(messages, {})
-    if has_template:
-        return prompt
-    assert prompt.messages is not None
-    return Prompt(text=prompt.messages[-1].content or "")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
 from gateway_svc.http.errors import ApiError, bad_request
-from gateway_svc.http.events import EventStream
-from gateway_svc.http.reading import read_object
+from gateway_svc.http.reading import read_body
+from gateway_svc.http.sending import EventStream
 from gateway_svc.page.chat import chat
 from gateway_svc.page.doors import Doors
 from gateway_svc.page.feed import MAX_PAGES, Feed
@@ -102,8 +101,7 @@ async def kill(request: web.Request) -> web.Response:
     """Kill an executor, so that one sees the streams go on: whoever started it kills it, and starts it again."""
     page = request.app[PAGE]
     page.doors.check_right(request)
-    body: dict[str, Any] = await read_object(request)
-    target = body.get("executor")
+    target = await read_body(request, lambda body: body.get("executor"))
     if page.kill is None:
         raise ApiError(404, "executors are killed where `cadenza up --page-demo` started them", code="unknown_path")
     executors = (await page.feed.watching.server_info()).executors

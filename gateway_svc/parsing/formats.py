@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 from cadenza.info import ModelInfo
 from gateway_svc.parsing.parts import Marker, Role
 
+_LOG = logging.getLogger(__name__)
 ToolFormat = Literal["hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder"]
 ReasoningFormat = Literal["deepseek_r1", "qwen3", "mistral"]
 ToolOption = Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "none"]
@@ -68,6 +70,30 @@ def find_formats(info: ModelInfo, tools: ToolOption = "auto", reasoning: Reasoni
         () if tool_format is None else _markers(info, _TOOL_MARKERS[tool_format]),
         () if reasoning_format is None else _markers(info, _REASONING_MARKERS[reasoning_format]),
     )
+
+
+class KnownFormats:
+    """The formats of the model that was last asked for, as the options say or as they are found."""
+
+    def __init__(self, tools: ToolOption = "auto", reasoning: ReasoningOption = "auto") -> None:
+        self._options = tools, reasoning
+        self._known: tuple[ModelInfo, Formats] | None = None
+
+    def of(self, info: ModelInfo) -> Formats:
+        """How a model writes tool calls and thoughts; what is new is logged."""
+        known = self._known
+        if known is not None and known[0] is info:
+            return known[1]
+        found = find_formats(info, *self._options)
+        if known is None or known[1] != found:
+            _LOG.info(
+                "%s: tool calls are read as %s, thoughts as %s",
+                info.model,
+                found.tools or "text (none)",
+                found.reasoning or "text (none)",
+            )
+        self._known = info, found
+        return found
 
 
 def detect_tools(info: ModelInfo) -> ToolFormat | None:

@@ -23,7 +23,7 @@ from cadenza.v1 import admin_pb2, generation_pb2
 from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
 from gateway_svc.scheduler.calls import Calls
-from gateway_svc.scheduler.session import GatewaySession, LiveRequest
+from gateway_svc.scheduler.session import GatewaySession, PromptRun
 
 _MODEL_AGE_S = 10.0
 """The model's description is asked for again after so long: another one may be served after a restart."""
@@ -68,6 +68,7 @@ class Caller:
         )
         """Opens a stream with its first request."""
         self._shared = shared
+        self._on_loss = on_loss
 
     @property
     def session(self) -> GatewaySession:
@@ -75,9 +76,9 @@ class Caller:
         return self._shared or self._own
 
     @property
-    def run_alone(self) -> Callable[[LiveRequest], None] | None:
+    def run_alone(self) -> Callable[[PromptRun], None] | None:
         """Runs a request in its own session, if another one is for its requests."""
-        return None if self._shared is None else self._own.start
+        return None if self._shared is None else self._run_alone
 
     async def check_model(self, *, waits: bool = True) -> ModelInfo:
         """The served model, asked for now; waits: also for a scheduler that is being restarted."""
@@ -185,24 +186,28 @@ class Caller:
         response = await self._calls.once(self._admin.GetMetrics(request, timeout=_CALL_TIMEOUT_S))
         return bytes(response.text.encode())
 
-    def abort(self, live: LiveRequest) -> None:
+    def abort(self, run: PromptRun) -> None:
         """End a request that nobody waits for any more; does nothing if it has ended."""
-        self.session.abort(live)
-        self._own.abort(live)
+        self.session.abort(run)
+        self._own.abort(run)
 
-    def end(self, live: LiveRequest, error: CadenzaError) -> None:
+    def end(self, run: PromptRun, error: CadenzaError) -> None:
         """End a request early whose output so far is wanted: it ends with its last output, or else with the error."""
-        self.session.end(live, error)
-        self._own.end(live, error)
+        self.session.end(run, error)
+        self._own.end(run, error)
 
     @property
     def num_own_requests(self) -> int:
         """Requests that run in a session of its own."""
-        return self._own.num_requests
+        return len(self._own.live)
 
     async def close(self) -> None:
         """End its own session."""
         await self._own.close()
+
+    def _run_alone(self, run: PromptRun) -> None:
+        self._on_loss()  # of the right to name tenants
+        self._own.start(run)
 
     async def _call(self, method: Callable[..., Awaitable[Any]], request: Any) -> Any:
         return await self._calls.repeated(lambda: method(request, timeout=_CALL_TIMEOUT_S))

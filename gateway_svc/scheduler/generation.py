@@ -10,6 +10,7 @@ from types import TracebackType
 from cadenza.calls import convert
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.calls.reconnect import grace_s
+from cadenza.calls.session import size_error
 from cadenza.errors import CadenzaError, InvalidRequestError
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import CallOptions, Prompt
@@ -17,9 +18,7 @@ from cadenza.sampling_params import SamplingParams
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 from gateway_svc.scheduler.caller import Caller
 from gateway_svc.scheduler.inbox import Inbox, Taken
-from gateway_svc.scheduler.session import LiveRequest
-
-_ENVELOPE_BYTES = 16  # at most, of the SessionRequest around a request
+from gateway_svc.scheduler.session import PromptRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +42,14 @@ class Generation:
     def __init__(self, caller: Caller, job: Job, *, is_streamed: bool) -> None:
         self._caller = caller
         self._inbox = Inbox(len(job.prompts))
-        self._live = [
-            LiveRequest(
+        self._runs = [
+            PromptRun(
                 request,
-                _collector(request.request_id, prompt),
+                OutputCollector(request.request_id, prompt),
                 self._inbox,
                 index,
-                caller.tenant,
-                is_streamed,
+                tenant=caller.tenant,
+                is_streamed=is_streamed,
                 run_alone=caller.run_alone,
             )
             for index, prompt in enumerate(job.prompts)
@@ -67,26 +66,26 @@ class Generation:
                 )
             ]
         ]
-        for each in self._live:
-            size = each.request.ByteSize()
-            if size + _ENVELOPE_BYTES > MAX_REQUEST_BYTES:
+        for each in self._runs:
+            if size_error(each.request) is not None:
+                size = each.request.ByteSize()
                 raise InvalidRequestError(f"the prompt has {size} bytes, and can have {MAX_REQUEST_BYTES} at most")
 
     async def __aenter__(self) -> Generation:
-        for each in self._live:
+        for each in self._runs:
             self._caller.session.start(each)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each in self._live:
+        for each in self._runs:
             self._caller.abort(each)
 
     @property
     def request_ids(self) -> list[str]:
         """The scheduler's ids of the prompts' requests."""
-        return [each.request.request_id for each in self._live]
+        return [each.request.request_id for each in self._runs]
 
     async def take(self) -> Taken | None:
         """New deltas of all prompts; None: all have ended. Raises the CadenzaError of a prompt that failed."""
@@ -99,21 +98,17 @@ class Generation:
 
     def end(self, error: CadenzaError) -> None:
         """End what runs: its last output still comes, or else `take` raises the error."""
-        for each in self._live:
+        for each in self._runs:
             self._caller.end(each, error)
 
     def totals(self) -> list[RequestOutput]:
         """What there is so far of each prompt."""
-        return [each.collector.result() for each in self._live]
+        return [each.collector.result() for each in self._runs]
 
     def total(self, index: int) -> RequestOutput:
         """What there is so far of one prompt."""
-        return self._live[index].collector.result()
+        return self._runs[index].collector.result()
 
     def prompt_token_ids(self, index: int) -> list[int]:
         """Token ids of a prompt, known with its first output."""
-        return self._live[index].collector.prompt_token_ids or []
-
-
-def _collector(request_id: str, prompt: Prompt) -> OutputCollector:
-    return OutputCollector(request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)
+        return self._runs[index].collector.prompt_token_ids or []

@@ -1,12 +1,19 @@
-"""A request's constraint as rules of a grammar, so that a thought may stand before what it constrains."""
+"""A request's own constraint beside tools and behind a thought: a schema, or rules of a grammar."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from cadenza.structured_outputs import StructuredOutputsParams
+from gateway_svc.http.errors import bad_request
+from gateway_svc.parsing.formats import Formats
+from gateway_svc.parsing.parts import Role
+from gateway_svc.parsing.reasoning import Opening
+from gateway_svc.requests.tools import ToolUse
+from gateway_svc.tools.grammars import thought_then
 from gateway_svc.tools.lark import literal
 
 _IS_LARK = re.compile(r"^\s*(?:%llguidance\b|start\s*[:\[])", re.MULTILINE)
@@ -16,6 +23,42 @@ _TAKEN = re.compile(r"^\s*(?:answer|thought|THOUGHT|SPACE)\s*[:\[{.]", re.MULTIL
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|\#)[^\n]*|\bstart\b')
 _REGEX_PART = re.compile(r"\\.|/|\n|\r", re.DOTALL)
 _IN_REGEX = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
+
+
+def schema_beside(use: ToolUse, given: StructuredOutputsParams, name: str) -> dict[str, Any] | None:
+    """The JSON schema of content beside tools; name: the field of the constraint.
+
+    Raises ApiError for a constraint that excludes them. An answer that must be calls has no content, which keeps to any
+    format of content.
+    """
+    schema = schema_of(given)
+    if schema is None:
+        raise bad_request(
+            f"{name} beside tools must be JSON without further options: other constraints exclude calls", name
+        )
+    if use.mode == "required" and name == "structured_outputs":
+        raise bad_request(f"{name} and a tool_choice that demands a call exclude each other", name)
+    return schema
+
+
+def behind_thought(
+    given: StructuredOutputsParams, formats: Formats, opening: Opening, name: str
+) -> StructuredOutputsParams:
+    """A constraint on the answer alone; raises ApiError for one that would constrain the thought."""
+    if opening.is_past or given.start_after_token_ids:
+        return given
+    end = formats.marker(Role.THOUGHT_END).token_id
+    must_think = opening is Opening.OPEN or formats.always_thinks
+    rules = answer_rules(given)
+    if rules is not None and (schema_of(given) is not None or not must_think or end is None):
+        return StructuredOutputsParams(grammar=thought_then(formats, opening, rules))
+    if must_think and end is not None:
+        return replace(given, start_after_token_ids=[end])
+    if must_think:
+        raise bad_request(
+            f"{name}: the model's thought ends with no token of its own, behind which this could begin", name
+        )
+    return given
 
 
 def answer_rules(given: StructuredOutputsParams) -> list[str] | None:

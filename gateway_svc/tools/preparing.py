@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from cadenza.errors import FailedPreconditionError, InvalidRequestError
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
 from cadenza.structured_outputs import StructuredOutputsParams
-from gateway_svc.fields.constraints import errors_of_constraint, field_of_constraint, field_of_grammar
+from gateway_svc.fields.constraints import errors_of_constraint, field_of_grammar
 from gateway_svc.http.errors import ApiError, bad_request
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.output import Reading
 from gateway_svc.parsing.parts import Role
 from gateway_svc.parsing.reasoning import Opening, opening_of_ids, opening_of_text, opening_of_turn
+from gateway_svc.requests.request import GatewayRequest
 from gateway_svc.scheduler.caller import Caller
-from gateway_svc.tools.answers import answer_rules, schema_of
-from gateway_svc.tools.definitions import ToolUse
-from gateway_svc.tools.grammars import grammar_of, thought_then, tool_of_line
+from gateway_svc.tools.answers import behind_thought, schema_beside
+from gateway_svc.tools.grammars import grammar_of, tool_of_line
 from gateway_svc.tools.xml_arguments import argument_kinds
 
 _TAIL_TOKENS = 32
@@ -36,7 +35,6 @@ class Prepared:
 
     reading: Reading
     params: SamplingParams
-    use: ToolUse
     constrained_by: str
     """The field that has the caller's constraint, or would have it."""
     grammar: str = ""
@@ -62,37 +60,36 @@ class Prepared:
         return bad_request(f"tools[{index}]: {found[2]}"[:500], "tools")
 
 
-async def prepare(
-    caller: Caller, prompt: Prompt, use: ToolUse, formats: Formats, params: SamplingParams, values: Mapping[str, Any]
-) -> Prepared:
-    """Prepare a request whose fields are read; raises ApiError and CadenzaError."""
+async def prepare(caller: Caller, request: GatewayRequest, formats: Formats) -> Prepared:
+    """Prepare the request of a chat; raises ApiError and CadenzaError."""
+    use, params, name = request.use, request.params, request.constrained_by
     if use.callable and formats.tools is None:
         message = (
             "the model's chat template shows no format of tool calls that is known here; the gateway's option "
             "--tool-call-parser can name one"
         )
         raise bad_request(f"tools cannot be called: {message}", "tools")
-    name, given = field_of_constraint(values), params.structured_outputs
+    given = params.structured_outputs
     is_constrained = given is not None or use.is_constrained
-    opening = await _opening(caller, prompt, formats, is_needed=is_constrained)
+    opening = await _opening(caller, request.prompts[0], formats, is_needed=is_constrained)
     reading = Reading(
         formats,
         tuple(tool.name for tool in use.callable),
-        skips_special=values.get("skip_special_tokens", True),
+        skips_special=params.skip_special_tokens,
         opening=opening,
         is_parallel=use.is_parallel,
         kinds=argument_kinds(use.callable) if formats.tools == "qwen3_coder" else {},
     )
     if not is_constrained:
-        return Prepared(reading, params, use, name)
+        return Prepared(reading, params, name)
     if use.callable:
-        schema = None if given is None else _schema_beside(use, given, values)
+        schema = None if given is None else schema_beside(use, given, name)
         grammar = grammar_of(use, formats, opening, schema)
         constraint = StructuredOutputsParams(grammar=grammar)
-        return Prepared(reading, replace(params, structured_outputs=constraint), use, name, grammar)
+        return Prepared(reading, replace(params, structured_outputs=constraint), name, grammar)
     if given is not None and opening is not None:
-        params = replace(params, structured_outputs=_behind_thought(given, formats, opening, values))
-    return Prepared(reading, params, use, name)
+        params = replace(params, structured_outputs=behind_thought(given, formats, opening, name))
+    return Prepared(reading, params, name)
 
 
 async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_needed: bool) -> Opening | None:
@@ -101,8 +98,10 @@ async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_neede
         return None
     start, end = formats.marker(Role.THOUGHT), formats.marker(Role.THOUGHT_END)
     has_ids = start.token_id is not None and end.token_id is not None
-    if (known := _continued(prompt, start.text, end.text)) is not None:
-        return known
+    if prompt.chat is not None and prompt.chat.continue_final_message and prompt.messages:
+        known = opening_of_turn(prompt.messages[-1].content or "", start.text, end.text)
+        if known is not None:
+            return known
     if has_ids and not is_needed:
         return None
     ids = await caller.tokenize(prompt)
@@ -110,47 +109,3 @@ async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_neede
         return opening_of_ids(ids, start.token_id, end.token_id)
     tail = await caller.detokenize(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     return opening_of_text(tail, start.text, end.text)
-
-
-def _continued(prompt: Prompt, start: str, end: str) -> Opening | None:
-    """The same by the message that is continued; None: there is none, or it has no text."""
-    if prompt.chat is None or not prompt.chat.continue_final_message or not prompt.messages:
-        return None
-    return opening_of_turn(prompt.messages[-1].content or "", start, end)
-
-
-def _schema_beside(use: ToolUse, given: StructuredOutputsParams, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The JSON schema of content beside tools; raises ApiError for a constraint that excludes them.
-
-    An answer that must be calls has no content, which keeps to any format of content.
-    """
-    name = field_of_constraint(values)
-    schema = schema_of(given)
-    if schema is None:
-        raise bad_request(
-            f"{name} beside tools must be JSON without further options: other constraints exclude calls", name
-        )
-    if use.mode == "required" and name == "structured_outputs":
-        raise bad_request(f"{name} and a tool_choice that demands a call exclude each other", name)
-    return schema
-
-
-def _behind_thought(
-    given: StructuredOutputsParams, formats: Formats, opening: Opening, values: Mapping[str, Any]
-) -> StructuredOutputsParams:
-    """A constraint on the answer alone; raises ApiError for one that would constrain the thought."""
-    if opening.is_past or given.start_after_token_ids:
-        return given
-    end = formats.marker(Role.THOUGHT_END).token_id
-    must_think = opening is Opening.OPEN or formats.always_thinks
-    rules = answer_rules(given)
-    if rules is not None and (schema_of(given) is not None or not must_think or end is None):
-        return StructuredOutputsParams(grammar=thought_then(formats, opening, rules))
-    if must_think and end is not None:
-        return replace(given, start_after_token_ids=[end])
-    if must_think:
-        name = field_of_constraint(values)
-        raise bad_request(
-            f"{name}: the model's thought ends with no token of its own, behind which this could begin", name
-        )
-    return given

@@ -8,8 +8,8 @@ from typing import Any
 
 from gateway_svc.parsing.argument_kinds import TEXT, Kinds, kinds_of, resolved
 from gateway_svc.parsing.qwen_coder import PARAMETER, PARAMETER_END
+from gateway_svc.requests.tools import Tool
 from gateway_svc.tools.argument_schemas import argument_schema
-from gateway_svc.tools.definitions import Tool
 from gateway_svc.tools.lark import ANY_TEXT, compact_json, literal
 
 XML_KEY = re.compile(r"[^\s<>]{1,128}")

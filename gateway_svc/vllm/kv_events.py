@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from cadenza.v1 import admin_pb2
 from gateway_svc.dialects import smg_common_pb2 as pb
 
+MEDIUMS = {admin_pb2.KV_TIER_DEVICE: "GPU", admin_pb2.KV_TIER_HOST: "CPU"}
+"""vLLM's words for tiers."""
 _TIERS = {
-    admin_pb2.KV_TIER_DEVICE: (pb.KV_CACHE_TIER_DEVICE, "GPU", 0),
-    admin_pb2.KV_TIER_HOST: (pb.KV_CACHE_TIER_HOST, "CPU", 1),
+    admin_pb2.KV_TIER_DEVICE: (pb.KV_CACHE_TIER_DEVICE, 0),
+    admin_pb2.KV_TIER_HOST: (pb.KV_CACHE_TIER_HOST, 1),
 }
-"""(tier, vLLM's word, cache level)"""
+"""(tier, cache level)"""
 
 
 def kv_batch(batch: admin_pb2.SubscribeKvEventsResponse) -> pb.KvEventBatch:
@@ -33,9 +35,10 @@ def _event(event: admin_pb2.KvEvent, event_id: int) -> pb.KvCacheEvent:
         case "stored":
             return pb.KvCacheEvent(event_id=event_id, stored=_stored(event.stored))
         case "removed":
-            tier, medium, level = _TIERS[event.removed.tier]
+            gone = event.removed
+            tier, level = _TIERS[gone.tier]
             removed = pb.KvBlocksRemoved(
-                block_hashes=event.removed.block_hashes, cache_level=level, tier=tier, medium=medium
+                block_hashes=gone.block_hashes, cache_level=level, tier=tier, medium=MEDIUMS[gone.tier]
             )
             return pb.KvCacheEvent(event_id=event_id, removed=removed)
         case _:
@@ -43,8 +46,9 @@ def _event(event: admin_pb2.KvEvent, event_id: int) -> pb.KvCacheEvent:
 
 
 def _stored(stored: admin_pb2.KvBlocksStored) -> pb.KvBlocksStored:
-    tier, medium, _ = _TIERS[stored.tier]
-    message = pb.KvBlocksStored(blocks=_blocks(stored), tier=tier, medium=medium)
+    message = pb.KvBlocksStored(
+        blocks=_blocks(stored), tier=_TIERS[stored.tier][0], medium=MEDIUMS[stored.tier]
+    )
     if stored.HasField("parent_hash"):
         message.parent_block_hash = stored.parent_hash
     if stored.adapter:
@@ -55,7 +59,7 @@ def _stored(stored: admin_pb2.KvBlocksStored) -> pb.KvBlocksStored:
 
 
 def _blocks(stored: admin_pb2.KvBlocksStored) -> Iterator[pb.KvBlock]:
-    size, level = stored.block_size, _TIERS[stored.tier][2]
+    size, level = stored.block_size, _TIERS[stored.tier][1]
     ids = list(stored.token_ids)
     owner = [pb.KvBlockExtraKey(text=stored.owner)] if stored.owner else []
     for index, block_hash in enumerate(stored.block_hashes):

@@ -24,7 +24,6 @@ from gateway_svc.vllm.tokenizer_archive import archive, pieces
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 _MAX_FLUSH_S = 600.0
 _FLUSH_RETRY_S = 0.1
-_NO_PROFILE = "there is no profiler of the whole engine: AdminService of an executor records traces (docs/tracing.md)"
 
 
 class EngineServicer(pb_grpc.VllmEngineServicer):
@@ -68,14 +67,6 @@ class EngineServicer(pb_grpc.VllmEngineServicer):
         except Exception as error:
             await abort_with(context, error, "FlushCache")
         return common.FlushCacheResponse(success=True, message="the prefix cache is empty")
-
-    async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> common.ProfileResponse:
-        """Refused."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_PROFILE)
-
-    async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> common.ProfileResponse:
-        """Refused."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_PROFILE)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End requests of this caller; ids that are unknown are as ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from cadenza.v1 import generation_pb2 as pb
@@ -19,7 +20,7 @@ from scheduler_svc.engine.reader import Chunk, SampleChunk
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import ExecutorState, Load
 from scheduler_svc.requests.fields import OutputMode, PromptFields, RequestFields
-from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields
+from scheduler_svc.requests.sampling_fields import DEFAULTS, FIELD_RULES, EarlyStopping, SamplingFields
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
 
 _OUTPUT_MODES = {
@@ -47,7 +48,6 @@ _REASONS = {
     FinishDetail.NO_ALLOWED_TOKEN: types_pb2.FINISH_REASON_ERROR,
     FinishDetail.GRAMMAR: types_pb2.FINISH_REASON_ERROR,
 }
-_DEFAULTS = SamplingFields()
 _TOKEN_LISTS = frozenset({"allowed_token_ids", "stop_token_ids"})
 _LONG_BYTES = 64 * 1024
 """A longer request is converted in slices."""
@@ -75,7 +75,7 @@ def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) 
     if len(body) > _LONG_BYTES:
         yield
     prompt = yield from prompt_in_slices(message.prompt)
-    sampling = _DEFAULTS
+    sampling = DEFAULTS
     if message.HasField("sampling_params"):
         sampling = yield from _sampling_in_slices(message.sampling_params)
     return RequestFields(
@@ -156,33 +156,15 @@ def fill_response(message: pb.GenerateResponse, live: LiveRequest, chunk: Chunk,
         message.stats.CopyFrom(_stats(live))
 
 
+_LOAD = {field.name for field in fields(Load)}
+_OF_ALL = _LOAD & {field.name for field in pb.SchedulerLoad.DESCRIPTOR.fields}
+_OF_ONE = _LOAD & {field.name for field in pb.ExecutorInfo.DESCRIPTOR.fields}
+_OF_STATE = {field.name for field in fields(ExecutorState)} & {f.name for f in pb.ExecutorInfo.DESCRIPTOR.fields}
+
+
 def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
     """Return the load of queues and memory."""
-    return pb.SchedulerLoad(
-        num_waiting=value.num_waiting,
-        num_running=value.num_running,
-        num_swapped=value.num_swapped,
-        num_device_blocks=value.num_device_blocks,
-        num_used_device_blocks=value.num_used_device_blocks,
-        num_cached_device_blocks=value.num_cached_device_blocks,
-        num_host_blocks=value.num_host_blocks,
-        num_used_host_blocks=value.num_used_host_blocks,
-        num_stored_tokens=value.num_stored_tokens,
-        num_unused_slots=value.num_unused_slots,
-        num_reserved_slots=value.num_reserved_slots,
-        num_used_slots=value.num_used_slots,
-        num_client_tasks=num_client_tasks,
-        num_steps=value.num_steps,
-        num_output_tokens=value.num_output_tokens,
-        num_preemptions=value.num_preemptions,
-        num_prefix_queries=value.num_prefix_queries,
-        num_prefix_hits=value.num_prefix_hits,
-        num_shared_block_refs=value.num_shared_block_refs,
-        num_cached_host_blocks=value.num_cached_host_blocks,
-        num_prefix_host_hits=value.num_prefix_host_hits,
-        num_drafts=value.num_drafts,
-        num_accepted_drafts=value.num_accepted_drafts,
-    )
+    return pb.SchedulerLoad(num_client_tasks=num_client_tasks, **{name: getattr(value, name) for name in _OF_ALL})
 
 
 def fault_counts(faults: Faults) -> list[pb.FaultCount]:
@@ -201,39 +183,8 @@ def fault_counts(faults: Faults) -> list[pb.FaultCount]:
 
 def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
     """Return the scheduler's state of one executor."""
-    load = state.load
-    return pb.ExecutorInfo(
-        target=state.target,
-        connected=state.connected,
-        incarnation=state.incarnation,
-        epoch=state.epoch,
-        device=state.device,
-        block_size=state.block_size,
-        num_inflight_plans=state.num_inflight_plans,
-        last_step_id=state.last_step_id,
-        resident_bytes=state.resident_bytes,
-        stalled_step_id=state.stalled_step_id,
-        stalled_s=state.stalled_s,
-        index=state.index,
-        draining=state.draining,
-        refusal=state.refusal,
-        num_waiting=load.num_waiting,
-        num_running=load.num_running,
-        num_swapped=load.num_swapped,
-        num_device_blocks=load.num_device_blocks,
-        num_used_device_blocks=load.num_used_device_blocks,
-        num_cached_device_blocks=load.num_cached_device_blocks,
-        max_num_seqs=state.max_num_seqs,
-        num_steps=load.num_steps,
-        num_output_tokens=load.num_output_tokens,
-        num_prefix_queries=load.num_prefix_queries,
-        num_prefix_hits=load.num_prefix_hits,
-        num_drafts=load.num_drafts,
-        num_accepted_drafts=load.num_accepted_drafts,
-        max_drafts=state.max_drafts,
-        num_loaded_adapters=state.num_loaded_adapters,
-        max_loaded_adapters=state.max_loaded_adapters,
-    )
+    own = {name: getattr(state, name) for name in _OF_STATE}
+    return pb.ExecutorInfo(**own, **{name: getattr(state.load, name) for name in _OF_ONE})
 
 
 def _resume_point(message: pb.ResumePoint) -> ResumePoint:

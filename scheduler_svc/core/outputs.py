@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.types import Finish, RequestKey
+from scheduler_svc.core.types import Finish
 
 _tenant_of = attrgetter("tenant")
 
@@ -34,21 +33,6 @@ class BeamOutput:
     finish: Finish
 
 
-@dataclass(frozen=True, slots=True)
-class SampleDelta:
-    """New tokens of one sample, its finish, or both."""
-
-    key: RequestKey
-    sample_index: int
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish: Finish | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    """Logprobs of the request's prompt; reported in order, each row once."""
-    cumulative_logprob: float | None = None
-    """Sum of a beam's logprobs, reported with its finish."""
-
-
 @dataclass(slots=True)
 class StepOutputs:
     """New tokens, each with its sequence; finishes, with or without a token; prompt logprobs, in order."""
@@ -68,28 +52,3 @@ class StepOutputs:
 
     def __bool__(self) -> bool:
         return bool(self.sequences or self.finishes or self.prompt_logprobs or self.hypotheses)
-
-    def __iter__(self) -> Iterator[SampleDelta]:
-        """The same outputs per sample: prompt logprobs first; a finish comes with the last token."""
-        for sequence, prompt_logprobs in self.prompt_logprobs:
-            yield SampleDelta(sequence.group.key, sequence.sample_index, prompt_logprobs=prompt_logprobs)
-        for sequence, tokens in groupby(zip(self.sequences, self.token_ids, strict=True), itemgetter(0)):
-            yield SampleDelta(
-                key=sequence.group.key,
-                sample_index=sequence.sample_index,
-                token_ids=tuple(token_id for _, token_id in tokens),
-                logprobs=self.logprobs.get(sequence, ()),
-                finish=self.finishes.get(sequence),
-            )
-        with_tokens = set(self.sequences)
-        for sequence, finish in self.finishes.items():
-            if sequence not in with_tokens:
-                yield SampleDelta(sequence.group.key, sequence.sample_index, finish=finish)
-        for output in self.hypotheses:
-            yield SampleDelta(
-                key=output.group.key,
-                sample_index=output.sample_index,
-                token_ids=output.token_ids,
-                finish=output.finish,
-                cumulative_logprob=output.cumulative_logprob,
-            )

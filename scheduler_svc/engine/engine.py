@@ -27,10 +27,11 @@ from scheduler_svc.engine.deadlines import Deadlines
 from scheduler_svc.engine.faults import Fault, Faults
 from scheduler_svc.engine.fleet.executor_set import ExecutorSet
 from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
+from scheduler_svc.engine.gauges import current_load, num_queued
 from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.kept_requests import KeptRequests
 from scheduler_svc.engine.kv_events.hub import KvEvents
-from scheduler_svc.engine.lane_views import block_tables, current_load, num_queued, retry_after_s
+from scheduler_svc.engine.lane_views import block_tables, retry_after_s
 from scheduler_svc.engine.live_request import Listener, LiveRequest, record_planned
 from scheduler_svc.engine.model_events import ModelEvents
 from scheduler_svc.engine.restored_requests import RestoredRequests

@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import RequestKey, SequenceState
+from scheduler_svc.engine.gauges import num_queued
 from scheduler_svc.plan_loop.ports import Load, SequenceBlockTable
-
-_SUMMED = [field.name for field in fields(Load)]
-
-
-def current_load(core: Scheduler) -> Load:
-    """The current state of queues and memory, over all executors."""
-    loads = [lane_load(core, lane) for lane in core.lanes.values()]
-    total = Load(**{name: sum(getattr(load, name) for load in loads) for name in _SUMMED})
-    counts, num_swapped = core.counts, core.num_swapped
-    return replace(
-        total,
-        num_waiting=num_queued(core) - num_swapped,
-        num_swapped=num_swapped,
-        # Executors that were removed count too.
-        num_steps=counts.num_steps,
-        num_output_tokens=counts.num_output_tokens,
-        num_preemptions=counts.num_preemptions,
-        num_prefix_queries=counts.prefixes.num_queried,
-        num_prefix_hits=counts.prefixes.num_hits,
-        num_prefix_host_hits=counts.prefixes.num_host_hits,
-        num_drafts=counts.drafts.num_drafts,
-        num_accepted_drafts=counts.drafts.num_accepted,
-    )
 
 
 def step_load(core: Scheduler) -> Load:
@@ -51,42 +27,6 @@ def step_load(core: Scheduler) -> Load:
         num_device_blocks=num_blocks,
         num_used_device_blocks=num_used_blocks,
         num_stored_tokens=num_stored_tokens,
-    )
-
-
-def num_queued(core: Scheduler) -> int:
-    """Number of groups that wait, those that wait for their adapter included."""
-    return len(core.waiting) + len(core.adapters.parked)
-
-
-def lane_load(core: Scheduler, lane: Lane) -> Load:
-    """The current state of one executor; its queue is that of the groups that wait for it."""
-    blocks, counts = lane.blocks, lane.counts
-    used = lane.spec.num_blocks - blocks.num_free
-    stored, reserved = lane.num_stored_tokens, lane.num_reserved_tokens
-    return Load(
-        num_waiting=core.num_waiting(lane.executor_id),
-        num_running=lane.num_running_groups,
-        num_swapped=len({sequence.group for sequence in lane.swapped}),
-        num_device_blocks=lane.spec.num_blocks,
-        num_used_device_blocks=used,
-        num_cached_device_blocks=blocks.num_cached,
-        num_host_blocks=lane.spec.num_host_blocks,
-        num_used_host_blocks=blocks.num_used_host,
-        num_stored_tokens=stored,
-        num_unused_slots=used * lane.spec.block_size - stored - reserved,
-        num_reserved_slots=reserved,
-        num_used_slots=lane.slots.num_used,
-        num_steps=counts.num_steps,
-        num_output_tokens=counts.num_output_tokens,
-        num_preemptions=counts.num_preemptions,
-        num_prefix_queries=counts.prefixes.num_queried,
-        num_prefix_hits=counts.prefixes.num_hits,
-        num_shared_block_refs=blocks.num_shared_refs,
-        num_cached_host_blocks=blocks.host_pool.num_idle,
-        num_prefix_host_hits=counts.prefixes.num_host_hits,
-        num_drafts=counts.drafts.num_drafts,
-        num_accepted_drafts=counts.drafts.num_accepted,
     )
 
 

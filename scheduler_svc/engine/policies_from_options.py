@@ -37,7 +37,7 @@ def _order(config: SchedulerConfig) -> OrderPolicy:
 def _batching(config: SchedulerConfig) -> BatchingPolicy:
     match config.batching:
         case "continuous":
-            return ContinuousBatching(config.waiting_served_ratio, config.max_waiting_steps)
+            return ContinuousBatching(config.waiting_served_ratio)
         case "static":
             return StaticBatching(config.batch_size)
         case "dynamic":

@@ -62,11 +62,6 @@ class ExecutorEntries:
     """Paths of files with an address on each line."""
     services: tuple[ServiceName, ...] = ()
 
-    @property
-    def are_fixed(self) -> bool:
-        """Whether the list changes only with the options."""
-        return not (self.names or self.files or self.services)
-
 
 def executor_entries(entries: Iterable[str]) -> ExecutorEntries:
     """Split the entries by kind; raises ValueError with the problem."""

@@ -1,6 +1,6 @@
 """What a journal keeps of a request, as rows; columns of token ids and logprobs are packed into bytes.
 
-An adapter's name is in the request's body. Grammars have no columns, because requests cannot name them yet.
+An adapter's name and a grammar's specification are in the request's body; a grammar's state follows from the token ids.
 """
 
 from __future__ import annotations

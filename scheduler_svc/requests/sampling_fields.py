@@ -144,7 +144,7 @@ class SamplingFields:
         return self.n if self.best_of is None else self.best_of
 
 
-_DEFAULTS = SamplingFields()
+DEFAULTS = SamplingFields()
 FIELD_RULES: dict[str, FieldRule] = {
     each.name: each.metadata["rule"] for each in dataclasses.fields(SamplingFields) if "rule" in each.metadata
 }
@@ -164,7 +164,7 @@ def is_off(fields: SamplingFields, name: str) -> bool:
 
 def is_default(fields: SamplingFields, name: str) -> bool:
     """Return whether this field has its default value."""
-    return bool(getattr(fields, name) == getattr(_DEFAULTS, name))
+    return bool(getattr(fields, name) == getattr(DEFAULTS, name))
 
 
 def check_sampling(fields: SamplingFields, model: ModelDescription, *, has_tokenizer: bool) -> None:

@@ -19,10 +19,18 @@ from benchmarks.__main__ import main
 from benchmarks.common import rows
 from benchmarks.common.burst_client import StreamTimes, latencies
 from benchmarks.common.core_load import empty_core, measure, memory_per_sequence, start
-from benchmarks.common.other_load import DISTURBED_CORES, OtherLoad, _own_s, note_on
-from benchmarks.common.rows import BenchmarkError, append_row, make_row
+from benchmarks.common.rows import (
+    DISTURBED_CORES,
+    BenchmarkError,
+    OtherLoad,
+    _own_s,
+    append_row,
+    make_row,
+    medians,
+    note_on,
+    percentile,
+)
 from benchmarks.common.scheduler_load import BLOCK_SIZE, Case, leavers
-from benchmarks.common.stats import medians, percentile
 from benchmarks.common.workload import digest, load_workload, make_workload
 from benchmarks.peers.process import peer_process
 
@@ -277,7 +285,7 @@ def test_a_peer_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failing_benchmark_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serving_burst", "--model", "/nowhere"]) == 1
+    assert main(["cpu_serving", "--model", "/nowhere"]) == 1
     assert "no such folder" in capsys.readouterr().err
 
 
@@ -291,32 +299,15 @@ def test_wrong_arguments_are_refused() -> None:
 def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "adapter_steps",
-        "cancel_memory",
         "cpu_limits",
         "cpu_serving",
         "disaggregation",
-        "exactness_cost",
-        "executor_loss",
-        "executor_scaling",
         "fleet",
         "gateway",
-        "journal",
         "lane_scaling",
-        "loadtest_agreement",
-        "loadtest_clock",
-        "loop_lag",
         "lora",
-        "page_cost",
         "placement",
-        "placement_cost",
-        "ranks",
         "scheduler_cost",
         "service_plane",
-        "serving_burst",
-        "simulate_fit",
-        "simulate_speed",
         "speculation",
-        "structured",
-        "tenants",
     ]

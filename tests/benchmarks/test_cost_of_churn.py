@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.common import core_load
-from benchmarks.common.lane_load import LaneCase, LaneLoad
 from benchmarks.common.scheduler_load import Case
+from benchmarks.lane_scaling import LaneCase, LaneLoad
 
 NUM_STEPS = 20
 

@@ -17,8 +17,9 @@ from benchmarks.__main__ import main
 from benchmarks.common import workload
 from benchmarks.common.checkpoints import DEMO_MODEL, SHAPES
 from benchmarks.common.workload import Request
-from benchmarks.limits import machine_limits
-from benchmarks.limits.loops import (
+from benchmarks.peers.openvino_genai import Engine, old_config
+from benchmarks.serving import machine_limits
+from benchmarks.serving.loops import (
     Runner,
     assembly,
     bfloat16_pairs,
@@ -28,10 +29,8 @@ from benchmarks.limits.loops import (
     read_sum,
     tile_products,
 )
-from benchmarks.limits.machine_limits import NATIVE, LimitMeter, Limits, chosen_isa, int8_loop, loops_of
-from benchmarks.limits.step_work import Chunk, Matrices, Work, decoder_work
-from benchmarks.peers.openvino_genai import Engine
-from benchmarks.peers.openvino_model import old_config
+from benchmarks.serving.machine_limits import NATIVE, LimitMeter, Limits, chosen_isa, int8_loop, loops_of
+from benchmarks.serving.step_work import Chunk, Matrices, Work, decoder_work
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES
 
 SMALL = {

@@ -19,17 +19,15 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.common.burst_client import StreamTimes
 from benchmarks.common.checkpoints import DEMO_MODEL
-from benchmarks.common.greedy_check import TIE, _compare
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.common.workload import Request, decode_workload, make_workload, poisson_arrivals
 from benchmarks.peers import llama_cpp, vllm_offline
 from benchmarks.peers.gguf_file import gguf_of, neighbours, tensor_name
 from benchmarks.peers.process import peer_process
+from benchmarks.peers.transformers import TIE, _compare
 from benchmarks.serving import vllm_server
-from benchmarks.serving.results import describe, serving_row
-from benchmarks.serving.runs import Job, Run, burst_rate, measure_all, serving
-from benchmarks.serving.start_up import cadenza_up
-from benchmarks.serving.systems import Peer, Served
+from benchmarks.serving.results import cadenza_up, describe, serving_row
+from benchmarks.serving.systems import Job, Peer, Run, Served, burst_rate, measure_all, serving
 
 REQUESTS = [Request(0, [5, 6, 7], 2), Request(1, [8], 4)]
 

@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.experiments import experiment as module
-from benchmarks.experiments.__main__ import main
-from benchmarks.experiments.every import EXPERIMENTS
+from benchmarks.experiments.__main__ import EXPERIMENTS, main
 from benchmarks.experiments.experiment import (
     Experiment,
     ExperimentResult,
@@ -23,13 +22,12 @@ from benchmarks.experiments.experiment import (
     Series,
     Table,
     load,
+    policies,
     save,
 )
-from benchmarks.experiments.figures import draw
-from benchmarks.experiments.page import FIGURES, PAGE, page_text, write_page
-from benchmarks.experiments.policies import policies
+from benchmarks.experiments.page import FIGURES, PAGE, draw, page_text, write_page
 from benchmarks.experiments.simulated import Case, drawn, fixed, poisson, run, scheduler_config
-from benchmarks.experiments.variance_runs import Scale, growing_maxima
+from benchmarks.experiments.variance import Scale, growing_maxima
 from cadenza_simulator.executor_profiles import ExecutorProfile, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 from tests.helpers.marks import short_and_long

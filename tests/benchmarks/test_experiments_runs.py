@@ -19,12 +19,11 @@ from benchmarks.experiments.contiguous import (
     to_oracle,
     to_power_of_two,
 )
+from benchmarks.experiments.experiment import Repeated, percent_more, ratio, series
 from benchmarks.experiments.memory_runs import paged, reserved
 from benchmarks.experiments.preemption_runs import PIECEWISE, WHOLE, with_copies
-from benchmarks.experiments.repeats import Repeated, percent_more, ratio, series
 from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, widened
-from benchmarks.experiments.simulated import a100_13b, fixed
-from benchmarks.experiments.stepping import apart, step_through
+from benchmarks.experiments.simulated import a100_13b, apart, fixed, step_through
 from cadenza_simulator.executor_profiles import ExecutorProfile, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.core.policies.policies import Policies

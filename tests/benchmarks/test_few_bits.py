@@ -15,13 +15,19 @@ from benchmarks.__main__ import main
 from benchmarks.common.checkpoints import SHAPES
 from benchmarks.common.forward_step import make_runner, step_batch
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.limits.machine_limits import NATIVE, chosen_isa
-from benchmarks.limits.step_work import Matrices, decoder_work
-from benchmarks.limits.stored_weights import StoredMatrix, StoredWeights, gguf_weights, rounded_weights
 from benchmarks.peers.gguf_file import QUANTIZED_TYPES, gguf_of, gguf_path
-from benchmarks.peers.openvino_model import int4_group, weights_text
-from benchmarks.serving import few_bits
-from benchmarks.serving.few_bits import WEIGHTS, model_path, openvino_weights, prepare_weights, rounding_option
+from benchmarks.peers.openvino_genai import int4_group, weights_text
+from benchmarks.serving import opening
+from benchmarks.serving.machine_limits import NATIVE, chosen_isa
+from benchmarks.serving.opening import WEIGHTS, model_path, openvino_weights, prepare_weights, rounding_option
+from benchmarks.serving.step_work import (
+    Matrices,
+    StoredMatrix,
+    StoredWeights,
+    decoder_work,
+    gguf_weights,
+    rounded_weights,
+)
 from executor_svc.cpu.kernels.codegen.isa import forced_isa
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from tests.checkpoints import make_checkpoint
@@ -87,7 +93,7 @@ def test_few_bits_are_made_by_llama_cpp_once(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_a_gguf_file_needs_an_interpreter_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
-    monkeypatch.setattr(few_bits, "CACHE", tmp_path)
+    monkeypatch.setattr(opening, "CACHE", tmp_path)
     prepare_weights(tmp_path, "bf16", None)
     prepare_weights(tmp_path, "int4", None)
     with pytest.raises(BenchmarkError, match="--weights Q4_0: --llama-python is needed once"):

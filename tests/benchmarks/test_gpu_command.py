@@ -12,10 +12,10 @@ import torch
 from benchmarks.common.rows import RESULTS, ROOT
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import offline
-from benchmarks.gpu.common.environment import Output
+from benchmarks.gpu import tests_part as part
+from benchmarks.gpu.__main__ import PARTS, parse
+from benchmarks.gpu.environment import Output
 from benchmarks.gpu.kernels.part import groups_of
-from benchmarks.gpu.options import PARTS, parse
-from benchmarks.gpu.testing import part, report
 
 
 def test_no_gpu_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,13 +84,13 @@ JUNIT = """<testsuites><testsuite><testcase name="a[1]" time="0.5"/>
 
 def test_outcomes_are_read_and_summed_up(tmp_path: Path) -> None:
     (tmp_path / "in.xml").write_text(JUNIT, encoding="utf-8")
-    found = report.read_junit(tmp_path / "in.xml", "tests/x.py::b")
+    found = part.read_junit(tmp_path / "in.xml", "tests/x.py::b")
     assert [(test.file, test.name, test.status, test.has_device_error) for test in found] == [
         ("tests/x.py", "a[1]", "passed", False),
         ("tests/x.py", "b", "failed", True),
         ("tests/x.py", "c", "skipped", False),
     ]
-    report.write(found, tmp_path)
+    part.write(found, tmp_path)
     assert "== all: 1 passed, 1 failed, 1 skipped" in (tmp_path / "summary.txt").read_text(encoding="utf-8")
     assert "illegal memory access" in (tmp_path / "failures.txt").read_text(encoding="utf-8")
 
@@ -105,11 +105,11 @@ def test_files_and_command(tmp_path: Path) -> None:
 
 
 def test_a_test_that_failed_after_another_may_pass_alone() -> None:
-    failed = report.Test("f.py", "t", "failed", 1.0, "CUDA error")
-    alone = report.Test("f.py", "t", "passed", 2.0)
-    assert report.after_rerun(failed, alone).status == "passed"
-    assert "note: f.py::t: failed after" in report.summary([report.after_rerun(failed, alone)])
-    assert report.after_rerun(failed, replace(alone, status="failed", text="wrong")).text == "(alone)\nwrong"
+    failed = part.Test("f.py", "t", "failed", 1.0, "CUDA error")
+    alone = part.Test("f.py", "t", "passed", 2.0)
+    assert part.after_rerun(failed, alone).status == "passed"
+    assert "note: f.py::t: failed after" in part.summary([part.after_rerun(failed, alone)])
+    assert part.after_rerun(failed, replace(alone, status="failed", text="wrong")).text == "(alone)\nwrong"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.common.cases import Unavailable
+from benchmarks.gpu.cases import Unavailable
 from benchmarks.gpu.kernels import attention, beside_flashinfer
 from benchmarks.gpu.peers import flashinfer
 from tests.helpers.executor.stand_in_flashinfer import BatchDecodeWithPagedKVCacheWrapper

@@ -16,15 +16,14 @@ import pytest
 import torch
 
 from benchmarks.common.rows import ROOT, BenchmarkError
-from benchmarks.gpu.common import results
-from benchmarks.gpu.common.attention_sizes import Sizes
-from benchmarks.gpu.common.cases import Bench, Case, Ceilings, Goal, Group, Outcome, Unavailable, run_cases
-from benchmarks.gpu.common.shapes import LLAMA_8B, QWEN3_06B, SHAPES, write_config
-from benchmarks.gpu.common.timing import HostClock
+from benchmarks.gpu import environment
+from benchmarks.gpu.cases import Bench, Case, Ceilings, Goal, Group, HostClock, Outcome, Unavailable, run_cases
 from benchmarks.gpu.kernels import attention, group_process, part
+from benchmarks.gpu.kernels.attention_launch import Sizes
 from benchmarks.gpu.kernels.ceilings import ceilings_of
-from benchmarks.gpu.kernels.groups import GROUPS
+from benchmarks.gpu.kernels.part import GROUPS
 from benchmarks.gpu.kernels.steps import driver_options
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, SHAPES, write_config
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.registry import ARCHITECTURES
 
@@ -85,7 +84,7 @@ def test_decode_covers_all_batches() -> None:
 @pytest.mark.slow
 def test_listing_cases_imports_no_kernel() -> None:
     code = (
-        "import sys; from benchmarks.gpu.kernels.groups import ORDER; "
+        "import sys; from benchmarks.gpu.kernels.part import ORDER; "
         "[g.cases(t) for g in ORDER for t in (False, True)]; "
         "sys.exit('executor_svc.gpu.kernels.attention.attention' in sys.modules or 'triton' in sys.modules)"
     )
@@ -249,7 +248,7 @@ OUTCOME = Outcome("decode", "a case", {"batch": 4}, {"us": 12.345678, "percent_o
 
 
 def test_a_row_names_case_machine_and_versions() -> None:
-    row = json.loads(results.row_of("gpu_kernels", OUTCOME, 7, 0.5).to_json())
+    row = json.loads(environment.row_of("gpu_kernels", OUTCOME, 7, 0.5).to_json())
     assert row["benchmark"] == "gpu_kernels"
     assert row["params"] == {"group": "decode", "case": "a case", "batch": 4}
     assert row["medians"] == {"us": 12.35, "percent_of_copy": 91.0}
@@ -262,20 +261,20 @@ def test_a_table_has_all_metrics_goals_and_failures() -> None:
     goal = Goal("percent_of_copy", at_least=90)
     rows = [(OUTCOME, goal), (replace(OUTCOME, case="slow", metrics={"us": 1e5, "extra": 0.25}), goal)]
     rows.append((replace(OUTCOME, case="broken", metrics={}, error="why"), goal))
-    lines = results.table("title", rows).splitlines()
+    lines = environment.table("title", rows).splitlines()
     assert lines[0] == "== title"
     assert lines[1].split() == ["case", "us", "percent_of_copy", "extra", "goal"]
     assert "met: percent_of_copy >= 90" in lines[2]
     assert lines[3].split() == ["slow", "100000", "0.2500"]
     assert lines[4] == "decode: broken: FAILED: why"
-    assert results.as_line(OUTCOME, goal).endswith("(goal met)")
+    assert environment.as_line(OUTCOME, goal).endswith("(goal met)")
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (0.12345, "0.1235"), (12.3456, "12.35"), (99999.6, "100000"), (1.2e-7, "1.2e-07")]
 )
 def test_numbers_have_four_digits(value: float, text: str) -> None:
-    assert results.number(value) == text
+    assert environment.number(value) == text
 
 
 def test_the_best_tiles_are_named() -> None:
@@ -283,7 +282,7 @@ def test_the_best_tiles_are_named() -> None:
         Outcome("tune", f"{batch} {tile}", {"batch": batch, "tile": tile}, {"x": speed})
         for batch, tile, speed in ((1, 32, 2.0), (1, 64, 3.0), (4, 32, 9.0))
     ]
-    assert results.best_of(rows, ["batch"], "x") == ["best: 1 64, x 3.000", "best: 4 32, x 9.000"]
+    assert environment.best_of(rows, ["batch"], "x") == ["best: 1 64, x 3.000", "best: 4 32, x 9.000"]
 
 
 def test_all_groups_are_summed_up() -> None:
@@ -291,7 +290,7 @@ def test_all_groups_are_summed_up() -> None:
     table = part.tables([(GROUPS["decode"], case, OUTCOME) for case in attention.decode_cases(True)])
     assert table.startswith("== decode: decode attention")
     assert table.endswith("3 cases: 0 failed, 0 skipped; goals: 2 met, 0 missed")
-    assert "1 cases: 1 failed" in results.summary([(broken, None)])
+    assert "1 cases: 1 failed" in environment.summary([(broken, None)])
 
 
 # ---------------------------------------------------------------- tiny runs

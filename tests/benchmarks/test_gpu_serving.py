@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 
 from benchmarks.common.workload import Request
-from benchmarks.gpu.common.cases import Ceilings, Goal
-from benchmarks.gpu.common.environment import Output
-from benchmarks.gpu.common.shapes import LLAMA_8B, TINY
-from benchmarks.gpu.common.trace import device_time, read_trace
+from benchmarks.gpu.__main__ import parse
+from benchmarks.gpu.cases import Ceilings, Goal, device_time, read_trace
+from benchmarks.gpu.environment import Output
 from benchmarks.gpu.kernels.plan_driver import _batches, _scheduled
-from benchmarks.gpu.options import parse
-from benchmarks.gpu.serving import load, part
-from benchmarks.gpu.serving.decodes import decode_steps, step_metrics
+from benchmarks.gpu.serving import part, stages
 from benchmarks.gpu.serving.run import Run
+from benchmarks.gpu.serving.stages import decode_steps, step_metrics
+from benchmarks.gpu.shapes import LLAMA_8B, TINY
 
 FAR = time.monotonic() + 1e6
 
@@ -84,17 +83,17 @@ def test_prompts_are_split_into_steps() -> None:
 
 
 def test_requests_follow_from_their_seed() -> None:
-    requests = load.make_requests(1000, 1, 128256)
-    assert requests == load.make_requests(1000, 1, 128256)
-    assert requests[:10] == load.make_requests(10, 1, 128256)
+    requests = stages.make_requests(1000, 1, 128256)
+    assert requests == stages.make_requests(1000, 1, 128256)
+    assert requests[:10] == stages.make_requests(10, 1, 128256)
     lengths = [each.output_len for each in requests] + [len(each.prompt) for each in requests]
     assert (min(lengths), max(lengths)) == (100, 1024)
     assert 540 < sum(lengths) / 2000 < 584
-    some = load.sample_of(requests, 200, 1)
+    some = stages.sample_of(requests, 200, 1)
     assert len(some) == 200
-    assert some == load.sample_of(requests, 200, 1) != load.sample_of(requests, 200, 2)
+    assert some == stages.sample_of(requests, 200, 1) != stages.sample_of(requests, 200, 2)
     assert [each.request_id for each in some] == sorted(each.request_id for each in some)
-    assert {(len(each.prompt), each.output_len) for each in load.equal_requests(4, 8, 60, 1, 512)} == {(8, 60)}
+    assert {(len(each.prompt), each.output_len) for each in stages.equal_requests(4, 8, 60, 1, 512)} == {(8, 60)}
 
 
 def run_of(tmp_path: Path, seconds: float = 100.0) -> Run:
@@ -135,9 +134,9 @@ def test_the_limit_of_a_load() -> None:
     requests = [Request(0, [1] * 10, 1), Request(1, [1] * 10, 3)]
     prompts, tokens = 2 * LLAMA_8B.prefill_flops(1, 10), 2 * LLAMA_8B.prefill_flops(1, 1)
     # The first output token is the prompt's; of the others, one sees 11 tokens and one 12.
-    assert load.limit_s(LLAMA_8B, requests, Ceilings(copy=1e30, matmul=1.0)) == pytest.approx(prompts + tokens)
+    assert stages.limit_s(LLAMA_8B, requests, Ceilings(copy=1e30, matmul=1.0)) == pytest.approx(prompts + tokens)
     read = 23 * LLAMA_8B.kv_bytes_per_token
-    assert load.limit_s(LLAMA_8B, requests, Ceilings(copy=1.0, matmul=1e30)) == pytest.approx(read)
+    assert stages.limit_s(LLAMA_8B, requests, Ceilings(copy=1.0, matmul=1e30)) == pytest.approx(read)
 
 
 # ---------------------------------------------------------------- a tiny run

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from benchmarks import lora
-from benchmarks.adapters.served import Batch
 from benchmarks.common import rows
 from benchmarks.common.random_adapters import main as make_random
 from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.common.workload import Request
+from benchmarks.serving.adapters import Batch
 from tests.checkpoints import make_llama
 from tests.helpers.models.peft_adapters import read
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import disaggregation, executor_scaling, lane_scaling
-from benchmarks.common.lane_load import LaneCase, LaneLoad
-from benchmarks.common.plan_watch import PlanTimes, watch
+from benchmarks import disaggregation, lane_scaling
 from benchmarks.common.rows import BenchmarkError, make_row
 from benchmarks.disaggregation import Comparison, Layout, Trial, held
 from benchmarks.fleet import benchmark as fleet
 from benchmarks.fleet.options import FleetOptions
-from scheduler_svc.core.scheduler import Scheduler
+from benchmarks.lane_scaling import LaneCase, LaneLoad
 
 
 def test_every_lane_is_planned_and_a_share_of_its_sequences_changes() -> None:
@@ -43,24 +41,6 @@ def test_plans_that_take_longer_than_steps_slow_all_executors_down() -> None:
     assert ideal == pytest.approx(2 * 8 / 0.02, rel=0.01)
     assert lane_scaling.virtual_tokens_per_s(2, 8, 5000.0, seed=1) == pytest.approx(ideal, rel=0.03)
     assert lane_scaling.virtual_tokens_per_s(2, 8, 20_000.0, seed=1) == pytest.approx(ideal / 2, rel=0.15)
-
-
-def test_calls_of_the_scheduler_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("plan_step", "apply_result"):
-        monkeypatch.setattr(Scheduler, name, getattr(Scheduler, name))
-    times = PlanTimes()
-    watch(times)
-    LaneLoad(LaneCase(1, 4), seed=1).fill()
-    assert times.plans >= 1
-    assert times.plan_ns > 0
-    assert times.apply_ns > 0
-    assert '"plans": ' in times.report()
-    assert times.plans == times.plan_ns == 0
-
-
-def test_numbers_of_executors_double() -> None:
-    assert executor_scaling._counts(16) == [1, 2, 4, 8, 16]
-    assert executor_scaling._counts(5) == [1, 2, 4]
 
 
 def test_the_held_rate_is_between_the_last_good_trial_and_the_next() -> None:

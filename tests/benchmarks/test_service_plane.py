@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import service_plane
 from benchmarks.__main__ import main
-from benchmarks.common.command import command_parser
+from benchmarks.common.benchmark import command_parser
 from benchmarks.common.plane_clients import Load, over_streams
 from benchmarks.common.plane_services import Extras, Services, plane_services, scraped
 from benchmarks.common.rows import BenchmarkError

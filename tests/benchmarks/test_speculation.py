@@ -15,9 +15,8 @@ from benchmarks import speculation as benchmark
 from benchmarks.common.rows import Row, make_row
 from benchmarks.experiments import speculation as experiment
 from benchmarks.experiments.experiment import ExperimentResult, Finding, RunSettings
-from benchmarks.experiments.figures import draw
-from benchmarks.speculative import arithmetic
-from benchmarks.speculative.oracle import OracleSource, RecordedText, save_texts
+from benchmarks.experiments.page import draw
+from benchmarks.serving.oracle import OracleSource, RecordedText, save_texts
 from executor_svc.batch.slots import Slots
 
 TIMES = {(1, 0): 1.0, (1, 1): 1.1, (1, 3): 1.2, (8, 0): 4.0, (8, 1): 8.0}
@@ -27,15 +26,15 @@ def test_tokens_of_a_step_are_those_of_the_sum() -> None:
     for acceptance in (0.0, 0.3, 0.9):
         for count in (0, 1, 5):
             closed = (1 - acceptance ** (count + 1)) / (1 - acceptance)
-            assert arithmetic.tokens_per_step(acceptance, count) == pytest.approx(closed)
-    assert arithmetic.tokens_per_step(1.0, 4) == 5
+            assert benchmark.tokens_per_step(acceptance, count) == pytest.approx(closed)
+    assert benchmark.tokens_per_step(1.0, 4) == 5
 
 
 def test_the_best_number_of_drafts_weighs_tokens_against_time() -> None:
-    assert arithmetic.best_num_drafts(TIMES, 1, 0.9) == 3
-    assert arithmetic.allowed_gain(TIMES, 1, 0.5, 3) == pytest.approx(1.875 / 1.2)
-    assert arithmetic.best_num_drafts(TIMES, 1, 0.0) == 0
-    assert arithmetic.best_num_drafts(TIMES, 8, 0.9) == 0
+    assert benchmark.best_num_drafts(TIMES, 1, 0.9) == 3
+    assert benchmark.allowed_gain(TIMES, 1, 0.5, 3) == pytest.approx(1.875 / 1.2)
+    assert benchmark.best_num_drafts(TIMES, 1, 0.0) == 0
+    assert benchmark.best_num_drafts(TIMES, 8, 0.9) == 0
 
 
 def test_the_oracle_is_right_as_often_as_stated(tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def test_the_oracle_is_measured_in_small() -> None:
 
 
 def oracle_row(batch: int, acceptance: float, gain: float, auto_gain: float, num_drafts: int = 3) -> Row:
-    expected = arithmetic.tokens_per_step(acceptance, num_drafts)
+    expected = benchmark.tokens_per_step(acceptance, num_drafts)
     params: dict[str, Any] = {
         "measure": "oracle", "shape": "135m", "batch": batch, "acceptance": acceptance, "num_drafts": num_drafts,
         "expected_tokens_per_step": expected, "step_ms": 10.0, "step_with_drafts_ms": 11.0,

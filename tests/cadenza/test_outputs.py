@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from cadenza.calls.convert import delta_from_proto
 from cadenza.calls.output_collector import OutputCollector
+from cadenza.calls.reconnect import Positions
 from cadenza.errors import InternalError
 from cadenza.outputs import Logprob, RequestOutput
+from cadenza.prompts import Prompt
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2 as types
 
 
 def collect(*responses: pb.GenerateResponse, prompt_token_ids=None) -> tuple[list[RequestOutput], RequestOutput]:
-    collector = OutputCollector("r", prompt="p", prompt_token_ids=prompt_token_ids)
-    deltas = [collector.add(delta_from_proto(response, collector.prompt_token_ids)) for response in responses]
+    collector, positions, deltas = (
+        OutputCollector("r", Prompt("p", prompt_token_ids)),
+        Positions("r"),
+        [],
+    )
+    for response in responses:
+        positions.advance(response)
+        deltas.append(collector.add(response))
     return deltas, collector.result()
 
 
@@ -124,11 +131,12 @@ def test_lost_and_repeated_output_is_an_error():
         with pytest.raises(InternalError, match="where 2 was next"):
             collect(first, pb.GenerateResponse(outputs=[second]))
     both = pb.GenerateResponse(outputs=[sample(0, 2, [3], "c", 2), sample(1, 3, [4], "", 0)])
-    collector = OutputCollector("r", prompt="p", prompt_token_ids=None)
-    collector.add(delta_from_proto(first, None))
+    positions = Positions("r")
+    positions.advance(first)
     with pytest.raises(InternalError, match="sample 1: the server sent token 3 where 0 was next"):
-        collector.add(delta_from_proto(both, None))
-    assert collector.result().outputs[0].text == "ab", "of such a response nothing is taken"
+        positions.advance(both)
+    (position,) = positions.message(pb.GenerateRequest(request_id="r")).resume.positions
+    assert (position.sample_index, position.token_index) == (0, 2), "of such a response nothing is taken"
     ended = pb.GenerateResponse(outputs=[sample(0, 2, [3], "c", 2)])
     ended.outputs[0].finish.reason = types.FINISH_REASON_LENGTH
     with pytest.raises(InternalError, match="output after its finish"):

@@ -22,12 +22,10 @@ from cadenza_loadtest.results.results import (
     LoadTestFile,
     MaxRate,
     client_facts,
-    columns_of,
     point_of,
     read,
     run_of,
     schema,
-    steps_of,
     write,
 )
 from tests.helpers.loadtest.loadtest_runs import columns, made_up, made_up_file, made_up_steps
@@ -55,10 +53,10 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert [(point.swept, point.summary) for point in back.points] == [(p.swept, p.summary) for p in file.points]
     for ours, theirs in zip(file.points[0].runs, back.points[0].runs, strict=True):
         assert ours.metrics == theirs.metrics
-        same(columns_of(ours), columns_of(theirs))
-        assert steps_of(ours) is not None
-        same(steps_of(ours), steps_of(theirs))
-    assert isinstance(columns_of(back.points[0].runs[0]), RequestColumns)
+        same(ours.requests, theirs.requests)
+        assert ours.steps is not None
+        same(ours.steps, theirs.steps)
+    assert isinstance(back.points[0].runs[0].requests, RequestColumns)
     again = tmp_path / "again.json"
     write(again, back)
     assert again.read_bytes() == path.read_bytes(), "reading and writing changes nothing more"
@@ -92,7 +90,7 @@ def test_nan_is_null_and_infinity_a_word(tmp_path: Path) -> None:
     assert got["requests"]["error"] == ["", "TIMEOUT"]
     assert got["requests"]["gap_s"] == []
     assert (got["steps"], got["duration_s"]) == (None, 9.0)
-    assert np.isnan(columns_of(read(path).points[0].runs[0]).first_s[1])
+    assert np.isnan(read(path).points[0].runs[0].requests.first_s[1])
 
 
 def test_a_run_without_requests_is_written(tmp_path: Path) -> None:
@@ -101,8 +99,8 @@ def test_a_run_without_requests_is_written(tmp_path: Path) -> None:
         tmp_path / "a.json", LoadTestFile(label="a", command=[], settings={}, server=None, points=[point_of([run])])
     )
     back = read(path).points[0].runs[0]
-    assert (len(columns_of(back)), back.duration_s) == (0, 0.0)
-    same(columns_of(back), columns())
+    assert (len(back.requests), back.duration_s) == (0, 0.0)
+    same(back.requests, columns())
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -237,7 +235,7 @@ def test_the_tables_hold_what_the_file_holds(tmp_path: Path) -> None:
     ]
     assert (requests[0]["swept.request_rate"], requests[0]["swept.tenants"]) == ("10.0", "")
     assert (requests[60]["swept.request_rate"], requests[60]["swept.tenants"]) == ("2.0", "x,y")
-    run = columns_of(file.points[0].runs[1])
+    run = file.points[0].runs[1].requests
     for row, cells in enumerate(requests[30:60]):
         assert float(cells["due_s"]) == pytest.approx(run.due_s[row], abs=1e-6)
         assert float(cells["ttft_s"]) == pytest.approx(run.first_s[row] - run.due_s[row], abs=1e-6)

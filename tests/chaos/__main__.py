@@ -13,8 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.rows import append_row, make_row
+from benchmarks.common.rows import OtherLoad, append_row, make_row
 from tests.chaos.history import read_schedule
 from tests.chaos.run import Report, RunOptions, params, run_chaos
 from tests.chaos.schedule import draw_schedule

@@ -14,10 +14,10 @@ from typing import Any
 
 from cadenza import AsyncClient
 from cadenza.calls import convert
+from cadenza.calls.batch import BatchItem, SessionBatch
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.calls.reconnect import grace_s
 from cadenza.calls.request_stream import RequestStream
-from cadenza.calls.session import BatchItem, SessionBatch
 from cadenza.errors import CadenzaError
 from cadenza.prompts import parse_prompt
 from tests.chaos.checker import Outcome, Violation, check
@@ -160,7 +160,7 @@ class Load:
             searches=params.beam_width is not None or params.best_of is not None,
             draws_seed=body.draws_seed, began_s=self.history.now(),
         )  # fmt: skip
-        collector = OutputCollector(request.request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)
+        collector = OutputCollector(request.request_id, prompt)
         running = Running(outcome, collector)
         self.running[request.request_id] = running
         return request, running
@@ -186,8 +186,9 @@ class Load:
             outcome = running.outcome
             outcome.error = error or (items[place].error if items else None)
             outcome.ended_s = self.history.now()
-            outcome.finished = running.collector.finished
-            outcome.content = content(running.collector.result()) if running.collector.has_responses else None
+            result = running.collector.result()
+            outcome.finished = result.finished
+            outcome.content = None if result.seed is None else content(result)  # every first response has a seed
             del self.running[outcome.request_id]
             self._count(outcome)
             self._judge(outcome)

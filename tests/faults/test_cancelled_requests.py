@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.cancel_memory import measure, served
+from tests.helpers.scheduler.cancelled import measure, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 MAX_GROWTH_MB = 10.0

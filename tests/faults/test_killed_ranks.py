@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,8 +52,12 @@ def expected(up: Up) -> list[list[int]]:
 
 def ranks() -> list[psutil.Process]:
     """Return the processes of ranks 1 and up that are children of this one's."""
-    found = psutil.Process().children(recursive=True)
-    return [each for each in found if "executor_svc.startup.member" in " ".join(each.cmdline())]
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended while we looked
+            if "executor_svc.startup.member" in each.cmdline():
+                found.append(each)
+    return found
 
 
 def load(up: Up, *more: SamplingParams) -> list[RequestOutput]:

@@ -329,6 +329,8 @@ def test_wrong_options_are_errors(options, message):
     [
         ({}, {"http": ("127.0.0.1", 8000)}),
         ({"kserve": "0"}, {"kserve": ("127.0.0.1", 0)}),
+        ({"kv_events_endpoint": "ipc:///tmp/kv"}, {}),
+        ({"kv_events_endpoint": "ipc:///tmp/kv", "page": True}, {"http": ("127.0.0.1", 8000)}),
         ({"vllm_grpc": "127.0.0.1:1", "http": "2"}, {"http": ("127.0.0.1", 2), "vllm_grpc": ("127.0.0.1", 1)}),
         ({"kserve": "0", "page": True}, {"http": ("127.0.0.1", 8000), "kserve": ("127.0.0.1", 0)}),
     ],

@@ -11,12 +11,13 @@ import pytest
 
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.errors import AlreadyExistsError, CadenzaError, InvalidRequestError, UnavailableError
+from cadenza.prompts import Prompt
 from cadenza.v1 import admin_pb2
 from cadenza.v1 import generation_pb2 as pb
 from gateway_svc.scheduler.caller import Caller
 from gateway_svc.scheduler.calls import Calls
 from gateway_svc.scheduler.inbox import Inbox
-from gateway_svc.scheduler.session import GatewaySession, LiveRequest
+from gateway_svc.scheduler.session import GatewaySession, PromptRun
 
 
 class Stream:
@@ -47,9 +48,9 @@ def session_of(answer, timeout_s: float = 30.0) -> GatewaySession:
     )
 
 
-def started(session: GatewaySession, request_id: str) -> LiveRequest:
-    collector = OutputCollector(request_id, prompt=None, prompt_token_ids=[1])
-    live = LiveRequest(pb.GenerateRequest(request_id=request_id), collector, Inbox(1), 0, is_streamed=True)
+def started(session: GatewaySession, request_id: str) -> PromptRun:
+    collector = OutputCollector(request_id, Prompt(token_ids=[1]))
+    live = PromptRun(pb.GenerateRequest(request_id=request_id), collector, Inbox(1), 0, is_streamed=True)
     session.start(live)
     return live
 

@@ -45,3 +45,11 @@ def test_the_page_alone_is_at_the_gateways_own_port(options, listeners, has_page
     arguments = route_options(MODEL, options, environment={})
     assert list(arguments.listeners.items()) == list(listeners.items())  # HTTP first
     assert arguments.has_page is has_page
+    assert arguments.has_gateway is bool(listeners)
+
+
+def test_kv_events_alone_need_a_gateway_that_listens_nowhere():
+    arguments = route_options(MODEL, {"kv_events_endpoint": "tcp://127.0.0.1:5557"}, environment={})
+    assert arguments.has_gateway
+    assert not arguments.listeners
+    assert arguments.gateway == ["--kv-events-endpoint=tcp://127.0.0.1:5557"]

@@ -13,7 +13,7 @@ from aiohttp import ClientSession
 from tests.helpers.scheduler.scheduler_world import script
 from tests.helpers.service_process import service_process
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.interpreter]
 BODY = {"prompt": "Hello", "seed": 1, "max_tokens": 50}
 TEXT = "The quick brown fox"
 

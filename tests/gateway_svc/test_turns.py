@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 from cadenza.calls.output_collector import OutputCollector
+from cadenza.prompts import Prompt
 from cadenza.v1 import generation_pb2 as pb
 from gateway_svc.scheduler.inbox import Inbox
-from gateway_svc.scheduler.session import GatewaySession, LiveRequest
+from gateway_svc.scheduler.session import GatewaySession, PromptRun
 
 
 class _Call:
@@ -32,11 +33,9 @@ def _token(request_id: str, index: int) -> pb.SessionEvent:
     return pb.SessionEvent(request_id=request_id, response=pb.GenerateResponse(request_id=request_id, outputs=[output]))
 
 
-def _live(request_id: str) -> LiveRequest:
+def _live(request_id: str) -> PromptRun:
     request = pb.GenerateRequest(request_id=request_id)
-    return LiveRequest(
-        request, OutputCollector(request_id, prompt=None, prompt_token_ids=[1]), Inbox(1), 0, is_streamed=True
-    )
+    return PromptRun(request, OutputCollector(request_id, Prompt(token_ids=[1])), Inbox(1), 0, is_streamed=True)
 
 
 async def test_a_first_token_is_taken_before_those_of_streams_that_go_on() -> None:
@@ -49,7 +48,7 @@ async def test_a_first_token_is_taken_before_those_of_streams_that_go_on() -> No
     session.start(old)
     session.start(new)
 
-    async def take(live: LiveRequest) -> None:
+    async def take(live: PromptRun) -> None:
         assert await live.inbox.take() is not None
         taken.append(live.request.request_id)
 

@@ -123,9 +123,7 @@ SETTINGS: dict[str, Setting] = {
     "dynamic": Setting(
         arrivals="scattered", depth=3, options={"batching": "dynamic", "batch_size": 5, "batch_window_ms": 40}
     ),
-    "newcomers held back": Setting(
-        max_num_seqs=6, options={"waiting_served_ratio": 2.0, "max_waiting_steps": 7, "order": "fair"}
-    ),
+    "newcomers held back": Setting(max_num_seqs=6, options={"waiting_served_ratio": 2.0, "order": "fair"}),
     "recompute": Setting(**SMALL, happens=HITS | RECOMPUTES - {"recompute samples"}),
     "recompute, no cache, four plans": Setting(**SMALL, depth=4, options=NO_CACHE, happens=RECOMPUTES),
     "swap": Setting(**SMALL, **ROOM, options={"preemption": "swap"}, happens=HITS | SWAPS),

@@ -23,6 +23,7 @@ from scheduler_svc.core.sequences.beams import Hypothesis
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SequenceState, SessionEnd
 from tests.helpers.core.core_checks import check_adapters, check_beams
 from tests.helpers.core.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
+from tests.helpers.core.deltas import deltas
 from tests.helpers.core.known import as_lists, known_prompt_logprobs, known_sample
 from tests.helpers.core.lane_rig import BROKEN, LaneRig, fits_one
 
@@ -316,7 +317,7 @@ class CoreMachine(RuleBasedStateMachine):
         for output in outputs.hypotheses:
             found = Hypothesis(output.token_ids, output.score, output.cumulative_logprob, output.finish)
             self.hypotheses.setdefault(output.group.key, []).append(found)
-        for delta in outputs:
+        for delta in deltas(outputs):
             sample = delta.key, delta.sample_index
             assert sample not in self.finishes, "outputs of a finished sample"
             self.outputs[sample] += delta.token_ids
@@ -324,7 +325,9 @@ class CoreMachine(RuleBasedStateMachine):
                 self.prompt_logprobs[delta.key].append(delta.prompt_logprobs)
             if delta.finish is not None:
                 self.finishes[sample] = delta.finish.detail
-        for sample in dict.fromkeys((delta.key, delta.sample_index) for delta in outputs if delta.finish is not None):
+        for sample in dict.fromkeys(
+            (delta.key, delta.sample_index) for delta in deltas(outputs) if delta.finish is not None
+        ):
             self.check_sample(*sample)
 
     def check_sample(self, key: RequestKey, index: int) -> None:

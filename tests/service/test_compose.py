@@ -5,6 +5,7 @@ Where there is an engine, test_compose_engine.py builds the images and runs the 
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import signal
@@ -34,6 +35,7 @@ from tests.helpers.compose import (
     read_dockerfile,
     start_order,
 )
+from tests.helpers.paths import PACKAGES
 
 CONFIGS = {"executor": ExecutorConfig, "scheduler": SchedulerConfig, "gateway": GatewayConfig}
 COMPOSE = read_compose({})
@@ -249,7 +251,10 @@ def test_what_is_copied_is_in_the_context_and_in_a_fresh_clone() -> None:
         if instruction == "COPY" and not rest.startswith("--from")
         for source in rest.split()[:-1]
     }
-    assert copied == allowed
+    assert copied == {"LICENSE", "README.md", "constraints.txt", "pyproject.toml", "wheels", "client"} | (
+        set(PACKAGES) - {"cadenza"}
+    )
+    assert copied == {name for pattern in allowed for name in (glob.glob(pattern, root_dir=ROOT))}
     for source in copied - {"wheels"}:
         assert (ROOT / source).exists(), source
     assert _git_ignores("wheels/any.whl")

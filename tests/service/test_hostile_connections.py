@@ -13,7 +13,7 @@ import grpc
 import psutil
 import pytest
 
-from benchmarks.common.service_process import service_process
+from benchmarks.common.plane_services import service_process
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc
 from cadenza_common.metrics.listener_counts import ListenerCounts

@@ -87,8 +87,9 @@ async def test_times_are_the_servers_and_those_of_a_plain_client(kind, simulated
     assert ttft_s.min() >= STEP_S
     assert (columns.last_s - columns.due_s).min() >= num_tokens * STEP_S
     assert np.median(tpot_s) == pytest.approx(STEP_S, rel=0.25)
-    # The server's own stamps: the client sees the same, a little later. How much later is for
-    # benchmarks/loadtest_clock.py to say: here a clock is wrong if it is off by a step: no transport takes that long.
+    # The server's own stamps: the client sees the same, a little later. How much later is in
+    # benchmarks/results/loadtest_clock.jsonl: here a clock
+    # is wrong if it is off by a step: no transport takes that long.
     server_tpot_s = (columns.server_total_s - columns.server_first_s) / (num_tokens - 1)
     assert (ttft_s >= columns.server_first_s).all()
     assert np.median(ttft_s - columns.server_first_s) < STEP_S

@@ -238,7 +238,7 @@ async def test_turns_carry_the_answers_of_the_turns_before(kind, tokenizer_folde
 
 @BOTH
 async def test_a_message_that_is_too_large_is_not_sent(kind, monkeypatch) -> None:
-    monkeypatch.setattr("cadenza_loadtest.targets.session.MAX_REQUEST_BYTES", 300)
+    monkeypatch.setattr("cadenza.calls.session.MAX_REQUEST_BYTES", 300)
     monkeypatch.setattr("cadenza_loadtest.targets.generate.MAX_REQUEST_BYTES", 300)
     async with world() as w, started(kind(w.target)) as target:
         shapes = [shape(0), shape(1, num_prompt_tokens=200), shape(2)]

@@ -1,6 +1,6 @@
 """A recorded exchange of KV events: it is what we send, a router can follow it, and the protocols agree.
 
-Its ZeroMQ payloads are read by vLLM's own classes in tests/scheduler_svc/front/test_kv_publisher.py.
+Its ZeroMQ payloads are read by vLLM's own classes in tests/gateway_svc/kv_events/test_publisher.py.
 """
 
 from __future__ import annotations

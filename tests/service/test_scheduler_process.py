@@ -16,7 +16,7 @@ from cadenza.v1 import generation_pb2_grpc, types_pb2
 from cadenza_common.wire.transport import channel_options
 from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.interpreter, pytest.mark.timeout(60)]
 
 
 @contextlib.asynccontextmanager

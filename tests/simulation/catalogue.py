@@ -16,12 +16,7 @@ import numpy as np
 
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.simulated.hashing import mix
-from executor_svc.simulated.tokens import (
-    SimulatedContext,
-    expected_candidates,
-    expected_logprobs,
-    expected_tokens,
-)
+from executor_svc.simulated.tokens import SimulatedContext
 from scheduler_svc.core.result import Candidates, PromptLogprobs, TokenLogprobs
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.requests.detokenizer import TextStream
@@ -34,6 +29,7 @@ from tests.helpers.core.known import (
     known_prompt_logprobs,
     known_sample,
 )
+from tests.helpers.executor.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from tests.simulation.drafting import RESOLUTION
 from tests.simulation.slot import Slot
 

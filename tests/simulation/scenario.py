@@ -260,7 +260,6 @@ def _draw_options(rng: Random) -> dict[str, Any]:
         "long_prefill_token_threshold": rng.choice([0, 0, 5]),
         "max_wait_s": rng.choice([None, 0.3]),
         "waiting_served_ratio": rng.choice([0.0, 0.0, 1.0]),
-        "max_waiting_steps": 4,
         "max_queued_requests": rng.choice([3, 64, 64]),
         "allow_fingerprint_change": rng.random() < 0.5,
     }

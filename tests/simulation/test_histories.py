@@ -1,4 +1,4 @@
-"""500 histories in `make check`, 5,500 more in `make test-long`: every promise holds in each, whatever happens."""
+"""150 histories in `make check`, 5,850 more in `make test-long`: every promise holds in each, whatever happens."""
 
 from __future__ import annotations
 
@@ -12,37 +12,35 @@ from tests.simulation.many import run_chunk, summary, total
 from tests.simulation.scenario import ADAPTER_FAULT_KINDS, FAULT_KINDS, LANE_FAULT_KINDS, RECORDED_EVERY
 from tests.simulation.seeded_bugs import NUM_SEARCHED, SEEDED_BUGS, SeededBug, seeded
 
-NUM_CHECKED = 500
+NUM_CHECKED = 150
+_RARE = 254
+"""A history with an end that none of those has: a request that another model cannot serve."""
 NUM_TESTED = 6_000
-_CHECKED_CHUNK = 500
-_TESTED_CHUNK = 500
-_LEAST_FAULTS = 4
-"""In a chunk of those that `make check` runs, each kind of fault happens so often at least."""
+_TESTED_CHUNK = 585
 _ENDS = [*sorted(FinishDetail.__members__.keys() - {"GRAMMAR"}), "ModelChangedError", "PreconditionError"]
 """How samples end, and requests that a changed executor cannot serve; simulated executors have no grammars."""
 
 
-@pytest.mark.parametrize("first", range(0, NUM_CHECKED, _CHECKED_CHUNK))
-def test_every_promise_holds_and_everything_happens(first: int) -> None:
+def test_every_promise_holds_and_everything_happens() -> None:
     """A failure names its seed, and the command that repeats it."""
-    reports = run_chunk(range(first, first + _CHECKED_CHUNK))
+    reports = run_chunk([*range(NUM_CHECKED), _RARE])
     counts = total(reports)
     print(summary(reports))
     kinds = FAULT_KINDS + LANE_FAULT_KINDS + ADAPTER_FAULT_KINDS
-    rare = [kind for kind in kinds if counts[f"fault: {kind}"] < _LEAST_FAULTS]
-    assert not rare, f"these faults hardly happen: {rare}"
+    never = [kind for kind in kinds if not counts[f"fault: {kind}"]]
+    assert not never, f"these faults do not happen: {never}"
     missing = [end for end in _ENDS if not counts[f"end: {end}"]]
     assert not missing, f"nothing ends like this: {missing}"
-    assert counts["replayed"] == len(range(first, first + _CHECKED_CHUNK, RECORDED_EVERY))
+    assert counts["replayed"] == len(range(0, NUM_CHECKED, RECORDED_EVERY))
     assert counts["health checks of hanging steps"] > 0
     for name in ("accepted drafts", "refused drafts", "steps with drafts", "steps of drafting executors without any"):
-        assert counts[name] > 300, name
+        assert counts[name] > 90, name
     for name in ("drained", "drained executors", "removed executors", "lanes left", "plans with room for the head"):
         assert counts[name] > 0, name
     for name in ("loads", "unloads", "plans with several adapters"):
-        assert counts[name] > 100, name
+        assert counts[name] > 30, name
     for name in ("failed loads", "loads by the operator", "refused loads", "turns", "groups that passed a turn"):
-        assert counts[name] > 4, name
+        assert counts[name] > 0, name
 
 
 @pytest.mark.slow

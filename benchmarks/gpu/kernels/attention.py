@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu.common.attention_sizes import Sizes
-from benchmarks.gpu.common.cases import Bench, Case, Goal, Group, Metrics, one_line
-from benchmarks.gpu.kernels.attention_launch import check, launch, make_inputs
+from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics, one_line
+from benchmarks.gpu.kernels.attention_launch import Sizes, check, launch, make_inputs
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK
 
 MAX_CHECKED = 8192

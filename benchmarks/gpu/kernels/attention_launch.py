@@ -1,4 +1,4 @@
-"""Attention over a paged cache as a model's layer calls it: its tensors on the device, and its launch."""
+"""Attention over a paged cache as a model's layer calls it: a batch's sizes, its tensors on the device, its launch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.common.attention_sizes import Sizes
-from benchmarks.gpu.common.cases import Bench
+from benchmarks.gpu.cases import Bench
+from executor_svc.device.kernels import AttentionShape
 
 if TYPE_CHECKING:
     from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
@@ -122,3 +122,37 @@ def _filled(sizes: Sizes, num_blocks: int, device: torch.device) -> Tensor:
         part = target[first : first + len(random)]
         part.copy_(source[: len(part)])
     return pool
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A batch of sequences of equal length, and the heads of its model."""
+
+    batch: int
+    context: int
+    """Keys of the last token of a sequence."""
+    num_tokens: int = 1
+    """Query tokens of each sequence, at the end of its context."""
+    num_kv_heads: int = 8
+    group: int = 4
+    head_size: int = 128
+    fp8: bool = False
+    block_size: int = 16
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.fp8 else torch.bfloat16
+
+    @property
+    def blocks_per_seq(self) -> int:
+        return -(-self.context // self.block_size)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values of all sequences."""
+        return 2 * self.batch * self.context * self.num_kv_heads * self.head_size * self.kv_dtype.itemsize
+
+    @property
+    def shape(self) -> AttentionShape:
+        heads = self.num_kv_heads * self.group
+        return AttentionShape(heads, self.num_kv_heads, self.head_size, self.head_size, self.head_size**-0.5)

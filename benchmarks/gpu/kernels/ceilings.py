@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.gpu.common.cases import Bench, Case, Ceilings, Group, Metrics
+from benchmarks.gpu.cases import Bench, Case, Ceilings, Group, Metrics
 
 _BYTES = 4 << 30
 _SIDE = 8192

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.gpu.common.cases import Bench, Ceilings, Group, one_line, run_cases
-from benchmarks.gpu.common.environment import is_interpreted
-from benchmarks.gpu.kernels.groups import GROUPS
+from benchmarks.gpu.cases import Bench, Ceilings, Group, one_line, run_cases
+from benchmarks.gpu.environment import is_interpreted
+from benchmarks.gpu.kernels.part import GROUPS
 from benchmarks.peers.answering import answering
 
 
@@ -25,7 +25,7 @@ def make_bench(tiny: bool) -> Bench:
     """The GPU and its clock; under the interpreter the CPU and the host's clock."""
     import torch
 
-    from benchmarks.gpu.common.timing import GpuClock, HostClock
+    from benchmarks.gpu.cases import GpuClock, HostClock
 
     if is_interpreted():
         device = torch.device("cpu")

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.common.attention_sizes import Sizes
-from benchmarks.gpu.common.cases import Bench, Case, Group, Metrics
-from benchmarks.gpu.kernels.attention_launch import kernels_of
+from benchmarks.gpu.cases import Bench, Case, Group, Metrics
+from benchmarks.gpu.kernels.attention_launch import Sizes, kernels_of
 from executor_svc.device.kernels import HeadNorms, Rope
 
 _EPS = 1e-5

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.common.rows import ROOT
-from benchmarks.gpu.common.cases import Case, Ceilings, Group, Outcome
+from benchmarks.gpu.cases import Case, Ceilings, Group, Outcome
 
 _SLOW_S = 60.0
 """A case is given up when it takes this much more than twice its estimate."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.common.cases import Bench, Case, Group, Metrics
+from benchmarks.gpu.cases import Bench, Case, Group, Metrics
 
 if TYPE_CHECKING:
     from executor_svc.gpu.kernels.lora.places import LoraPlaces, Pair

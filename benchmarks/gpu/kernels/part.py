@@ -1,6 +1,7 @@
 """Part `kernels`: kernels and whole steps beside the limits of the hardware, most important first, in limited time.
 
-Each group of cases has its own process. A case that fails is one line, and the rest goes on.
+Each group of cases has its own process. A case that fails is one line, and the rest goes on. The last groups are
+skipped first when time runs out.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ import time
 from collections.abc import Iterator, Sequence
 
 from benchmarks.common.benchmark import SEED, progress
-from benchmarks.common.other_load import OtherLoad
-from benchmarks.gpu.common import results
-from benchmarks.gpu.common.cases import Case, Ceilings, Group, Metrics, Outcome
-from benchmarks.gpu.common.environment import Output, header
-from benchmarks.gpu.kernels import steps
+from benchmarks.common.rows import OtherLoad
+from benchmarks.gpu import environment
+from benchmarks.gpu.cases import Case, Ceilings, Group, Metrics, Outcome
+from benchmarks.gpu.environment import Output, header
+from benchmarks.gpu.kernels import (
+    attention,
+    attention_tuning,
+    ceilings,
+    elementwise,
+    flashinfer,
+    linears,
+    lora,
+    steps,
+)
 from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
 from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.group_process import GroupProcess, outcomes
-from benchmarks.gpu.kernels.groups import GROUPS, ORDER, WARM
 
 ROWS = "gpu_kernels"
 _MAX_COMPILERS = 8
@@ -120,11 +129,11 @@ def tables(done: Sequence[tuple[Group, Case, Outcome]]) -> str:
     for group in dict.fromkeys(group.name for group, _, _ in done):
         rows = [(each, case.goal) for found, case, each in done if found.name == group]
         title = next(found.title for found, _, _ in done if found.name == group)
-        parts.append(results.table(f"{group}: {title}", rows))
+        parts.append(environment.table(f"{group}: {title}", rows))
         if group.startswith("tune-"):
             metric = "tflop_per_s" if group == "tune-prefill" else "tb_per_s"
-            parts += results.best_of([outcome for outcome, _ in rows], _TUNED_BY, metric)
-    parts.append(results.summary([(outcome, case.goal) for _, case, outcome in done]))
+            parts += environment.best_of([outcome for outcome, _ in rows], _TUNED_BY, metric)
+    parts.append(environment.summary([(outcome, case.goal) for _, case, outcome in done]))
     return "\n".join(parts)
 
 
@@ -136,10 +145,33 @@ def run(options: argparse.Namespace) -> int:
     meter, done = LoadMeter(), list[tuple[Group, Case, Outcome]]()
     for group, case, outcome in measure(groups_of(options), options.trial, began + options.seconds - _GRACE_S):
         done.append((group, case, outcome))
-        print(results.as_line(outcome, case.goal), flush=True)
+        print(environment.as_line(outcome, case.goal), flush=True)
         if outcome.metrics:
-            output.add(results.row_of(ROWS, outcome, SEED, meter.read()))
+            output.add(environment.row_of(ROWS, outcome, SEED, meter.read()))
     text = tables(done)
     (output.files / "kernels.txt").write_text(text + "\n", encoding="utf-8")
     print(text, output.places(ROWS), f"== {time.monotonic() - began:.0f} s", sep="\n", flush=True)
     return int(any(outcome.error for _, _, outcome in done))
+
+
+WARM: dict[str, Group] = {
+    **dict.fromkeys(("decode", "prefill", "blocks", "tune-decode", "tune-prefill"), attention_tuning.WARM),
+    attention_tuning.TUNE_SEGMENTS.name: attention_tuning.WARM_SEGMENTS,
+}
+"""Groups whose kernels several processes compile in advance, each with the group that does it."""
+ORDER: tuple[Group, ...] = (
+    ceilings.GROUP,
+    attention.DECODE,
+    attention.PREFILL,
+    *steps.GROUPS.values(),
+    elementwise.GROUP,
+    linears.GROUP,
+    linears.FEW_BITS,
+    lora.GROUP,
+    attention.BLOCKS,
+    attention_tuning.TUNE_PREFILL,
+    attention_tuning.TUNE_DECODE,
+    attention_tuning.TUNE_SEGMENTS,
+    flashinfer.GROUP,
+)
+GROUPS: dict[str, Group] = {group.name: group for group in (*ORDER, *WARM.values())}

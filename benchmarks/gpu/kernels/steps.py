@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.common.cases import Bench, Case, Goal, Group, Metrics, Unavailable
-from benchmarks.gpu.common.shapes import LLAMA_8B, QWEN3_06B, TINY, ModelShape, write_config
-from benchmarks.gpu.common.trace import device_time, read_trace
+from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics, Unavailable, device_time, read_trace
 from benchmarks.gpu.kernels.plan_driver import PlanDriver
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, TINY, ModelShape, write_config
 
 _CONTEXT = 1024
 _WARM_STEPS, _STEPS, _TRACED_STEPS = 16, 64, 32

@@ -13,20 +13,17 @@ from pathlib import Path
 
 from benchmarks.common.benchmark import SEED
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.gpu.common import results
-from benchmarks.gpu.common.cases import Ceilings, Goal, Metrics, Outcome, one_line
-from benchmarks.gpu.common.environment import Output, header
-from benchmarks.gpu.common.shapes import write_config
+from benchmarks.gpu import environment
+from benchmarks.gpu.cases import Ceilings, Goal, Metrics, Outcome, one_line
+from benchmarks.gpu.environment import Output, header
 from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
 from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.part import measure
-from benchmarks.gpu.serving.adapters import serve_adapters
-from benchmarks.gpu.serving.drafts import serve_drafts
+from benchmarks.gpu.serving.adapters import serve_adapters, serve_drafts
 from benchmarks.gpu.serving.grammars import serve_grammars
-from benchmarks.gpu.serving.load import equal_requests, make_requests, sample_of
-from benchmarks.gpu.serving.peer import MIN_PEER_S, serve_peer
-from benchmarks.gpu.serving.run import ROWS, Load, Run
-from benchmarks.gpu.serving.stages import serve_all
+from benchmarks.gpu.serving.run import MIN_PEER_S, ROWS, Load, Run, serve_peer
+from benchmarks.gpu.serving.stages import equal_requests, make_requests, sample_of, serve_all
+from benchmarks.gpu.shapes import write_config
 
 _FEATURES = {"drafts": serve_drafts, "adapters": serve_adapters, "grammars": serve_grammars}
 _RATIO_GOAL = 4.0
@@ -87,9 +84,9 @@ def run(options: argparse.Namespace) -> int:
         device = "cpu" if options.trial else "cuda"
         shape_run = Run(shape, load, device, shape_end, output, ceilings, options.fp8)
         serve_shape(shape_run, options)
-        text.append(results.table(shape.name, shape_run.found))
+        text.append(environment.table(shape.name, shape_run.found))
         found += shape_run.found
-    text.append(results.summary(found))
+    text.append(environment.summary(found))
     (output.files / "serve.txt").write_text("\n".join(text) + "\n", encoding="utf-8")
     print(*text, output.places(ROWS), sep="\n", flush=True)
     return int(any(outcome.error for outcome, _ in found))

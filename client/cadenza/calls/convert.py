@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from cadenza.calls.output_collector import OutputCollector
 from cadenza.chats import ChatMessage, ChatOptions
 from cadenza.info import AdapterUse, AddedToken, ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
-from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
+from cadenza.outputs import CompletionOutput, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import CallOptions, Prompt
 from cadenza.sampling_params import SamplingParams
 from cadenza.structured_outputs import StructuredOutputsParams
@@ -149,31 +148,7 @@ def _speculation(num_draft_tokens: int | None) -> generation_pb2.SpeculationPara
     return generation_pb2.SpeculationParams(num_draft_tokens=int(num_draft_tokens))
 
 
-def resume_to_proto(
-    request: generation_pb2.GenerateRequest, received: OutputCollector
-) -> generation_pb2.GenerateRequest:
-    """Return the message that brings the rest of a request's output; the request itself if there is no output yet."""
-    if not received.has_output:
-        return request
-    total = received.result()
-    positions = [
-        generation_pb2.SamplePosition(
-            sample_index=sample.index, token_index=len(sample.token_ids), finished=sample.finished()
-        )
-        for sample in total.outputs
-    ]
-    # The first prompt token has no logprobs, but a place in the list.
-    num_prompt_logprobs = len(total.prompt_logprobs or ())
-    return generation_pb2.GenerateRequest(
-        request_id=request.request_id,
-        output_mode=request.output_mode,
-        return_prompt_token_ids=request.return_prompt_token_ids and received.prompt_token_ids is None,
-        return_text_ends=request.return_text_ends,
-        resume=generation_pb2.ResumePoint(positions=positions, prompt_logprobs_start=num_prompt_logprobs),
-    )
-
-
-def delta_from_proto(response: generation_pb2.GenerateResponse, prompt_token_ids: list[int] | None) -> Delta:
+def delta_from_proto(response: generation_pb2.GenerateResponse, prompt_token_ids: list[int] | None) -> RequestOutput:
     """Return the contents of one response; stats mark the end of the request.
 
     `prompt_token_ids`: the prompt's token ids if already known; the wire form of prompt logprobs does not include them.
@@ -194,12 +169,7 @@ def delta_from_proto(response: generation_pb2.GenerateResponse, prompt_token_ids
         output.metrics = _metrics(response.stats)
         output.num_cached_tokens = response.stats.num_cached_tokens
     output.outputs = [_sample(sample) for sample in response.outputs]
-    return Delta(
-        output,
-        first_token_index=[sample.first_token_index for sample in response.outputs],
-        text_offset=[sample.text_offset for sample in response.outputs],
-        prompt_logprobs_start=0 if response.prompt_logprobs_start == 1 else response.prompt_logprobs_start,
-    )
+    return output
 
 
 def model_info_from_proto(message: generation_pb2.GetModelInfoResponse) -> ModelInfo:

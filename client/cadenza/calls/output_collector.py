@@ -1,24 +1,19 @@
-"""Merges a request's deltas, and detects lost or repeated ones."""
+"""Merges a request's deltas."""
 
 from __future__ import annotations
 
-from cadenza.errors import DamagedStreamError
-from cadenza.outputs import CompletionOutput, Delta, RequestOutput
+from cadenza.calls.convert import delta_from_proto
+from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.prompts import Prompt
+from cadenza.v1 import generation_pb2
 
 
 class OutputCollector:
     """Merges a request's deltas into one RequestOutput."""
 
-    def __init__(self, request_id: str, *, prompt: str | None, prompt_token_ids: list[int] | None) -> None:
-        self._total = RequestOutput(request_id, prompt=prompt, prompt_token_ids=prompt_token_ids)
+    def __init__(self, request_id: str, prompt: Prompt) -> None:
+        self._total = RequestOutput(request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)
         self._samples: dict[int, CompletionOutput] = {}
-        self.has_responses = False
-        """Whether anything was added."""
-
-    @property
-    def has_output(self) -> bool:
-        """Whether there are tokens, a finish or prompt logprobs."""
-        return bool(self._samples) or self._total.prompt_logprobs is not None
 
     def clear(self) -> None:
         """Forget all output: the request starts anew."""
@@ -27,23 +22,13 @@ class OutputCollector:
         self._samples.clear()
 
     @property
-    def finished(self) -> bool:
-        """Whether the request has ended."""
-        return self._total.finished
-
-    @property
     def prompt_token_ids(self) -> list[int] | None:
         """The prompt's token ids, if they are known."""
         return self._total.prompt_token_ids
 
-    def add(self, delta: Delta) -> RequestOutput:
-        """Add the next delta and return it in the form that `stream` yields.
-
-        Raises DamagedStreamError, and adds nothing, if tokens or text before it are missing or repeated.
-        """
-        self._check(delta)
-        new, total = delta.output, self._total
-        self.has_responses = True
+    def add(self, response: generation_pb2.GenerateResponse) -> RequestOutput:
+        """Add the next response and return it in the form that `stream` yields."""
+        new, total = delta_from_proto(response, self._total.prompt_token_ids), self._total
         for sample in new.outputs:
             self._add_sample(sample)
         if new.prompt_logprobs is not None:
@@ -63,26 +48,6 @@ class OutputCollector:
         """The result so far, with samples in the order of their index."""
         self._total.outputs = [self._samples[index] for index in sorted(self._samples)]
         return self._total
-
-    def _check(self, delta: Delta) -> None:
-        new = delta.output
-        for sample, token_index, text_offset in zip(
-            new.outputs, delta.first_token_index, delta.text_offset, strict=True
-        ):
-            known = self._samples.get(sample.index) or CompletionOutput(sample.index)
-            where = f"request {self._total.request_id}, sample {sample.index}: the server sent"
-            if known.finished():
-                raise DamagedStreamError(f"{where} output after its finish")
-            if sample.token_ids and token_index != len(known.token_ids):
-                raise DamagedStreamError(f"{where} token {token_index} where {len(known.token_ids)} was next")
-            if sample.text and text_offset != len(known.text):
-                raise DamagedStreamError(f"{where} text from {text_offset} where {len(known.text)} was next")
-        num_known, start = len(self._total.prompt_logprobs or ()), delta.prompt_logprobs_start
-        if new.prompt_logprobs is not None and start != num_known:
-            raise DamagedStreamError(
-                f"request {self._total.request_id}: the server sent prompt logprobs from {start} "
-                f"where {num_known or 1} was next"
-            )
 
     def _add_sample(self, new: CompletionOutput) -> None:
         known = self._samples.setdefault(new.index, CompletionOutput(new.index))

@@ -1,21 +1,17 @@
-"""When a client goes on after a lost connection, and how long it tries."""
+"""When a client goes on after a lost connection, how long it tries, and where the output goes on."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import grpc
 
 from cadenza.errors import CadenzaError, DamagedStreamError, UnavailableError, has_server_details
 from cadenza.v1 import generation_pb2
-
-if TYPE_CHECKING:
-    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 RECONNECT_TIMEOUT_S = 30.0
 """Default time for which a client tries to reach a server again."""
@@ -26,10 +22,10 @@ MAX_GRACE_S = 3600.0
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
 _MAX_DOUBLINGS = 10
-_ABORT_TIMEOUT_S = 2.0
 _Message = TypeVar("_Message", generation_pb2.GenerateResponse, generation_pb2.SessionResponse)
 _MAX_TAKEOVERS = 3
 _MAX_DAMAGED = 10
+_START = generation_pb2.SamplePosition()
 
 
 def checked_timeout(value: object) -> float:
@@ -99,13 +95,17 @@ class Attempts:
         self._count = 0
         self._report()
 
+    def on_damage(self) -> None:
+        """Something has damaged a stream: after several times there is no other attempt."""
+        self._num_damaged += 1
+
     def next_delay(self) -> float | None:
         """Seconds to wait before the next attempt; None if there is to be none."""
         now = self._clock()
         if self._lost_at is None:
             self._lost_at = now
         left_s = self._lost_at + self._timeout_s - now
-        if left_s <= 0 or not self._keeps_trying():
+        if left_s <= 0 or self._num_damaged > _MAX_DAMAGED or not self._keeps_trying():
             return None
         longest = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**self._count)
         self._count = min(self._count + 1, _MAX_DOUBLINGS)
@@ -121,13 +121,6 @@ class Attempts:
         if not self._keeps_trying():
             raise error from None
 
-    async def wait_after_damage(self, error: CadenzaError) -> None:
-        """As `wait`, after a stream that was damaged; raises `error` when it has been so several times."""
-        self._num_damaged += 1
-        if self._num_damaged > _MAX_DAMAGED:
-            raise error from None
-        await self.wait(error)
-
     def takes_back(self, code: grpc.StatusCode | None) -> bool:
         """Whether to take over a request that another stream has taken over: it may be this client's own.
 
@@ -139,23 +132,74 @@ class Attempts:
         return self._num_takeovers <= _MAX_TAKEOVERS
 
 
-async def abort_quietly(stub: GenerationServiceAsyncStub, request_ids: Sequence[str]) -> None:
-    """Abort requests that nobody reads any more: a cancelled stream alone would leave them running for their grace.
+class Positions:
+    """Counts the output of one request: finds what is lost or repeated, and says what to resume."""
 
-    Returns after two seconds at the latest. Without a connection they end with their grace.
-    """
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(_ABORT_TIMEOUT_S):
-            if len(request_ids) == 1:
-                await stub.Abort(generation_pb2.AbortRequest(request_id=request_ids[0]))
-                return
-            call = stub.Session()  # one stream for all of them
-            try:
-                for request_id in request_ids:
-                    abort = generation_pb2.AbortRequest(request_id=request_id)
-                    await call.write(generation_pb2.SessionRequest(abort=abort))
-                await call.done_writing()
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-            finally:
-                call.cancel()
+    __slots__ = ("_num_chars", "_prompt_end", "_samples", "_who", "finished", "has_prompt_ids", "has_responses")
+
+    def __init__(self, request_id: str) -> None:
+        self._who = f"request {request_id}"
+        self._samples: dict[int, generation_pb2.SamplePosition] = {}
+        self._num_chars: dict[int, int] = {}  # code points of the text of each sample
+        self._prompt_end: int | None = None  # where prompt logprobs go on
+        self.finished = False  # the last response has come
+        self.has_responses = False
+        self.has_prompt_ids = False  # the server has sent the prompt's token ids
+
+    @property
+    def has_output(self) -> bool:
+        """Whether there are tokens, a finish or prompt logprobs."""
+        return bool(self._samples) or self._prompt_end is not None
+
+    def advance(self, response: generation_pb2.GenerateResponse) -> None:
+        """Count a response; raises DamagedStreamError, and counts nothing, if output before it is missing or
+        repeated."""
+        for output in response.outputs:
+            self._check(output)
+        if response.HasField("prompt_logprobs"):
+            # The first prompt token has no logprobs, but a place in the list: the first part begins at 1.
+            skipped, known = int(response.prompt_logprobs_start == 1), self._prompt_end or 0
+            if (start := response.prompt_logprobs_start - skipped) != known:
+                raise DamagedStreamError(
+                    f"{self._who}: the server sent prompt logprobs from {start} where {known or 1} was next"
+                )
+            self._prompt_end = known + skipped + len(response.prompt_logprobs.chosen_logprobs)
+        for output in response.outputs:
+            index = output.sample_index
+            sample = self._samples.get(index)
+            if sample is None:
+                sample = self._samples[index] = generation_pb2.SamplePosition(sample_index=index)
+            sample.token_index += len(output.token_ids)
+            sample.finished = output.HasField("finish")
+            self._num_chars[index] = self._num_chars.get(index, 0) + len(output.text)
+        self.has_responses = True
+        if response.HasField("info") and response.info.prompt_token_ids:
+            self.has_prompt_ids = True
+        if response.HasField("stats"):
+            self.finished = True
+
+    def message(self, request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
+        """The message that brings the rest of the output; the request itself if there is no output yet."""
+        if not self.has_output:
+            return request
+        positions = [sample for _, sample in sorted(self._samples.items())]
+        start = self._prompt_end or 0
+        return generation_pb2.GenerateRequest(
+            request_id=request.request_id,
+            output_mode=request.output_mode,
+            return_prompt_token_ids=request.return_prompt_token_ids and not self.has_prompt_ids,
+            return_text_ends=request.return_text_ends,
+            resume=generation_pb2.ResumePoint(positions=positions, prompt_logprobs_start=start),
+        )
+
+    def _check(self, output: generation_pb2.SampleOutput) -> None:
+        known = self._samples.get(output.sample_index, _START)
+        if known.finished:
+            what = "output after its finish"
+        elif output.token_ids and output.first_token_index != known.token_index:
+            what = f"token {output.first_token_index} where {known.token_index} was next"
+        elif output.text and output.text_offset != (num_chars := self._num_chars.get(output.sample_index, 0)):
+            what = f"text from {output.text_offset} where {num_chars} was next"
+        else:
+            return
+        raise DamagedStreamError(f"{self._who}, sample {output.sample_index}: the server sent {what}")

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
 
 import grpc
 
-from cadenza.calls.convert import delta_from_proto, resume_to_proto
 from cadenza.calls.output_collector import OutputCollector
-from cadenza.calls.reconnect import Attempts, abort_quietly, is_lost_connection, whole_message
+from cadenza.calls.reconnect import Attempts, Positions, is_lost_connection, whole_message
+from cadenza.calls.session import abort_quietly
 from cadenza.errors import DamagedStreamError, RequestLostError, UnavailableError, from_rpc_error
 from cadenza.outputs import RequestOutput
-from cadenza.v1 import generation_pb2
+from cadenza.v1 import generation_pb2, generation_pb2_grpc
 from cadenza_common.telemetry.trace_context import current_metadata
-
-if TYPE_CHECKING:
-    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 _STATUS_TIMEOUT_S = 1.0
 
@@ -30,7 +26,7 @@ class RequestStream:
 
     def __init__(
         self,
-        stub: GenerationServiceAsyncStub,
+        stub: generation_pb2_grpc.GenerationServiceAsyncStub,
         target: str,
         request: generation_pb2.GenerateRequest,
         collector: OutputCollector,
@@ -41,6 +37,7 @@ class RequestStream:
         self._request = request
         self._collector = collector
         self._attempts = attempts
+        self._positions = Positions(request.request_id)
         self._metadata = current_metadata()
         self._call: grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse] | None
         self._call = None
@@ -53,19 +50,21 @@ class RequestStream:
 
         Raises the CadenzaError of a request that failed, RequestLostError, and UnavailableError after the time limit.
         """
-        while not self._collector.finished:
-            is_first = not self._collector.has_responses
+        while not self._positions.finished:
+            is_first = not self._positions.has_responses
             try:
                 response = await self._read()
-                delta = self._collector.add(delta_from_proto(response, self._collector.prompt_token_ids))
+                self._positions.advance(response)
             except grpc.aio.AioRpcError as error:
                 await self._recover(error)
                 continue
             except DamagedStreamError as damage:
                 self._drop_call()
-                await self._attempts.wait_after_damage(damage)
+                self._attempts.on_damage()
+                await self._attempts.wait(damage)
                 continue
             self._attempts.on_response()
+            delta = self._collector.add(response)
             # A stream that is resumed starts with a response without output.
             if is_first or delta.outputs or delta.prompt_logprobs or delta.finished:
                 return delta
@@ -90,7 +89,7 @@ class RequestStream:
         if self._is_left:  # by `AsyncClient.close`, between two deltas
             raise UnavailableError(f"the stream of request {self._request.request_id} was closed")
         if self._call is None:
-            message = resume_to_proto(self._request, self._collector)
+            message = self._positions.message(self._request)
             self._call = self._stub.Generate(message, metadata=self._metadata)
             self._is_over = False
         return whole_message(
@@ -107,7 +106,7 @@ class RequestStream:
             await self._attempts.wait(cause)
             return
         self._is_over = True
-        if self._collector.has_output and error.code() is grpc.StatusCode.NOT_FOUND:
+        if self._positions.has_output and error.code() is grpc.StatusCode.NOT_FOUND:
             raise RequestLostError.forgotten(self._request.request_id, cause) from None
         raise cause from None
 

@@ -1,280 +1,331 @@
-"""Many requests over a Session stream, with a window that adapts to the capacity of the server's queue."""
+"""One Session stream that carries many requests: sends and aborts them, hands over what comes, replaces a lost stream.
+
+It knows messages, errors and attempts. What becomes of a response is the matter of each `DrivenRequest`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
-from cadenza.calls.convert import delta_from_proto, resume_to_proto
-from cadenza.calls.output_collector import OutputCollector
-from cadenza.calls.reconnect import Attempts, abort_quietly, is_lost_connection, whole_message
+from cadenza.calls.reconnect import Attempts, Positions, is_lost_connection, whole_message
 from cadenza.errors import (
     CadenzaError,
     DamagedStreamError,
     InternalError,
     InvalidRequestError,
     NotFoundError,
-    QueueFullError,
+    RequestLostError,
     UnavailableError,
     from_rpc_error,
     from_status,
 )
-from cadenza.outputs import RequestOutput
-from cadenza.v1 import generation_pb2
+from cadenza.v1 import generation_pb2, generation_pb2_grpc
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 
-if TYPE_CHECKING:
-    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
-
-_MAX_WAITING = 512
-"""Requests in flight beyond what the executors compute at once: half of what the server's queue holds by default."""
-_INFO_TIMEOUT_S = 5.0
-_DEFAULT_RETRY_S = 0.2
+_LOG = logging.getLogger(__name__)
 _ENVELOPE_BYTES = 16  # at most, of the SessionRequest around a request
-OnOutput = Callable[[RequestOutput], None]
+_ABORT_TIMEOUT_S = 2.0
 _SessionCall = grpc.aio.StreamStreamCall[generation_pb2.SessionRequest, generation_pb2.SessionResponse]
 
 
-@dataclass(slots=True)
-class BatchItem:
-    """One request of a batch and its outcome."""
+class DrivenRequest:
+    """One request of a session. Subclasses say what becomes of its output; their methods must not wait."""
 
-    request: generation_pb2.GenerateRequest
-    collector: OutputCollector
-    error: CadenzaError | None = None
-    done: bool = False
-    is_sent: bool = False
-    """Whether the server may have it."""
-    is_resumed: bool = False
-    """Whether the last message about it was a resume."""
+    __slots__ = ("attempts", "ended_by", "is_sent", "positions", "request", "request_id", "tenant")
 
+    def __init__(
+        self, request: generation_pb2.GenerateRequest, attempts: Attempts | None = None, tenant: bytes = b""
+    ) -> None:
+        """attempts: how long it is tried; requests may share them. None: the first error or loss is its end.
+        tenant: SHA-256 of the token of its tenant, in a session that carries requests of several; else nothing."""
+        self.request = request
+        self.request_id = request.request_id
+        self.attempts = attempts
+        self.tenant = tenant
+        self.positions = Positions(self.request_id)  # counted if there are attempts
+        self.is_sent = False  # the server may have it
+        self.ended_by: CadenzaError | None = None
+        """Why it was ended early: it fails with it unless its last output comes."""
 
-@dataclass(slots=True)
-class _Window:
-    """Limits the requests in flight: shrinks to the number that the queue accepted, grows by one with each that
-    ends."""
+    def sending(self, now_s: float) -> None:
+        """It goes to the transport now."""
 
-    most: int = _MAX_WAITING
-    size: int = _MAX_WAITING
-    pending: deque[int] = field(default_factory=deque)
-    in_flight: set[int] = field(default_factory=set)
-    not_before: float = 0.0  # on the event loop's clock
+    def take(self, response: generation_pb2.GenerateResponse, now_s: float) -> bool:
+        """Take the next response, which arrived at `now_s`; False: nobody wants the rest."""
+        raise NotImplementedError
 
-    def returned(self, index: int) -> None:
-        """The request is to be sent again."""
-        self.in_flight.discard(index)
-        # Refusals arrive in the order of sending; the first refused request stays at the front.
-        position = next((at for at, other in enumerate(self.pending) if other > index), len(self.pending))
-        self.pending.insert(position, index)
+    def end(self, error: CadenzaError | None) -> None:
+        """It has ended: with its last response, or with an error, whose __cause__ is gRPC's if a stream was lost."""
+        raise NotImplementedError
 
-    def refused(self, index: int, now: float, retry_after_s: float | None) -> None:
-        """The queue is full."""
-        self.returned(index)
-        self.size = max(1, len(self.in_flight))
-        self.not_before = max(self.not_before, now + (_DEFAULT_RETRY_S if retry_after_s is None else retry_after_s))
-
-    def lost(self) -> None:
-        """The stream is lost: those in flight go first on the next one."""
-        self.pending.extendleft(sorted(self.in_flight, reverse=True))
-        self.in_flight.clear()
-
-    def ended(self, index: int) -> None:
-        self.in_flight.discard(index)
-        self.size = min(self.most, self.size + 1)
+    def begin_anew(self) -> bool:
+        """Forget all output of a request that the server does not know any more; False: somebody has seen it."""
+        return False
 
 
-class SessionBatch:
-    """Runs requests over one Session stream at a time until all have ended.
+class SessionDriver:
+    """Runs requests over one stream at a time, which opens with the first one.
 
-    A request refused because the server's queue is full is sent again after the delay in the server's RetryInfo,
-    without a limit; any other error ends only that request. After a lost connection another stream brings the rest.
-    Leaving `run` early, for any reason, aborts the requests in flight. `on_output` gets the result of each request as
-    it ends; the result of a failed request is not finished.
+    A request whose attempts last goes on after a lost stream, an UNAVAILABLE of its own and a takeover, with no output
+    lost or repeated; other errors end it alone. A stream without requests may stay open, and is not replaced.
     """
 
     def __init__(
         self,
-        stub: GenerationServiceAsyncStub,
+        stub: generation_pb2_grpc.GenerationServiceAsyncStub,
         target: str,
-        items: Sequence[BatchItem],
-        attempts: Attempts,
-        on_output: OnOutput | None = None,
+        *,
+        on_loss: Callable[[], None] = lambda: None,
+        on_unknown: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """on_loss: called after each stream that ended; on_unknown: called with the id of a request that is not here,
+        because it was aborted, or because something is wrong."""
         self._stub = stub
         self._target = target
-        self._items = items
-        self._attempts = attempts
-        self._on_output = on_output
-        self._index_of = {item.request.request_id: index for index, item in enumerate(items)}
-        for item in items:
-            _refuse_too_large(item)
-        self._window = _Window(pending=deque(index for index, item in enumerate(items) if not item.done))
-        self._num_open = len(self._window.pending)
+        self._on_loss = on_loss
+        self._on_unknown = on_unknown
+        self._clock = clock
+        self.live: dict[str, DrivenRequest] = {}
+        """Requests that run, by id."""
+        self.to_send: deque[DrivenRequest] = deque()
+        """What the transport has not taken; a new one for each stream."""
+        self._to_abort: deque[generation_pb2.SessionRequest] = deque()
         self._wake = asyncio.Event()
-        self._call: _SessionCall | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_finishing = False
+        self._closed_by: CadenzaError | None = None
+        self.ended_by: CadenzaError | None = None
+        """Why the last stream ended, if it is not replaced."""
 
-    async def run(self) -> None:
-        """Run all items; raises the CadenzaError of a stream that broke and could not be replaced in time."""
-        for item in self._items:
-            if item.done:
-                self._report(item)
-        if self._num_open > _MAX_WAITING:
-            self._window.most = self._window.size = _MAX_WAITING + await self._num_running_at_once()
-        try:
-            while self._num_open > 0:
-                try:
-                    await self._run_stream()
-                except grpc.aio.AioRpcError as error:
-                    cause = from_rpc_error(error, self._target)
-                    if not is_lost_connection(error):
-                        raise cause from None
-                    await self._attempts.wait(cause)
-                except DamagedStreamError as damage:
-                    await self._attempts.wait_after_damage(damage)
-                self._window.lost()
-        finally:
-            await self.leave()
+    def open(self) -> asyncio.Task[None]:
+        """Open the stream unless there is one; the task ends with it."""
+        if self._task is None or self._task.done():
+            self.ended_by = None
+            self._task = asyncio.create_task(self._run(), name="cadenza-session")
+        return self._task
 
-    async def leave(self) -> None:
-        """End the stream, and the requests in flight at the server; returns soon, whatever the server does."""
-        call, self._call = self._call, None
-        unfinished = [each.request.request_id for each in self._items if each.is_sent and not each.done]
-        for item in self._items:
-            item.is_sent = False
-        if call is not None:
-            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
-            call.cancel()
-        if unfinished:
-            await abort_quietly(self._stub, unfinished)
+    def send(self, live: DrivenRequest) -> None:
+        """Send a request, now or as soon as the server can be reached."""
+        if self._closed_by is not None:
+            live.end(self._closed_by)
+            return
+        self.live[live.request_id] = live
+        self.to_send.append(live)
+        self._wake.set()
+        self.open()
+
+    def abort(self, live: DrivenRequest) -> None:
+        """End a request that nobody waits for any more; does nothing if it has ended."""
+        if self.live.pop(live.request_id, None) is not None and live.is_sent:
+            self.abort_unread(live.request_id, live.tenant)
+
+    def abort_unread(self, request_id: str, tenant: bytes = b"") -> None:
+        """End a request at the server, which need not be in this session."""
+        abort = generation_pb2.AbortRequest(request_id=request_id)
+        self._to_abort.append(generation_pb2.SessionRequest(abort=abort, tenant_token_sha256=tenant))
+        self._wake.set()
+
+    def end(self, live: DrivenRequest, error: CadenzaError) -> None:
+        """End a request early whose output so far is wanted: it ends with its last output, or else with the error."""
+        if live.request_id not in self.live or live.ended_by is not None:
+            return
+        live.ended_by = error
+        if live.is_sent:
+            self.abort_unread(live.request_id, live.tenant)
+        else:
+            self._end(live, error)
+
+    async def finish(self) -> None:
+        """Wait for the end of all requests and half-close; raises the CadenzaError of a stream that did not end so."""
+        self._is_finishing = True
+        self._wake.set()
+        await self.open()
+        if self.ended_by is not None:
+            raise self.ended_by
+
+    async def close(self, error: CadenzaError | None = None) -> None:
+        """End the stream. Requests that still run fail with the error; without one nobody waits for them."""
+        self._closed_by = error or UnavailableError("the session is closed")
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if error is not None:
+            for live in list(self.live.values()):
+                self._end(live, error)
+
+    # --- the stream --------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            cause: CadenzaError
+            is_lost = True
+            try:
+                await self._run_stream()
+                return
+            except grpc.aio.AioRpcError as error:
+                cause, is_lost = from_rpc_error(error, self._target), is_lost_connection(error)
+                cause.__cause__ = error
+            except (DamagedStreamError, UnavailableError) as ended:
+                cause = ended
+            except Exception as bug:
+                _LOG.exception("a session failed")
+                cause, is_lost = InternalError(f"{type(bug).__name__}: {bug}"), False
+            self._on_loss()
+            delays = {attempts: attempts.next_delay() for attempts in self._all_attempts()} if is_lost else {}
+            # The request that has run longest says when.
+            delay_s = next((each for each in delays.values() if each is not None), None)
+            self.ended_by = cause if delay_s is None else None
+            for live in list(self.live.values()):
+                if live.attempts is None or delays.get(live.attempts) is None:
+                    self._end(live, cause)
+            if delay_s is None:
+                return
+            await asyncio.sleep(delay_s)
 
     async def _run_stream(self) -> None:
+        """Raises what ended the stream, unless it was `finish`."""
         call: _SessionCall = self._stub.Session()
-        self._call = call
-        writer = asyncio.create_task(self._write(call))
+        self.to_send = deque(self.live.values())
+        writer = asyncio.create_task(self._write(call), name="cadenza-session-output")
         try:
-            while self._num_open > 0:
-                response = whole_message(
-                    await call.read(),
-                    generation_pb2.SessionResponse,
-                    f"{self._target} ended the session with {self._num_open} requests unfinished",
-                )
-                for event in response.events:
-                    self._take(event)
+            while True:
+                message = await call.read()
+                now_s = self._clock()
+                if message is grpc.aio.EOF and self._is_finishing and not self.live:
+                    return
+                for attempts in self._all_attempts() if message is None else ():
+                    attempts.on_damage()
+                ended = f"{self._target} ended the session"
+                await self.take_all(whole_message(message, generation_pb2.SessionResponse, ended).events, now_s)
         finally:
+            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
             call.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
-    async def _num_running_at_once(self) -> int:
-        """Return how many sequences the server's executors compute at once; 0 if it does not say."""
-        try:
-            info = await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_INFO_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return 0
-        return sum(executor.max_num_seqs for executor in info.executors)
-
     async def _write(self, call: _SessionCall) -> None:
-        window, loop = self._window, asyncio.get_running_loop()
-        try:
-            while self._num_open > 0:
-                delay = window.not_before - loop.time()
-                if not window.pending or len(window.in_flight) >= window.size:
+        """gRPC takes one message at a time."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader knows why it ended
+            while True:
+                while self._to_abort:
+                    await call.write(self._to_abort[0])
+                    self._to_abort.popleft()
+                if self.to_send:
+                    live = self.to_send.popleft()
+                    if self.live.get(live.request_id) is not live:
+                        pass  # aborted before it was sent
+                    elif live.ended_by is not None:
+                        self._end(live, live.ended_by)
+                    else:
+                        live.is_sent = True
+                        live.sending(self._clock())
+                        message = live.positions.message(live.request)
+                        envelope = generation_pb2.SessionRequest(generate=message, tenant_token_sha256=live.tenant)
+                        await call.write(envelope)
+                elif self._is_finishing and not self.live:
+                    await call.done_writing()
+                    return
+                else:
                     self._wake.clear()
                     await self._wake.wait()
-                elif delay > 0:
-                    await asyncio.sleep(delay)
-                else:
-                    index = window.pending.popleft()
-                    window.in_flight.add(index)
-                    item = self._items[index]
-                    message = resume_to_proto(item.request, item.collector)
-                    item.is_sent, item.is_resumed = True, message.HasField("resume")
-                    await call.write(generation_pb2.SessionRequest(generate=message))
-            await call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reader handles the reason why the call ended
 
-    def _take(self, event: generation_pb2.SessionEvent) -> None:
-        index = self._index_of.get(event.request_id)
-        if index is None or self._items[index].done:
-            raise DamagedStreamError(
-                f"{self._target} sent output of request {event.request_id!r}, which this session does not have"
-            )
-        item = self._items[index]
-        kind = event.WhichOneof("event")
-        if kind == "error":
-            error = from_status(event.error)
-            if not isinstance(error, UnavailableError):
-                self._attempts.on_response()
-            if self._send_again(index, error):
-                self._wake.set()
-                return
-            item.error = error
-        elif kind == "response":
-            item.collector.add(delta_from_proto(event.response, item.collector.prompt_token_ids))
-            self._attempts.on_response()
-        if event.done or item.error is not None:
-            if item.error is None and not item.collector.finished:
-                item.error = InternalError(f"request {event.request_id} ended without its last response")
-            self._end(index)
+    def _all_attempts(self) -> Iterable[Attempts]:
+        """Those of all requests, each once."""
+        return dict.fromkeys(live.attempts for live in self.live.values() if live.attempts is not None)
 
-    def _send_again(self, index: int, error: CadenzaError) -> bool:
-        """Put a request that ended with an error back among the pending ones; False if the error is its end."""
-        item, now = self._items[index], asyncio.get_running_loop().time()
-        if isinstance(error, QueueFullError):
-            item.is_sent = False
-            self._window.refused(index, now, error.retry_after_s)
-            return True
-        if isinstance(error, UnavailableError):
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    async def take_all(self, events: Sequence[generation_pb2.SessionEvent], now_s: float) -> None:
+        """Take the events of a message, which arrived at `now_s`; a subclass may let other tasks run in between."""
+        for event in events:
+            self.take(event, now_s)
+
+    def take(self, event: generation_pb2.SessionEvent, now_s: float) -> None:
+        """Give an event to its request."""
+        live = self.live.get(event.request_id)
+        if live is None:
+            self._on_unknown(event.request_id)
+            return
+        if event.HasField("error"):
+            self._take_error(live, from_status(event.error))
+            return
+        response, attempts = event.response, live.attempts
+        if attempts is not None:
+            try:
+                live.positions.advance(response)
+            except DamagedStreamError:
+                attempts.on_damage()
+                raise
+            attempts.on_response()
+        if not live.take(response, now_s):
+            self.abort(live)
+        elif event.done:
+            whole = response.HasField("stats") or live.positions.finished
+            error = None if whole else InternalError(f"request {live.request_id} ended without its last response")
+            self._end(live, error)
+
+    def _take_error(self, live: DrivenRequest, error: CadenzaError) -> None:
+        """Send a request again that may go on; any other fails."""
+        attempts, delay_s = live.attempts, None
+        if attempts is None or live.ended_by is not None:
+            pass
+        elif isinstance(error, UnavailableError):
             # The server starts, drains or stops, and the stream may go on for others or end soon.
-            delay_s = self._attempts.next_delay()
-            if delay_s is None:
-                return False
-            self._window.returned(index)
-            self._window.not_before = max(self._window.not_before, now + delay_s)
-            return True
-        if item.is_resumed and isinstance(error, NotFoundError):
-            # The server was restarted. Nobody has seen the output, so it may come out differently.
-            item.collector.clear()
-        elif not self._attempts.takes_back(error.code):
-            return False
-        self._window.returned(index)
-        return True
+            delay_s = attempts.next_delay()
+        else:
+            attempts.on_response()
+            if attempts.takes_back(error.code):
+                delay_s = 0.0
+            elif isinstance(error, NotFoundError) and live.positions.has_output:
+                error = RequestLostError.forgotten(live.request_id, error)
+                if live.begin_anew():
+                    live.positions, delay_s = Positions(live.request_id), 0.0
+        if delay_s is None:
+            self._end(live, error)
+        else:
+            asyncio.get_running_loop().call_later(delay_s, self._send_again, live, self.to_send)
 
-    def _end(self, index: int) -> None:
-        self._items[index].done = True
-        self._num_open -= 1
-        self._window.ended(index)
-        self._wake.set()
-        self._report(self._items[index])
+    def _send_again(self, live: DrivenRequest, to_send: deque[DrivenRequest]) -> None:
+        """Send a request again on the stream of `to_send`; another stream has all requests from its start."""
+        if to_send is self.to_send and self.live.get(live.request_id) is live:
+            to_send.append(live)
+            self._wake.set()
 
-    def _report(self, item: BatchItem) -> None:
-        if self._on_output is not None:
-            self._on_output(item.collector.result())
-
-
-def _refuse_too_large(item: BatchItem) -> None:
-    """End a request that exceeds the limit of a message: a much longer one would break the stream and all others."""
-    size = item.request.ByteSize()
-    if size + _ENVELOPE_BYTES > MAX_REQUEST_BYTES:
-        message = f"the request has {size} bytes, and a message can have {MAX_REQUEST_BYTES} at most"
-        item.error, item.done = InvalidRequestError(message), True
+    def _end(self, live: DrivenRequest, error: CadenzaError | None) -> None:
+        self.live.pop(live.request_id, None)
+        if self._is_finishing:
+            self._wake.set()
+        live.end(error and (live.ended_by or error))
 
 
-def batch_results(items: Sequence[BatchItem]) -> list[RequestOutput]:
-    """The results in the order of the items; raises the first failing item's error, with the results of the others."""
-    errors = {index: item.error for index, item in enumerate(items) if item.error is not None}
-    if not errors:
-        return [item.collector.result() for item in items]
-    first = min(errors)
-    error = errors[first]
-    if len(items) > 1:
-        error.prompt_index = first
-    error.errors = errors
-    error.outputs = [None if index in errors else item.collector.result() for index, item in enumerate(items)]
-    raise error
+def size_error(request: generation_pb2.GenerateRequest) -> InvalidRequestError | None:
+    """The error of a request over the limit of a message: a much longer one would break the stream of all others."""
+    size = request.ByteSize()
+    if size + _ENVELOPE_BYTES <= MAX_REQUEST_BYTES:
+        return None
+    return InvalidRequestError(f"the request has {size} bytes, and a message can have {MAX_REQUEST_BYTES} at most")
+
+
+async def abort_quietly(stub: generation_pb2_grpc.GenerationServiceAsyncStub, request_ids: Sequence[str]) -> None:
+    """Abort requests that nobody reads any more: a cancelled stream alone would leave them running for their grace.
+
+    Returns after two seconds at the latest. Without a connection they end with their grace.
+    """
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+            if len(request_ids) == 1:
+                await stub.Abort(generation_pb2.AbortRequest(request_id=request_ids[0]))
+                return
+            driver = SessionDriver(stub, "")  # one stream for all of them
+            for request_id in request_ids:
+                driver.abort_unread(request_id)
+            await driver.finish()

@@ -1,16 +1,15 @@
-"""Ctrl-C in a script: Python shows the script's own frames and `KeyboardInterrupt`, but no frame of this package."""
+"""Ctrl-C in a script: Python shows the script's own frames and `KeyboardInterrupt`, but no frame of Cadenza."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_OWN = ("cadenza", "cadenza_common", "cadenza_launcher")
+"""Packages whose frames stand between a script and its interrupt."""
 
 _installed = False
 
@@ -18,7 +17,7 @@ _installed = False
 def shorten_interrupts() -> None:
     """Shorten the report of an uncaught KeyboardInterrupt; a second call does nothing.
 
-    Only `sys.excepthook` sees an exception after its last frame, so only it can leave out all frames of this package.
+    Only `sys.excepthook` sees an exception after its last frame, so only it can leave out all frames of Cadenza.
     The hook changes nothing else: it passes every exception to the hook that it found, and a program that sets its own
     hook later replaces this one. IPython reports errors without it.
     """
@@ -51,7 +50,7 @@ def quiet_at_exit() -> Iterator[None]:
 
 
 def _shorten(error: BaseException) -> None:
-    """Cut the traceback before the first frame of this package; drop contexts without other frames, and interrupts."""
+    """Cut the traceback before the first frame of Cadenza; drop contexts without other frames, and interrupts."""
     error.__traceback__ = _script_part(error.__traceback__)
     context = error.__context__
     while context is not None and (isinstance(context, KeyboardInterrupt) or not _script_part(context.__traceback__)):
@@ -62,8 +61,8 @@ def _shorten(error: BaseException) -> None:
 
 
 def _script_part(trace: TracebackType | None) -> TracebackType | None:
-    """The frames, from the outermost inwards, up to the first one of this package; None if there are none."""
-    if trace is None or trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+    """The frames, from the outermost inwards, up to the first one of Cadenza; None if there are none."""
+    if trace is None or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _OWN:
         return None
     trace.tb_next = _script_part(trace.tb_next)
     return trace

@@ -26,7 +26,7 @@ from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_ro
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.panels import PanelWriter, new_memory
 from executor_svc.cpu.kernels.quantized import embedding_rows
-from executor_svc.cpu.kernels.quantized.launches import Host, PackedPart, Part, PartLaunches, RowForms
+from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host, PackedPart, Part, PartLaunches, RowForms
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
@@ -337,7 +337,7 @@ class CpuKernels:
     def finish_logits(self, logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
         if divisor != 1.0 or cap is not None:
             width = logits.shape[1]
-            kernel = activation.finish_logits(self._code, _DTYPES[dtype], width, divisor, cap)
+            kernel = activation.finish_logits(self._code, DTYPES[dtype], width, divisor, cap)
             self._launch(Launch(kernel, "rows", 1, 1, _addresses(logits)), logits.shape[0])
         return logits
 
@@ -363,11 +363,8 @@ class CpuKernels:
         self._launch(launch, count)
 
 
-_DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
-
 def _dtype(x: Tensor) -> Dtype:
-    return _DTYPES[x.dtype]
+    return DTYPES[x.dtype]
 
 
 def _addresses(*tensors: Tensor) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.panels import new_panels
 from executor_svc.device.kernels import WeightRows
 
-_BLOCK_BYTES = 1 << 19
+BLOCK_BYTES = 1 << 19
 """Of a weight's rows that are read at a time: they stay in the L2 cache until they are in panels."""
 
 
@@ -32,7 +32,7 @@ class CpuLinear:
     def read(self, weight: WeightRows) -> None:
         """Put the rows of the weight into the panels; any thread may do so."""
         first = 0
-        for block in weight.blocks(_BLOCK_BYTES, PANEL):
+        for block in weight.blocks(BLOCK_BYTES, PANEL):
             self._kernels.panel_writer.write(self.panels, first, block)
             first += len(block)
 

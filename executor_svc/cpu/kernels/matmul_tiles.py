@@ -15,7 +15,7 @@ from executor_svc.cpu.kernels.panel_layout import PANEL, inner_step, load_weight
 
 CHAINS = 1
 """Partial sums of each element. Exactness only needs the same number for all numbers of rows; one is as fast as two
-(`benchmarks exactness_cost` compares them for few rows)."""
+for few rows (benchmarks/results/exactness_cost.jsonl)."""
 _UNROLL = 2
 _FEW_ROWS = 4
 _I32, _I16 = ir.IntType(32), ir.IntType(16)

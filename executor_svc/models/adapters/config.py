@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from executor_svc.models.adapters.paths import CONFIG_FILE
 from executor_svc.models.config_fields import Fields
-
-CONFIG_FILE = "adapter_config.json"
 
 ALL_LINEAR = "all-linear"
 """A value of target_modules: every linear but the head."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from executor_svc.models.adapters.config import CONFIG_FILE
 from executor_svc.models.adapters.modules import EMBEDDING, HEAD, Module
+from executor_svc.models.adapters.paths import CONFIG_FILE
 from executor_svc.models.adapters.targets import Target, Targets
 from executor_svc.models.adapters.tensor_names import Kind, parse_name
 from executor_svc.models.folder import LoaderError

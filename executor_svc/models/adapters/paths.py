@@ -7,6 +7,9 @@ from pathlib import Path
 
 from executor_svc.models.folder import LoaderError
 
+CONFIG_FILE = "adapter_config.json"
+"""Of an adapter's folder, in the form of PEFT."""
+
 
 def allowed_folder(path: str | Path, roots: Sequence[Path]) -> Path:
     """Return a folder without symbolic links or `..` in its path, if it is one of the roots or lies below one.
@@ -42,16 +45,6 @@ def allowed_file(folder: Path, name: str, roots: Sequence[Path] | None) -> Path:
     if found is None:
         raise LoaderError(f"{name}: not a file below {_shown(roots)}")
     return found
-
-
-def folder_of_name(name: str, root: Path) -> Path:
-    """Return the folder of a root that has an adapter's name, for adapters that are loaded by name on first use.
-
-    A name is one part of a path, not hidden: no separators, no `..`. Raises LoaderError.
-    """
-    if not name or name.startswith(".") or any(mark in name for mark in ("/", "\\", "\0")):
-        raise LoaderError(f"{name!r} is no name of an adapter: it must be a folder's name, without / and not hidden")
-    return allowed_folder(root / name, [root])
 
 
 def _resolved(path: str | Path, roots: Sequence[Path]) -> Path | None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from executor_svc.models.adapters.adapter import Adapter, EmbeddingPart, LoraPart, TokenRows
-from executor_svc.models.adapters.config import CONFIG_FILE, parse_config
+from executor_svc.models.adapters.config import parse_config
 from executor_svc.models.adapters.contents import AdapterLimits, Contents, Pair, find_contents
 from executor_svc.models.adapters.digest import content_hash
 from executor_svc.models.adapters.errors import naming
 from executor_svc.models.adapters.modules import EMBEDDING, HEAD, LinearName, decoder_modules
-from executor_svc.models.adapters.paths import allowed_file
+from executor_svc.models.adapters.paths import CONFIG_FILE, allowed_file
 from executor_svc.models.adapters.targets import Targets, find_targets
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.folder import LoaderError

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from executor_svc.models.adapters.config import ALL_LINEAR, CONFIG_FILE, AdapterConfig
+from executor_svc.models.adapters.config import ALL_LINEAR, AdapterConfig
 from executor_svc.models.adapters.modules import EMBEDDING, HEAD, Module
+from executor_svc.models.adapters.paths import CONFIG_FILE
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.quantized.name_pattern import MatchTime, NamePattern, PatternError
 

@@ -23,11 +23,11 @@ from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.round_to_nearest import TABLES, Rounding
+from executor_svc.models.safetensors_file import LENGTH_BYTES
 from executor_svc.models.spec import MTP_LAYERS_FIELD
 
 _HEADER_BYTES = 4 << 20
 """Reserved for the header, which the file begins with; spaces follow it."""
-_LENGTH_BYTES = 8
 _BLOCK_BYTES = 1 << 22
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
 _COPIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*")
@@ -157,7 +157,7 @@ class _TensorFile:
         """Return the place of a tensor."""
         begin, self._end = self._end, self._end + math.prod(shape) * dtype.itemsize
         self._entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, self._end]}
-        return _Place(self._path, self._file, _LENGTH_BYTES + _HEADER_BYTES + begin)
+        return _Place(self._path, self._file, LENGTH_BYTES + _HEADER_BYTES + begin)
 
     def close(self) -> None:
         os.close(self._file)
@@ -167,7 +167,7 @@ class _TensorFile:
         header = json.dumps(self._entries).encode()
         if len(header) > _HEADER_BYTES:
             raise OSError(f"{self._path}: too many tensors for its header")
-        whole = _HEADER_BYTES.to_bytes(_LENGTH_BYTES, "little") + header.ljust(_HEADER_BYTES)
+        whole = _HEADER_BYTES.to_bytes(LENGTH_BYTES, "little") + header.ljust(_HEADER_BYTES)
         _write(self._file, memoryview(whole), 0)
 
 

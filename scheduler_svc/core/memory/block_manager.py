@@ -129,10 +129,6 @@ class BlockManager:
         """Number of blocks of its cached prefix as of its last lookup; 0 if that is not remembered."""
         return self._lookups.num_known(sequence)
 
-    def forget_lookup(self, sequence: Sequence) -> None:
-        """Forget what is remembered of the lookups of a sequence that does not wait here any more."""
-        self._lookups.forget(sequence)
-
     def device_blocks_of(self, found: CachedPrefix) -> list[int]:
         """The device blocks of a found prefix."""
         return [place for place in map(self.tiers.cache.place, found.nodes) if place >= 0]

@@ -63,7 +63,7 @@ class MeasuredRates:
 
     @property
     def line(self) -> tuple[float, float]:
-        """`ns_per_token` and `ns_per_step`, 0 before the first measurement."""
+        """`ns_per_token`, and the cost of a step beside its tokens; 0 before the first measurement."""
         return self._fitted() or (0.0, 0.0)
 
     @property
@@ -71,12 +71,6 @@ class MeasuredRates:
         """Marginal cost of one token in a step; None before the first measurement."""
         line = self._fitted()
         return None if line is None else line[0]
-
-    @property
-    def ns_per_step(self) -> float | None:
-        """Cost of a step beside its tokens; None before the first measurement."""
-        line = self._fitted()
-        return None if line is None else line[1]
 
     @property
     def ns_per_block(self) -> float | None:

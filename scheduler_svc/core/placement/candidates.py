@@ -157,11 +157,6 @@ def present_size(group: SequenceGroup) -> PresentSize:
     return PresentSize(count, max((sequence.num_tokens for sequence in unfinished), default=0))
 
 
-def holds_present_tokens(lane: Lane, group: SequenceGroup) -> bool:
-    """Whether an empty executor holds the sequences that must run together, with their tokens so far and one more."""
-    return _holds(lane, group, present_size(group))
-
-
 def _holds(lane: Lane, group: SequenceGroup, size: PresentSize) -> bool:
     spec, count, longest = lane.spec, size.num_sequences, size.longest
     if lane.num_kv_tokens <= group.outgrown_kv_tokens:

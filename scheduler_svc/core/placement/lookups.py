@@ -20,7 +20,7 @@ _CANDIDATE_TOKENS = 32
 """with so many more for each lane that takes groups,"""
 _MIN_LOOKED_UP = 128
 """and so many more for each lane that has its first block."""
-_MIN_BLOCK_TOKENS = 16
+MIN_BLOCK_TOKENS = 16
 """Looking up a smaller block takes as long as one of this size."""
 _WHOLE = 1 << 62
 """In place of a number of blocks: the lookup is complete."""
@@ -77,7 +77,7 @@ class PlacementLookups:
 
     def _is_whole(self, queue: LaneQueue, sequence: Sequence, begun: dict[LaneQueue, int]) -> bool:
         """Go on with one lane; returns whether its lookup is complete."""
-        block_tokens = max(_MIN_BLOCK_TOKENS, queue.block_size)
+        block_tokens = max(MIN_BLOCK_TOKENS, queue.block_size)
         while (known := begun[queue]) < _WHOLE:
             if self._num_left <= 0:
                 return False

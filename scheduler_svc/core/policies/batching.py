@@ -9,6 +9,9 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.sequences.sequence import Sequence
 
+MAX_WAITING_STEPS = 20
+"""For so many steps in a row new groups are held back at most; TGI's max_waiting_tokens."""
+
 
 class BatchingPolicy(Protocol):
     """Decides per step how many groups may join, and per sequence how many tokens it reserves blocks for.
@@ -37,11 +40,10 @@ class ContinuousBatching:
     """Iteration-level batching (Orca, OSDI 2022): waiting groups may join at every step.
 
     With a `waiting_served_ratio`, as in TGI, prefills are held back until the ratio of waiting to running groups
-    reaches it, or until `max_waiting_steps` steps have passed without an admission.
+    reaches it, or until MAX_WAITING_STEPS steps have passed without an admission.
     """
 
     waiting_served_ratio: float = 0.0
-    max_waiting_steps: int = 20
     is_placed: ClassVar[bool] = True
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
@@ -52,7 +54,7 @@ class ContinuousBatching:
         num_running = len({sequence.group for sequence in lane.running})
         enough = len(waiting) >= self.waiting_served_ratio * num_running
         state = lane.batching
-        if enough or waiting.is_overdue(oldest, now) or draining or state.num_held_back >= self.max_waiting_steps:
+        if enough or waiting.is_overdue(oldest, now) or draining or state.num_held_back >= MAX_WAITING_STEPS:
             state.num_held_back = 0
             return len(waiting)
         state.num_held_back += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.placement.lookups import MIN_BLOCK_TOKENS
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_TOKENS
@@ -16,8 +17,6 @@ from scheduler_svc.core.types import SequenceState
 
 _SLICE_TOKENS = 16_384
 """Tokens of one slice: looking them up takes 0.5 ms, or 1 ms in cold memory."""
-_MIN_BLOCK_TOKENS = 16
-"""Looking up a smaller block takes as long as one of this size."""
 _MAX_GROUPS = 64
 """Groups at the head of the queue that are looked at before each plan: 0.1 ms."""
 _MAX_PASSES = 3
@@ -31,7 +30,7 @@ def look_ahead(requests: RequestTable, lane: Lane, now: float) -> Generator[None
     In the pauses requests may come and go, and other plans may be made. So it looks again, a bounded number of times.
     """
     blocks, size = lane.blocks, lane.spec.block_size
-    num_left = slice_blocks = max(1, _SLICE_TOKENS // max(_MIN_BLOCK_TOKENS, size))
+    num_left = slice_blocks = max(1, _SLICE_TOKENS // max(MIN_BLOCK_TOKENS, size))
     for _ in range(_MAX_PASSES):
         has_paused = False
         for sequence in list(_due(requests, lane, now)):

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.engine.lane_views import lane_load
+from scheduler_svc.engine.gauges import lane_load
 from scheduler_svc.engine.request_trace import ExecutorIdentity
 from scheduler_svc.plan_loop.clock import Timer
 from scheduler_svc.plan_loop.plan_loop import PlanLoop

@@ -60,11 +60,6 @@ def block_hashes(blocks: Sequence[Block]) -> tuple[int, ...]:
     return struct.unpack(f">{len(blocks)}q", b"".join(block.digest for block in blocks))
 
 
-def unsigned_hashes(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Their hashes, as numbers of 64 bits without a sign."""
-    return struct.unpack(f">{len(blocks)}Q", b"".join(block.digest for block in blocks))
-
-
 def token_ids_of(blocks: Sequence[Block]) -> list[int]:
     """The token ids of all, one block after the other."""
     return memoryview(b"".join(block.content for block in blocks)).cast("I").tolist()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fleet.arrivals import Arrivals, alone
-from benchmarks.fleet.model import model_of
+from benchmarks.fleet.caches import model_of
 from benchmarks.fleet.results import FleetResult
 from cadenza_loadtest.measures.columns import RequestColumns
 from cadenza_loadtest.requests import RequestShape

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.fleet.engine import LOST_S, Fleet, FleetPlan, Split
-from benchmarks.fleet.failures import FAILURES_PER_GPU_HOUR, Failures
-from benchmarks.fleet.histogram import LogHistogram
-from benchmarks.fleet.results import FleetResult, Objective
+from benchmarks.fleet.requests import FAILURES_PER_GPU_HOUR, Failures
+from benchmarks.fleet.results import FleetResult, LogHistogram, Objective
 from tests.helpers.loadtest.fleets import Given, model, requests, serve
 
 

@@ -8,9 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.fleet.arrivals import Arrivals, ChunkedTraffic
-from benchmarks.fleet.drawn import DrawnTraffic
-from benchmarks.fleet.statistics import DAY_S, MIXES, MixName, day_factor, day_peak
+from benchmarks.fleet.arrivals import (
+    DAY_S,
+    MIXES,
+    Arrivals,
+    ChunkedTraffic,
+    DrawnTraffic,
+    MixName,
+    day_factor,
+    day_peak,
+)
 from benchmarks.fleet.traces import TraceTraffic, read_trace
 from cadenza_loadtest.requests import LoadTestError
 

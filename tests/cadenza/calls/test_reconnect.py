@@ -123,10 +123,12 @@ async def test_a_damaged_stream_is_begun_again_ten_times() -> None:
     tries = Tries(1e9)
     damage = DamagedStreamError("lost")
     for _ in range(10):
-        await tries.attempts.wait_after_damage(damage)
+        tries.attempts.on_damage()
+        await tries.attempts.wait(damage)
         tries.attempts.on_response()
+    tries.attempts.on_damage()
     with pytest.raises(DamagedStreamError):
-        await tries.attempts.wait_after_damage(damage)
+        await tries.attempts.wait(damage)
 
 
 def test_what_grpc_gives_for_a_message_that_is_none() -> None:

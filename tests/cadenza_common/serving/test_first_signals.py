@@ -25,6 +25,7 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("module", ["scheduler_svc", "executor_svc", "gateway_svc"])
 def test_a_service_that_imports_ends_on_sigterm(module: str, tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text(ENDLESS)

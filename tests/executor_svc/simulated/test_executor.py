@@ -12,7 +12,7 @@ import pytest
 from executor_svc.plan.plan import InvalidPlan, SlotError
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.simulated.costs import StepCosts
-from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
+from tests.helpers.executor.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from tests.helpers.executor.plans import ints, scheduled, sequence
 from tests.helpers.executor.simulated_rig import LIMITS, RandomHistory, Rig, columns, moves
 

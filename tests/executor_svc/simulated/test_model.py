@@ -14,7 +14,7 @@ from executor_svc.simulated import hashing, tokens
 from executor_svc.simulated.model import fingerprint
 from executor_svc.simulated.ranking import Ranking, strides
 from executor_svc.simulated.token_choice import best_ranks, choose
-from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
+from tests.helpers.executor.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from tests.helpers.executor.plans import ints
 
 NO_FLOATS = np.zeros(0, np.float32)

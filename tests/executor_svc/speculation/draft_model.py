@@ -11,11 +11,22 @@ import numpy as np
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.plan import Limits
 from executor_svc.speculation.drafts import DraftSource
+from executor_svc.speculation.suffix import SuffixSource
 
 
 def limits(num_slots: int = 4, max_model_len: int = 1024, max_drafts: int = 5) -> Limits:
     """Return limits of slots that hold tokens and nothing else."""
     return Limits(num_slots, num_slots, 1024, max_model_len, 1 << 18, 20, 16, 8, 0, 1, max_drafts)
+
+
+def num_shared_bytes(source: SuffixSource) -> int:
+    """The bytes of the shared automata."""
+    return 0 if source._shared is None else source._shared.num_bytes
+
+
+def num_own_bytes(source: SuffixSource) -> int:
+    """The bytes of the automata of the sequences."""
+    return sum(sequence.own.num_bytes for sequence in source._sequences if sequence is not None)
 
 
 class Driver:

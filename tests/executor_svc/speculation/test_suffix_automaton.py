@@ -15,6 +15,18 @@ from tests.executor_svc.speculation.draft_model import Corpus
 GROWTH = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=24)
 
 
+def followers_of(automaton, state):
+    """(token, the state after it) of every edge of a state, in the order in which they were added."""
+    if automaton._token[state] >= 0:
+        yield automaton._token[state], automaton._target[state]
+    last = edge = automaton._ring[state]
+    while edge:
+        edge = automaton._edge_next[edge]
+        yield automaton._edge_token[edge], automaton._edge_target[edge]
+        if edge == last:
+            return
+
+
 def grown(growth, max_counted=1000):
     automaton, corpus = SuffixAutomaton(max_counted), Corpus()
     states = [ROOT] * 3
@@ -72,7 +84,7 @@ def test_states_are_those_of_the_smallest_automaton(growth):
         longest[state] = max(longest.get(state, ()), substring, key=len)
         same = state_of(automaton, substring[1:]) == state
         assert same == (len(substring) > 1 and corpus.ends(substring) == corpus.ends(substring[1:]))
-    assert automaton.num_states == len(longest) + 1 <= max(2 * len(growth), 1)
+    assert len(automaton.length) == len(longest) + 1 <= max(2 * len(growth), 1)
     for state, substring in longest.items():
         assert automaton.length[state] == len(substring)
         assert automaton.link[state] == state_of(automaton, corpus.shorter(substring))
@@ -84,14 +96,14 @@ def test_capped_counts_are_too_low_only_for_substrings_with_many_longer_ones(gro
     automaton, corpus, _ = grown(growth, cap)
     exact, _, _ = grown(growth)
     # The number of states between a state and the longest that ends at the same place.
-    above = dict.fromkeys(range(automaton.num_states), 0)
+    above = dict.fromkeys(range(len(automaton.length)), 0)
     for text in corpus.texts:
         for end in range(1, len(text) + 1):
             state, depth = state_of(automaton, text[:end]), 0
             while state != ROOT:
                 above[state] = max(above[state], depth)
                 state, depth = automaton.link[state], depth + 1
-    for state in range(1, automaton.num_states):
+    for state in range(1, len(automaton.length)):
         assert 1 <= automaton.count[state] <= exact.count[state]
         if above[state] < cap:
             assert automaton.count[state] == exact.count[state]
@@ -103,7 +115,9 @@ def test_best_follower_is_the_most_frequent_one_and_of_these_the_newest(growth):
     for substring in substrings(corpus):
         state = state_of(automaton, substring)
         followers = corpus.followers(substring)
-        assert [token for token, _ in automaton.followers(state)] == sorted(followers, key=lambda t: followers[t][1])
+        assert [token for token, _ in followers_of(automaton, state)] == sorted(
+            followers, key=lambda t: followers[t][1]
+        )
         token, following, share = automaton.best(state)
         if not followers:
             assert token == -1
@@ -152,5 +166,5 @@ def test_large_vocabularies_and_memory():
     assert automaton.num_bytes < 70 * len(tokens)
     for start in range(0, len(tokens) - 50, 37):
         assert state_of(automaton, tokens[start : start + 50]) != NO_STATE
-    assert {token for token, _ in automaton.followers(ROOT)} == set(tokens)
+    assert {token for token, _ in followers_of(automaton, ROOT)} == set(tokens)
     assert automaton.follow(ROOT, 256_001) == NO_STATE

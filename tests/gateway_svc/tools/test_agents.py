@@ -10,10 +10,10 @@ import json
 
 import pytest
 
-from gateway_svc.anthropic.blocks import messages_prompt
-from gateway_svc.openai.carried_thoughts import brought_back, carried
-from gateway_svc.openai.response_input import response_prompt
-from gateway_svc.tools.definitions import ToolUse
+from gateway_svc.requests.carried_thoughts import brought_back, carried
+from gateway_svc.requests.message_blocks import messages_prompt
+from gateway_svc.requests.response_input import response_prompt
+from gateway_svc.requests.tools import ToolUse
 from tests.helpers.models.tool_models import call_text
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

@@ -17,7 +17,8 @@ from cadenza.sampling_params import SamplingParams
 from gateway_svc.http.errors import ApiError
 from gateway_svc.parsing.formats import Formats, find_formats
 from gateway_svc.parsing.output import Reading, read_output
-from gateway_svc.tools.definitions import Tool, ToolUse
+from gateway_svc.requests.request import GatewayRequest
+from gateway_svc.requests.tools import Tool, ToolUse
 from gateway_svc.tools.grammars import grammar_of
 from gateway_svc.tools.preparing import prepare
 from gateway_svc.tools.xml_arguments import argument_kinds
@@ -49,6 +50,11 @@ class Caller:
         return hermes_tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
 
 
+def asked(prompt: Prompt, params: SamplingParams, use: ToolUse | None = None, field: str = "structured_outputs"):
+    """A request, read; field: the one that has its constraint."""
+    return GatewayRequest(id="a", prompts=[prompt], params=params, use=use or ToolUse(), constrained_by=field)
+
+
 def accepts(grammar: str, text: str, style: str) -> bool:
     """Whether a grammar of Lark allows a text, whose markers are tokens or plain text."""
     matcher = llguidance.LLMatcher(table(), llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
@@ -77,8 +83,7 @@ CONSTRAINTS = {
 async def test_a_model_that_may_think_thinks_before_what_is_constrained(name, style):
     given, good, bad = CONSTRAINTS[name]
     params = SamplingParams(structured_outputs=given)
-    values = {"structured_outputs": given}
-    prepared = await prepare(Caller(), Prompt(text="user\nHi"), ToolUse(), formats(style), params, values)  # type: ignore[arg-type]
+    prepared = await prepare(Caller(), asked(Prompt(text="user\nHi"), params), formats(style))  # type: ignore[arg-type]
     grammar = prepared.params.structured_outputs.grammar
     for before in ("", "<think>Well, start 1.</think>", "<think></think>\n\n"):
         assert accepts(grammar, before + good, style), before
@@ -93,8 +98,7 @@ async def test_a_constraint_begins_behind_a_thought_that_is_open(name):
     end = hermes_tokenizer().convert_tokens_to_ids("</think>")
     for style in ("added", "plain"):
         params = SamplingParams(structured_outputs=given)
-        values = {"structured_outputs": given}
-        prepared = await prepare(Caller(), Prompt(text="Hi<think>\n"), ToolUse(), formats(style), params, values)  # type: ignore[arg-type]
+        prepared = await prepare(Caller(), asked(Prompt(text="Hi<think>\n"), params), formats(style))  # type: ignore[arg-type]
         found = prepared.params.structured_outputs
         if found.start_after_token_ids:
             assert (found.start_after_token_ids, style) == ([end], "added")
@@ -108,12 +112,11 @@ async def test_a_constraint_begins_behind_a_thought_that_is_open(name):
 async def test_what_cannot_begin_behind_a_thought_is_refused_or_begins_at_once():
     gbnf = {"grammar": 'root ::= "a"'}
     params = SamplingParams(structured_outputs=gbnf)
-    values = {"structured_outputs": gbnf}
     with pytest.raises(ApiError) as refused:
-        await prepare(Caller(), Prompt(text="<think>"), ToolUse(), formats("plain"), params, values)  # type: ignore[arg-type]
+        await prepare(Caller(), asked(Prompt(text="<think>"), params), formats("plain"))  # type: ignore[arg-type]
     assert (refused.value.status, refused.value.param) == (400, "structured_outputs")
     for text, style in (("Hi", "plain"), ("<think>\n\n</think>\n\n", "added")):
-        prepared = await prepare(Caller(), Prompt(text=text), ToolUse(), formats(style), params, values)  # type: ignore[arg-type]
+        prepared = await prepare(Caller(), asked(Prompt(text=text), params), formats(style))  # type: ignore[arg-type]
         assert prepared.params.structured_outputs == params.structured_outputs
 
 
@@ -135,7 +138,7 @@ async def test_a_constraint_beside_tools_is_honoured_or_refused_by_name(mode, fi
     constraint = value if field == "structured_outputs" else {"json_object": True}
     params = SamplingParams(structured_outputs=constraint)
     use = ToolUse((TOOL,), mode)
-    work = prepare(Caller(), Prompt(text="Hi"), use, formats("added", "none"), params, {field: value})  # type: ignore[arg-type]
+    work = prepare(Caller(), asked(Prompt(text="Hi"), params, use, field), formats("added", "none"))  # type: ignore[arg-type]
     if is_refused:
         with pytest.raises(ApiError) as refused:
             await work

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from gateway_svc.anthropic import messages
-from gateway_svc.openai import responses, tokens
+from gateway_svc.requests import chat, messages, responses
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.models.chat_templates import TIME
 from tests.helpers.models.tool_models import call_text, hermes_tokenizer, scripts
@@ -87,12 +86,12 @@ async def test_logprobs_belong_to_the_item_that_their_tokens_made(hermes):
 async def test_large_bodies_are_read_off_the_loop(hermes, monkeypatch):
     hermes.script("Yes")
     threads = []
-    for module, name in ((responses, "response_prompt"), (messages, "messages_prompt"), (tokens, "chat_prompt")):
+    for module, name in ((responses, "response_prompt"), (messages, "messages_prompt"), (chat, "chat_prompt")):
         work = getattr(module, name)
 
-        def wrapped(*arguments, work=work):
+        def wrapped(*arguments, work=work, **named):
             threads.append(threading.current_thread())
-            return work(*arguments)
+            return work(*arguments, **named)
 
         monkeypatch.setattr(module, name, wrapped)
     for size, is_loop in ((10, True), (70_000, False)):
@@ -100,10 +99,10 @@ async def test_large_bodies_are_read_off_the_loop(hermes, monkeypatch):
         text = "a" * size
         expected = 200 if size == 10 else 400  # the model has no room for it
         await hermes.post(RESPONSES, {"input": text, "seed": 1}, expected)
-        chat = [{"role": "user", "content": text}]
-        await hermes.post(MESSAGES, {"model": "toy", "max_tokens": 9, "messages": chat}, expected)
-        await hermes.post(f"{MESSAGES}/count_tokens", {"model": "toy", "messages": chat})
-        await hermes.post("/tokenize", {"messages": chat})
+        turns = [{"role": "user", "content": text}]
+        await hermes.post(MESSAGES, {"model": "toy", "max_tokens": 9, "messages": turns}, expected)
+        await hermes.post(f"{MESSAGES}/count_tokens", {"model": "toy", "messages": turns})
+        await hermes.post("/tokenize", {"messages": turns})
         assert [each is threading.main_thread() for each in threads] == [is_loop] * 4
 
 

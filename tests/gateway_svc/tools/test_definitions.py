@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway_svc.anthropic.blocks import messages_prompt
 from gateway_svc.http.errors import ApiError
-from gateway_svc.tools.definitions import ToolUse, chat_tools, message_tools, response_tools
+from gateway_svc.requests.message_blocks import messages_prompt
+from gateway_svc.requests.tools import ToolUse, chat_tools, message_tools, response_tools
 
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 CHAT = {"type": "function", "function": FUNCTION}

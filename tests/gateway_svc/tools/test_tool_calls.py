@@ -8,7 +8,7 @@ from unittest.mock import ANY
 import pytest
 
 from gateway_svc.anthropic.content import _object
-from gateway_svc.tools.definitions import chat_tools, message_tools, response_tools
+from gateway_svc.requests.tools import chat_tools, message_tools, response_tools
 from tests.helpers.models.chat_templates import TIME, WEATHER
 from tests.helpers.models.tool_models import call_text, hermes_tokenizer, mistral_tokenizer
 

@@ -353,7 +353,7 @@ class World:
         """What is remembered of a waiting sequence's lookup is what a first lookup finds."""
         for row in self.waiting:
             first = self.blocks.find_cached_prefix(replace(row, sequence_id=-1))
-            self.blocks.forget_lookup(replace(row, sequence_id=-1))
+            self.blocks._lookups.forget(replace(row, sequence_id=-1))
             assert self.blocks.num_cached_tokens(row) == first.num_tokens
             assert self.blocks.find_cached_prefix(row) == first
 

@@ -22,6 +22,7 @@ from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, FinishDetail, RequestSpec, SessionEnd
 from tests.helpers.core.core_executor import COSTS, CoreExecutor
 from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.deltas import deltas
 from tests.helpers.core.known import VOCAB_SIZE, known_beams, known_sample
 
 
@@ -211,7 +212,7 @@ class Bench:
 
     def take(self, outputs: StepOutputs) -> None:
         self.hypotheses += outputs.hypotheses
-        for delta in outputs:
+        for delta in deltas(outputs):
             request_id, place = delta.key[1], (delta.key[1], delta.sample_index)
             assert place not in self.ends, "outputs of a sample that has ended"
             self.samples[place] += delta.token_ids

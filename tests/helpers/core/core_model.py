@@ -25,7 +25,7 @@ from executor_svc.startup.speculation import Draft, make_draft_source, source_of
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.outputs import SampleDelta, StepOutputs
+from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
@@ -36,6 +36,7 @@ from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.executors.results import step_result
 from tests.executor_svc.driver import Model
 from tests.helpers.core.core_adapters import CoreAdapters
+from tests.helpers.core.deltas import SampleDelta, deltas
 from tests.helpers.executor.rank_threads import RankModel, RankThreads
 
 _STEP_S = 0.01
@@ -324,7 +325,7 @@ class Rig:
             layer.fill_(float("nan"))
 
     def _take(self, outputs: StepOutputs) -> None:
-        for delta in outputs:
+        for delta in deltas(outputs):
             self.outcome[delta.key[1], delta.sample_index].add(delta)
             if delta.finish is not None:
                 self._talk_on(delta.key[1])

@@ -12,6 +12,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec
 from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.deltas import deltas
 from tests.helpers.core.known import VOCAB_SIZE, known_sample
 from tests.helpers.core.lane_rig import LaneRig
 
@@ -149,7 +150,7 @@ class FleetBench:
 
     def take(self, outputs: StepOutputs) -> None:
         """Keep what samples got."""
-        for delta in outputs:
+        for delta in deltas(outputs):
             sample = delta.key[1], delta.sample_index
             assert sample not in self.details
             self.outputs[sample] += delta.token_ids

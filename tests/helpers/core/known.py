@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
-from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
 from scheduler_svc.core.result import Candidates, PromptLogprobs
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import FinishDetail, RequestSpec
 from tests.helpers.core.core_sampling import for_executor
+from tests.helpers.executor.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 
 VOCAB_SIZE = 50
 

@@ -41,7 +41,7 @@ class Exchange:
 
     async def note(self, what: str, subscription: Subscription) -> int:
         """Note the next message, which is to be the only one; returns its number."""
-        from scheduler_svc.convert.kv_payload import kv_payload
+        from gateway_svc.kv_events.payload import kv_payload
 
         async with asyncio.timeout(10):
             batch = await anext(subscription)
@@ -53,7 +53,7 @@ class Exchange:
                 "what": what,
                 "ours": MessageToDict(ours, preserving_proto_field_name=True),
                 "engine": MessageToDict(engine.kv_batch(ours), preserving_proto_field_name=True),
-                "zmq": run_at_once(kv_payload(batch, _ADAPTERS)).hex(),
+                "zmq": run_at_once(kv_payload(ours)).hex(),
             }
         )
         return batch.number

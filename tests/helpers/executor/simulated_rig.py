@@ -12,7 +12,7 @@ from executor_svc.plan.plan import BlockMoves, Limits, ScheduledTokens, SlotColu
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.executor import SimulatedStepExecutor
-from executor_svc.simulated.tokens import expected_tokens
+from tests.helpers.executor.expected_tokens import expected_tokens
 from tests.helpers.executor.plans import ints, plan, sequence
 
 LIMITS = Limits(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fleet.arrivals import Arrivals, alone
+from benchmarks.fleet.caches import ExecutorModel, model_of
 from benchmarks.fleet.engine import Fleet, FleetPlan
-from benchmarks.fleet.model import ExecutorModel, model_of
 from benchmarks.fleet.results import FleetResult
 from tests.helpers.loadtest.simulations import profile
 

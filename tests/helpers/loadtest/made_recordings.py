@@ -43,7 +43,6 @@ def recording(
     steps = RecordedSteps(
         planned_s=planned,
         applied_s=planned + total / 1e9 + 0.0005,
-        num_inflight=np.ones(count),
         late_s=np.full(count, 0.0002),
         tokens=tokens.astype(float),
         context_tokens=context_tokens.astype(float),

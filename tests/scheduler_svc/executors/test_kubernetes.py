@@ -185,4 +185,3 @@ def test_a_service_is_a_list_that_changes() -> None:
     entries = executor_entries([ENTRY, "a:1"])
     assert entries.services == (SERVICE,)
     assert str(SERVICE) == ENTRY
-    assert not entries.are_fixed

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from cadenza_common.serving.slices import run_at_once
 from scheduler_svc.convert.kv_events import EVENTS_PER_SLICE, kv_batch
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
@@ -31,17 +29,6 @@ def test_a_batch_of_many_events_becomes_a_message_in_slices() -> None:
     message = run_at_once(kv_batch(batch(1), {}))
     assert [event.stored.token_ids[0] for event in message.events] == [
         int.from_bytes(block.content[:4], "little") for block in texts(1024)
-    ]
-
-
-def test_a_payload_of_many_events_is_made_in_slices() -> None:
-    msgpack = pytest.importorskip("msgpack", reason="the extra kv-events")
-    from scheduler_svc.convert.kv_payload import kv_payload
-
-    assert len(list(kv_payload(batch(1), {}))) + 1 == 1024 / EVENTS_PER_SLICE
-    _, events, _ = msgpack.unpackb(run_at_once(kv_payload(batch(1), {})))
-    assert [event["block_hashes"][0] for event in events] == [
-        int.from_bytes(block.digest, "big") for block in texts(1024)
     ]
 
 

@@ -19,7 +19,7 @@ from executor_svc.cpu.kernels.quantized import int8_product, products, rows_of_x
 from executor_svc.cpu.kernels.quantized.layout import STEP, PackedLayout
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps, quantize_rows, row_items
 
-_DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class PartLaunches:
 
     def __init__(self, host: Host, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
         self._host, self._x, self._bias, self._y = host, x, bias, y
-        self._dtype = _DTYPES[x.dtype]
+        self._dtype = DTYPES[x.dtype]
         self._arranged: dict[tuple[int, Dtype, int], Tensor] = {}
         self._int8_rows: dict[tuple[RowSteps, int], tuple[Tensor, Tensor | None]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}
@@ -103,7 +103,7 @@ class PartLaunches:
     def _packed(self, part: PackedPart, first: int) -> None:
         host, layout, y = self._host, part.layout, self._y
         code = host.code
-        output = Output(self._dtype, _DTYPES[y.dtype], self._bias is not None)
+        output = Output(self._dtype, DTYPES[y.dtype], self._bias is not None)
         x = self._arrange(layout, part.order)
         sums = self._group_sums(layout, x, part.order).data_ptr() if layout.kind.offsets == "minimum" else 0
         scratch = host.scratch(products.scratch_bytes(code, layout, self._dtype))
@@ -115,7 +115,7 @@ class PartLaunches:
 
     def _int8(self, part: PackedPart, steps: RowSteps, first: int) -> None:
         host, layout, y = self._host, part.layout, self._y
-        output = Output(self._dtype, _DTYPES[y.dtype], self._bias is not None)
+        output = Output(self._dtype, DTYPES[y.dtype], self._bias is not None)
         kernel = int8_product.int8_product(host.code, layout, steps, output)
         x, by_blocks = self._quantize(layout.columns, steps, part.order)
         num_bytes = int8_product.scratch_bytes(layout, steps)
@@ -159,7 +159,7 @@ class PartLaunches:
         if not alone:
             target = y.data_ptr() + first * y.element_size()
             copied = (into.data_ptr(), target, part.rows, y.shape[1])
-            kernel = rows_of_x.place_columns(host.code, _DTYPES[y.dtype])
+            kernel = rows_of_x.place_columns(host.code, DTYPES[y.dtype])
             host.launch(Launch(kernel, "rows", 1, 1, copied), x.shape[0])
 
     @cached_property
@@ -204,7 +204,7 @@ class PartLaunches:
     def _summed(self, x: Tensor, columns: int) -> Tensor:
         groups = x.shape[1] // columns
         sums = self._host.new(f"group_sums_{len(self._sums)}_{groups}", (x.shape[0], groups), torch.float32)
-        kernel = rows_of_x.group_sums(self._host.code, _DTYPES[x.dtype])
+        kernel = rows_of_x.group_sums(self._host.code, DTYPES[x.dtype])
         arguments = (x.data_ptr(), sums.data_ptr(), groups, columns)
         self._host.launch(Launch(kernel, "rows", 1, 1, arguments), x.shape[0])
         return sums

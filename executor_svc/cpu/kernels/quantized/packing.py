@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 from collections.abc import Iterator
 
 import torch
@@ -15,26 +13,20 @@ from torch.nn import functional
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
 from executor_svc.cpu.kernels.panel_layout import PANEL
+from executor_svc.cpu.kernels.panels import new_memory
 from executor_svc.cpu.kernels.quantized.layout import STEP, WORD_BYTES, WORD_PLANE_BYTES, PackedLayout, Plane
 from executor_svc.device.dequantize import scales_marking_nan
 from executor_svc.device.stored_linear import QuantBlock
 
-_LEAST_MAPPED_BYTES = 1 << 20
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _ARGUMENTS = 7
 _BYTES_OF_SCALES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def new_packed(rows: int, layout: PackedLayout) -> Tensor:
-    """Return packed panels [rows / 32, panel bytes] uint8, all zeros; large ones in huge pages as in `panels`."""
+    """Return packed panels [rows / 32, panel bytes] uint8, all zeros."""
     shape = (-(-rows // PANEL), layout.panel_bytes)
-    num_bytes = shape[0] * shape[1]
-    if num_bytes < _LEAST_MAPPED_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(shape, dtype=torch.uint8)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+    return new_memory(shape[0] * shape[1]).view(shape)
 
 
 class QuantPanelWriter:

@@ -6,16 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.team import Launch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.quantized.launches import Host
+from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host
 from executor_svc.cpu.kernels.ranks import kernels
 from executor_svc.cpu.kernels.ranks.memory import LINE, ExchangeMemory
 from executor_svc.device.ranks import Embedding, RankError, Share
 
-_DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_ALL = 1 << 40
+ALL = 1 << 40
 """More rows than there ever are: a launch has one item, and the item does all rows."""
 
 
@@ -46,7 +44,7 @@ class CpuRanks:
         self._launch(host, num_rows, give, (x.data_ptr(), own, sizes.sums_bytes, stride, self._number_at))
         self._arrive(host, num_rows)
         y = host.new(f"sum_{width}", (num_rows, width), dtype)
-        take = kernels.take_sums(host.code, self.share.size, _DTYPES[dtype], width, bias is not None)
+        take = kernels.take_sums(host.code, self.share.size, DTYPES[dtype], width, bias is not None)
         given = memory.sums, sizes.sums_bytes, sizes.rows_bytes, *self._awaited
         self._launch(host, num_rows, take, (*given, y.data_ptr(), 0 if bias is None else bias.data_ptr()))
         return y
@@ -59,7 +57,7 @@ class CpuRanks:
         own = token_ids.data_ptr(), ids.data_ptr(), first, count
         self._launch(host, num_rows, kernels.own_ids(host.code), own)
         x = table(ids, scale)
-        dtype, width = _DTYPES[x.dtype], x.shape[1]
+        dtype, width = DTYPES[x.dtype], x.shape[1]
         half, stride = memory.sizes.rows_bytes, width * x.element_size()
         give = kernels.give_own_rows(host.code, dtype, width)
         given = x.data_ptr(), memory.rows, half, stride, self._number_at
@@ -111,14 +109,14 @@ class CpuRanks:
         return self._number_at, self._memory.arrivals, self._memory.failed
 
     def _take_rows(self, host: Host, base: int, half: int, y: Tensor, waits_only: bool = False) -> None:
-        kernel = kernels.take_rows(host.code, self.share.size, _DTYPES[y.dtype], y.shape[1])
+        kernel = kernels.take_rows(host.code, self.share.size, DTYPES[y.dtype], y.shape[1])
         into = 0 if waits_only else y.data_ptr()
-        share = _ALL if waits_only else 1
+        share = ALL if waits_only else 1
         self._launch(host, y.shape[0], kernel, (base, half, *self._awaited, into), share)
 
     def _arrive(self, host: Host, num_rows: int) -> None:
         own = self._memory.arrivals + self.share.rank * LINE
-        self._launch(host, num_rows, kernels.arrive(host.code), (self._number_at, own), _ALL)
+        self._launch(host, num_rows, kernels.arrive(host.code), (self._number_at, own), ALL)
 
     def _launch(self, host: Host, num_rows: int, kernel: str, arguments: tuple[int, ...], share: int = 1) -> None:
         host.launch(Launch(kernel, "rows", share, 1, arguments), num_rows)

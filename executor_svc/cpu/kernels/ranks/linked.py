@@ -15,19 +15,17 @@ from llvmlite import ir
 from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
-from executor_svc.cpu.kernels.codegen.emit import Dtype, Emitter, Int
+from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
 from executor_svc.cpu.kernels.codegen.team import Launch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.quantized.launches import Host
+from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host
 from executor_svc.cpu.kernels.ranks import kernels
+from executor_svc.cpu.kernels.ranks.launches import ALL
 from executor_svc.cpu.kernels.ranks.memory import LINE, ExchangeSizes
 from executor_svc.device.ranks import Embedding, RankError, Share
 from executor_svc.ranks.hosts.exchange_links import ExchangeLinks
 from executor_svc.ranks.links import Frame, LinkClosed
 
-_DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_ALL = 1 << 40
-"""More rows than there ever are: a launch has one item, and the item does all rows."""
 _SEND, _RECEIVE = 0, 1
 _I64 = ir.IntType(64)
 _Transfer = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
@@ -90,7 +88,7 @@ class LinkedRanks:
         give = kernels.give_rows(host.code, "float32", width)
         self._launch(host, num_rows, give, (x.data_ptr(), self._part(0), 0, width * 4, self._zero))
         self._receive_parts(host, num_rows, [width * 4] * size)
-        take = kernels.take_sums(host.code, size, _DTYPES[dtype], width, bias is not None)
+        take = kernels.take_sums(host.code, size, DTYPES[dtype], width, bias is not None)
         waits = self._zero, self._zero, self._zero
         into = y.data_ptr(), 0 if bias is None else bias.data_ptr()
         self._launch(host, num_rows, take, (self._part(0), 0, self._part_bytes, *waits, *into))
@@ -109,7 +107,7 @@ class LinkedRanks:
             return self._through_rank_0(host, x, y)
         row_bytes = x.shape[1] * x.element_size()
         self._receive_parts(host, num_rows, [row_bytes] * size)
-        choose = kernels.give_own_rows(host.code, _DTYPES[x.dtype], x.shape[1])
+        choose = kernels.give_own_rows(host.code, DTYPES[x.dtype], x.shape[1])
         for rank in range(size):
             given = self._part(rank) if rank else x.data_ptr()
             # As many rows of the vocabulary as this rank has, or fewer; the last rank's end at its end.
@@ -177,7 +175,7 @@ class LinkedRanks:
 
     def _transfer(self, host: Host, num_rows: int, what: int, rank: int, address: int, row_bytes: int) -> None:
         arguments = self._callback_at, what, rank, address, row_bytes
-        self._launch(host, num_rows, transfer(host.code), arguments, _ALL)
+        self._launch(host, num_rows, transfer(host.code), arguments, ALL)
 
     def _run(self, what: int, rank: int, address: int, num_bytes: int) -> None:
         """Send or receive rows, called by a launch; after a failure nothing is, until the next session."""

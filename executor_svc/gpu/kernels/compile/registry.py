@@ -57,11 +57,6 @@ def entries(modules: Iterable[str] | None = None) -> dict[str, Entry]:
     return found
 
 
-def short_name(module: str) -> str:
-    """Return the module's name within the package: the operation."""
-    return module.removeprefix(f"{PACKAGE}.")
-
-
 def variant_errors(variant: Variant) -> list[str]:
     """Return the errors of a variant: mismatches with its kernel's arguments, impossible options.
 

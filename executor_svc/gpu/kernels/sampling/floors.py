@@ -12,7 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from executor_svc.gpu.kernels.sampling.arithmetic import as_float, edited_row, joined_key, key_value
-from executor_svc.gpu.kernels.sampling.state import RECORD_WORDS, SamplingState, SamplingWorkspace, field, num_chunks
+from executor_svc.gpu.kernels.sampling.state import (
+    RECORD_WORDS,
+    VOCABS,
+    SamplingState,
+    SamplingWorkspace,
+    field,
+    num_chunks,
+)
 from executor_svc.gpu.kernels.variant import Variant
 
 _RECORD_WORDS = tl.constexpr(RECORD_WORDS)
@@ -22,8 +29,6 @@ _TOP_N_SIGMA = tl.constexpr(field("top_n_sigma"))
 _TEMPERATURE = tl.constexpr(field("temperature"))
 _TILE = 4096
 _NUM_WARPS = 8
-_VOCABS = (32768, 65536, 131072, 262144)
-"""Kernels are compiled ahead of time up to these vocabularies; the launcher rounds any up to a power of two."""
 
 
 @triton.jit
@@ -103,7 +108,7 @@ def _constants(vocab: int, edited: bool) -> dict[str, Any]:
 
 def variants() -> list[Variant]:
     """Return the configurations compiled ahead of time: for vocabularies up to each of some powers of two."""
-    shapes = [(vocab, True) for vocab in _VOCABS] + [(_VOCABS[1], False)]
+    shapes = [(vocab, True) for vocab in VOCABS] + [(VOCABS[1], False)]
     return [_variant(vocab, divisible, edited) for vocab, divisible in shapes for edited in (False, True)]
 
 

@@ -26,13 +26,12 @@ from executor_svc.gpu.kernels.sampling.arithmetic import (
     ordered_key,
 )
 from executor_svc.gpu.kernels.sampling.edits import find_peaks
-from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace, check_vocab, num_blocks, num_chunks
+from executor_svc.gpu.kernels.sampling.state import VOCABS, SamplingWorkspace, check_vocab, num_blocks, num_chunks
 from executor_svc.gpu.kernels.slots.slots import padded
 from executor_svc.gpu.kernels.variant import Variant
 
 _NOTHING = tl.constexpr(-0x8000000000000000)
 _ANYTHING = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-_VOCABS = (32768, 65536, 131072, 262144)
 _SUM_WARPS = 8
 _REPORT_WARPS = 4
 
@@ -275,8 +274,8 @@ def variants() -> list[Variant]:
             no_spills=True,
             quick=name == "report" and vocab == 131072 and divisible,
         )
-        for vocab in _VOCABS
-        for divisible in ((True, False) if vocab == _VOCABS[1] else (True,))
+        for vocab in VOCABS
+        for divisible in ((True, False) if vocab == VOCABS[1] else (True,))
         for name, kernel, signature, constants, num_warps in (
             ("sum", _sum, inputs, _sum_constants(vocab), _SUM_WARPS),
             ("report", _report, {**inputs, **outputs}, _report_constants(vocab), _REPORT_WARPS),

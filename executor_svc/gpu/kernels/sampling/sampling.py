@@ -21,6 +21,7 @@ from executor_svc.gpu.kernels.sampling.edits import edit, find_peaks
 from executor_svc.gpu.kernels.sampling.floors import find_floors
 from executor_svc.gpu.kernels.sampling.state import (
     RECORD_WORDS,
+    VOCABS,
     SamplingState,
     SamplingWorkspace,
     check_vocab,
@@ -39,8 +40,6 @@ _PEAK_WARPS = 8
 _EDIT_WARPS = 16
 _RACE_WARPS = 16
 _FINISH_WARPS = 16
-VOCABS = (32768, 65536, 131072, 262144)
-"""Kernels are compiled ahead of time up to these vocabularies; the launcher rounds any up to a power of two."""
 
 
 def sample(

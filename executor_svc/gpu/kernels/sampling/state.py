@@ -39,6 +39,8 @@ RECORD_WORDS = RECORD.itemsize // 4
 
 MAX_INT32 = 2**31 - 1
 """The stored value of larger limits, which no sequence reaches."""
+VOCABS = (32768, 65536, 131072, 262144)
+"""Kernels are compiled ahead of time up to these vocabularies; the launcher rounds any up to a power of two."""
 
 
 def field(name: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.core.policies.batching import ContinuousBatching, StaticBatching
+from scheduler_svc.core.policies.batching import MAX_WAITING_STEPS, ContinuousBatching, StaticBatching
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import BeamSpec, FinishDetail
 from tests.helpers.core.core_bench import Bench
@@ -117,7 +117,7 @@ def test_a_dynamic_batch_that_is_full_does_not_wait() -> None:
 
 
 def test_newcomers_are_held_back_until_enough_wait() -> None:
-    bench = Bench(Policies(batching=ContinuousBatching(waiting_served_ratio=1.0, max_waiting_steps=1000)), num_slots=16)
+    bench = Bench(Policies(batching=ContinuousBatching(waiting_served_ratio=1.0)), num_slots=16)
     bench.add("a", 3, max_tokens=40)
     bench.step()
     bench.add("b", 3, max_tokens=40)
@@ -133,7 +133,7 @@ def test_newcomers_are_held_back_until_enough_wait() -> None:
 
 
 def test_newcomers_are_not_held_back_for_ever() -> None:
-    bench = Bench(Policies(batching=ContinuousBatching(waiting_served_ratio=9.0, max_waiting_steps=4)))
+    bench = Bench(Policies(batching=ContinuousBatching(waiting_served_ratio=9.0)))
     bench.add("a", 3, max_tokens=40)
     for _ in range(3):
         bench.step(depth=1)  # Nobody waits: these do not count.
@@ -142,7 +142,7 @@ def test_newcomers_are_not_held_back_for_ever() -> None:
     while "b" not in bench.order:
         bench.step(depth=1)
         steps += 1
-    assert steps == 5, "four steps held back"
+    assert steps == MAX_WAITING_STEPS + 1
 
 
 @pytest.mark.parametrize(("threshold", "first_token_of_short"), [(0, 6.0), (4, 2.0)])

@@ -17,6 +17,7 @@ from scheduler_svc.core.steps import admission
 from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec, Sampling, SequenceState
 from scheduler_svc.executors.convert import step_plan
 from tests.helpers.core.core_bench import Bench
+from tests.helpers.core.deltas import deltas
 
 NUM_STEPS = 120
 STOP_IDS = (2, 5)
@@ -43,7 +44,7 @@ def apply_oldest(core: Scheduler, rng: random.Random) -> str:
     ]
     token_ids = rng.choices(range(2, 12), k=len(slots))
     _, outputs = core.apply_result(0, StepResult(step.plan.step_id, slots=slots, token_ids=token_ids), 0.0)
-    return repr([(delta.key, delta.sample_index, delta.token_ids, delta.finish) for delta in outputs])
+    return repr([(delta.key, delta.sample_index, delta.token_ids, delta.finish) for delta in deltas(outputs)])
 
 
 def history(seed: int, *, prefix_caching: bool) -> list[str]:

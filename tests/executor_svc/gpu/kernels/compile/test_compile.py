@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from executor_svc.gpu.kernels.compile.build import Build, build_errors, compile_variant
 from executor_svc.gpu.kernels.compile.build_all import tasks_of
-from executor_svc.gpu.kernels.compile.registry import entries, kernel_modules, short_name
+from executor_svc.gpu.kernels.compile.registry import PACKAGE, entries, kernel_modules
 from executor_svc.gpu.kernels.variant import Variant
 from tests.helpers.marks import short_and_long
 from tests.helpers.paths import ROOT
@@ -60,7 +60,8 @@ def test_quick_variants_compile_as_they_must(newest):
 
 def test_the_page_has_a_row_for_every_file_with_kernels():
     page = PAGE.read_text(encoding="utf-8")
-    missing = [name for name in map(short_name, kernel_modules()) if f"`{name.replace('.', '/')}.py`" not in page]
+    files = [f"{module.removeprefix(f'{PACKAGE}.').replace('.', '/')}.py" for module in kernel_modules()]
+    missing = [file for file in files if f"`{file}`" not in page]
     assert not missing
     assert len(page.splitlines()) <= 70
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from executor_svc.gpu.kernels.compile import registry
-from executor_svc.gpu.kernels.compile.registry import RegistryError, entries, kernel_modules, short_name, variant_errors
+from executor_svc.gpu.kernels.compile.registry import PACKAGE, RegistryError, entries, kernel_modules, variant_errors
 from executor_svc.gpu.kernels.variant import Variant
 
 
@@ -33,7 +33,7 @@ RIGHT = Variant(
 # --- the kernels that there are ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", kernel_modules(), ids=short_name)
+@pytest.mark.parametrize("module", kernel_modules(), ids=lambda name: name.removeprefix(f"{PACKAGE}."))
 def test_variants_fit_their_kernels(module):
     wrong = {name: found for name, entry in entries([module]).items() if (found := variant_errors(entry.variant))}
     assert not wrong
@@ -44,7 +44,7 @@ def test_names_are_unique():
 
 
 def test_attention_never_spills_and_prefill_multiplies_with_wgmma():
-    attention = [entry.variant for entry in entries().values() if short_name(entry.module).startswith("attention")]
+    attention = [entry.variant for entry in entries().values() if f"{PACKAGE}.attention" in entry.module]
     assert attention
     assert [variant.name for variant in attention if not variant.no_spills] == []
     # There is no wgmma for fp32.

@@ -1,0 +1,218 @@
+"""The work that a model's steps cannot avoid: bytes read and operations, from its config.json and its stored matrices.
+
+Norms, biases and the rows of the embedding table are left out: they are less than a thousandth of the rest. Which
+matrices are multiplied with activations in 8 bits is the executor's own rule.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.workload import Request
+from cadenza_common.gguf.file import read_gguf
+from executor_svc.cpu.kernels.codegen.isa import Isa
+from executor_svc.cpu.kernels.quantized.int8_choice import QuantizedActivations, int8_rows
+from executor_svc.cpu.kernels.quantized.int8_codes import most_code
+from executor_svc.cpu.kernels.quantized.int8_dots import words_in_short
+from executor_svc.cpu.kernels.quantized.layout import PackedLayout
+from executor_svc.cpu.stored_linear import has_kernel
+from executor_svc.device.stored_linear import QuantFormat
+from executor_svc.models.gguf.block_types import BLOCK_TYPES
+from executor_svc.models.quantized.round_to_nearest import INT4, INT8, Rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes that are read once and operations, of a step or of several."""
+
+    read_bytes: int
+    flops: int
+    int8_ops: int = 0
+    """Operations of products of integers in 8 bits, beside flops."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.read_bytes + other.read_bytes, self.flops + other.flops, self.int8_ops + other.int8_ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A sequence's part of a step."""
+
+    context: int
+    """Tokens whose keys and values are in the cache."""
+    count: int
+    """New tokens."""
+    num_logits: int = 1
+    """Rows of logits: 1 if the step computes a token, 0 before the end of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Matrices that a step reads together."""
+
+    parameters: int
+    num_bytes: int
+    """As they are stored, with their scales."""
+    int8_parameters: int = 0
+    """Those that are multiplied with activations in 8 bits, by integer products."""
+
+    def work(self, num_rows: int) -> Work:
+        """Read once and multiplied with so many rows; none: not read."""
+        if not num_rows:
+            return Work(0, 0)
+        dense = self.parameters - self.int8_parameters
+        return Work(self.num_bytes, 2 * dense * num_rows, 2 * self.int8_parameters * num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWork:
+    """Sizes of a dense decoder with a gated MLP."""
+
+    layers: Matrices
+    """Of all layers."""
+    head: Matrices
+    """That gives logits; a tied embedding table is the same matrix."""
+    kv_bytes_per_token: int
+    attention_width: int
+    """Number of query heads times their size, summed over the layers."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all matrices that a step with logits reads."""
+        return self.layers.num_bytes + self.head.num_bytes
+
+    def step(self, chunks: Sequence[Chunk]) -> Work:
+        """A step: every matrix is read once, and the cached keys and values of each sequence once."""
+        num_tokens = sum(chunk.count for chunk in chunks)
+        num_logits = sum(chunk.num_logits for chunk in chunks)
+        # A new token attends to the cached ones, to the new ones before it and to itself: a product with its key
+        # and one with its value.
+        attended = sum(chunk.count * chunk.context + chunk.count * (chunk.count + 1) // 2 for chunk in chunks)
+        cached = Work(
+            self.kv_bytes_per_token * sum(chunk.context for chunk in chunks), 4 * self.attention_width * attended
+        )
+        return self.layers.work(num_tokens) + self.head.work(num_logits) + cached
+
+    def requests(self, requests: Sequence[Request]) -> Work:
+        """Requests at once: all prompts in one step, then a step for each further token of all that still run.
+
+        No schedule reads the matrices less often, because the longest output needs a step for each of its tokens.
+        """
+        total = self.step([Chunk(0, len(each.prompt)) for each in requests])
+        for made in range(1, max(each.output_len for each in requests)):
+            total += self.step([Chunk(len(each.prompt) + made - 1, 1) for each in requests if each.output_len > made])
+        return total
+
+
+def decoder_work(config: Mapping[str, Any], item_bytes: int = 2) -> DecoderWork:
+    """The work of a Llama or Qwen3 from its config.json, with weights and cache of item_bytes."""
+    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    size = int(config.get("head_dim") or hidden // heads)
+    projections = (2 * heads + 2 * kv_heads) * size
+    in_layers = layers * hidden * (projections + 3 * int(config["intermediate_size"]))
+    in_head = int(config["vocab_size"]) * hidden
+    return DecoderWork(
+        layers=Matrices(in_layers, item_bytes * in_layers),
+        head=Matrices(in_head, item_bytes * in_head),
+        kv_bytes_per_token=2 * item_bytes * layers * kv_heads * size,
+        attention_width=layers * heads * size,
+    )
+
+
+def folder_work(folder: Path) -> DecoderWork:
+    """The work of a checkpoint in bf16."""
+    return decoder_work(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+
+_HEAD, _TABLE = "output.weight", "token_embd.weight"
+_COLUMNS = 256
+"""Of a weight whose shape does not matter: whole groups and super groups of every format."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix of the model."""
+
+    is_head: bool
+    """It gives logits, as a tied table of embeddings does; else it is of a layer."""
+    parameters: int
+    num_bytes: int
+    format: QuantFormat | None
+    """None: dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What a step reads and multiplies."""
+
+    matrices: tuple[StoredMatrix, ...]
+    stored_bytes: int
+    """Of all tensors, those that no step reads whole included."""
+    int8_formats: frozenset[QuantFormat]
+    """Formats that are multiplied with activations in 8 bits."""
+
+    def work(self, dense: DecoderWork) -> DecoderWork:
+        """The work of a decoder with these matrices in place of dense ones."""
+        return replace(dense, layers=self._together(False), head=self._together(True))
+
+    def _together(self, is_head: bool) -> Matrices:
+        own = [each for each in self.matrices if each.is_head == is_head]
+        int8 = sum(each.parameters for each in own if each.format in self.int8_formats)
+        return Matrices(sum(each.parameters for each in own), sum(each.num_bytes for each in own), int8)
+
+    @property
+    def words_in_short(self) -> int:
+        """Of the smallest codes that are multiplied with activations in 8 bits: see `int8_dots`."""
+        return max(words_in_short(most_code(kind)) for kind in self.int8_formats)
+
+    @property
+    def activations(self) -> str:
+        """What the matrices are multiplied with, for rows: int8, bf16, or int8 for some formats by name."""
+        formats = {each.format for each in self.matrices}
+        if not self.int8_formats:
+            return "bf16"
+        if formats == self.int8_formats:
+            return "int8"
+        return f"int8 for {', '.join(sorted(kind.name for kind in self.int8_formats))}; else bf16"
+
+
+def gguf_weights(path: Path, isa: Isa, option: QuantizedActivations) -> StoredWeights:
+    """The weights of a GGUF file on a level; option: --quantized-activations. Raises GgufError for a broken file."""
+    tensors = read_gguf(path).tensors
+    head = _HEAD if _HEAD in tensors else _TABLE
+    matrices = []
+    for tensor in tensors.values():
+        if len(tensor.shape) != 2 or (tensor.name == _TABLE and head != _TABLE):
+            continue
+        rows, columns = tensor.shape
+        known = BLOCK_TYPES.get(tensor.type.name)
+        kind = None if known is None else known.format
+        matrices.append(StoredMatrix(tensor.name == head, rows * columns, tensor.num_bytes, kind))
+    stored_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    return StoredWeights(tuple(matrices), stored_bytes, _int8_formats(matrices, isa, option))
+
+
+def rounded_weights(
+    dense: DecoderWork, tied: bool, rounding: Rounding, isa: Isa, option: QuantizedActivations
+) -> StoredWeights:
+    """The weights of a checkpoint that --quantization rounds; its tables are in 8 bits. tied: it has one table."""
+
+    def matrix(is_head: bool, parameters: int, kind: QuantFormat) -> StoredMatrix:
+        return StoredMatrix(is_head, parameters, kind.num_bytes((1, parameters)), kind)
+
+    layers = matrix(False, dense.layers.parameters, INT8 if rounding == "int8" else INT4)
+    head = matrix(True, dense.head.parameters, INT8)
+    stored_bytes = layers.num_bytes + head.num_bytes * (1 if tied else 2)
+    return StoredWeights((layers, head), stored_bytes, _int8_formats((layers, head), isa, option))
+
+
+def _int8_formats(matrices: Iterable[StoredMatrix], isa: Isa, option: QuantizedActivations) -> frozenset[QuantFormat]:
+    kinds = {each.format for each in matrices if each.format is not None}
+    able = {kind for kind in kinds if has_kernel(kind, _COLUMNS, isa)}
+    return frozenset(kind for kind in able if int8_rows(isa, PackedLayout(kind, _COLUMNS), False, option) is not None)

@@ -1,0 +1,40 @@
+"""The way of a chat through the gateway: read once, prepared, run and answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from gateway_svc.http.reading import read_body
+from gateway_svc.parsing.output import Reading
+from gateway_svc.requests.request import GatewayRequest
+from gateway_svc.scheduler.generation import Generation, Job
+from gateway_svc.state import STATE
+from gateway_svc.streaming import Answer, answer_with
+from gateway_svc.tools.preparing import prepare
+
+R = TypeVar("R", bound=GatewayRequest)
+
+
+async def answer_chat(
+    request: web.Request,
+    read: Callable[[Mapping[str, Any]], R],
+    answer_of: Callable[[R, Reading, str], Answer],
+) -> web.StreamResponse:
+    """Answer a request whose output may have thoughts and calls; raises ApiError and CadenzaError.
+
+    answer_of: takes the request, how its output is read, and the model's name in the answer.
+    """
+    state = request.app[STATE]
+    caller = await state.generating(request)
+    asked = await read_body(request, read)
+    info = await caller.model()
+    chosen, formats = state.names.choose(asked.model, info), state.formats.of(info)
+    prepared = await prepare(caller, asked, formats)
+    with_text_ends = asked.splits_logprobs or not prepared.reading.is_plain
+    job = Job(asked.prompts, prepared.params, chosen.adapter, with_text_ends=with_text_ends)
+    generation = Generation(caller, job, is_streamed=asked.is_streamed)
+    answer = answer_of(asked, prepared.reading, chosen.name)
+    return await answer_with(request, generation, answer, is_streamed=asked.is_streamed, errors=prepared.errors())

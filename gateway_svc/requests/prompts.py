@@ -1,0 +1,110 @@
+"""Prompts of completions and chats, in all the forms that clients send them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cadenza.chats import chat_options
+from cadenza.prompts import Prompt, parse_chat, parse_prompts
+from gateway_svc.fields.field import check_keys, shown
+from gateway_svc.fields.sampling import utf8
+from gateway_svc.http.errors import bad_request
+from gateway_svc.requests.tools import ToolUse
+
+MAX_PROMPTS = 1024
+"""Prompts of one request."""
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
+"""Of a message."""
+_WITHOUT_EFFECT = ("refusal", "annotations", "provider_specific_fields", "thinking_blocks", "cache_control")
+"""What clients write beside them: notes of an answer that they send back, as LiteLLM does, and marks for caches."""
+_REFUSED = {"function_call": "it is an old name of tool_calls", "audio": "the model reads text alone"}
+_ROLES = {"developer": "system"}
+"""Roles that stand for another one: templates know system."""
+
+
+def completion_prompts(value: Any, cache_salt: str | None) -> list[Prompt]:
+    """The prompts of a completion: a text, texts, token ids, or lists of token ids. Raises ApiError."""
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+        raise bad_request(f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
+    if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+        raise bad_request("prompt must hold texts, or lists of token ids", "prompt")
+    try:
+        prompts = parse_prompts(value)
+    except ValueError as error:
+        raise bad_request(f"prompt: {error}"[:500], "prompt") from None
+    return [_with_salt(each, cache_salt) for each in prompts]
+
+
+def chat_prompt(
+    messages: Sequence[Any],
+    use: ToolUse | None = None,
+    *,
+    continues: bool = False,
+    begins_turn: bool | None = None,
+    documents: Sequence[Any] | None = None,
+    template: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    cache_salt: str | None = None,
+) -> Prompt:
+    """The prompt of a chat; the scheduler renders it. Raises ApiError.
+
+    continues, begins_turn: whether the last message, or a new one, is left open; begins_turn is None: the other one.
+    template, arguments: Jinja in place of the model's, and what it gets beside the messages.
+    """
+    try:
+        options = chat_options(
+            not continues if begins_turn is None else begins_turn,
+            continues,
+            tools=None if use is None else use.rendered(),
+            documents=documents,
+            chat_template_kwargs=arguments,
+            chat_template=template,
+        )
+    except ValueError as error:
+        message = str(error)
+        raise bad_request(message[:500], message.partition(" ")[0].partition("[")[0]) from None
+    try:
+        prompt = parse_chat([_message(each, index) for index, each in enumerate(messages)], options)
+    except ValueError as error:
+        raise bad_request(f"messages: {error}"[:500], "messages") from None
+    return _with_salt(prompt, cache_salt)
+
+
+def template_arguments(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+    """Arguments of the template: those given, and reasoning_effort as vLLM passes it."""
+    arguments = dict(given)
+    if effort is not None:
+        arguments.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            arguments.setdefault("enable_thinking", False)
+    return arguments
+
+
+def _with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    """The prompt with a salt of its blocks' hashes; raises ApiError."""
+    return prompt if cache_salt is None else replace(prompt, cache_salt=utf8(cache_salt, "cache_salt"))
+
+
+def last_assistant_text(prompt: Prompt) -> str:
+    """The text of a chat's last message if it is the assistant's; else nothing."""
+    last = prompt.messages[-1] if prompt.messages else None
+    return last.content or "" if last is not None and last.role == "assistant" else ""
+
+
+def _message(message: Any, index: int) -> Any:
+    """A message with what can be rendered; raises ApiError for what cannot."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise bad_request(f"{where} must be an object with role and content, not {shown(message)}", "messages")
+    check_keys(where, message, (*_KEYS, *_WITHOUT_EFFECT, *_REFUSED), "messages")
+    for name, reason in _REFUSED.items():
+        if message.get(name) is not None:
+            raise bad_request(f"{where}.{name} is not supported: {reason}", "messages")
+    given = {name: message[name] for name in _KEYS if name in message}
+    calls_or_thought = ("tool_calls", "reasoning_content", "reasoning")
+    if given.get("role") == "assistant" and given.get("content") is None:
+        given["content"] = None if any(given.get(name) for name in calls_or_thought) else ""
+    role = message.get("role")
+    return given | {"role": _ROLES.get(role, role) if isinstance(role, str) else role}

@@ -1,0 +1,81 @@
+"""Bodies of /v1/responses."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway_svc.fields.constraints import output_constraint
+from gateway_svc.fields.field import read_fields, wrong_value
+from gateway_svc.fields.sampling import answer_id, check_stream_options, require, sampling_params
+from gateway_svc.fields.tables import RESPONSES
+from gateway_svc.http.errors import bad_request
+from gateway_svc.requests.request import ResponsesRequest
+from gateway_svc.requests.response_input import response_prompt
+from gateway_svc.requests.tools import response_tools
+
+_LOGPROBS = "message.output_text.logprobs"
+_THOUGHTS = "reasoning.encrypted_content"
+_RENAMED = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+
+
+def read_response(body: Mapping[str, Any]) -> ResponsesRequest:
+    """Read a request; raises ApiError."""
+    values = read_fields(RESPONSES, body)
+    require(values, "input")
+    check_stream_options(values)
+    reasoning, include = values.get("reasoning", {}), values.get("include", [])
+    _check_reasoning(reasoning)
+    use = response_tools(values)
+    prompt = response_prompt(values, use)
+    num_top = _num_top(include, values.get("top_logprobs"))
+    max_tokens, constraint = values.get("max_output_tokens"), output_constraint(values)
+    return ResponsesRequest(
+        params=sampling_params(values, _RENAMED, constraint, max_tokens=max_tokens, logprobs=num_top),
+        id=answer_id(values, "resp", uuid.uuid4().hex),
+        model=values.get("model"),
+        prompts=[prompt],
+        constrained_by=constraint.field,
+        use=use,
+        is_streamed=values.get("stream", False),
+        shows_thought=values.get("include_reasoning", True),
+        splits_logprobs=num_top is not None,
+        instructions=values.get("instructions"),
+        max_output_tokens=max_tokens,
+        metadata=values.get("metadata", {}),
+        parallel_tool_calls=values.get("parallel_tool_calls", True),
+        prompt_cache_key=values.get("prompt_cache_key"),
+        reasoning=reasoning,
+        text=values.get("text") or {"format": {"type": "text"}},
+        temperature=values.get("temperature", 1.0),
+        top_p=values.get("top_p", 1.0),
+        presence_penalty=values.get("presence_penalty", 0.0),
+        frequency_penalty=values.get("frequency_penalty", 0.0),
+        user=values.get("user"),
+        safety_identifier=values.get("safety_identifier"),
+        carries_thought=_THOUGHTS in include,
+    )
+
+
+def _num_top(include: Sequence[str], number: int | None) -> int | None:
+    """Top logprobs of each token, None for no logprobs; raises ApiError."""
+    for index, name in enumerate(include):
+        if name not in (_LOGPROBS, _THOUGHTS):
+            message = f"only {_LOGPROBS} and {_THOUGHTS} are supported, not {name[:64]!a}"
+            raise bad_request(f"include[{index}]: {message}", "include")
+    if number is not None and number < 0:
+        raise wrong_value("top_logprobs", "must be 0 or more", number)
+    if _LOGPROBS not in include:
+        if number:
+            raise bad_request(f"top_logprobs needs {_LOGPROBS} in include", "top_logprobs")
+        return None
+    return number or 0
+
+
+def _check_reasoning(reasoning: Mapping[str, Any]) -> None:
+    for name, value in reasoning.items():
+        if name not in ("effort", "summary", "generate_summary"):
+            raise bad_request(f"reasoning.{name[:64]!a}: there is no such field", "reasoning")
+        if value is not None and not (isinstance(value, str) and value.isalpha()):
+            raise wrong_value("reasoning", f"must have a word as {name}", value)

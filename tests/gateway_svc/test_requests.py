@@ -1,0 +1,97 @@
+"""One value for the four APIs: what is asked for in the words of any of them is the same request."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from cadenza.prompts import Prompt
+from gateway_svc.http.errors import ApiError
+from gateway_svc.requests.chat import read_chat
+from gateway_svc.requests.completions import read_completion
+from gateway_svc.requests.messages import read_count, read_messages
+from gateway_svc.requests.request import GatewayRequest
+from gateway_svc.requests.responses import read_response
+from gateway_svc.requests.tokens import read_tokenize
+
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+SCHEMA = {"type": "object", "properties": {}}
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}
+SHARED = {"model": "m", "temperature": 0.5, "top_p": 0.9, "stream": True, "cache_salt": "s"}
+CHAT = SHARED | {
+    "messages": TURNS,
+    "max_tokens": 9,
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+    "chat_template_kwargs": {"enable_thinking": True},
+    "reasoning_effort": "low",
+}
+RESPONSE = SHARED | {
+    "instructions": "Be brief.",
+    "input": "Hi",
+    "max_output_tokens": 9,
+    "tools": [{"type": "function", **FUNCTION}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "text": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    "chat_template_kwargs": {"enable_thinking": True},
+    "reasoning": {"effort": "low"},
+}
+MESSAGE = SHARED | {
+    "system": "Be brief.",
+    "messages": TURNS[1:],
+    "max_tokens": 9,
+    "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA, "strict": True}],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"},
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+}
+
+
+def common(request: GatewayRequest) -> dict[str, object]:
+    """What all APIs have, but for what differs by its name."""
+    names = {each.name for each in fields(GatewayRequest)} - {"id", "constrained_by"}
+    return {name: getattr(request, name) for name in names}
+
+
+def test_one_request_in_the_words_of_three_apis():
+    chat, response, message = read_chat(CHAT), read_response(RESPONSE), read_messages(MESSAGE)
+    assert common(chat) == common(response) == common(message)
+    assert [each.constrained_by for each in (chat, response, message)] == ["response_format", "text", "output_config"]
+    assert (chat.params.max_tokens, chat.is_streamed, chat.use.mode) == (9, True, "required")
+
+
+def test_a_completion_is_the_same_value_with_more_prompts():
+    request = read_completion({"prompt": ["a", "b"], "echo": True, "max_tokens": 0, "logprobs": 2, "stream": True})
+    assert type(request) is GatewayRequest
+    assert request.prompts == [Prompt(text="a"), Prompt(text="b")]
+    assert (request.echoes, request.is_prompt_alone, request.num_top) == (True, True, 2)
+    assert (request.params.max_tokens, request.params.prompt_logprobs) == (1, 2)
+    assert not request.shows_prompt_logprobs, "they were not asked for"
+
+
+def test_a_prompt_is_counted_as_it_would_be_run():
+    asked = {name: CHAT[name] for name in ("model", "messages", "tools", "chat_template_kwargs")}
+    (run,) = read_chat(asked).prompts
+    assert read_tokenize(asked).prompt == run
+    counted = {name: MESSAGE[name] for name in ("model", "system", "messages", "tools", "thinking")}
+    assert read_count(counted).prompt == run
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "param"),
+    [
+        (read_chat, CHAT | {"n": 65, "request_id": ""}, "n"),
+        (read_chat, CHAT | {"top_logprobs": 1, "stream_options": {"a": 1}}, "top_logprobs"),
+        (read_completion, {"prompt": [], "n": 0}, "prompt"),
+        (read_response, RESPONSE | {"reasoning": {"efort": "low"}, "tools": [{}]}, "reasoning"),
+        (read_messages, {"messages": [], "tools": [{}]}, "max_tokens"),
+    ],
+)
+def test_of_several_faults_the_first_is_told(read, body, param):
+    with pytest.raises(ApiError) as refused:
+        read(body)
+    assert (refused.value.status, refused.value.param) == (400, param)

@@ -132,11 +132,11 @@ METRIC: Edits = {
     "scheduler_svc/plan_loop/ports.py": [
         _after("    num_drafts: int = 0\n    num_accepted_drafts: int = 0", "    num_free_device_blocks: int = 0"),
     ],
-    "scheduler_svc/engine/lane_views.py": [
-        _before("        num_host_blocks=lane.spec", "        num_free_device_blocks=blocks.num_free,"),
-    ],
-    "scheduler_svc/convert/generation.py": [
-        _before("        num_host_blocks=value.", "        num_free_device_blocks=value.num_free_device_blocks,"),
+    "scheduler_svc/engine/gauges.py": [
+        _before(
+            '    Gauge("num_host_blocks", ',
+            '    Gauge("num_free_device_blocks", "blocks", "Are free.", lambda _, lane: lane.blocks.num_free),',
+        ),
     ],
     "client/cadenza/info.py": [
         _before("    num_fragmented_slots: int", "    num_free_device_blocks: int"),

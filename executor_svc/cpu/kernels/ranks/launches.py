@@ -14,7 +14,7 @@ from executor_svc.cpu.kernels.ranks.memory import LINE, ExchangeMemory
 from executor_svc.device.ranks import Embedding, RankError, Share
 
 ALL = 1 << 40
-"""Rows of which a launch's only item takes care."""
+"""More rows than there ever are: a launch has one item, and the item does all rows."""
 
 
 class CpuRanks:

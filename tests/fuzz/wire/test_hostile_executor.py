@@ -20,6 +20,7 @@ from scheduler_svc.executors.results import step_result
 from tests.fuzz.wire.messages import any_message, damaged, mixed, near
 from tests.helpers.core.core_executor import CoreExecutor
 from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.deltas import deltas
 from tests.helpers.core.known import known_sample
 
 VOCAB = 50
@@ -75,7 +76,7 @@ class World:
         except (DecodeError, ProtocolError, InvariantError) as error:
             self.refusal = str(error)
             return None
-        for delta in outputs:
+        for delta in deltas(outputs):
             self.tokens[delta.key[1], delta.sample_index] += delta.token_ids
         return outputs
 

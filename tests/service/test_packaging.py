@@ -129,7 +129,7 @@ def test_the_wheel_of_the_client_holds_the_client(client_alone: CleanEnvironment
     }
 
 
-def test_the_client_alone_serves_no_model_but_says_so(client_alone: CleanEnvironment) -> None:
+def test_the_client_alone_serves_no_model_but_says_so(client_alone: CleanEnvironment, tmp_path: Path) -> None:
     """All of its public names are there, but for the two that start services."""
     code = (
         "import cadenza\n"
@@ -140,7 +140,9 @@ def test_the_client_alone_serves_no_model_but_says_so(client_alone: CleanEnviron
         "        print(name, 'client alone' in str(error))"
     )
     assert client_alone.python(code).splitlines() == ["LLM True", "LocalServices True"]
-    command = client_alone.run("python", "-m", "cadenza")
+    # By itself: among the shared packages there is a Cadenza that has the command.
+    install_wheel(client_alone.wheel, tmp_path)
+    command = CleanEnvironment(tmp_path, client_alone.wheel).run("python", "-m", "cadenza")
     assert (command.returncode, command.stderr.startswith("cadenza: this is the client alone")) == (1, True)
 
 

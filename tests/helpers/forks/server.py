@@ -105,6 +105,7 @@ def run(request: Request, descriptors: list[int]) -> None:
     if module in LAUNCHERS:
         _serve_beside()
     sys.argv = list(request.arguments)
+    sys.modules.pop(module, None)  # or runpy would warn of it
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

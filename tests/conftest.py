@@ -35,14 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("cadenza")
     if "TEST_NEW_INTERPRETERS" not in os.environ and sys.platform == "linux":
         forks.install()
-    if not hasattr(config, "workerinput"):
-        begin_run()
+    begin_run()
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
+def pytest_unconfigure() -> None:
     forks.end()
-    if not hasattr(config, "workerinput"):
-        end_run()
+    end_run()
 
 
 @pytest.hookimpl(tryfirst=True)

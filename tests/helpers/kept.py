@@ -10,16 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 _FOLDER = "_TESTS_KEPT_FOLDER"
+_own: Path | None = None
 
 
 def begin_run() -> None:
-    """By the first process of a run, before its workers start."""
-    os.environ.setdefault(_FOLDER, tempfile.mkdtemp(prefix="cadenza-tests-"))
+    """By each process of a run; the first one makes the folder, and those that it starts use it too."""
+    global _own
+    if _FOLDER not in os.environ:
+        _own = Path(tempfile.mkdtemp(prefix="cadenza-tests-"))
+        os.environ[_FOLDER] = str(_own)
 
 
 def end_run() -> None:
-    """By the first process of a run, after its workers have ended."""
-    shutil.rmtree(os.environ.pop(_FOLDER), ignore_errors=True)
+    """By each process of a run as it ends; the one that made the folder removes it."""
+    if _own is not None:
+        del os.environ[_FOLDER]
+        shutil.rmtree(_own, ignore_errors=True)
 
 
 def kept_copy(folder: Path, wanted: object, make: Callable[[Path], None]) -> None:

@@ -47,6 +47,7 @@ def until_news(actor: ProcessActor, life: int, wanted: str) -> tuple[list[str], 
             return lines, news
 
 
+@pytest.mark.interpreter
 def test_a_process_says_where_it_is_and_how_it_ends(fakes: Fakes, actor: ProcessActor) -> None:
     actor.start(1, order(fakes, files={"key": "a secret"}, environment={"CADENZA_TOKEN_OF_RANKS": "x"}))
     actor.start(1, order(fakes))  # a call that Ray has made again

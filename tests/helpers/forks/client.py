@@ -105,8 +105,9 @@ def _server() -> socket.socket:
         path = os.pathsep.join([str(ROOT), str(ROOT / "client"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "tests.helpers.forks.server", str(its.fileno()), _PADDING]
         with its:
-            # numpy's library starts threads as it is loaded; a process with threads cannot be forked.
-            environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+            # numpy's library starts threads as it is loaded, and a process with threads cannot be forked. Services
+            # silence gRPC before they import it.
+            environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
             _process = subprocess.Popen(
                 command, pass_fds=[its.fileno()], cwd=ROOT, env=environment, start_new_session=True
             )

@@ -93,6 +93,7 @@ def environment_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
+@pytest.mark.interpreter
 async def test_a_child_has_no_secrets_of_its_parent(door: RenderDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CADENZA_TOKEN", "secret")
     other = RenderDoor(5.0)

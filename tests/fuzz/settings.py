@@ -71,13 +71,13 @@ class Settings:
             case "dynamic":
                 return StaticBatching(int(first), second)
             case _:
-                return ContinuousBatching(first, int(second))
+                return ContinuousBatching(first)
 
 
 def draw_settings(rng: Random, axes: tuple[str, ...] = AXES) -> Settings:
     """A configuration in which things happen: small pools, small batches."""
     batching = rng.choice(["continuous", "continuous", "static", "dynamic"]) if "static" in axes else "continuous"
-    numbers = (rng.choice([0.0, 0.0, 1.0]), rng.randint(0, 5)) if batching == "continuous" else (rng.randint(1, 4), 4.0)
+    numbers = (rng.choice([0.0, 0.0, 1.0]), 0.0) if batching == "continuous" else (rng.randint(1, 4), 4.0)
     return Settings(
         order=rng.choice(sorted(_ORDERS)),
         batching=batching,

@@ -28,7 +28,7 @@ _TOKEN = st.integers(0, VOCAB_SIZE - 1)
 _BATCHINGS: st.SearchStrategy[BatchingPolicy] = st.one_of(
     st.builds(ContinuousBatching),
     st.builds(ContinuousBatching),
-    st.builds(ContinuousBatching, st.sampled_from([0.5, 1.0]), st.integers(0, 5)),
+    st.builds(ContinuousBatching, st.sampled_from([0.5, 1.0])),
     st.builds(StaticBatching, st.integers(1, 4)),
     st.builds(StaticBatching, st.integers(1, 4), st.floats(0, 9)),
 )

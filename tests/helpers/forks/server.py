@@ -67,23 +67,23 @@ def serve(channel: socket.socket) -> tuple[Request, list[int]]:
         if not head:
             os._exit(0)
         request = Request(**json.loads(_read(channel, int.from_bytes(head, "big"))))
-        told, telling = os.pipe()
-        waiting, going = os.pipe()
+        pid_read, pid_write = os.pipe()
+        go_read, go_write = os.pipe()
         between = os.fork()
         if not between:
             if os.fork():
                 os._exit(0)
             channel.close()
             _name_process([sys.executable, "-m", *request.arguments])
-            os.write(telling, os.getpid().to_bytes(_LENGTH_BYTES, "big"))
-            for descriptor in (told, telling, going):
+            os.write(pid_write, os.getpid().to_bytes(_LENGTH_BYTES, "big"))
+            for descriptor in (pid_read, pid_write, go_write):
                 os.close(descriptor)
-            os.read(waiting, 1)  # until who asked is its parent
-            os.close(waiting)
+            os.read(go_read, 1)  # until who asked is its parent
+            os.close(go_read)
             return request, descriptors
         os.waitpid(between, 0)
-        process_id = os.read(told, _LENGTH_BYTES)
-        for descriptor in (told, telling, waiting, going, *descriptors):
+        process_id = os.read(pid_read, _LENGTH_BYTES)
+        for descriptor in (pid_read, pid_write, go_read, go_write, *descriptors):
             os.close(descriptor)
         channel.sendall(process_id)
 

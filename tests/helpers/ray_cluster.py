@@ -22,6 +22,8 @@ _TOKEN = secrets.token_hex(16)
 """One for all clusters of this process: Ray reads it once."""
 _FAST = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
 """How Ray notices a lost machine; by default it takes a quarter of a minute."""
+_PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+"""Serve gives up its proxy when it was not ready three times in 5 s each, which a busy machine needs to start it."""
 
 
 class RayMachines:
@@ -52,7 +54,7 @@ def ray_machines(num_cpus: int, *, of_head: int | None = None) -> Iterator[RayMa
 
     of_head: the head's processors, if it has others.
     """
-    with _variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}):
+    with _variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **_PATIENT}):
         yield from _machines(num_cpus, num_cpus if of_head is None else of_head)
 
 

@@ -47,7 +47,7 @@ serve.shutdown()
 class Served:
     """Ray Serve with one configuration after another."""
 
-    def __init__(self, machines: RayMachines, config: dict[str, Any], folder: Path) -> None:
+    def __init__(self, machines: RayMachines, folder: Path) -> None:
         self._machines, self._path = machines, folder / "serve.yaml"
         self.lines: list[str] = []
         self._process = subprocess.Popen(
@@ -56,7 +56,6 @@ class Served:
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.apply(config)
 
     def apply(self, config: dict[str, Any]) -> None:
         """Make a configuration hold; returns once Serve has it."""
@@ -111,8 +110,9 @@ class Served:
 @contextlib.contextmanager
 def served(machines: RayMachines, config: dict[str, Any], folder: Path) -> Iterator[Served]:
     """Yields it at once: the application starts by and by."""
-    running = Served(machines, config, folder)
+    running = Served(machines, folder)
     try:
+        running.apply(config)
         yield running
     finally:
         running.stop()

@@ -17,6 +17,7 @@ from scheduler_svc.executors.adapters import loaded_adapter, unloaded_adapter
 from tests.fuzz.wire.messages import any_message, damaged, mixed, near
 from tests.helpers.core.core_executor import CoreExecutor
 from tests.helpers.core.core_sampling import core_sampling
+from tests.helpers.core.deltas import deltas
 
 VOCAB = 50
 NUM_ADAPTERS = 4
@@ -95,7 +96,7 @@ class World:
             plan = self.core.plan_step(0, 0.0)
             if plan is not None:
                 self.core.apply_result(0, self.executor.run(plan), 0.0)
-            for delta in self.core.take_outputs():
+            for delta in deltas(self.core.take_outputs()):
                 self.counts[delta.key[1]] = self.counts.get(delta.key[1], 0) + len(delta.token_ids)
             self.core.check_integrity()
             if not (self.core.groups or self.core.lanes[0].slots.num_used):

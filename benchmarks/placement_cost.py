@@ -18,12 +18,13 @@ import numpy as np
 from benchmarks.common.benchmark import Benchmark, positive
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import Row, make_row
+from cadenza_common.plan.result import StepResult, StepTimings
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.passed import NOTHING_PASSED
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec
 
 NAME = "placement_cost"
 _RUNNING = 64
@@ -66,12 +67,12 @@ def warm_core(num_lanes: int, prompt: tuple[int, ...]) -> _Core:
     for executor_id in range(num_lanes):
         for other in range(num_lanes):
             core.drain_executor(other, other != executor_id, 0.0)
-        core.add_request(RequestSpec(f"first {executor_id}", prompt, Sampling(), 1), 0.0)
+        core.add_request(RequestSpec(f"first {executor_id}", prompt, SequenceSampling(), 1), 0.0)
         _run(core, executor_id, f"first {executor_id}")
     for executor_id in range(num_lanes):
         core.drain_executor(executor_id, False, 0.0)
     for index in range(_RUNNING * num_lanes):
-        core.add_request(RequestSpec(f"other {index}", (index + 1, 2, 3), Sampling(), 10_000), 0.0)
+        core.add_request(RequestSpec(f"other {index}", (index + 1, 2, 3), SequenceSampling(), 10_000), 0.0)
     for _ in range(4):
         for executor_id in range(num_lanes):
             _step(core, executor_id)
@@ -90,7 +91,7 @@ def _step(core: _Core, executor_id: int) -> None:
     step = core.lanes[executor_id].inflight[-1]
     slots = [*step.decode_slots, *(chunk.slot for chunk in step.chunks if chunk.samples)]
     ns = 10_000_000 + 60_000 * step.total_tokens
-    result = StepResult(plan.step_id, slots=slots, token_ids=[1] * len(slots), device_ns=ns)
+    result = StepResult(plan.step_id, slots=slots, token_ids=[1] * len(slots), timings=StepTimings(device_ns=ns))
     core.apply_result(executor_id, result, 0.0)
 
 
@@ -101,7 +102,7 @@ def measure(num_lanes: int, num_tokens: int, seed: int) -> dict[str, float]:
     placing, longest, looking, again = [], [], [], []
     for index in range(_ROUNDS):
         name = f"measured {index}"
-        core.add_request(RequestSpec(name, prompt, Sampling(), 16), 1.0)
+        core.add_request(RequestSpec(name, prompt, SequenceSampling(), 16), 1.0)
         parts = core.place(1.0)
         placing.append(sum(parts))
         longest.append(max(parts))

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.experiments.simulated import scheduler_config
+from cadenza_common.plan.sampling import SequenceSampling
 from cadenza_loadtest.requests import RequestShape
 from cadenza_simulator.executor_profiles import ExecutorProfile
 from cadenza_simulator.lanes import TOKEN, SimulatedLane
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
+from scheduler_svc.core.types import BeamSpec, RequestSpec
 
 Look = Callable[[Scheduler, float], None]
 """Called with the core after each plan, and the seconds until the step's result is applied."""
@@ -72,7 +73,7 @@ def _spec(shape: RequestShape) -> RequestSpec:
     return RequestSpec(
         str(shape.index),
         (TOKEN,) * shape.num_prompt_tokens,
-        Sampling(),
+        SequenceSampling(),
         shape.num_output_tokens,
         num_samples=1 if shape.beam_width else shape.n,
         beams=BeamSpec(shape.beam_width) if shape.beam_width else None,

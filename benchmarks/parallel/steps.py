@@ -10,11 +10,11 @@ from typing import Any
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan_wire.reading import plan_from_wire
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.config import ExecutorConfig
-from executor_svc.plan.plan import StepPlan
-from executor_svc.service.convert import plan_from_wire
 from executor_svc.startup.build import build_model
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.step_ranks import StepRanks
@@ -84,7 +84,7 @@ def _session(executor: StepExecutor, timed: TimedAgreement, steps: Steps) -> dic
         began = time.perf_counter()
         result = executor.execute(plan, 0)
         (decodes if message.decode_ready else prefills).append((time.perf_counter() - began) * 1e3)
-        tokens.append(result.token_ids.tolist())
+        tokens.append(list(result.token_ids))
         assert len(result.token_ids) == steps.sequences
     return {
         "prefill_ms": prefills[-1],

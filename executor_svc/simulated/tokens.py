@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.simulated.hashing import GAMMA, MIX_1, MIX_2, adapter_key
 from executor_svc.simulated.ranking import strides
 

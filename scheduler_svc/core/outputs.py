@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter, itemgetter
 
-from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
+from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import Finish, RequestKey
 
@@ -43,7 +43,7 @@ class SampleDelta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: LogprobColumns | None = None
     """Logprobs of the request's prompt; reported in order, each row once."""
     cumulative_logprob: float | None = None
     """Sum of a beam's logprobs, reported with its finish."""
@@ -60,7 +60,7 @@ class StepOutputs:
     logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Logprobs of the new tokens, for sequences whose request wants them."""
     finishes: dict[Sequence, Finish] = field(default_factory=dict)
-    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[Sequence, LogprobColumns]] = field(default_factory=list)
     hypotheses: list[BeamOutput] = field(default_factory=list)
     """Results of finished beam searches, all of a search at once."""
     num_by_tenant: Counter[str] = field(default_factory=Counter)

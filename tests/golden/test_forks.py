@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor_svc.plan.plan import BlockMoves, SlotError, StepResult
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.plan import BlockMoves
+from cadenza_common.plan.result import SlotError, StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
 from tests.helpers.executor.plans import columns, ints, scheduled, sequence

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from executor_svc.plan.plan import SlotError, SlotLogprobs
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.result import LogprobColumns, SlotError
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.sampling import prompt_logprobs
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
@@ -59,7 +59,7 @@ def asking(num_top: int | None, **fields: Any) -> SequenceSampling:
     return SequenceSampling(num_prompt_logprobs=num_top, **fields)
 
 
-def compute(model: Model, chunks: list[int], num_top: int = 4, company: bool = False) -> list[SlotLogprobs]:
+def compute(model: Model, chunks: list[int], num_top: int = 4, company: bool = False) -> list[LogprobColumns]:
     """What each chunk of `prompt(0)` reports; company: beside decodes, and another prompt that requests more."""
     stepper = Stepper(model)
     admitted = [sequence(1, prompt(0), stepper.blocks(1), sampling=asking(num_top))]
@@ -80,7 +80,7 @@ def compute(model: Model, chunks: list[int], num_top: int = 4, company: bool = F
     return reported
 
 
-def joined(reported: list[SlotLogprobs]) -> tuple[bytes, ...]:
+def joined(reported: list[LogprobColumns]) -> tuple[bytes, ...]:
     """Every column over all chunks, to the bit."""
     columns = ("chosen_logprobs", "chosen_ranks", "top_token_ids", "top_logprobs")
     return tuple(np.concatenate([getattr(item, name) for item in reported]).tobytes() for name in columns)

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from cadenza import AsyncClient, SamplingParams
+from cadenza_common.plan.result import StepResult, StepStatus
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.loading import LoadedModel, LoaderError, load_model, load_through_transformers
 from executor_svc.models.through_transformers import probe
 from executor_svc.models.through_transformers.hosted import HostedModel
 from executor_svc.models.through_transformers.self_check import paged_logits
 from executor_svc.plan.description import limits_of
-from executor_svc.plan.plan import StepResult, StepStatus
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.startup.build import build_model
 from executor_svc.startup.device import make_device
 from executor_svc.startup.executors import make_executor

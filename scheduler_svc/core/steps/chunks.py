@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cadenza_common.plan.plan import AdmittedSequence, PrefixSource
 from scheduler_svc.core.grammar import turn_of
 from scheduler_svc.core.lanes.draft_limits import draft_scope, max_drafts_of
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
 from scheduler_svc.core.memory.block_tables import have_same_blocks
-from scheduler_svc.core.plan import AdmittedSequence, PrefixSource
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.budget import StepBudget
 

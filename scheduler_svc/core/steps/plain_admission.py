@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from itertools import islice
 
+from cadenza_common.plan.plan import AdmittedSequence
 from scheduler_svc.core.grammar import turn_of
 from scheduler_svc.core.lanes.draft_limits import draft_scope
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
-from scheduler_svc.core.plan import AdmittedSequence
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget

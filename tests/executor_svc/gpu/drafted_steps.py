@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cadenza_common.plan.plan import AdmittedSequence
+from cadenza_common.plan.result import StepResult, StepStatus
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu.kernels.slots.slots import StepSizes
-from executor_svc.plan.plan import AdmittedSequence, StepResult, StepStatus
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.helpers.executor.plans import ints, plan, scheduled, sequence

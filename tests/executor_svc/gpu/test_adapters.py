@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from triton.runtime.interpreter import InterpretedFunction
 
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.models.adapters.places import AdapterSizes
-from executor_svc.plan.plan import StepResult
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.startup.adapters import adapter_sizes
 from executor_svc.startup.build import build_model

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.sampling import state as gpu_sampling_state
 from executor_svc.gpu.staging import Upload
-from executor_svc.plan.plan import Limits, StepResult
-from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.speculation.suffix import SuffixSource

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cadenza_common.grammar.spec import GrammarSpec
-from executor_svc.plan.plan import SlotError, StepResult
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.result import SlotError, StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.startup.grammars import find_grammars
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu.linear import Quantization
 from executor_svc.models.through_transformers.linears import PreparedLinear
-from executor_svc.plan.sampling import SequenceSampling
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.quantized_reference import logprobs

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu.enqueued_step import GpuStep
 from executor_svc.gpu.sampling import state as gpu_sampling_state
 from executor_svc.gpu.sampling.state import ListRanges
 from executor_svc.gpu.step import GpuStepExecutor
-from executor_svc.plan.plan import SlotError, SlotLogprobs, StepResult
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
@@ -81,7 +81,7 @@ def tokens_of(found: list[StepResult]) -> list[list[tuple[int, int]]]:
     return pairs
 
 
-def assert_same_logprobs(found: tuple[SlotLogprobs, ...], expected: tuple[SlotLogprobs, ...]) -> None:
+def assert_same_logprobs(found: tuple[LogprobColumns, ...], expected: tuple[LogprobColumns, ...]) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert (one.slot, one.start, one.num_top) == (other.slot, other.start, other.num_top)

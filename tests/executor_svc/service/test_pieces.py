@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan_wire.reading import plan_from_wire, plan_in_slices
 from cadenza_common.serving.slices import SLICE_ITEMS, run_at_once
 from cadenza_common.wire.transport import MAX_PLAN_BYTES, MAX_SHORT_BYTES
-from executor_svc.plan.plan import InvalidPlan
 from executor_svc.service import pieces
-from executor_svc.service.convert import plan_from_wire, plan_in_slices
 from executor_svc.service.pieces import request_in_slices
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES
 from tests.fuzz.wire.messages import any_message, with_length

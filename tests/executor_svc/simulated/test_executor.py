@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor_svc.plan.plan import InvalidPlan, SlotError
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.result import SlotError
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
 from tests.helpers.executor.plans import ints, scheduled, sequence

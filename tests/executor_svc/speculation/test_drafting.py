@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import SlotError, StepTimings
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.forward_batch import build_batch
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, RowLogprobs, SampledTokens, make_result
-from executor_svc.plan.plan import InvalidPlan, Limits, SlotError, StepPlan, StepTimings
-from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafting import Drafting
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.speculation.verification import accept_drafts

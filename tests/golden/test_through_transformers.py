@@ -159,7 +159,7 @@ def test_prompt_logprobs(folders: dict[str, Path], name: str) -> None:
     for chunk in (13, 17):
         admitted = (asking,) if chunk == 13 else ()
         result = served.step(admitted=admitted, scheduled=scheduled((0, chunk, chunk == 17)))
-        found += [value for part in result.prompt_logprobs for value in part.chosen_logprobs.tolist()]
+        found += [value for part in result.prompt_logprobs.values() for value in part.logprobs]
     logprobs = teacher_forced(transformers_model(folders[name]), prompt).log_softmax(-1)
     wanted = logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(found), wanted, rtol=0, atol=2e-4)

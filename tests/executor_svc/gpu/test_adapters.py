@@ -94,9 +94,8 @@ class Run:
         counts = result.num_tokens if len(result.num_tokens) else np.ones(len(result.slots), np.int64)
         for slot, token in zip(np.repeat(result.slots, counts).tolist(), result.token_ids.tolist(), strict=True):
             self.tokens[slot].append(token)
-        for each in result.logprobs:
-            rows = np.concatenate((each.top_logprobs, each.top_token_ids.astype(np.float64)))
-            self.logprobs[each.slot].append(rows)
+        for slot, each in result.logprobs.items():
+            self.logprobs[slot].append(np.concatenate((each.top_logprobs, np.array(each.top_token_ids, np.float64))))
         return result
 
 

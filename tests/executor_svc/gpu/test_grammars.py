@@ -162,7 +162,7 @@ def test_beams_are_late_too(cpu: Model, gpu: Model) -> None:
     assert_same(found, expected)
     assert [len(result.candidates) for result in found] == [0, 1, 0, 1, 1]
     for result in found:
-        for candidates in result.candidates:
+        for candidates in result.candidates.values():
             assert set(candidates.token_ids.tolist()) <= {letter, letter + 1, 1}
 
 

@@ -220,7 +220,7 @@ class NotedPlans:
 def test_the_largest_steps_have_logits_for_every_tile_of_rows() -> None:
     executor = NotedPlans()
     run_largest_steps(executor)  # type: ignore[arg-type]
-    sampled = {int(plan.scheduled.samples.sum()) for plan in executor.plans}
+    sampled = {sum(plan.scheduled_samples) for plan in executor.plans}
     rows = [*(rows for rows in TILE_ROWS if rows < 40), 40]
     assert len(rows) > 2
     assert sampled == {1, *rows}

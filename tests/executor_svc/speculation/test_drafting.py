@@ -113,7 +113,7 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_sampled() -> None:
     assert slots.num_tokens[:3].tolist() == [6, 4, 6]
     assert slots.num_computed_tokens[:3].tolist() == [5, 3, 5]
     assert slots.token_ids[0, :6].tolist() == [9, 8, 7, 1, 2, 40]
-    assert [(each.slot, each.start, each.chosen_ranks.tolist()) for each in result.logprobs] == [
+    assert [(slot, each.start, each.ranks.tolist()) for slot, each in result.logprobs.items()] == [
         (0, 3, [1, 2, 3]), (1, 3, [5]), (2, 3, [7, 8, 9]),
     ]  # fmt: skip
 

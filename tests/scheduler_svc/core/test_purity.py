@@ -1,5 +1,5 @@
-"""scheduler_svc.core is pure: it imports the standard library's pure part, itself, and the types of plans, which are pure
-too: nothing else.
+"""scheduler_svc.core is pure: it imports the standard library's pure part, itself, and the types of plans, which are
+pure too: nothing else.
 
 Read from the syntax trees, so that an import inside a function or under `if` counts too.
 """
@@ -76,7 +76,9 @@ def pure_files() -> list[Path]:
 
 @pytest.mark.parametrize("package", PURE)
 def test_it_exists(package: str) -> None:
-    assert all(path.is_file() for path in files_of(package)), f"nothing in {package}: the test below would prove nothing"
+    assert all(path.is_file() for path in files_of(package)), (
+        f"nothing in {package}: the test below would prove nothing"
+    )
     assert files_of(package)
 
 

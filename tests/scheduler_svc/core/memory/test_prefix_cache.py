@@ -270,7 +270,8 @@ def test_evicted_blocks_come_back_from_the_host() -> None:
     blocks.allocate(sequence, 13, found=found)
     moves = blocks.take_moves()
     assert [block_id for _, block_id in moves.swapped_in] == sequence.block_ids[:3]
-    assert not moves.swapped_out and not moves.copied
+    assert not moves.swapped_out
+    assert not moves.copied
     assert blocks.find_cached_prefix(make([1] * 13)).num_host == 0
     assert blocks.host_pool.num_free == 4
     blocks.check_integrity([sequence])

@@ -98,7 +98,8 @@ class LocalServices:
             arguments,
             executors,
             programs or Programs(),
-            {SCHEDULER: address} | dict.fromkeys([GATEWAY] if arguments.has_gateway else [], next(iter(gateway.values()), "")),
+            {SCHEDULER: address}
+            | dict.fromkeys([GATEWAY] if arguments.has_gateway else [], next(iter(gateway.values()), "")),
             gateway,
             kept,
             start_timeout_s,

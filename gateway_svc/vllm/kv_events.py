@@ -46,9 +46,7 @@ def _event(event: admin_pb2.KvEvent, event_id: int) -> pb.KvCacheEvent:
 
 
 def _stored(stored: admin_pb2.KvBlocksStored) -> pb.KvBlocksStored:
-    message = pb.KvBlocksStored(
-        blocks=_blocks(stored), tier=_TIERS[stored.tier][0], medium=MEDIUMS[stored.tier]
-    )
+    message = pb.KvBlocksStored(blocks=_blocks(stored), tier=_TIERS[stored.tier][0], medium=MEDIUMS[stored.tier])
     if stored.HasField("parent_hash"):
         message.parent_block_hash = stored.parent_hash
     if stored.adapter:

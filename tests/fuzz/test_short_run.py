@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
 from tests.fuzz.__main__ import FuzzError, fuzz_run, main
 from tests.fuzz.settings import AXES
 from tests.helpers.core.core_executor import CoreExecutor

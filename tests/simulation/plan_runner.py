@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler_svc.core.plan import AdmittedSequence, StepPlan
-from scheduler_svc.core.result import Candidates, PromptLogprobs, SlotError, StepResult, TokenLogprobs
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.result import Candidates, LogprobColumns, SlotError, StepResult, TokenLogprobs
 from scheduler_svc.core.types import BlockPairs
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.drafting import NO_DRAFTS, DraftPlan, in_order, make_drafts, num_allowed, rows_left, take_drafts
@@ -42,7 +42,7 @@ class TokenSource(Protocol):
     def candidates(self, slot: Slot) -> Candidates:
         """The best next tokens."""
 
-    def prompt_logprobs(self, slot: Slot, start: int, end: int) -> PromptLogprobs:
+    def prompt_logprobs(self, slot: Slot, start: int, end: int) -> LogprobColumns:
         """Those of the prompt tokens `start` to `end - 1`."""
 
 
@@ -113,15 +113,15 @@ class PlanRunner:
         result = self._sample(plan, sampling, idle, non_finite, drafts)
         result.prompt_logprobs.update(prompt_logprobs)
         if self.model.adaptive_drafts:
-            result.total_ns = 100_000 + self._drafts.row_ns * sum(each.num_computed for each in work)
+            result.timings.total_ns = 100_000 + self._drafts.row_ns * sum(each.num_computed for each in work)
         return result
 
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a plan: what it would have written is neither the old nor the new content."""
         work, _, _ = self._prepare(plan)
-        for _, block in plan.swapped_in + plan.copied:
+        for _, block in plan.swap_in + plan.copies:
             self._fill(self._device, block)
-        for _, block in plan.swapped_out:
+        for _, block in plan.swap_out:
             self._fill(self._host, block)
         for each in work:
             for place in self._places(each.slot, each.slot.num_computed, each.num_computed):
@@ -193,13 +193,13 @@ class PlanRunner:
         )
 
     def _move(self, plan: StepPlan) -> None:
-        freed = {source for source, _ in plan.swapped_in}
-        _require(freed.isdisjoint(block for _, block in plan.swapped_out), "a swap-out to a block that is swapped in")
-        copied = {source for source, _ in plan.copied}
-        _require(copied.isdisjoint(block for _, block in plan.copied), "a block is source and destination of copies")
-        self._copy(self._device, self._host, plan.swapped_out)
-        self._copy(self._device, self._device, plan.copied)
-        self._copy(self._host, self._device, plan.swapped_in)
+        freed = {source for source, _ in plan.swap_in}
+        _require(freed.isdisjoint(block for _, block in plan.swap_out), "a swap-out to a block that is swapped in")
+        copied = {source for source, _ in plan.copies}
+        _require(copied.isdisjoint(block for _, block in plan.copies), "a block is source and destination of copies")
+        self._copy(self._device, self._host, plan.swap_out)
+        self._copy(self._device, self._device, plan.copies)
+        self._copy(self._host, self._device, plan.swap_in)
 
     def _copy(self, source: list[int], target: list[int], pairs: BlockPairs) -> None:
         if not pairs:
@@ -361,7 +361,7 @@ class PlanRunner:
                 break
         return token_ids, tuple(logprobs)
 
-    def _add_prompt_logprobs(self, found: dict[int, PromptLogprobs], each: _Work) -> None:
+    def _add_prompt_logprobs(self, found: dict[int, LogprobColumns], each: _Work) -> None:
         """Positions a to b - 1 predict the tokens a + 1 to b."""
         slot = each.slot
         if slot.sampling.num_prompt_logprobs is None:

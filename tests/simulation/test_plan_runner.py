@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
 from tests.helpers.scheduler.changing_executor import MODEL
 from tests.simulation.catalogue import KnownTokens, catalogue
 from tests.simulation.history import run_history

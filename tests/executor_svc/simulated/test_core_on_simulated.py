@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from executor_svc.simulated.expected_tokens import expected_tokens
 from scheduler_svc.core.types import FinishDetail, RequestSpec
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.core_executor import CoreExecutor
 from tests.helpers.core.core_sampling import core_sampling, for_executor
-from tests.helpers.executor.expected_tokens import expected_tokens
 
 VOCAB = 60
 

@@ -7,14 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from executor_svc.plan.plan import SlotError
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.result import SlotError
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
 from executor_svc.simulated import hashing, tokens
+from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from executor_svc.simulated.model import fingerprint
 from executor_svc.simulated.ranking import Ranking, strides
 from executor_svc.simulated.token_choice import best_ranks, choose
-from tests.helpers.executor.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from tests.helpers.executor.plans import ints
 
 NO_FLOATS = np.zeros(0, np.float32)

@@ -139,8 +139,8 @@ class GatewayConfig(Settings):
         None,
         min_length=1,
         description="File with the gateway's own token for a scheduler with --tenants. Of a tenant with admin: for the "
-        "scheduler's metrics in /metrics, for adapters and for --kv-events-endpoint. With may_name_tenants: one session "
-        "to the scheduler carries the requests of all keys; else each key has a session of its own.",
+        "scheduler's metrics in /metrics, for adapters and for --kv-events-endpoint. With may_name_tenants: one "
+        "session to the scheduler carries the requests of all keys; else each key has a session of its own.",
         json_schema_extra=about("HTTP"),
     )
     http_cors_origin: Annotated[list[str], NoDecode] = Field(

@@ -78,8 +78,8 @@ class Service:
     """The scheduler service on one event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Raises JournalError, TenantsFileError, TracesError, ChatTemplateOptionError, and TlsError for the files of the
-        links to executors."""
+        """Raises JournalError, TenantsFileError, TracesError, ChatTemplateOptionError, and TlsError for the files of
+        the links to executors."""
         self._config = config
         self._executor_files = executor_files(config)
         self._peer_limit: asyncio.Task[None] | None = None

@@ -115,8 +115,8 @@ def _bounded(setting: Setting, points: Mapping[float, Point]) -> Finding:
     more = points[4.0].ttft_p50_s - points[0.0].ttft_p50_s
     steps = more / points[4.0].tpot_p50_s
     return Finding(
-        claim=f"{MAX_WAITING_STEPS} steps bound the wait, whatever the ratio (expected here): {setting.label}. Holds if "
-        f"the median TTFT grows by no more than {_MAX_STEPS:g} median steps",
+        claim=f"{MAX_WAITING_STEPS} steps bound the wait, whatever the ratio (expected here): {setting.label}. Holds "
+        f"if the median TTFT grows by no more than {_MAX_STEPS:g} median steps",
         held=bool(steps.max() <= _MAX_STEPS),
         evidence=f"a ratio of 4 adds {_seconds(more)} s to the median TTFT, {steps.mean():.0f} median steps",
     )

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from cadenza_common.plan.result import Candidates, LogprobColumns, TokenLogprobs
 from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from scheduler_svc.core.outputs import BeamOutput
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis

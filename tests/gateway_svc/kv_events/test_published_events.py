@@ -1,4 +1,4 @@
-"""A gateway that publishes KV events over ZeroMQ: what a router hears of a scheduler, of its restart and of its refusal."""
+"""A gateway that publishes KV events over ZeroMQ: what a router hears of a scheduler, its restart and its refusal."""
 
 from __future__ import annotations
 

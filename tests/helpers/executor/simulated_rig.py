@@ -13,7 +13,7 @@ from executor_svc.plan.limits import Limits
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.simulated.expected_tokens import expected_tokens
-from tests.helpers.executor.plans import ints, plan, sequence
+from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 
 LIMITS = Limits(
     num_slots=16,

@@ -23,18 +23,19 @@ from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, per
 from benchmarks.common.scheduler_load import BLOCK_SIZE, EOS, TOKEN, leavers
 from benchmarks.fleet.engine import FRONT_US
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepTimings
+from cadenza_common.plan.sampling import SequenceSampling
+from cadenza_common.plan_wire.results import result_from_wire
+from cadenza_common.plan_wire.writing import plan_to_wire
 from cadenza_loadtest.settings import make_settings
 from cadenza_simulator.campaign import simulate
 from cadenza_simulator.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
 from cadenza_simulator.options import scheduler_config
 from executor_svc.simulated.costs import StepCosts
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling
+from scheduler_svc.core.types import ExecutorSpec, RequestSpec
 from scheduler_svc.engine.freed_memory import release_finished
-from scheduler_svc.executors import convert as execution
-from scheduler_svc.executors.results import step_result
 from scheduler_svc.front.process_memory import collect_rarely
 
 NAME = "lane_scaling"
@@ -251,11 +252,11 @@ class LaneLoad:
                 begin = clock()
                 plan = self._plan(lane)
                 planned = clock()
-                execution.step_plan(plan, _EPOCH).SerializeToString()
+                plan_to_wire(plan, _EPOCH).SerializeToString()
                 converted = clock()
                 received = self._received(lane)
                 begin_parse = clock()
-                result = step_result(pb.StepResult.FromString(received))
+                result = result_from_wire(pb.StepResult.FromString(received))
                 begin_apply = clock()
                 self.core.apply_result(lane, result, 0.0)
                 release_finished(self.core.take_finished())
@@ -286,7 +287,7 @@ class LaneLoad:
     def _add(self, count: int) -> None:
         for prompt in self._prompts(count):
             self._num_added += 1
-            sampling = Sampling(stop_token_ids=(EOS,))
+            sampling = SequenceSampling(stop_token_ids=(EOS,))
             key = f"request {self._num_added}"
             self.core.add_request(RequestSpec(key, prompt, sampling, _MAX_TOKENS, eos_token_ids=frozenset({EOS})), 0.0)
 
@@ -315,7 +316,7 @@ class LaneLoad:
         for index in leavers(step.plan.step_id, len(slots), count):
             tokens[index] = EOS
             stopped.add(slots[index])
-        return StepResult(step.plan.step_id, slots=slots, token_ids=tokens, total_ns=1000)
+        return StepResult(step.plan.step_id, slots=slots, token_ids=tokens, timings=StepTimings(total_ns=1000))
 
     def _received(self, lane: int) -> bytes:
         result = self._result(lane)
@@ -324,5 +325,5 @@ class LaneLoad:
             status=pb.STEP_STATUS_OK,
             slots=result.slots,
             token_ids=result.token_ids,
-            timings=pb.StepTimings(total_ns=result.total_ns),
+            timings=pb.StepTimings(total_ns=result.timings.total_ns),
         ).SerializeToString()

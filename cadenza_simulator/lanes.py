@@ -7,13 +7,13 @@ import math
 from array import array
 from collections import deque
 
+from cadenza_common.plan.result import Candidates, StepResult, StepTimings
 from cadenza_simulator.chance import factors, varied
 from cadenza_simulator.executor_profiles import ExecutorProfile
 from cadenza_simulator.step_costs import step_cost_function
 from executor_svc.simulated.tokens import rank_logprob
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.result import Candidates, StepResult
 from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.plan_loop.pacing import StepPacer
@@ -118,7 +118,7 @@ class SimulatedLane:
                     starting.append(chunk.sequence)
                 elif chunk.sequence.is_decoding:
                     self._joined_decode_batch.append(chunk.sequence)
-        num_moved = len(plan.swapped_out) + len(plan.copied) + len(plan.swapped_in)
+        num_moved = len(plan.swap_out) + len(plan.copies) + len(plan.swap_in)
         forward_ns, sample_ns, moves_ns = self._step_cost(num_tokens, num_read, num_kv, len(slots), num_moved)
         candidates = _candidates(step) if beams else {}
         if candidates:
@@ -137,10 +137,9 @@ class SimulatedLane:
             slots=slots,
             token_ids=self._tokens[: len(slots)],
             candidates=candidates,
-            device_ns=forward_ns,
-            sample_ns=sample_ns,
-            moves_ns=moves_ns,
-            total_ns=round(1e9 * duration_s),
+            timings=StepTimings(
+                device_ns=forward_ns, sample_ns=sample_ns, moves_ns=moves_ns, total_ns=round(1e9 * duration_s)
+            ),
         )
         # Results come in the order of their plans.
         before = self.inflight_steps[-1].result_at if self.inflight_steps else 0.0

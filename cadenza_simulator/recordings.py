@@ -152,7 +152,7 @@ class _Follower(CoreReplay):
             kv_tokens += count + context_len
         plan, pacer = step.plan, self._pacers[call.executor_id]
         late = self._late.pop((call.executor_id, plan.step_id), math.nan)
-        num_moved = len(plan.swapped_out) + len(plan.copied) + len(plan.swapped_in)
+        num_moved = len(plan.swap_out) + len(plan.copies) + len(plan.swap_in)
         self._numbers.extend(
             (
                 step.planned_at, call.now, late,

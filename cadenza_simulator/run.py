@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from cadenza_common.plan.sampling import SequenceSampling
 from cadenza_loadtest.measures.columns import RequestColumns, StepColumns
 from cadenza_loadtest.requests import LoadTestError, RequestShape
 from cadenza_loadtest.truncation import Truncations
@@ -28,12 +29,12 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError, RequestRejectedError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
+from scheduler_svc.core.types import BeamSpec, RequestSpec
 from scheduler_svc.engine.policies_from_options import policies_from_options
 from scheduler_svc.tenants.errors import TenantsFileError
 from scheduler_svc.tenants.file import read_tenants
 
-_GREEDY = Sampling()
+_GREEDY = SequenceSampling()
 MAX_STEP_ROWS = 65_536
 """Most step rows that are kept; longer runs keep every second step, or every fourth, …"""
 
@@ -271,7 +272,7 @@ class Simulation:
             num_running = len({sequence.group for sequence in (*core_lane.running, *core_lane.finishing)})
         num_blocks, num_swapped = core_lane.spec.num_blocks, core.num_swapped
         return (
-            lane.index, step.planned_at, result.device_ns / 1e9,
+            lane.index, step.planned_at, result.timings.device_ns / 1e9,
             len(step.decode_slots) + len(step.chunks), step.total_tokens, len(result.slots),
             len(core.waiting) - num_swapped, num_running, num_swapped,
             num_blocks - core_lane.blocks.num_free, num_blocks, lane.num_stored_tokens(alone=self._all_alone),

@@ -16,13 +16,14 @@ from random import Random
 
 from scheduler_runs import VOCAB_SIZE, Run, fenced, grid, lane_spec, name_of, pairs_text, table
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching, StaticBatching
 from scheduler_svc.core.policies.policies import Policies, Preemption
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import BeamSpec, Sampling, SequenceState
+from scheduler_svc.core.types import BeamSpec, SequenceState
 from tests.helpers.core.core_executor import COSTS
 
 TARGET = Path(__file__).with_name("scheduler.md")
@@ -172,7 +173,7 @@ def _says(step: PlannedStep, sequence: Sequence) -> str:
     said = [f"admit, blocks {list(admitted.block_ids)}" for admitted in plan.admitted if admitted.slot == slot]
     pairs = zip(plan.fork_source_slots, plan.fork_slots, strict=True)
     said += [f"fork from slot {source} to {fork}" for source, fork in pairs if fork == slot]
-    said += [f"copy {pair[0]}→{pair[1]}" for pair in plan.copied if pair[1] in sequence.block_ids]
+    said += [f"copy {pair[0]}→{pair[1]}" for pair in plan.copies if pair[1] in sequence.block_ids]
     appended = [block for at, block in zip(plan.append_slots, plan.append_block_ids, strict=True) if at == slot]
     said += [f"append {block_id}" for block_id in appended]
     said += ["resume" for at in plan.resumed_slots if at == slot]
@@ -234,7 +235,7 @@ def prefix_cache() -> str:
         step = run.step()
         found = [f"{name_of(joined)}: {joined.num_hit_tokens} of {joined.num_tokens}" for joined in step.joined]
         batch = [name_of(holder) for slot in sorted(step.slots) if (holder := run.lane.sequence_at[slot])]
-        moves = step.plan.swapped_out, step.plan.swapped_in
+        moves = step.plan.swap_out, step.plan.swap_in
         pools = run.lane.blocks.pool, run.lane.blocks.host_pool
         row = [" ".join(batch), " ".join(found) or "-", *map(pairs_text, moves), *map(_map, pools)]
         if rows[-1][1:] == row:
@@ -308,7 +309,7 @@ def _account(policy: BatchingPolicy, max_tokens: int | None) -> tuple[int, int, 
     """Token slots held, stored and reserved, and running sequences, summed over steps; and the number of steps."""
     spec = lane_spec(512, 16, num_slots=40, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=2048)
     run, random = Run(Policies(batching=policy), spec), Random(4)
-    sampling = Sampling(stop_token_ids=(0, 1))
+    sampling = SequenceSampling(stop_token_ids=(0, 1))
     arrivals: deque[tuple[float, list[int]]] = deque()
     moment = 0.0
     for _ in range(48):

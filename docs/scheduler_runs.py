@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cadenza_common.plan.plan import BlockMoves
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
@@ -11,11 +13,11 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import BlockPairs, ExecutorSpec, RequestSpec, Sampling
+from scheduler_svc.core.types import ExecutorSpec, RequestSpec
 from tests.helpers.core.core_executor import COSTS, CoreExecutor
 
 VOCAB_SIZE = 97
-_GREEDY = Sampling()
+_GREEDY = SequenceSampling()
 
 
 class Run:
@@ -86,7 +88,7 @@ def fenced(*grids: str) -> str:
     return "```text\n" + "\n\n".join(grids) + "\n```"
 
 
-def pairs_text(moves: BlockPairs) -> str:
+def pairs_text(moves: BlockMoves) -> str:
     """Block moves as text."""
     return " ".join(f"{source}→{destination}" for source, destination in moves) or "-"
 

@@ -20,15 +20,16 @@ from benchmarks.common.scheduler_load import (
     leavers,
 )
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepTimings
+from cadenza_common.plan.sampling import SequenceSampling
+from cadenza_common.plan_wire.results import result_from_wire
+from cadenza_common.plan_wire.writing import plan_to_wire
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling
+from scheduler_svc.core.types import ExecutorSpec, RequestSpec
 from scheduler_svc.engine.freed_memory import release_finished
-from scheduler_svc.executors import convert as execution
-from scheduler_svc.executors.results import step_result
 
 _EXECUTOR = 0
 _EPOCH = 1
@@ -77,12 +78,12 @@ def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes
         begin = clock()
         plan = _plan(core)
         planned = clock()
-        wire = execution.step_plan(plan, _EPOCH).SerializeToString()
+        wire = plan_to_wire(plan, _EPOCH).SerializeToString()
         converted = clock()
         result = changing.result(core)
         received = _wire_result(result)
         begin_parse = clock()
-        result = step_result(pb.StepResult.FromString(received))
+        result = result_from_wire(pb.StepResult.FromString(received))
         begin_apply = clock()
         outputs = _apply(core, result)
         release_finished(core.take_finished())
@@ -156,11 +157,11 @@ class _Churn:
         for index in leavers(step.plan.step_id, len(slots), self._count):
             tokens[index] = EOS
             self._stopped.add(slots[index])
-        return StepResult(step.plan.step_id, slots=slots, token_ids=tokens, total_ns=1000)
+        return StepResult(step.plan.step_id, slots=slots, token_ids=tokens, timings=StepTimings(total_ns=1000))
 
 
 def _request(request_id: str, prompt: tuple[int, ...]) -> RequestSpec:
-    sampling = Sampling(stop_token_ids=(EOS,))
+    sampling = SequenceSampling(stop_token_ids=(EOS,))
     return RequestSpec(request_id, prompt, sampling, _MAX_TOKENS, eos_token_ids=frozenset({EOS}))
 
 
@@ -168,7 +169,9 @@ def _all_go_on(core: Scheduler) -> StepResult:
     """The result of the oldest plan in flight: one token for each slot that samples."""
     oldest = core.lanes[_EXECUTOR].inflight[0]
     slots = list(oldest.sampling_slots)
-    return StepResult(oldest.plan.step_id, slots=slots, token_ids=[TOKEN] * len(slots), total_ns=1000)
+    return StepResult(
+        oldest.plan.step_id, slots=slots, token_ids=[TOKEN] * len(slots), timings=StepTimings(total_ns=1000)
+    )
 
 
 def _wire_result(result: StepResult) -> bytes:
@@ -177,7 +180,7 @@ def _wire_result(result: StepResult) -> bytes:
         status=pb.STEP_STATUS_OK,
         slots=result.slots,
         token_ids=result.token_ids,
-        timings=pb.StepTimings(total_ns=result.total_ns),
+        timings=pb.StepTimings(total_ns=result.timings.total_ns),
     ).SerializeToString()
 
 

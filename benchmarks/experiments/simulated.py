@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.common.rows import BenchmarkError
+from cadenza_common.plan.sampling import SequenceSampling
 from cadenza_loadtest.arrivals import make_arrivals
 from cadenza_loadtest.measures.columns import RequestColumns, StepColumns
 from cadenza_loadtest.measures.latencies import Window
@@ -33,7 +34,7 @@ from cadenza_simulator.traffic import Traffic
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
+from scheduler_svc.core.types import BeamSpec, RequestSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ def _spec(shape: RequestShape) -> RequestSpec:
     return RequestSpec(
         str(shape.index),
         (TOKEN,) * shape.num_prompt_tokens,
-        Sampling(),
+        SequenceSampling(),
         shape.num_output_tokens,
         num_samples=1 if shape.beam_width else shape.n,
         beams=BeamSpec(shape.beam_width) if shape.beam_width else None,

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import StepPlan
 from executor_svc.speculation.drafts import Drafts
 
 TEXTS, SEED = "BENCHMARK_ORACLE_TEXTS", "BENCHMARK_ORACLE_SEED"

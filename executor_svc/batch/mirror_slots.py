@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cadenza_common.plan.plan import AdmittedSequence
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import LATE
 from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import AdmittedSequence, Limits
+from executor_svc.plan.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, StepPlan
 from executor_svc.batch.column_checks import check_range, check_unique
 from executor_svc.batch.sampling_checks import check_sampling
-from executor_svc.plan.plan import AdmittedSequence, BlockMoves, InvalidPlan, Limits, StepPlan
+from executor_svc.plan.limits import Limits
 
 
 def check_supported(plan: StepPlan, limits: Limits) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cadenza_common.plan.result import LogprobColumns
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.arrays import FloatArray, IntArray
-from executor_svc.plan.plan import SlotLogprobs
+from executor_svc.plan.arrays import FloatArray, IntArray, column, float_column
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +69,20 @@ class PromptColumns:
     top: FloatArray
 
 
-def by_slot(requested: PromptRows, columns: PromptColumns) -> tuple[SlotLogprobs, ...]:
+def by_slot(requested: PromptRows, columns: PromptColumns) -> dict[int, LogprobColumns]:
     """Return one entry for each slot of `requested`."""
     ends = np.cumsum(requested.counts)
     top_ends = np.cumsum(requested.counts * requested.num_top)
-    entries = []
+    entries = {}
     for i, slot in enumerate(requested.slots.tolist()):
         rows = slice(int(ends[i] - requested.counts[i]), int(ends[i]))
         best = slice(int(top_ends[i] - requested.counts[i] * requested.num_top[i]), int(top_ends[i]))
-        entries.append(
-            SlotLogprobs(
-                slot=slot,
-                start=int(requested.starts[i]),
-                chosen_logprobs=columns.chosen[rows],
-                chosen_ranks=columns.ranks[rows],
-                num_top=int(requested.num_top[i]),
-                top_token_ids=columns.top_ids[best],
-                top_logprobs=columns.top[best],
-            )
+        entries[slot] = LogprobColumns(
+            start=int(requested.starts[i]),
+            logprobs=float_column(columns.chosen[rows]),
+            ranks=column(columns.ranks[rows]),
+            num_top=int(requested.num_top[i]),
+            top_token_ids=column(columns.top_ids[best]),
+            top_logprobs=float_column(columns.top[best]),
         )
-    return tuple(entries)
+    return entries

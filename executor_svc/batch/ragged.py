@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,8 @@ class SlotLists:
         self._lengths = np.zeros(num_slots, np.int64)
         self._end = 0
 
-    def put(self, slot: int, *values: NDArray[Any]) -> None:
-        """Replace a slot's list: one array [length] for each column."""
+    def put(self, slot: int, *values: Sequence[Any] | NDArray[Any]) -> None:
+        """Replace a slot's list: one buffer [length] for each column."""
         length = len(values[0])
         self._lengths[slot] = 0
         if self._end + length > len(self.columns[0]):

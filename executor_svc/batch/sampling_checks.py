@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.sampling import COLUMNS, SequenceSampling
 from executor_svc.batch.column_checks import check_range, check_unique
-from executor_svc.plan.plan import InvalidPlan, Limits
-from executor_svc.plan.sampling import COLUMNS, SequenceSampling
+from executor_svc.plan.limits import Limits
 
 # A beam search of width w needs 2 w candidates: if w end with EOS, w others remain.
 MAX_CANDIDATES = 2 * 128
@@ -38,10 +39,11 @@ def _check_token_ids(sampling: SequenceSampling, limits: Limits, where: str) -> 
         )
     check_range(sampling.bias_token_ids, vocab, f"{where}: bias token id")
     check_unique(sampling.bias_token_ids, f"{where}: bias token id")
-    if not np.isfinite(sampling.biases).all():
-        bad = np.flatnonzero(~np.isfinite(sampling.biases))[0]
+    biases = np.asarray(sampling.biases, np.float32)
+    if not np.isfinite(biases).all():
+        bad = np.flatnonzero(~np.isfinite(biases))[0]
         token_id = sampling.bias_token_ids[bad]
-        raise InvalidPlan(f"{where}: biases: {sampling.biases[bad]} of token id {token_id} is not finite")
+        raise InvalidPlan(f"{where}: biases: {biases[bad]} of token id {token_id} is not finite")
     check_range(sampling.allowed_token_ids, vocab, f"{where}: allowed token id")
     for index, word in enumerate(sampling.bad_words):
         if not len(word):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.ragged import spans
-from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.arrays import BoolArray, IntArray, ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +126,17 @@ class Scheduled:
         return replace(
             self, num_tokens=self.num_tokens + num_drafts, num_drafts=num_drafts, sources=sources, drafted=rows
         )
+
+
+class NamedSlots(NamedTuple):
+    """The slots that a plan schedules by name, [n] each."""
+
+    slots: IntArray
+    num_tokens: IntArray
+    samples: BoolArray
+
+
+def named_slots(plan: StepPlan) -> NamedSlots:
+    """Return the plan's columns as arrays."""
+    samples: BoolArray = ints(plan.scheduled_samples).astype(np.bool_)
+    return NamedSlots(ints(plan.scheduled_slots), ints(plan.scheduled_num_tokens), samples)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from cadenza_common.plan.plan import AdmittedSequence
+from cadenza_common.plan.sampling import COLUMNS, Need
 from executor_svc.batch.ragged import SlotLists
 from executor_svc.batch.token_counts import TokenCounts
-from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import AdmittedSequence, Limits
-from executor_svc.plan.sampling import COLUMNS, Need, column_names, needs_of
+from executor_svc.plan.arrays import BoolArray, IntArray, ints
+from executor_svc.plan.limits import Limits
+from executor_svc.plan.sampling import column_names, needs_of, stored
 
 
 class SlotSampling:
@@ -35,10 +38,10 @@ class SlotSampling:
     def admit(self, sequence: AdmittedSequence) -> None:
         """Store a sequence's parameters, which are checked already, and count its tokens if it has penalties."""
         slot, sampling = sequence.slot, sequence.sampling
-        stored = sampling.stored()
-        for name, value in stored.items():
+        numbers = stored(sampling)
+        for name, value in numbers.items():
             self._numbers[name][slot] = value
-        needs = needs_of(stored)
+        needs = needs_of(numbers)
         for need, on in self._on.items():
             on[slot] = need in needs
         self.stop_ids.put(slot, sampling.stop_token_ids)
@@ -72,7 +75,7 @@ class SlotSampling:
     def _count_tokens(self, sequence: AdmittedSequence) -> None:
         if self._counts is None:
             self._counts = TokenCounts(self._limits)
-        prompt, output = np.split(sequence.token_ids, [sequence.num_prompt_tokens])
+        prompt, output = np.split(ints(sequence.token_ids), [sequence.num_prompt_tokens])
         # Only the repetition penalty counts prompt tokens.
         counts_prompt = sequence.sampling.repetition_penalty != 1
         self._counts.restart(sequence.slot, prompt if counts_prompt else prompt[:0], output)
@@ -105,7 +108,7 @@ class SlotSampling:
         return counted[owner], ids, counts
 
 
-def _joined(words: tuple[IntArray, ...]) -> tuple[IntArray, IntArray]:
+def _joined(words: tuple[Sequence[int], ...]) -> tuple[IntArray, IntArray]:
     """Return the tokens of all words, and the number of tokens of the word that follow each."""
     if not words:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)

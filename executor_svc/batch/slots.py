@@ -12,14 +12,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
 from executor_svc.batch.column_checks import check_range, check_unique
 from executor_svc.batch.plan_checks import check_admission, check_block_moves, check_supported
 from executor_svc.batch.ragged import spans
-from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.scheduled import NamedSlots, Scheduled, named_slots
 from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.batch.writes import Writes
-from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import AdmittedSequence, InvalidPlan, Limits, ScheduledTokens, SlotColumns, StepPlan
+from executor_svc.plan.arrays import BoolArray, IntArray, column, ints
+from executor_svc.plan.limits import Limits
 
 
 class Slots:
@@ -70,18 +72,18 @@ class Slots:
         Returns the plan with complete admissions: no sequence has a source.
         """
         check_supported(plan, self.limits)
-        self._release(plan.released_slots)
+        self._release(ints(plan.released_slots))
         check_block_moves(plan, self.limits)
         if any(sequence.source is not None for sequence in plan.admitted):
-            plan = replace(plan, admitted=tuple(self._admit_with_source(sequence) for sequence in plan.admitted))
+            plan = replace(plan, admitted=[self._admit_with_source(sequence) for sequence in plan.admitted])
         else:
             for sequence in plan.admitted:
                 self._admit(sequence)
         self._check_adapters(plan)
-        self._append_blocks(plan.appends)
-        self._hold(plan.held_slots, True, "held_slots")
-        self._hold(plan.resumed_slots, False, "resumed_slots")
-        self._append_given(plan.given)
+        self._append_blocks(ints(plan.append_slots), ints(plan.append_block_ids))
+        self._hold(ints(plan.held_slots), True, "held_slots")
+        self._hold(ints(plan.resumed_slots), False, "resumed_slots")
+        self._append_given(ints(plan.given_slots), ints(plan.given_token_ids))
         return plan
 
     def _check_adapters(self, plan: StepPlan) -> None:
@@ -128,8 +130,8 @@ class Slots:
             first_blocks = self.block_tables[source.slot, : source.num_blocks]
             sequence = replace(
                 sequence,
-                token_ids=np.concatenate((first_ids, sequence.token_ids), dtype=np.int64),
-                block_ids=np.concatenate((first_blocks, sequence.block_ids), dtype=np.int64),
+                token_ids=column(np.concatenate((first_ids, ints(sequence.token_ids)), dtype=np.int64)),
+                block_ids=column(np.concatenate((first_blocks, ints(sequence.block_ids)), dtype=np.int64)),
                 source=None,
             )
         self._admit(sequence)
@@ -140,9 +142,10 @@ class Slots:
         slot = sequence.slot
         if self.admitted[slot]:
             raise InvalidPlan(f"admitted: slot {slot} is not free")
-        num_tokens, num_blocks = len(sequence.token_ids), len(sequence.block_ids)
-        self.token_ids[slot, :num_tokens] = sequence.token_ids
-        self.block_tables[slot, :num_blocks] = sequence.block_ids
+        token_ids, block_ids = ints(sequence.token_ids), ints(sequence.block_ids)
+        num_tokens, num_blocks = len(token_ids), len(block_ids)
+        self.token_ids[slot, :num_tokens] = token_ids
+        self.block_tables[slot, :num_blocks] = block_ids
         self.num_tokens[slot] = num_tokens
         self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
         self.num_computed_tokens[slot] = sequence.num_computed_tokens
@@ -156,15 +159,15 @@ class Slots:
         self.prompt_failed[slot] = False
         self.sampling.admit(sequence)
         counts = slot, sequence.num_prompt_tokens, sequence.max_drafts, sequence.adapter_index, self.max_len[slot]
-        self.writes.add(counts, sequence.token_ids, sequence.block_ids)
+        self.writes.add(counts, token_ids, block_ids)
 
-    def _append_blocks(self, appends: SlotColumns) -> None:
-        if not len(appends.slots):
+    def _append_blocks(self, slots: IntArray, block_ids: IntArray) -> None:
+        if not len(slots):
             return
-        self._check_admitted(appends.slots, "appends")
-        check_range(appends.values, self.limits.num_device_blocks, "appends: block")
-        order = np.argsort(appends.slots, kind="stable")
-        slots, blocks = appends.slots[order], appends.values[order]
+        self._check_admitted(slots, "appends")
+        check_range(block_ids, self.limits.num_device_blocks, "appends: block")
+        order = np.argsort(slots, kind="stable")
+        slots, blocks = slots[order], block_ids[order]
         _, first, counts = np.unique(slots, return_index=True, return_counts=True)
         places = self.num_blocks[slots] + np.arange(len(slots)) - np.repeat(first, counts)
         if places.max() >= self.limits.max_blocks_per_seq:
@@ -176,13 +179,12 @@ class Slots:
         self.num_blocks[slots[first]] += counts
         self.writes.add(slots, places, blocks)
 
-    def _append_given(self, given: SlotColumns) -> None:
-        slots = given.slots
+    def _append_given(self, slots: IntArray, token_ids: IntArray) -> None:
         if not len(slots):
             return
         self._check_admitted(slots, "given")
         check_unique(slots, "given: slot")
-        check_range(given.values, self.limits.vocab_size, "given: token id")
+        check_range(token_ids, self.limits.vocab_size, "given: token id")
         known = self.num_tokens[slots]
         unfinished = known != self.num_computed_tokens[slots]
         if unfinished.any():
@@ -190,17 +192,17 @@ class Slots:
         if known.max() > self.limits.max_model_len:
             raise InvalidPlan(f"given: slot {slots[known.argmax()]} has max_model_len tokens already")
         self.num_tokens[slots] += 1
-        self._write_tokens(slots, known, given.values)
+        self._write_tokens(slots, known, token_ids)
 
     def schedule(self, plan: StepPlan) -> Scheduled:
         """Return the work of an applied plan: its explicit slots and, with decode_ready, every other ready slot."""
-        part = plan.scheduled
+        part, forks = named_slots(plan), ints(plan.fork_slots)
         self._check_scheduled(part)
-        self._check_forks(plan.forks, part)
+        self._check_forks(forks, ints(plan.fork_source_slots), part)
         slots = part.slots[:0]
         if plan.decode_ready:
             ready = self.ready()
-            ready[plan.forks.slots] = False
+            ready[forks] = False
             ready[part.slots] = False
             (slots,) = ready.nonzero()
         counts, samples = np.ones(len(slots), np.int64), np.ones(len(slots), np.bool_)
@@ -215,7 +217,7 @@ class Slots:
             counts = np.concatenate((counts, part.num_tokens[computing]))[order]
             samples = np.concatenate((samples, part.samples[computing]))[order]
         readers = slots[samples]
-        if len(plan.forks.slots):
+        if len(forks):
             readers, sources, idle = self._fork(plan, readers, idle)
         (candidates,) = self.sampling["num_candidates"][readers].nonzero()
         scheduled = Scheduled(slots, counts, samples, idle, readers, sources, candidates)
@@ -227,11 +229,11 @@ class Slots:
 
         Returns (sampling slots [R], the logits row of each [R], idle slots).
         """
-        forks, sources = plan.forks.slots, plan.forks.values
+        forks, sources = ints(plan.fork_slots), ints(plan.fork_source_slots)
         reads, is_idle = np.isin(sources, readers), np.isin(sources, idle)
         if plan.decode_ready:
             # This source would be ready if it had not stopped, which the scheduler may not know yet.
-            unnamed = ~np.isin(sources, plan.scheduled.slots)
+            unnamed = ~np.isin(sources, ints(plan.scheduled_slots))
             is_idle |= self.stopped[sources] & ~self.held[sources] & unnamed
         silent = ~(reads | is_idle)
         if silent.any():
@@ -249,22 +251,22 @@ class Slots:
         order = np.argsort(slots)
         return slots[order], rows[order], np.sort(np.concatenate((idle, forks[is_idle])))
 
-    def _check_forks(self, forks: SlotColumns, part: ScheduledTokens) -> None:
+    def _check_forks(self, slots: IntArray, sources: IntArray, part: NamedSlots) -> None:
         """Check forks, as far as that does not depend on which slots sample."""
-        if not len(forks.slots):
+        if not len(slots):
             return
-        self._check_admitted(forks.slots, "forks")
-        self._check_admitted(forks.values, "forks: source")
-        check_unique(forks.slots, "forks: slot")
+        self._check_admitted(slots, "forks")
+        self._check_admitted(sources, "forks: source")
+        check_unique(slots, "forks: slot")
         for wrong, reason in (
-            (np.isin(forks.values, forks.slots), "reads from a slot that is a fork itself"),
-            (self.stopped[forks.slots], "has stopped"),
-            (np.isin(forks.slots, part.slots), "is named in scheduled too"),
+            (np.isin(sources, slots), "reads from a slot that is a fork itself"),
+            (self.stopped[slots], "has stopped"),
+            (np.isin(slots, part.slots), "is named in scheduled too"),
         ):
             if wrong.any():
-                raise InvalidPlan(f"forks: slot {forks.slots[wrong][0]} {reason}")
+                raise InvalidPlan(f"forks: slot {slots[wrong][0]} {reason}")
 
-    def _check_scheduled(self, part: ScheduledTokens) -> None:
+    def _check_scheduled(self, part: NamedSlots) -> None:
         """Check explicit counts against known tokens. A stopped slot computes nothing, so it accepts any count."""
         if not len(part.slots):
             return

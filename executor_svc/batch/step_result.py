@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from cadenza_common.plan.result import Candidates, LogprobColumns, SlotError, StepResult, StepStatus, StepTimings
 from executor_svc.batch.scheduled import Scheduled
-from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
-from executor_svc.plan.plan import SlotCandidates, SlotError, SlotLogprobs, StepResult, StepStatus, StepTimings
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray, column, float_column
 
 NOT_ACCEPTED = -1
 """In place of an error: the row stands behind a draft that was not accepted, and gives no token."""
@@ -83,7 +83,7 @@ class Computed:
     sampled: SampledTokens
     positions: IntArray
     """[Q] positions of the sampled tokens in their sequences."""
-    prompt_logprobs: tuple[SlotLogprobs, ...] = ()
+    prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
     device_ns: int = 0
     sample_ns: int = 0
 
@@ -120,12 +120,12 @@ def make_result(
     return StepResult(
         step_id=step_id,
         status=StepStatus.OK,
-        slots=slots,
-        num_tokens=num_tokens[:0] if (num_tokens == 1).all() else num_tokens,
-        token_ids=sampled.token_ids[taken],
-        num_drafts=num_drafts if drafted else num_drafts[:0],
-        num_accepted=num_accepted if drafted else num_accepted[:0],
-        error_slots=rows.slots[failed],
+        slots=column(slots),
+        num_tokens=column(num_tokens[:0] if (num_tokens == 1).all() else num_tokens),
+        token_ids=column(sampled.token_ids[taken]),
+        num_drafts=column(num_drafts if drafted else num_drafts[:0]),
+        num_accepted=column(num_accepted if drafted else num_accepted[:0]),
+        error_slots=column(rows.slots[failed]),
         errors=tuple(SlotError(error) for error in sampled.errors[failed]),
         logprobs=_logprobs(computed, rows.slots),
         prompt_logprobs=computed.prompt_logprobs,
@@ -149,41 +149,42 @@ def _counts(scheduled: Scheduled, taken: BoolArray) -> IntArray:
     return np.stack(counts).astype(np.int64)
 
 
-def _candidates(sampled: SampledTokens, scheduled: Scheduled) -> tuple[SlotCandidates, ...]:
+def _candidates(sampled: SampledTokens, scheduled: Scheduled) -> dict[int, Candidates]:
     """Return one entry for each slot that requested candidates and has not failed, in slot order."""
     found = sampled.candidates
     if found is None:
-        return ()
+        return {}
     rows = scheduled.rows
     slots, valid = rows.slots[rows.candidates], sampled.valid[rows.candidates]
-    return tuple(
-        SlotCandidates(int(slots[i]), found.token_ids[i, : found.counts[i]], found.logprobs[i, : found.counts[i]])
+    return {
+        int(slots[i]): Candidates(
+            column(found.token_ids[i, : found.counts[i]]), float_column(found.logprobs[i, : found.counts[i]])
+        )
         for i in np.flatnonzero(valid)
-    )
+    }
 
 
-def _logprobs(computed: Computed, slots: IntArray) -> tuple[SlotLogprobs, ...]:
+def _logprobs(computed: Computed, slots: IntArray) -> dict[int, LogprobColumns]:
     """Return one entry for each slot that requested logprobs and has a token, in slot order.
 
     slots: [Q], of the rows: those of a slot's tokens follow each other, and make one entry.
     """
     logprobs, valid = computed.sampled.logprobs, computed.sampled.valid
     if logprobs is None:
-        return ()
+        return {}
     (wanted,) = valid[logprobs.rows].nonzero()
     if not len(wanted):
-        return ()
+        return {}
     rows = logprobs.rows[wanted]
     (begins,) = np.diff(slots[rows], prepend=-1).nonzero()
-    return tuple(
-        SlotLogprobs(
-            slot=int(slots[rows[first]]),
+    return {
+        int(slots[rows[first]]): LogprobColumns(
             start=int(computed.positions[rows[first]]),
-            chosen_logprobs=logprobs.chosen[these],
-            chosen_ranks=logprobs.ranks[these],
+            logprobs=float_column(logprobs.chosen[these]),
+            ranks=column(logprobs.ranks[these]),
             num_top=int(logprobs.num_top[these[0]]),
-            top_token_ids=logprobs.top_ids[these, : logprobs.num_top[these[0]]].reshape(-1),
-            top_logprobs=logprobs.top[these, : logprobs.num_top[these[0]]].reshape(-1),
+            top_token_ids=column(logprobs.top_ids[these, : logprobs.num_top[these[0]]].reshape(-1)),
+            top_logprobs=float_column(logprobs.top[these, : logprobs.num_top[these[0]]].reshape(-1)),
         )
         for first, these in zip(begins, np.split(wanted, begins[1:]), strict=True)
-    )
+    }

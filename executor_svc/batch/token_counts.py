@@ -6,7 +6,7 @@ import numpy as np
 
 from executor_svc.batch.ragged import spans
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 
 
 class TokenCounts:

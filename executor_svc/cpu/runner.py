@@ -14,7 +14,7 @@ from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.base import CausalLM
 from executor_svc.models.recorded import RecordedModel
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.sampling.row_math import argmax
 
 

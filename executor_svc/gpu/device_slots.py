@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.gpu.kernels.slots.commit import IDLE, commit_step
@@ -26,7 +27,7 @@ from executor_svc.gpu.kernels.slots.step_inputs import build_step
 from executor_svc.gpu.slot_changes import Applied, ChangeLog
 from executor_svc.gpu.staging import Changes, Download, Fetched, Upload, Words
 from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import Limits, StepPlan
+from executor_svc.plan.limits import Limits
 
 STAGING_WORDS = 1 << 20
 """Default size of a staging buffer; larger changes of a plan need several copies."""

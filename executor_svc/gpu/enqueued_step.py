@@ -8,13 +8,14 @@ from typing import Protocol
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepTimings
 from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import Computed, SampledTokens, make_result
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
 from executor_svc.gpu.timing import StepClock
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import StepPlan, StepResult, StepTimings
 
 
 class StepOwner(Protocol):
@@ -118,7 +119,7 @@ class GpuStep:
         taken = ReportedTokens(committed.token_ids, errors, idle, committed.positions)
         slots.settle(scheduled, self._generations, taken)
         logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(committed)
-        prompts = () if enqueued.prompts is None else enqueued.prompts.wait()
+        prompts = {} if enqueued.prompts is None else enqueued.prompts.wait()
         if idle.any():
             working = self._scheduled.with_idle(idle[committed.ahead == 0])
             committed = committed.of_rows(~idle)

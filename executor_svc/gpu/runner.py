@@ -28,7 +28,7 @@ from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.slot_adapters import StepAdapters
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.recorded import RecordedModel
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)

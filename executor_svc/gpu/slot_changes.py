@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
 from executor_svc.gpu.kernels.sampling.state import MAX_INT32
 from executor_svc.gpu.kernels.slots.slots import DRAFTS_END, MAX_DRAFTS, MAX_LEN, NUM_NUMBERS, SlotState, padded
 from executor_svc.gpu.staging import Changes
-from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import AdmittedSequence, Limits, SlotColumns, StepPlan
+from executor_svc.plan.arrays import IntArray, ints
+from executor_svc.plan.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,9 @@ class ChangeLog:
         """Add a plan's admissions, appended blocks and given tokens; changes: without those of any other plan."""
         if plan.admitted:
             self._admit(plan.admitted, changes)
-        self._append_blocks(plan.appends, changes)
+        self._append_blocks(ints(plan.append_slots), ints(plan.append_block_ids), changes)
         self._end_drafts(plan, changes)
-        changes.give_tokens(plan.given.slots, plan.given.values)
+        changes.give_tokens(ints(plan.given_slots), ints(plan.given_token_ids))
         longest = max((len(sequence.token_ids) for sequence in plan.admitted), default=0)
         return Applied(self._admitted[: len(plan.admitted)], longest)
 
@@ -62,7 +64,7 @@ class ChangeLog:
         """Return the places in the state of these slots' tokens at these positions, [n] each."""
         return self._token_ids.place + slots * self._token_ids.stride + positions
 
-    def _admit(self, sequences: tuple[AdmittedSequence, ...], changes: Changes) -> None:
+    def _admit(self, sequences: Sequence[AdmittedSequence], changes: Changes) -> None:
         slots = np.array([sequence.slot for sequence in sequences], np.int64)
         # In the order of the rows of `SlotState.numbers` before the last, with all flags 0.
         numbers = np.array(
@@ -87,10 +89,10 @@ class ChangeLog:
         changes.write(int(self._admitted.storage_offset()), slots)
         for sequence in sequences:
             slot = sequence.slot
-            changes.write(self._token_ids.start(slot), sequence.token_ids)
-            changes.write(self._tables.start(slot), sequence.block_ids)
+            changes.write(self._token_ids.start(slot), ints(sequence.token_ids))
+            changes.write(self._tables.start(slot), ints(sequence.block_ids))
             self._num_blocks[slot] = len(sequence.block_ids)
-            self._set_stop_ids(slot, sequence.sampling.stop_token_ids, changes)
+            self._set_stop_ids(slot, ints(sequence.sampling.stop_token_ids), changes)
 
     def _set_stop_ids(self, slot: int, token_ids: IntArray, changes: Changes) -> None:
         """Clear the words of the slot's earlier stop ids, and set the bits of the new ones."""
@@ -103,14 +105,14 @@ class ChangeLog:
         changes.write_singles(self._stop_bits.start(slot) + words, values)
         self._stop_words[slot] = words[values != 0]
 
-    def _append_blocks(self, appends: SlotColumns, changes: Changes) -> None:
-        if not len(appends.slots):
+    def _append_blocks(self, slots: IntArray, block_ids: IntArray, changes: Changes) -> None:
+        if not len(slots):
             return
-        order = np.argsort(appends.slots, kind="stable")
-        slots = appends.slots[order]
+        order = np.argsort(slots, kind="stable")
+        slots = slots[order]
         _, first, counts = np.unique(slots, return_index=True, return_counts=True)
         places = self._num_blocks[slots] + np.arange(len(slots)) - np.repeat(first, counts)
-        changes.write_singles(self._tables.place + slots * self._tables.stride + places, appends.values[order])
+        changes.write_singles(self._tables.place + slots * self._tables.stride + places, block_ids[order])
         self._num_blocks[slots[first]] += counts
 
     def _end_drafts(self, plan: StepPlan, changes: Changes) -> None:
@@ -119,7 +121,7 @@ class ChangeLog:
         A slot that plans behind a step may not let grow in time keeps a place for one token of each of them.
         """
         admitted = np.array([sequence.slot for sequence in plan.admitted], np.int64)
-        slots = np.unique(np.concatenate((admitted, plan.appends.slots)))
+        slots = np.unique(np.concatenate((admitted, ints(plan.append_slots))))
         slots = slots[self._max_drafts[slots] > 0]
         if len(slots):
             places, longest = self._num_blocks[slots] * self._limits.block_size, self._max_len[slots] - 1

@@ -16,6 +16,8 @@ from functools import partial
 
 import torch
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepTimings
 from executor_svc.batch.mirror_slots import MirrorSlots
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
@@ -34,7 +36,7 @@ from executor_svc.gpu.step_ranks import GpuStepRanks
 from executor_svc.gpu.timing import StepClock
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.plan import Limits, StepPlan, StepTimings
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.structured.slot_grammars import SlotGrammars
 from executor_svc.worker.block_moves import move_blocks
@@ -201,7 +203,7 @@ class GpuStepExecutor:
         """Return whether the plan needs a mirror with all tokens."""
         if self._drafting.reads_tokens(plan) or bool((self.slots.admitted & self.sampling.on_host).any()):
             return True
-        given = len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest
+        given = len(plan.fork_slots) or len(plan.given_slots) or plan.debug_digest
         return bool(given or self.sampling.masks.reads_tokens(plan))
 
     def _compute(self, plan: StepPlan, scheduled: Scheduled, clock: StepClock) -> tuple[Enqueued | Forward | None, int]:

@@ -11,18 +11,19 @@ from dataclasses import replace
 
 import numpy as np
 
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.sampling import Need, SequenceSampling
 from executor_svc.gpu.kernels.attention.segments import SEGMENTS
 from executor_svc.gpu.kernels.few_bits import linear as few_bits
 from executor_svc.gpu.kernels.linear_w8 import TILE_ROWS
 from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import AdmittedSequence, Limits, ScheduledTokens, StepPlan
-from executor_svc.plan.sampling import Need, SequenceSampling, in_warm_up
+from executor_svc.plan.limits import Limits
+from executor_svc.plan.sampling import in_warm_up
 from executor_svc.worker.worker import Executor
 
 _LENGTH = 2
 """Tokens of the sequences in steps of each kind: together with the sampled tokens they fit into one block."""
-_FIRST = np.zeros(1, np.int64)
 _EVERYTHING = in_warm_up()
 _DRAWN = in_warm_up(Need.SEARCH, Need.NOTHING)
 _NUCLEUS = replace(in_warm_up(Need.FLOOR, Need.NOTHING), temperature=1e3, top_k=0, top_p=0.999)
@@ -97,14 +98,18 @@ def _most_sequences(limits: Limits) -> IntArray:
 
 def _prompts(counts: IntArray, sampling: SequenceSampling, block_size: int) -> StepPlan:
     """Return a step of sequences with counts[i] tokens in slot i; all their block table entries are the first block."""
-    admitted = tuple(
-        AdmittedSequence(
-            slot, np.zeros(count, np.int64), count, 0, np.zeros(-(-count // block_size), np.int64), sampling
-        )
+    admitted = [
+        AdmittedSequence(slot, [0] * count, count, 0, [0] * -(-count // block_size), sampling)
         for slot, count in enumerate(counts.tolist())
+    ]
+    return StepPlan(
+        1,
+        epoch=1,
+        admitted=admitted,
+        scheduled_slots=list(range(len(counts))),
+        scheduled_num_tokens=counts.tolist(),
+        scheduled_samples=[True] * len(counts),
     )
-    scheduled = ScheduledTokens(np.arange(len(counts)), counts, np.ones(len(counts), np.bool_))
-    return StepPlan(1, 1, admitted=admitted, scheduled=scheduled)
 
 
 def _each_kind(limits: Limits) -> Iterator[StepPlan]:
@@ -112,7 +117,7 @@ def _each_kind(limits: Limits) -> Iterator[StepPlan]:
         return
     # A prompt with logprobs, draws and counts; then a decode, by a graph.
     yield _prompts(np.array([_LENGTH]), _EVERYTHING, limits.block_size)
-    yield StepPlan(2, 1, decode_ready=True)
+    yield StepPlan(2, epoch=1, decode_ready=True)
     # One token of a short sequence, and of one with split keys, in steps without logits: by no graph.
     for length in (_LENGTH, min(SEGMENTS.least_keys + 2, limits.max_model_len)):
         yield _one_token(length, limits.block_size)
@@ -126,9 +131,11 @@ def _one_token(length: int, block_size: int) -> StepPlan:
     (prompt,) = whole.admitted
     return replace(
         whole,
-        released_slots=_FIRST,
-        admitted=(replace(prompt, num_computed_tokens=length - 2),),
-        scheduled=ScheduledTokens(_FIRST, np.ones(1, np.int64), np.zeros(1, np.bool_)),
+        released_slots=[0],
+        admitted=[replace(prompt, num_computed_tokens=length - 2)],
+        scheduled_slots=[0],
+        scheduled_num_tokens=[1],
+        scheduled_samples=[False],
     )
 
 
@@ -138,9 +145,9 @@ def _one_draft(length: int, block_size: int) -> StepPlan:
     (prompt,) = whole.admitted
     return StepPlan(
         1,
-        1,
-        released_slots=_FIRST,
-        admitted=(replace(prompt, num_computed_tokens=length - 1, max_drafts=1),),
+        epoch=1,
+        released_slots=[0],
+        admitted=[replace(prompt, num_computed_tokens=length - 1, max_drafts=1)],
         decode_ready=True,
         max_drafts=1,
     )

@@ -16,7 +16,7 @@ from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.base import CausalLM
 from executor_svc.models.decoder import Decoder
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)

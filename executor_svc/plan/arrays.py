@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,22 +14,20 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 
-# One array of each type is enough: an empty array has nothing to change.
-_NO_INTS: IntArray = np.zeros(0, np.int64)
-_NO_FLOATS: FloatArray = np.zeros(0, np.float32)
-_NO_BOOLS: BoolArray = np.zeros(0, np.bool_)
+def ints(column: Sequence[int] | IntArray) -> IntArray:
+    """Return a column of a plan as [n] int64; a buffer that came off the wire is not copied."""
+    return np.asarray(column, np.int64)
 
 
-def no_ints() -> IntArray:
-    """Return the empty array of integers."""
-    return _NO_INTS
+def column(values: NDArray[np.integer[Any]]) -> array[int]:
+    """Return [n] integers as a column of a result."""
+    made = array("q")
+    made.frombytes(np.ascontiguousarray(values, np.int64).tobytes())
+    return made
 
 
-def no_floats() -> FloatArray:
-    """Return the empty array of floats."""
-    return _NO_FLOATS
-
-
-def no_bools() -> BoolArray:
-    """Return the empty array of flags."""
-    return _NO_BOOLS
+def float_column(values: NDArray[np.floating[Any]]) -> array[float]:
+    """Return [n] float32 values as a column of a result."""
+    made = array("f")
+    made.frombytes(np.ascontiguousarray(values, np.float32).tobytes())
+    return made

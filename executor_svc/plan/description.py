@@ -10,7 +10,7 @@ from typing import Protocol
 from cadenza_common.grammar.table import GrammarEngine
 from cadenza_common.wire.transport import MAX_STEP_LOGPROBS, PROTOCOL_VERSION
 from executor_svc.config import ExecutorConfig
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.device.ranks import RankError, RankKernels
-from executor_svc.plan.plan import InvalidPlan, StepPlan
 from executor_svc.ranks.arrays import read_columns, write_columns
 from executor_svc.ranks.digest import difference, digest_of
 from executor_svc.ranks.links import Frame, Link, LinkClosed

@@ -16,15 +16,18 @@ from concurrent.futures import Future
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1.planlog_pb2 import AdapterCommandsCall, PlanLogRecord
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan_wire.reading import plan_from_wire
+from cadenza_common.plan_wire.results import result_to_wire
 from cadenza_common.settings import service as settings
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
-from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.replay.checks import contradictions, first_difference, numerics_difference, recorded_arguments
 from executor_svc.replay.recorded_drafts import RecordedDrafts, late_slots
-from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.service.description import description_to_wire
 from executor_svc.worker.adapters import AdapterRefused
 from executor_svc.worker.session import RejectedPlan, Session

@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import StepPlan
 from executor_svc.speculation.drafts import Drafts
 
 

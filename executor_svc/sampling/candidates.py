@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.result import SlotError
 from executor_svc.batch.step_result import RowCandidates
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.edits import LogitsEdits
 from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.logits_processors import process

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from cadenza_common.plan.sampling import Need
 from executor_svc.batch.scheduled import SampledRows, Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.sampling import Need
 from executor_svc.sampling.candidates import CandidateColumns
 from executor_svc.sampling.edits import LogitsEdits
 from executor_svc.sampling.logits_edits import logits_edits

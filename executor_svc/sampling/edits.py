@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from executor_svc.plan.arrays import FloatArray, IntArray, no_ints
+from executor_svc.plan.arrays import FloatArray, IntArray
 from executor_svc.sampling.masks import Words
 
 
@@ -50,7 +50,7 @@ class LogitsEdits:
     """For each pair of `counted`, as are the next two."""
     frequency_penalty: FloatArray
     presence_penalty: FloatArray
-    masked: IntArray = field(default_factory=no_ints)
+    masked: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[m] indices into `rows`, ascending, of rows with a grammar's mask."""
     mask_bits: Words = field(default_factory=_no_masks)
     """[m, num_mask_words] their masks."""

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from cadenza_common.plan.sampling import Need
 from executor_svc.batch.ragged import SlotLists, spans
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.sampling import Need
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
 from executor_svc.sampling.masks import RowMasks
 

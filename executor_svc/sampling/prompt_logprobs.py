@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
+from cadenza_common.plan.result import LogprobColumns
 from executor_svc.batch.prompt_rows import PromptColumns, PromptRows, by_slot
 from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import SlotLogprobs
 from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.logprobs import row_logprobs
 
@@ -19,7 +19,7 @@ _PIECE_BYTES = 64 << 20
 
 def prompt_logprobs(
     requested: PromptRows, vocab_size: int, logits: Callable[[IntArray], Tensor], functions: RowFunctions
-) -> tuple[tuple[SlotLogprobs, ...], IntArray]:
+) -> tuple[dict[int, LogprobColumns], IntArray]:
     """Return one entry for each slot that requested prompt logprobs, and the slots whose logits were not finite.
 
     Args:

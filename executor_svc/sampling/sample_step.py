@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from cadenza_common.plan.result import SlotError
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import LATE, SampledTokens
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.candidates import best_candidates
 from executor_svc.sampling.columns import candidate_columns, sampling_columns
 from executor_svc.sampling.functions import RowFunctions

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.result import SlotError
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
-from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.columns import SamplingColumns
 from executor_svc.sampling.floors import row_floors
 from executor_svc.sampling.functions import RowFunctions

@@ -6,7 +6,7 @@ from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from cadenza_common.grammar.table import GrammarEngine
 from executor_svc.plan.description import Description, Fingerprint, ModelGeometry
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 
 
 def description_to_wire(description: Description) -> pb.DescribeResponse:

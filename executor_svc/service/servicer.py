@@ -21,14 +21,17 @@ from grpc_reflection.v1alpha import reflection
 
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan_wire.reading import plan_in_slices
+from cadenza_common.plan_wire.results import response_in_slices
 from cadenza_common.serving.heartbeats import HEARTBEAT_S, SILENCE_S
 from cadenza_common.serving.slices import run_in_slices
 from cadenza_common.telemetry.spans import SpanSink
 from cadenza_common.wire.transport import STATUS_DETAILS_KEY, make_status
 from executor_svc.plan.description import Description
-from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.service.adapters import AdapterDesk
-from executor_svc.service.convert import plan_in_slices, response_in_slices
 from executor_svc.service.description import description_to_wire
 from executor_svc.service.lease import Lease, Leases, Refusal
 from executor_svc.service.pieces import request_in_slices

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepStatus
 from cadenza_common.telemetry.spans import STEP_ID, Span, SpanSink, Value, decode_step_has_span, step_ids
-from executor_svc.plan.plan import StepPlan, StepResult, StepStatus
 
 _MAX_PENDING = 64
 """Plans of one session without a result; more than may be in flight."""
@@ -27,7 +28,7 @@ class StepTraces:
         """A plan was read, or rejected, which has no span."""
         if self._sink is None or not isinstance(plan, StepPlan):
             return
-        num_chunks = len(plan.scheduled.slots)
+        num_chunks = len(plan.scheduled_slots)
         if not (num_chunks or plan.admitted or decode_step_has_span(plan.step_id)):
             return
         if len(self._pending) >= _MAX_PENDING:
@@ -37,7 +38,7 @@ class StepTraces:
             "cadenza.incarnation": f"{self._incarnation:016x}",
             "cadenza.epoch": plan.epoch,
             "cadenza.step.num_admitted": len(plan.admitted),
-            "cadenza.step.num_scheduled_tokens": int(plan.scheduled.num_tokens.sum()) if num_chunks else 0,
+            "cadenza.step.num_scheduled_tokens": sum(plan.scheduled_num_tokens),
         }
         self._pending[plan.step_id] = time.time_ns(), about
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cadenza_common.plan.errors import InvalidPlan
 from executor_svc.models.adapters.paths import CONFIG_FILE
-from executor_svc.plan.plan import InvalidPlan
 from executor_svc.simulated.clock import sleep_until
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.hashing import adapter_key

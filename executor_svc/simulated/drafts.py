@@ -11,10 +11,10 @@ from copy import copy
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import StepPlan
 from executor_svc.simulated.hashing import draw_hashes, mix
 from executor_svc.simulated.ranking import Ranking
 from executor_svc.simulated.tokens import SimulatedContext

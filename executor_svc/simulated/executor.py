@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult, StepTimings
 from executor_svc.batch.prompt_rows import by_slot, prompt_rows
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.plan.arrays import BoolArray
-from executor_svc.plan.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
+from executor_svc.plan.limits import Limits
 from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.simulated.adapters import SimulatedAdapters
 from executor_svc.simulated.attention import Attention
@@ -145,10 +147,10 @@ class SimulatedStepExecutor:
         hashes, sources = logits_hashes(self._attention.contexts(slots, lengths)), scheduled.rows.sources
         return hashes if sources is None else hashes[sources]
 
-    def _prompt_logprobs(self, scheduled: Scheduled) -> tuple[SlotLogprobs, ...]:
+    def _prompt_logprobs(self, scheduled: Scheduled) -> dict[int, LogprobColumns]:
         wanted = prompt_rows(self.slots, scheduled)
         if wanted is None:
-            return ()
+            return {}
         hashes = logits_hashes(self._attention.prompt_contexts(wanted))
         return by_slot(wanted, prompt_columns(Ranking(hashes, self.limits.vocab_size), wanted))
 

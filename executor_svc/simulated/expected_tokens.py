@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.simulated.hashing import GAMMA, MIX_1, MIX_2
 from executor_svc.simulated.ranking import strides
 from executor_svc.simulated.tokens import SimulatedContext, rank_logprob

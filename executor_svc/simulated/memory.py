@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import BlockMoves, StepPlan
+from cadenza_common.plan.plan import BlockMoves, StepPlan
+from executor_svc.plan.arrays import IntArray, ints
 from executor_svc.simulated.hashing import U64
 
 _DIGEST_BYTES = 8
@@ -43,8 +43,8 @@ class DigestPools:
 
     def move(self, plan: StepPlan) -> int:
         """Swap out, copy, swap in, in this order; return the number of moved blocks."""
-        self.summed_at[plan.copies.destinations] = -1
-        self.summed_at[plan.swap_in.destinations] = -1
+        self.summed_at[ints(plan.copies.destinations)] = -1
+        self.summed_at[ints(plan.swap_in.destinations)] = -1
         return (
             _move(self.device, self.host, plan.swap_out)
             + _move(self.device, self.device, plan.copies)
@@ -62,7 +62,7 @@ class DigestPools:
 
 
 def _move(source: U64, target: U64, moves: BlockMoves) -> int:
-    if len(moves.sources):
+    if moves:
         # All sources are read before any destination is written.
-        target[moves.destinations] = source[moves.sources]
-    return len(moves.sources)
+        target[ints(moves.destinations)] = source[ints(moves.sources)]
+    return len(moves)

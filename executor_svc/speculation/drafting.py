@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import StepPlan
+from executor_svc.plan.arrays import IntArray, ints
 from executor_svc.speculation.drafts import Drafts, DraftSource
 
 
@@ -33,7 +33,7 @@ class Drafting:
         if self._source is None:
             return
         if len(plan.released_slots):
-            self._source.released(plan.released_slots)
+            self._source.released(ints(plan.released_slots))
         self._source.follow(plan)
         for sequence in plan.admitted:
             if sequence.max_drafts:
@@ -84,7 +84,7 @@ def draft_room(slots: Slots, plan: StepPlan, scheduled: Scheduled) -> IntArray:
     limits, known = slots.limits, slots.num_tokens[rows]
     most = np.minimum(plan.max_drafts, slots.max_drafts[rows])
     # Those listed by name compute prompts, or are tried alone.
-    most[np.isin(rows, plan.scheduled.slots) | np.isin(rows, plan.forks.values)] = 0
+    most[np.isin(rows, ints(plan.scheduled_slots)) | np.isin(rows, ints(plan.fork_source_slots))] = 0
     places, longest = slots.num_blocks[rows] * limits.block_size, slots.max_len[rows] - 1
     places = np.where(places >= longest, longest, places - (limits.max_inflight_plans - 1))
     room: IntArray = np.clip(places - known, 0, most)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits, StepPlan
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.backlog import tokens_to_index
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.speculation.shared_automata import SharedAutomata, SharedSequence

@@ -12,7 +12,7 @@ from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device, DeviceError
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.plan.description import Description, ModelGeometry, describe, limits_of
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.ranks.hosts.places import Place
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, with_adapters

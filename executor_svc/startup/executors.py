@@ -11,7 +11,7 @@ from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.description import limits_of
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.simulated.injection import InjectionError, read_injection
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.injected import InjectedStepExecutor

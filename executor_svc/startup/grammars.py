@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cadenza_common.grammar.table import GrammarEngine, TableSource, table_source
 from executor_svc.plan.description import ModelFacts
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.structured.compiler import Compiler
 from executor_svc.structured.drafts import GrammarDrafts

@@ -7,11 +7,13 @@ import math
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import Computed
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits, StepPlan, StepResult
+from executor_svc.plan.limits import Limits
 from executor_svc.simulated.injection import Injection
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.structured.slot_grammars import SlotGrammars

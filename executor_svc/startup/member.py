@@ -11,17 +11,17 @@ import sys
 import threading
 from typing import NoReturn, Protocol
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan_wire.reading import plan_from_bytes
 from cadenza_common.telemetry import logs
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
-from executor_svc.plan.plan import StepPlan
 from executor_svc.ranks.adapters import serve_adapters
 from executor_svc.ranks.joined import Joined
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 from executor_svc.ranks.processes import end_with
 from executor_svc.ranks.shared_memory import SharedMemory
 from executor_svc.ranks.steps import MemberRanks
-from executor_svc.service.convert import plan_from_bytes
 from executor_svc.worker.worker import Launched
 
 _log = logging.getLogger("executor_svc.rank")

@@ -19,7 +19,7 @@ from executor_svc.models.heads.eagle3_spec import is_eagle3
 from executor_svc.models.heads.head import Head
 from executor_svc.models.heads.mtp_loading import check_mtp, has_mtp, load_mtp
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.chained import ChainedSource
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.ngram import NgramSource

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import SlotError
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import LATE, SampledTokens
-from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import SlotError, StepPlan
+from executor_svc.plan.arrays import BoolArray, IntArray, ints
 from executor_svc.sampling.masks import RowMasks, Words, num_mask_words
 from executor_svc.structured.slot_grammars import IsLate, SlotGrammars
 
@@ -111,7 +112,7 @@ class DeviceMasks:
             self._own.pop(sequence.slot, None)
             if self.has[sequence.slot] and len(allowed := sequence.sampling.allowed_token_ids):
                 bits = np.zeros(num_mask_words(vocab) * 32, np.bool_)
-                bits[allowed] = True
+                bits[ints(allowed)] = True
                 self._own[sequence.slot] = np.packbits(bits, bitorder="little").view(np.uint32)
 
     def are_there(self, scheduled: Scheduled) -> bool:

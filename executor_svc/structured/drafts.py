@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import StepPlan
 from executor_svc.speculation.drafts import Drafts, DraftSource
 from executor_svc.structured.slot_grammars import SlotGrammars
 

@@ -18,11 +18,11 @@ from functools import partial
 import numpy as np
 
 from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import AdmittedSequence, StepPlan
 from executor_svc.sampling.masks import RowMasks, Words, num_mask_words
 from executor_svc.structured.compiler import Compiler
 from executor_svc.structured.mask_threads import MaskThreads
@@ -74,12 +74,12 @@ class SlotGrammars:
     def follow(self, plan: StepPlan, slots: Slots) -> None:
         """Take over the changes of a plan that the slots have applied."""
         if self._slots:
-            for slot in plan.released_slots.tolist():
+            for slot in plan.released_slots:
                 self._release(slot)
         for sequence in plan.admitted:
             self._admit(sequence, slots)
-        if self._slots and len(plan.given.slots):
-            given = zip(plan.given.slots.tolist(), plan.given.values.tolist(), strict=True)
+        if self._slots and len(plan.given_slots):
+            given = zip(plan.given_slots, plan.given_token_ids, strict=True)
             self._take({slot: [token_id] for slot, token_id in given if self._has[slot]})
 
     def _release(self, slot: int) -> None:

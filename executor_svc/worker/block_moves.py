@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from executor_svc.plan.plan import StepPlan
+from cadenza_common.plan.plan import StepPlan
 
 
 class BlockPools(Protocol):
@@ -20,8 +20,8 @@ def move_blocks(pools: BlockPools, plan: StepPlan) -> int:
     """Swap out, copy, swap in, in this order; return the nanoseconds that this took, 0 without moves."""
     moves_ns = 0
     for moves, move in ((plan.swap_out, pools.swap_out), (plan.copies, pools.copy), (plan.swap_in, pools.swap_in)):
-        if len(moves.sources):
+        if moves:
             began = time.monotonic_ns()
-            move(moves.sources.tolist(), moves.destinations.tolist())
+            move(list(moves.sources), list(moves.destinations))
             moves_ns += time.monotonic_ns() - began
     return moves_ns

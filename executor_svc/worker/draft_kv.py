@@ -6,9 +6,10 @@ from itertools import takewhile
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits, StepPlan
+from executor_svc.plan.arrays import IntArray, ints
+from executor_svc.plan.limits import Limits
 
 _UNKNOWN = -1
 
@@ -34,18 +35,19 @@ class DraftKV:
     def follow(self, plan: StepPlan) -> None:
         """Move counts with blocks, and reset those of blocks that get other tokens, in the order of execution.proto."""
         filled = self._filled
-        if len(plan.swap_out.sources):
-            self._filled_on_host[plan.swap_out.destinations] = filled[plan.swap_out.sources]
+        if plan.swap_out:
+            self._filled_on_host[ints(plan.swap_out.destinations)] = filled[ints(plan.swap_out.sources)]
         # First: a fork's new block is appended, and the copy of the one that it shared until now.
-        filled[plan.appends.values] = 0
-        filled[plan.copies.destinations] = filled[plan.copies.sources]
-        filled[plan.swap_in.destinations] = self._filled_on_host[plan.swap_in.sources]
+        filled[ints(plan.append_block_ids)] = 0
+        filled[ints(plan.copies.destinations)] = filled[ints(plan.copies.sources)]
+        filled[ints(plan.swap_in.destinations)] = self._filled_on_host[ints(plan.swap_in.sources)]
         for sequence in plan.admitted:
             # Blocks that it takes from a source keep their counts.
             first = sequence.source.num_blocks if sequence.source is not None else 0
-            starts = (first + np.arange(len(sequence.block_ids))) * self._size
+            block_ids = ints(sequence.block_ids)
+            starts = (first + np.arange(len(block_ids))) * self._size
             present = np.maximum(sequence.num_computed_tokens - starts, 0)
-            filled[sequence.block_ids] = np.minimum(filled[sequence.block_ids], present)
+            filled[block_ids] = np.minimum(filled[block_ids], present)
 
     def num_computed(self, slots: Slots, rows: IntArray) -> IntArray:
         """Return [n] the number of first tokens of the slots rows [n] whose KV is there, less than all of them."""

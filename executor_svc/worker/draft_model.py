@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.forward_batch import ForwardBatch, flat_batch
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import Limits, StepPlan
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.worker.draft_kv import DraftKV
 from executor_svc.worker.draft_sampling import sample_drafts

@@ -10,7 +10,7 @@ from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.sampling.row_math import argmax
 
 

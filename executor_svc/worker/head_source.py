@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.forward_batch import ForwardBatch, flat_batch
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits, StepPlan
+from executor_svc.plan.limits import Limits
 from executor_svc.sampling.functions import RowFunctions
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.worker.draft_kv import DraftKV
@@ -80,7 +81,7 @@ class HeadSource:
     def follow(self, plan: StepPlan) -> None:
         """As in `DraftSource`."""
         self._kv.follow(plan)
-        for slot in [sequence.slot for sequence in plan.admitted] + plan.forks.slots.tolist():
+        for slot in (*(sequence.slot for sequence in plan.admitted), *plan.fork_slots):
             self._kv.forget(slot)
             self._ready_at[slot] = _NEVER
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.slots import Slots
 from executor_svc.device.adapters import NO_PLACE
 from executor_svc.models.adapters.contents import AdapterLimits
@@ -17,7 +19,6 @@ from executor_svc.models.adapters.places import ModelAdapters, PackedAdapter
 from executor_svc.models.adapters.reading import BaseTable, read_adapter
 from executor_svc.models.folder import LoaderError
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import InvalidPlan, StepPlan
 from executor_svc.worker.adapters import AdapterRefused, LoadedAdapter, find_folder
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
-from executor_svc.plan.plan import StepResult
+from cadenza_common.plan.result import StepResult
 
 _ANNOUNCEMENT_S = 1.0
 """Maximum time that the announcement of a step may take."""

@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult, StepTimings
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
+from executor_svc.plan.limits import Limits
 from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.masks import RowMasks
 from executor_svc.sampling.prompt_logprobs import prompt_logprobs
@@ -185,10 +187,10 @@ class StepExecutor:
         sampled = self._without_failed_prompts(scheduled, sampled)
         return accept_drafts(self.slots, scheduled, sampled)
 
-    def _prompt_logprobs(self, scheduled: Scheduled, hidden: Tensor) -> tuple[SlotLogprobs, ...]:
+    def _prompt_logprobs(self, scheduled: Scheduled, hidden: Tensor) -> dict[int, LogprobColumns]:
         wanted = prompt_rows(self.slots, scheduled)
         if wanted is None:
-            return ()
+            return {}
         found, failed = prompt_logprobs(
             wanted,
             self.limits.vocab_size,

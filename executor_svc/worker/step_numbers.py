@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cadenza_common.metrics.histogram import Histogram
-from executor_svc.plan.plan import StepResult, StepStatus
+from cadenza_common.plan.result import StepResult, StepStatus
 
 STEP_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0, 60.0)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

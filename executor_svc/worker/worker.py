@@ -11,7 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from executor_svc.plan.plan import InvalidPlan, Limits, StepPlan, StepResult, StepStatus, StepTimings
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepStatus, StepTimings
+from executor_svc.plan.limits import Limits
 from executor_svc.worker.adapters import AdapterLoader
 from executor_svc.worker.session import Activity, RejectedPlan, Session
 from executor_svc.worker.step_numbers import StepNumbers

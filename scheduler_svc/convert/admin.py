@@ -63,11 +63,11 @@ def _add_record(response: pb.WatchStepsResponse, record: StepRecord) -> pb.StepR
         applied_ns=max(0, record.applied_ns),
         status=execution_pb2.StepStatus.ValueType(result.status),
         timings=execution_pb2.StepTimings(
-            queue_ns=result.queue_ns,
-            device_ns=result.device_ns,
-            sample_ns=result.sample_ns,
-            moves_ns=result.moves_ns,
-            total_ns=result.total_ns,
+            queue_ns=result.timings.queue_ns,
+            device_ns=result.timings.device_ns,
+            sample_ns=result.timings.sample_ns,
+            moves_ns=result.timings.moves_ns,
+            total_ns=result.timings.total_ns,
         ),
         joined=[
             pb.SequenceJoined(

@@ -9,10 +9,10 @@ from typing import Any
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
 from cadenza_common.serving.slices import Work, run_at_once, to_list
 from scheduler_svc.convert.chats import chat_fields
 from scheduler_svc.convert.grammars import grammar_fields, grammar_without_eos
-from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
 from scheduler_svc.core.types import Finish, FinishDetail
 from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.live_request import LiveRequest
@@ -263,7 +263,7 @@ def _fill_output(
 def _fill_prompt_logprobs(
     message: pb.GenerateResponse,
     live: LiveRequest,
-    logprobs: PromptLogprobs,
+    logprobs: LogprobColumns,
     token_text: Callable[[int], str] | None,
 ) -> None:
     message.prompt_logprobs_start = logprobs.start

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
+from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import Finish
 
@@ -44,7 +44,7 @@ class StepOutputs:
     logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Logprobs of the new tokens, for sequences whose request wants them."""
     finishes: dict[Sequence, Finish] = field(default_factory=dict)
-    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[Sequence, LogprobColumns]] = field(default_factory=list)
     hypotheses: list[BeamOutput] = field(default_factory=list)
     """Results of finished beam searches, all of a search at once."""
     num_by_tenant: Counter[str] = field(default_factory=Counter)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterError, AdapterEvent, AdapterLoaded
 from scheduler_svc.core.adapters.table import AdapterTable
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
@@ -23,11 +25,9 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.placement.candidates import may_continue
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.request_table import RequestTable
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps import adapter_changes, lane_changes
 from scheduler_svc.core.steps.arrivals import check_fits

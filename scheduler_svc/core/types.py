@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 
-from scheduler_svc.core.grammar import Grammar
+from cadenza_common.plan.sampling import SequenceSampling
 
 RequestKey = tuple[str, str]
 """Tenant and request id."""
-BlockPairs = list[tuple[int, int]]
-"""Block moves: (source, destination)."""
 
 
 class SequenceState(Enum):
@@ -52,55 +49,6 @@ class Finish:
     stop_string: str | None = None
 
 
-SamplingValue = float | tuple[float, ...] | tuple[tuple[int, ...], ...]
-
-
-@dataclass(slots=True)
-class Sampling:
-    """How an executor chooses tokens: SamplingParams resolved to numbers and token ids. Ranges as in types.proto.
-
-    The core reads the fields that are named here. The others pass through it unread, in `values`. Never changed; not
-    frozen, because constructing a frozen object takes three times as long.
-    """
-
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    """Every id that ends the sequence, EOS included unless it is ignored."""
-    min_tokens: int = 0
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    num_candidates: int = 0
-    """Best next tokens returned in place of a sampled one, for beams; 0: sample, or of a beam what its search needs."""
-    grammar: Grammar | None = None
-    values: Mapping[str, SamplingValue] = field(default_factory=dict)
-    """The other fields of SequenceSampling by name, where they are not off: numbers, lists of them, lists of words."""
-
-    @property
-    def num_values(self) -> int:
-        """What it adds to a plan, in numbers."""
-        if self.grammar is not None:
-            return self.num_listed + self.grammar.num_values
-        # Without another call for most requests: each that joins passes here.
-        return self.num_listed if self.values else len(self.stop_token_ids)
-
-    @property
-    def num_listed(self) -> int:
-        """Numbers in its lists: what a sequence with a source adds to a plan, as its grammar is the source's."""
-        num_stop_ids = len(self.stop_token_ids)
-        return num_stop_ids + sum(map(_num_listed, self.values.values())) if self.values else num_stop_ids
-
-
-def _num_listed(value: SamplingValue) -> int:
-    """Numbers in a list or in a list of lists; a number by itself counts as none."""
-    if not isinstance(value, tuple):
-        return 0
-    first = value[0] if value else 0
-    # A list of numbers may have 131,072 of them.
-    return (
-        sum(len(each) if isinstance(each, tuple) else 1 for each in value) if isinstance(first, tuple) else len(value)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class BeamSpec:
     """Beam search as transformers defines it."""
@@ -115,11 +63,11 @@ class BeamSpec:
 
 @dataclass(slots=True)
 class RequestSpec:
-    """A validated and tokenized request with a seed. Never changed; not frozen, as `Sampling`."""
+    """A validated and tokenized request with a seed. Never changed; not frozen, as `SequenceSampling`."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: Sampling
+    sampling: SequenceSampling
     max_tokens: int | None = None
     """Maximum number of output tokens; None: as many as max_model_len allows."""
     eos_token_ids: frozenset[int] = frozenset()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from cadenza_common.plan.result import TokenLogprobs
 from scheduler_svc.core.outputs import BeamOutput, StepOutputs
-from scheduler_svc.core.result import TokenLogprobs
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import Finish, RequestKey
 from scheduler_svc.engine.live_request import LiveRequest

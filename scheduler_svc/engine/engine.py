@@ -12,12 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from cadenza_common.plan.result import StepResult
 from cadenza_common.telemetry.spans import SpanSink
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import DrainingError, RequestExistsError, UnknownRequestError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import FinishDetail, RequestKey
 from scheduler_svc.engine.activity_log import ActivityLog

@@ -10,8 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
+from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey
 from scheduler_svc.engine.request_trace import RequestTrace
 from scheduler_svc.plan_loop.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
@@ -132,16 +132,16 @@ class LivePromptLogprobs:
         """Index after the last prompt token whose logprob is known; 1 while none is."""
         return 1 + len(self._logprobs)
 
-    def extend(self, new: PromptLogprobs) -> None:
+    def extend(self, new: LogprobColumns) -> None:
         """Append the rows of the next prompt tokens."""
         self._logprobs.extend(new.logprobs)
         self._ranks.extend(new.ranks)
         self._top_token_ids.extend(new.top_token_ids)
         self._top_logprobs.extend(new.top_logprobs)
 
-    def rows(self, start: int, end: int) -> PromptLogprobs:
+    def rows(self, start: int, end: int) -> LogprobColumns:
         """The rows of the prompt tokens `start` to `end - 1`; `start` is at least 1."""
-        known = PromptLogprobs(1, self._logprobs, self._ranks, self.num_top, self._top_token_ids, self._top_logprobs)
+        known = LogprobColumns(1, self._logprobs, self._ranks, self.num_top, self._top_token_ids, self._top_logprobs)
         return known.rows(start, end)
 
 

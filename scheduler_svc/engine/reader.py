@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
 from scheduler_svc.core.errors import DataLossError
-from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
 from scheduler_svc.core.types import Finish, FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
 from scheduler_svc.engine.resume_point import ResumePoint, check_resume_point
@@ -48,7 +48,7 @@ class Chunk:
     """New output of one request, as much as fits one response."""
 
     samples: list[SampleChunk] = field(default_factory=list)
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: LogprobColumns | None = None
     """New rows; empty rows if there will be none."""
     is_first: bool = False
     is_last: bool = False

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from functools import partial
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.plan_loop.ports import Load, StepRecord
@@ -178,9 +178,9 @@ def _by_slot(slots: Ids[int], counts: Ids[int]) -> dict[int | None, int]:
     return dict(zip(slots, counts, strict=True)) if counts else {}
 
 
-def _block_changes(step: PlannedStep) -> list[tuple[int, tuple[int, ...], bool]]:
+def _block_changes(step: PlannedStep) -> list[tuple[int, Ids[int], bool]]:
     """Block table changes of a step: tables cleared, tables set, blocks appended."""
-    changes: list[tuple[int, tuple[int, ...], bool]] = []
+    changes: list[tuple[int, Ids[int], bool]] = []
     changes += [(sequence.sequence_id, (), True) for sequence in (*step.preempted, *step.retired)]
     changes += [
         (sequence.sequence_id, admitted.block_ids, True)

@@ -18,6 +18,11 @@ from google.rpc import status_pb2
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
 from cadenza_common.metrics.histogram import Histogram
+from cadenza_common.plan.errors import ProtocolError
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan_wire.results import result_from_wire, result_in_slices
+from cadenza_common.plan_wire.writing import request_in_slices
 from cadenza_common.serving.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
 from cadenza_common.serving.slices import run_at_once, run_in_slices
 from cadenza_common.wire.tls.connection import ChannelFiles
@@ -31,11 +36,8 @@ from cadenza_common.wire.transport import (
     parse_address,
 )
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.executors.adapters import command_messages, loaded_adapter, unloaded_adapter
-from scheduler_svc.executors.convert import ProtocolError, model_description, request_in_slices
-from scheduler_svc.executors.results import result_in_slices, step_result
+from scheduler_svc.executors.convert import model_description
 from scheduler_svc.metrics.buckets import PLAN_BYTES
 from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
@@ -279,7 +281,7 @@ class GrpcPlanStream:
         try:
             if message.logprobs or message.prompt_logprobs:
                 return await run_in_slices(result_in_slices(message))
-            return step_result(message)
+            return result_from_wire(message)
         except ProtocolError as exc:
             raise ExecutorLostError(str(exc)) from exc
 

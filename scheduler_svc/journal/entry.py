@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from scheduler_svc.core.result import PromptLogprobs
+from cadenza_common.plan.result import LogprobColumns
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.journal.records import (
@@ -163,7 +163,7 @@ class Entry:
         live = self.live
         assert self.ended_ns is not None
         known = live.prompt_logprobs
-        prompt_logprobs: PromptLogprobs | None = known.rows(1, known.end) if known is not None else None
+        prompt_logprobs: LogprobColumns | None = known.rows(1, known.end) if known is not None else None
         return EndRecord(
             number=self.number,
             ended_ns=self.ended_ns,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
+from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
 from scheduler_svc.core.types import Finish, FinishDetail
 
 _COUNTS = struct.Struct("<II")
@@ -205,20 +205,20 @@ def unpack_logprobs(packed: Packed) -> list[TokenLogprobs]:
     ]
 
 
-def pack_prompt_logprobs(rows: PromptLogprobs | None) -> bytes:
+def pack_prompt_logprobs(rows: LogprobColumns | None) -> bytes:
     """Return logprobs of prompt tokens, from the second token on, as bytes; empty for none."""
     if rows is None:
         return b""
     return _pack(rows.logprobs, rows.ranks, rows.num_top, rows.top_token_ids, rows.top_logprobs)
 
 
-def unpack_prompt_logprobs(packed: Packed) -> PromptLogprobs | None:
+def unpack_prompt_logprobs(packed: Packed) -> LogprobColumns | None:
     """Return logprobs of prompt tokens from bytes."""
     packed = as_bytes(packed)
     if not packed:
         return None
     logprobs, ranks, width, top_ids, top_logprobs = _unpack(packed)
-    return PromptLogprobs(1, logprobs, ranks, width, top_ids, top_logprobs)
+    return LogprobColumns(1, logprobs, ranks, width, top_ids, top_logprobs)
 
 
 def _pack(

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from cadenza_common.plan.result import TokenLogprobs
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.convert.generation import fields_from_body
 from scheduler_svc.core.errors import (
     DataLossError,
@@ -15,8 +17,7 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     SchedulerError,
 )
-from scheduler_svc.core.result import TokenLogprobs
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
 from scheduler_svc.journal.records import (
@@ -218,7 +219,7 @@ class Restorer:
         """A request without output that ends with an error."""
         admission = stored.admission
         prompt = tuple(unpack_tokens(admission.prompt_token_ids))
-        sampling = Sampling(seed=int.from_bytes(admission.seed, "little"))
+        sampling = SequenceSampling(seed=int.from_bytes(admission.seed, "little"))
         spec = RequestSpec(admission.request_id, prompt, sampling, tenant=admission.tenant)
         live = self._live(EngineRequest(spec, body_digest=admission.body_digest), stored)
         live.ended, live.error = True, error

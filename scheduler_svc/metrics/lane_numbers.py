@@ -6,10 +6,10 @@ from collections import Counter
 from copy import copy
 
 from cadenza_common.metrics.histogram import Histogram
+from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import FinishDetail, SequenceState
 from scheduler_svc.metrics import buckets
@@ -78,9 +78,9 @@ class LaneNumbers:
         if stalled:
             # Preempted while this step ran: their last token came now.
             stalled.update((sequence, now) for sequence in outputs.sequences if sequence in stalled)
-        step_s = result.total_ns / 1e9
+        step_s = result.timings.total_ns / 1e9
         if step.decode_slots and not step.chunks:
-            seconds = (result.total_ns - result.moves_ns) / 1e9
+            seconds = (result.timings.total_ns - result.timings.moves_ns) / 1e9
             self.draft_gain.observe(len(step.decode_slots), num_drafts, max(0, num_decoded), seconds)
         self.step_s.observe(step_s)
         if self.had_work:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.plan_loop.ports import ExecutorLostError, ModelDescription
 
 AdoptModel = Callable[[Callable[[], None]], None]

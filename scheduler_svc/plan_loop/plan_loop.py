@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from cadenza_common.plan.result import StepResult, StepStatus
 from cadenza_common.serving.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import InvariantError, LimitsError
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.core.scheduler import Scheduler, check_limits
 from scheduler_svc.core.types import SessionEnd
 from scheduler_svc.plan_loop.clock import Clock
@@ -370,7 +370,7 @@ class PlanLoop:
             self.failed_step_id = result.step_id
             raise ExecutorLostError(str(exc)) from exc
         self._last_done_step_id = result.step_id
-        self._pacer.ended(step.most_tokens, result.total_ns / 1e9, now)
+        self._pacer.ended(step.most_tokens, result.timings.total_ns / 1e9, now)
         self._progress.ended()
         self._progress.started(self._core.lanes[self._executor_id])
         self._undelivered.append(partial(self._listener.on_outputs, outputs))

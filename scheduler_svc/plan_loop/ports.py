@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
 from cadenza_common.telemetry.trace_context import TraceContext
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.types import RequestSpec
 
 
@@ -291,7 +291,7 @@ class StepRecord:
     first_token_ns: Sequence[int] = ()
     """Arrival to first token of each request whose first token came with this step's result."""
     load: Load = field(default_factory=Load)
-    block_changes: Sequence[tuple[int, tuple[int, ...], bool]] = ()
+    block_changes: Sequence[tuple[int, Sequence[int], bool]] = ()
     """(sequence_id, appended block ids, whether the table was cleared first)."""
 
 

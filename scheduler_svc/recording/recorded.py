@@ -1,4 +1,4 @@
-"""planlog.proto: converts the core's requests, executors and results to their wire form and back."""
+"""planlog.proto: converts the core's requests and executors to their wire form and back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
+from cadenza_common.plan.sampling import Grammar
+from cadenza_common.plan_wire.sampling import sampling_from_wire, sampling_to_wire
 from scheduler_svc.core.adapters.events import (
     AdapterDue,
     AdapterEvent,
@@ -14,11 +16,8 @@ from scheduler_svc.core.adapters.events import (
     AdapterRemoved,
     AdapterUnloaded,
 )
-from scheduler_svc.core.grammar import Grammar
-from scheduler_svc.core.result import Candidates, PromptLogprobs, StepResult, TokenLogprobs
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec, SessionEnd
 from scheduler_svc.executors import adapters
-from scheduler_svc.executors import convert as execution
 
 _STOPPING = {
     True: types_pb2.EARLY_STOPPING_TRUE,
@@ -79,7 +78,7 @@ def request_message(spec: RequestSpec) -> pb.RecordedRequest:
         request_id=spec.request_id,
         tenant=spec.tenant,
         prompt_token_ids=spec.prompt_token_ids,
-        sampling=execution.sequence_sampling(spec.sampling, 0),
+        sampling=sampling_to_wire(spec.sampling),
         max_tokens=spec.max_tokens,
         eos_token_ids=sorted(spec.eos_token_ids),
         num_samples=spec.num_samples,
@@ -104,7 +103,7 @@ def request_spec(message: pb.RecordedRequest) -> RequestSpec:
         request_id=message.request_id,
         tenant=message.tenant,
         prompt_token_ids=tuple(message.prompt_token_ids),
-        sampling=replace(execution.sampling_from_wire(message.sampling), grammar=_grammar(message)),
+        sampling=replace(sampling_from_wire(message.sampling), grammar=_grammar(message)),
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         eos_token_ids=frozenset(message.eos_token_ids),
         num_samples=message.num_samples,
@@ -173,63 +172,3 @@ def _beams_message(beams: BeamSpec) -> pb.RecordedBeams:
 
 def _beams(message: pb.RecordedBeams) -> BeamSpec:
     return BeamSpec(message.width, message.length_penalty, _EARLY_STOPPING[message.early_stopping])
-
-
-def result_message(result: StepResult, epoch: int, incarnation: int) -> execution_pb2.StepResult:
-    """Return the wire form of a received result, without the start of sampled logprobs: the core does not keep it."""
-    return execution_pb2.StepResult(
-        step_id=result.step_id,
-        epoch=epoch,
-        incarnation=incarnation,
-        status=execution_pb2.StepStatus.ValueType(result.status),
-        error_message=result.error_message,
-        slots=result.slots,
-        num_tokens=result.num_tokens,
-        token_ids=result.token_ids,
-        num_drafts=result.num_drafts,
-        num_accepted=result.num_accepted,
-        error_slots=result.error_slots,
-        errors=[execution_pb2.SlotError.ValueType(error) for error in result.errors],
-        logprobs=[_token_logprobs(slot, logprobs) for slot, logprobs in result.logprobs.items()],
-        prompt_logprobs=[_prompt_logprobs(slot, logprobs) for slot, logprobs in result.prompt_logprobs.items()],
-        candidates=[_candidates(slot, candidates) for slot, candidates in result.candidates.items()],
-        timings=execution_pb2.StepTimings(
-            queue_ns=result.queue_ns,
-            device_ns=result.device_ns,
-            sample_ns=result.sample_ns,
-            moves_ns=result.moves_ns,
-            total_ns=result.total_ns,
-        ),
-        debug_digest=result.debug_digest,
-    )
-
-
-def _token_logprobs(slot: int, logprobs: tuple[TokenLogprobs, ...]) -> execution_pb2.SlotLogprobs:
-    return execution_pb2.SlotLogprobs(
-        slot=slot,
-        columns=types_pb2.LogprobColumns(
-            chosen_logprobs=[each.logprob for each in logprobs],
-            chosen_ranks=[each.rank for each in logprobs],
-            num_top=len(logprobs[0].top_token_ids),
-            top_token_ids=[token_id for each in logprobs for token_id in each.top_token_ids],
-            top_logprobs=[logprob for each in logprobs for logprob in each.top_logprobs],
-        ),
-    )
-
-
-def _prompt_logprobs(slot: int, logprobs: PromptLogprobs) -> execution_pb2.SlotLogprobs:
-    return execution_pb2.SlotLogprobs(
-        slot=slot,
-        start=logprobs.start,
-        columns=types_pb2.LogprobColumns(
-            chosen_logprobs=logprobs.logprobs,
-            chosen_ranks=logprobs.ranks,
-            num_top=logprobs.num_top,
-            top_token_ids=logprobs.top_token_ids,
-            top_logprobs=logprobs.top_logprobs,
-        ),
-    )
-
-
-def _candidates(slot: int, candidates: Candidates) -> execution_pb2.SlotCandidates:
-    return execution_pb2.SlotCandidates(slot=slot, token_ids=candidates.token_ids, logprobs=candidates.logprobs)

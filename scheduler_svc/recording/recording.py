@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepStatus
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterEvent, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SessionEnd
 from scheduler_svc.engine.policies_from_options import policies_from_options

@@ -9,16 +9,17 @@ from google.protobuf.message import Message
 
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan_wire.results import result_to_wire
+from cadenza_common.plan_wire.writing import plan_to_wire
 from cadenza_common.serving.plan_log import FORMAT_VERSION, MAGIC
 from cadenza_common.wire.transport import PROTOCOL_VERSION
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterEvent, AdapterLoaded
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SessionEnd
 from scheduler_svc.executors.adapters import loaded_message
-from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.plan_loop.ports import ModelDescription
-from scheduler_svc.recording.recorded import event_message, executor_message, request_message, result_message
+from scheduler_svc.recording.recorded import event_message, executor_message, request_message
 
 MakeRecord = Callable[[], pb.PlanLogRecord]
 """Builds a record; called only if the record is written."""
@@ -169,19 +170,19 @@ def flush_prefix_caches(most: int) -> pb.PlanLogRecord:
 
 def plan_step(executor_id: int, now: float, plan: StepPlan | None, epoch: int) -> pb.PlanLogRecord:
     """Return the record of a planned step, or of no step to plan."""
-    message = None if plan is None else step_plan(plan, epoch)
+    message = None if plan is None else plan_to_wire(plan, epoch)
     return pb.PlanLogRecord(plan_step=pb.PlanStepCall(executor_id=executor_id, now=now, plan=message))
 
 
 def apply_result(executor_id: int, now: float, result: StepResult, epoch: int, incarnation: int) -> pb.PlanLogRecord:
     """Return the record of an applied result."""
-    message = result_message(result, epoch, incarnation)
+    message = result_to_wire(result, epoch, incarnation)
     return pb.PlanLogRecord(apply_result=pb.ApplyResultCall(executor_id=executor_id, now=now, result=message))
 
 
 def step_failed(executor_id: int, result: StepResult, epoch: int, incarnation: int) -> pb.PlanLogRecord:
     """Return the record of a failed step, whose result the core does not receive."""
-    message = result_message(result, epoch, incarnation)
+    message = result_to_wire(result, epoch, incarnation)
     return pb.PlanLogRecord(step_failed=pb.StepFailed(executor_id=executor_id, result=message))
 
 

@@ -9,17 +9,17 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from cadenza.v1.planlog_pb2 import AdapterCommandsCall, PlanLogHeader, PlanLogRecord
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan_wire.results import result_from_wire
+from cadenza_common.plan_wire.writing import plan_to_wire
 from cadenza_common.serving.plan_log import PlanLogError
 from cadenza_common.settings.service import reason
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.adapters.events import AdapterCommands
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.policies_from_options import policies_from_options
 from scheduler_svc.executors.adapters import loaded_adapter
-from scheduler_svc.executors.convert import step_plan
-from scheduler_svc.executors.results import step_result
 from scheduler_svc.recording.recorded import adapter_event, executor_spec, request_spec, session_end
 from scheduler_svc.recording.records import adapter_commands, differences, error_text, recorded_options
 
@@ -91,7 +91,7 @@ class CoreReplay:
         if plan is None or not recorded.HasField("plan"):
             same = plan is None and not recorded.HasField("plan")
             return [] if same else [f"plan: {'recorded only, now there is none' if plan is None else 'now only'}"]
-        made = step_plan(plan, recorded.plan.epoch)
+        made = plan_to_wire(plan, recorded.plan.epoch)
         return list(differences(recorded.plan, made)) if made != recorded.plan else []
 
     def _call(self, record: PlanLogRecord) -> StepPlan | None:
@@ -102,7 +102,7 @@ class CoreReplay:
                 return core.plan_step(record.plan_step.executor_id, record.plan_step.now)
             case "apply_result":
                 applied = record.apply_result
-                core.apply_result(applied.executor_id, step_result(applied.result), applied.now)
+                core.apply_result(applied.executor_id, result_from_wire(applied.result), applied.now)
             case "add_request":
                 core.add_request(request_spec(record.add_request.request), record.add_request.now)
                 self.num_requests += 1

@@ -7,9 +7,8 @@ from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import PATH
-from scheduler_svc.requests.sampling_fields import FIELD_RULES
 
-_FIELDS = {"bias_token_ids": "logit_bias", "biases": "logit_bias"}
+_FIELDS = {"bias_token_ids": "logit_bias"}
 """Where a value for executors has another name than the field that it comes from."""
 
 
@@ -30,11 +29,6 @@ def check_features(spec: RequestSpec, model: ModelDescription) -> None:
     if sampling.grammar is not None and sampling.grammar.engine != model.grammar_engine:
         raise PreconditionError(PATH + "grammar", "the executor follows no grammars, or not those of this one's tokens")
     if not model.has_logits_processors:
-        _check_values(spec)
-
-
-def _check_values(spec: RequestSpec) -> None:
-    for value in spec.sampling.values:
-        name = _FIELDS.get(value, value)
-        if FIELD_RULES[name].edits_logits:
+        for edit in sampling.edits():
+            name = _FIELDS.get(edit, edit)
             raise PreconditionError(PATH + name, f"the executor has no {name}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from cadenza_common.plan.sampling import Grammar, SequenceSampling
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.grammar import Grammar
-from scheduler_svc.core.types import Sampling, SamplingValue
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import PATH, resolve_logprobs
 from scheduler_svc.requests.sample_counts import num_candidates
@@ -17,11 +17,11 @@ BadWords = tuple[tuple[int, ...], ...]
 
 def resolve_sampling(
     fields: SamplingFields, model: ModelDescription, *, seed: int, bad_words: BadWords = ()
-) -> Sampling:
+) -> SequenceSampling:
     """Return the executor's sampling parameters; raises RequestRejectedError if the fields allow no first token."""
     stop_token_ids = _stop_token_ids(fields, model)
     _check_leaves_a_token(fields, model, stop_token_ids, bad_words)
-    return Sampling(
+    return SequenceSampling(
         seed=seed,
         stop_token_ids=stop_token_ids,
         min_tokens=fields.min_tokens or 0,
@@ -29,13 +29,13 @@ def resolve_sampling(
         num_prompt_logprobs=resolve_logprobs(PATH + "prompt_logprobs", fields.prompt_logprobs, model),
         num_candidates=num_candidates(fields, len(stop_token_ids), model.vocab_size),
         grammar=None if fields.grammar is None else Grammar(fields.grammar.wire, model.grammar_engine),
-        values=_values(fields, model, bad_words),
+        **_values(fields, model, bad_words),
     )
 
 
-def _values(fields: SamplingFields, model: ModelDescription, bad_words: BadWords) -> dict[str, SamplingValue]:
+def _values(fields: SamplingFields, model: ModelDescription, bad_words: BadWords) -> dict[str, Any]:
     """Return the fields that only executors read and that have an effect."""
-    values: dict[str, SamplingValue] = {
+    values: dict[str, Any] = {
         name: rule.form(getattr(fields, name), model)
         for name, rule in FIELD_RULES.items()
         if rule.form is not None and not is_off(fields, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cadenza_common.plan.sampling import SequenceSampling
 from cadenza_loadtest.requests import LoadTestError, RequestShape
 from cadenza_loadtest.workloads.prompts import Prompts
 from cadenza_simulator.placement import LlmdScores, PlacementName, SglangCacheAware, read_placement
@@ -13,7 +14,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.policies.placement import Candidate, NeededTokens
 from scheduler_svc.core.queues.orders import FcfsOrder
 from scheduler_svc.core.sequences.sequence import SequenceGroup
-from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling
+from scheduler_svc.core.types import ExecutorSpec, RequestSpec
 from tests.helpers.loadtest.simulations import options, profile, simulation
 
 SPEC = ExecutorSpec(
@@ -28,7 +29,7 @@ def lanes(count: int = 2) -> list[Lane]:
 
 
 def group(*token_ids: int) -> SequenceGroup:
-    return SequenceGroup(RequestSpec("r", token_ids, Sampling(), 8), 0, 0.0, 1024)
+    return SequenceGroup(RequestSpec("r", token_ids, SequenceSampling(), 8), 0, 0.0, 1024)
 
 
 def candidates(of: list[Lane], *num_queued: int) -> list[Candidate]:

@@ -16,11 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan_wire.writing import request_in_slices
 from cadenza_common.serving.plan_log import PlanLogReader
 from cadenza_common.serving.slices import Work
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.executors import client as executor_client
-from scheduler_svc.executors.convert import request_in_slices
 from scheduler_svc.recording import plan_log
 from scheduler_svc.replay import __main__ as replay
 from tests.checkpoints import make_llama

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
+from cadenza_common.plan.sampling import SequenceSampling
+from scheduler_svc.core.types import BeamSpec, RequestSpec
 from tests.fuzz.settings import TENANTS, Settings
 from tests.helpers.core.core_sampling import core_sampling
 
@@ -55,7 +56,7 @@ def _draw_beams(rng: Random, most: int) -> BeamSpec:
     return BeamSpec(rng.randint(2, most), rng.choice([1.0, 0.0, 2.0, -1.0]), rng.choice([True, False, None]))
 
 
-def _draw_sampling(settings: Settings, rng: Random, *, has_beams: bool) -> Sampling:
+def _draw_sampling(settings: Settings, rng: Random, *, has_beams: bool) -> SequenceSampling:
     vocab = range(settings.vocab_size)
     has_logprobs = "logprobs" in settings.axes
     return core_sampling(

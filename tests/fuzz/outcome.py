@@ -7,9 +7,9 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from cadenza_common.plan.result import Candidates, LogprobColumns, TokenLogprobs
 from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from scheduler_svc.core.outputs import BeamOutput
-from scheduler_svc.core.result import Candidates, PromptLogprobs, TokenLogprobs
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from tests.helpers.core.core_sampling import for_executor
@@ -31,7 +31,7 @@ class Outcome:
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
     finishes: dict[int, Finish] = field(default_factory=dict)
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
     hypotheses: list[BeamOutput] = field(default_factory=list)
     aborted: bool = False
 

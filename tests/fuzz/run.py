@@ -6,10 +6,10 @@ from collections import Counter, deque
 from dataclasses import replace
 from random import Random
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import SlotError, StepResult
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import SlotError, StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, SessionEnd
@@ -164,7 +164,7 @@ class Run:
         plan.debug_digest = True
         self._plans.append(plan)
         self.num_steps += 1
-        moves = {"swapped out": plan.swapped_out, "copied": plan.copied, "swapped in": plan.swapped_in}
+        moves = {"swapped out": plan.swap_out, "copied": plan.copies, "swapped in": plan.swap_in}
         self.counts.update({name: len(pairs) for name, pairs in moves.items()})
         self.counts["forks"] += len(plan.fork_slots)
         return True

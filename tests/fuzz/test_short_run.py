@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult
+from cadenza_common.plan.plan import BlockMoves, StepPlan
+from cadenza_common.plan.result import StepResult
 from tests.fuzz.__main__ import FuzzError, fuzz_run, main
 from tests.fuzz.settings import AXES
 from tests.helpers.core.core_executor import CoreExecutor
@@ -32,12 +32,12 @@ def test_every_request_gets_its_tokens() -> None:
     assert not wanted - {name for name, count in counts.items() if count >= 10}
 
 
-@pytest.mark.parametrize("lost", ["copied", "swapped_in", "swapped_out"])
+@pytest.mark.parametrize("lost", ["copies", "swap_in", "swap_out"])
 def test_a_lost_move_is_found(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     run = CoreExecutor.run
 
     def forgetful(self: CoreExecutor, plan: StepPlan) -> StepResult:
-        return run(self, replace(plan, **{lost: []}))
+        return run(self, replace(plan, **{lost: BlockMoves()}))
 
     monkeypatch.setattr(CoreExecutor, "run", forgetful)
     with pytest.raises(FuzzError) as caught:

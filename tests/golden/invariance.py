@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +11,8 @@ from typing import Any
 
 import torch
 
-from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
+from cadenza_common.plan.sampling import SequenceSampling
+from scheduler_svc.core.types import BeamSpec, RequestSpec
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.helpers.core.core_model import Chat, Outcome, Rig, Setting
@@ -34,11 +34,11 @@ def text(length: int, seed: int = 0) -> tuple[int, ...]:
 
 SYSTEM = text(43, seed=1)
 DRAWN = core_sampling(temperature=0.9, seed=1_000_003)
-GREEDY = Sampling()
+GREEDY = SequenceSampling()
 BEAMS = core_sampling(stop_token_ids=STOPS)
 
 
-def chat(name: str, prompt: tuple[int, ...], sampling: Sampling, turns: int = 0, **fields: Any) -> Chat:
+def chat(name: str, prompt: tuple[int, ...], sampling: SequenceSampling, turns: int = 0, **fields: Any) -> Chat:
     """With a tenant, a priority and an expected length by its name, and a seed of its own."""
     rng = random.Random(name)
     given = {
@@ -53,10 +53,9 @@ def chat(name: str, prompt: tuple[int, ...], sampling: Sampling, turns: int = 0,
     return Chat(spec, tuple(text(3 + 6 * turn, seed=turn) for turn in range(turns)))
 
 
-def with_fields(sampling: Sampling, **fields: Any) -> Sampling:
+def with_fields(sampling: SequenceSampling, **fields: Any) -> SequenceSampling:
     """The same but for these fields, whether the core reads them or not."""
-    own = {each.name: getattr(sampling, each.name) for each in dataclasses.fields(sampling) if each.name != "values"}
-    return core_sampling(**{**own, **sampling.values, **fields})
+    return replace(sampling, **fields)
 
 
 def load() -> list[Chat]:

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.result import Candidates
 from executor_svc.sampling.candidates import CandidateColumns
-from scheduler_svc.core.result import Candidates
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
 from tests.checkpoints import make_llama

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor_svc.plan.plan import BlockMoves, SlotError, StepResult
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.plan import BlockMoves
+from cadenza_common.plan.result import SlotError, StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
 from tests.helpers.executor.plans import columns, ints, scheduled, sequence
@@ -64,12 +65,12 @@ class Outputs:
     def add(self, result: StepResult) -> StepResult:
         assert not result.errors
         counts = result.num_tokens if len(result.num_tokens) else np.ones(len(result.slots), np.int64)
-        for slot, token in zip(result.slots[counts > 0].tolist(), result.token_ids.tolist(), strict=True):
+        for slot, token in zip(np.repeat(result.slots, counts).tolist(), result.token_ids.tolist(), strict=True):
             if slot < len(self.found):
                 self.found[slot][0].append(token)
-        for item in result.logprobs:
-            bits = item.chosen_logprobs.tobytes() + item.top_token_ids.tobytes() + item.top_logprobs.tobytes()
-            self.found[item.slot][1].append(bits)
+        for slot, item in result.logprobs.items():
+            bits = item.logprobs.tobytes() + item.top_token_ids.tobytes() + item.top_logprobs.tobytes()
+            self.found[slot][1].append(bits)
         return result
 
 
@@ -189,7 +190,7 @@ def test_a_broken_row_fails_its_forks_and_nobody_else(stepper: Stepper, monkeypa
     )  # fmt: skip
     assert result.error_slots.tolist() == [0, 1, 2, 3, 4]
     assert set(result.errors) == {SlotError.NON_FINITE_LOGITS}
-    assert result.slots[result.num_tokens > 0].tolist() == [7]
+    assert np.repeat(result.slots, result.num_tokens).tolist() == [7]
 
 
 def test_forks_that_ask_for_candidates(model: Model, stepper: Stepper) -> None:
@@ -210,8 +211,8 @@ def test_forks_that_ask_for_candidates(model: Model, stepper: Stepper) -> None:
         assert result.slots.tolist() == [1, 3]
         assert result.num_tokens.tolist() == ([0, 1] if of_fork is asking else [1, 0])
         assert result.token_ids.tolist() == alone(model, prompt, DRAWN, 1)[0]
-        (item,) = result.candidates
-        assert item.slot == (1 if of_fork is asking else 3)
+        ((slot, item),) = result.candidates.items()
+        assert slot == (1 if of_fork is asking else 3)
         reported.append((item.token_ids.tolist(), item.logprobs.tobytes()))
     assert reported[0] == reported[1]
     assert len(reported[0][0]) == 6

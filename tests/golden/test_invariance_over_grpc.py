@@ -43,6 +43,12 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield from golden_in(request.param, tmp_path_factory.mktemp("model"))
 
 
+_ALIKE = (
+    "top_p", "top_k", "min_p", "top_n_sigma", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "allowed_token_ids", "bad_words",
+)  # fmt: skip
+
+
 def to_params(spec: RequestSpec) -> SamplingParams:
     """The request as a client sends it; every stop token by its id."""
     sampling, beams = spec.sampling, spec.beams
@@ -53,13 +59,13 @@ def to_params(spec: RequestSpec) -> SamplingParams:
         if beams
         else {}
     )
-    values = dict(sampling.values)
-    biases = dict(zip(values.pop("bias_token_ids", ()), values.pop("biases", ()), strict=True))
+    values = {name: getattr(sampling, name) for name in _ALIKE if getattr(sampling, name)}
+    biases = dict(zip(sampling.bias_token_ids, sampling.biases, strict=True))
     return SamplingParams(
         n=spec.num_samples, seed=sampling.seed, max_tokens=spec.max_tokens, min_tokens=sampling.min_tokens,
         ignore_eos=True, stop_token_ids=list(sampling.stop_token_ids), logprobs=sampling.num_logprobs,
         prompt_logprobs=sampling.num_prompt_logprobs, priority=spec.priority, logit_bias=biases or None,
-        **{"temperature": 0.0} | values, **search,
+        **values, temperature=sampling.temperature, **search,
     )  # fmt: skip
 
 
@@ -84,7 +90,7 @@ def check_output(golden: Golden, request_id: str, output: RequestOutput) -> None
 )
 async def test_the_same_through_both_services(golden: Golden, name: str) -> None:
     """What the core and the executor say of it in one process; words to ban need a tokenizer, and are left out."""
-    chats = [chat for chat in load() if not chat.spec.sampling.values.get("bad_words")]
+    chats = [chat for chat in load() if not chat.spec.sampling.bad_words]
     options = {"max_num_seqs": 24, "num_threads": NUM_THREADS, **SERVED[name]}
     async with cadenza_services(golden.folder, dtype=golden.dtype, **options) as running:
         async with AsyncClient(running.target) as client:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as theirs
 
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling.columns import sampling_columns
 from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.sampling.logits_processors import process

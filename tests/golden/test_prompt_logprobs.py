@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from executor_svc.plan.plan import SlotError, SlotLogprobs
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.result import LogprobColumns, SlotError
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.sampling import prompt_logprobs
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
@@ -59,7 +59,7 @@ def asking(num_top: int | None, **fields: Any) -> SequenceSampling:
     return SequenceSampling(num_prompt_logprobs=num_top, **fields)
 
 
-def compute(model: Model, chunks: list[int], num_top: int = 4, company: bool = False) -> list[SlotLogprobs]:
+def compute(model: Model, chunks: list[int], num_top: int = 4, company: bool = False) -> list[LogprobColumns]:
     """What each chunk of `prompt(0)` reports; company: beside decodes, and another prompt that requests more."""
     stepper = Stepper(model)
     admitted = [sequence(1, prompt(0), stepper.blocks(1), sampling=asking(num_top))]
@@ -76,13 +76,13 @@ def compute(model: Model, chunks: list[int], num_top: int = 4, company: bool = F
             rows.append((4, 30, index == 2))
         result = stepper.step(admitted=tuple(admitted), scheduled=scheduled(*rows))
         admitted, others = [], [(0, 1, True)] if company else []
-        reported += [item for item in result.prompt_logprobs if item.slot == 1]
+        reported += [item for slot, item in result.prompt_logprobs.items() if slot == 1]
     return reported
 
 
-def joined(reported: list[SlotLogprobs]) -> tuple[bytes, ...]:
+def joined(reported: list[LogprobColumns]) -> tuple[bytes, ...]:
     """Every column over all chunks, to the bit."""
-    columns = ("chosen_logprobs", "chosen_ranks", "top_token_ids", "top_logprobs")
+    columns = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
     return tuple(np.concatenate([getattr(item, name) for item in reported]).tobytes() for name in columns)
 
 
@@ -94,10 +94,10 @@ def test_every_chunking_gives_transformers_logprobs(model: Model, expected: Tens
     for item in reported:
         assert item.start == position
         assert item.num_top == 4
-        for i, logprob in enumerate(item.chosen_logprobs):
+        for i, logprob in enumerate(item.logprobs):
             row, token = expected[position - 1], tokens[position]
             assert logprob == pytest.approx(float(row[token]), abs=2e-4)
-            assert item.chosen_ranks[i] == int((row > row[token]).sum()) + 1
+            assert item.ranks[i] == int((row > row[token]).sum()) + 1
             best = row.topk(4)
             assert item.top_token_ids[4 * i : 4 * i + 4].tolist() == best.indices.tolist()
             np.testing.assert_allclose(item.top_logprobs[4 * i : 4 * i + 4], best.values, atol=2e-4)
@@ -135,7 +135,7 @@ def test_any_number_of_best_tokens(model: Model, expected: Tensor, num_top: int)
     (item,) = compute(model, [LENGTH], num_top)
     best = expected[: LENGTH - 1].topk(num_top, dim=1)
     assert item.num_top == num_top
-    assert len(item.chosen_logprobs) == LENGTH - 1
+    assert len(item.logprobs) == LENGTH - 1
     assert len(item.top_token_ids) == len(item.top_logprobs) == num_top * (LENGTH - 1)
     np.testing.assert_allclose(item.top_logprobs, best.values.flatten(), atol=2e-4)
 
@@ -146,8 +146,8 @@ def test_output_tokens_are_not_scored_after_a_preemption(model: Model) -> None:
     stepper = Stepper(model)
     tokens = [*prompt(0), 9, 8, 7, 6]
     back = sequence(2, tokens, stepper.blocks(2), prompt=LENGTH, sampling=asking(4))
-    reported = stepper.step(admitted=(back,), scheduled=scheduled((2, 40, False))).prompt_logprobs
-    reported += stepper.step(scheduled=scheduled((2, 14, True))).prompt_logprobs
+    reported = list(stepper.step(admitted=(back,), scheduled=scheduled((2, 40, False))).prompt_logprobs.values())
+    reported += stepper.step(scheduled=scheduled((2, 14, True))).prompt_logprobs.values()
     assert [item.start for item in reported] == [1, 41]
     assert joined(list(reported)) == whole
     assert not stepper.step(decode_ready=True).prompt_logprobs
@@ -158,7 +158,7 @@ def test_a_prompt_that_is_computed_in_part_is_scored_in_part(model: Model) -> No
     stepper.step(admitted=(sequence(0, prompt(0), stepper.blocks(0)),), scheduled=scheduled((0, 20, False)))
     back = sequence(0, prompt(0), stepper.blocks(0), 20, sampling=asking(4))
     result = stepper.step(released_slots=ints(0), admitted=(back,), scheduled=scheduled((0, 30, True)))
-    (item,) = result.prompt_logprobs
+    (item,) = result.prompt_logprobs.values()
     assert item.start == 21
     (_, whole) = compute(model, [20, 30])
     assert joined([item]) == joined([whole])

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from cadenza_common.plan.plan import AdmittedSequence, BlockMoves
+from cadenza_common.plan.result import StepResult
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import AdmittedSequence, BlockMoves, StepResult
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model

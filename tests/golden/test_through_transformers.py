@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from cadenza import AsyncClient, SamplingParams
+from cadenza_common.plan.result import StepResult, StepStatus
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.loading import LoadedModel, LoaderError, load_model, load_through_transformers
 from executor_svc.models.through_transformers import probe
 from executor_svc.models.through_transformers.hosted import HostedModel
 from executor_svc.models.through_transformers.self_check import paged_logits
 from executor_svc.plan.description import limits_of
-from executor_svc.plan.plan import StepResult, StepStatus
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.startup.build import build_model
 from executor_svc.startup.device import make_device
 from executor_svc.startup.executors import make_executor
@@ -159,7 +159,7 @@ def test_prompt_logprobs(folders: dict[str, Path], name: str) -> None:
     for chunk in (13, 17):
         admitted = (asking,) if chunk == 13 else ()
         result = served.step(admitted=admitted, scheduled=scheduled((0, chunk, chunk == 17)))
-        found += [value for part in result.prompt_logprobs for value in part.chosen_logprobs.tolist()]
+        found += [value for part in result.prompt_logprobs.values() for value in part.logprobs]
     logprobs = teacher_forced(transformers_model(folders[name]), prompt).log_softmax(-1)
     wanted = logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(found), wanted, rtol=0, atol=2e-4)

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.heads.draft import load_draft
 from executor_svc.models.heads.eagle3_loading import load_eagle3
-from executor_svc.plan.plan import StepPlan, StepResult
 from executor_svc.startup.speculation import Draft
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import Model

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cadenza_common.plan.result import LogprobColumns
 from scheduler_svc.core.adapters.events import AdapterDue, AdapterRegistered, AdapterRemoved
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.result import PromptLogprobs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SequenceState, SessionEnd
@@ -65,7 +65,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.finishes: dict[Sample, FinishDetail] = {}
         self.aborted: set[RequestKey] = set()
         self.stopped: set[Sample] = set()
-        self.prompt_logprobs: dict[RequestKey, list[PromptLogprobs]] = {}
+        self.prompt_logprobs: dict[RequestKey, list[LogprobColumns]] = {}
         self.hypotheses: dict[RequestKey, list[Hypothesis]] = {}
         self.poisons: dict[RequestKey, int] = {}
         """Requests that kill their executor, each at a position."""

@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from cadenza.v1 import execution_pb2
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.result import StepStatus, TokenLogprobs
+from cadenza_common.plan.sampling import SequenceSampling
 from cadenza_common.wire.transport import STATUS_DETAILS_KEY, make_status
-from scheduler_svc.core.plan import AdmittedSequence, StepPlan
-from scheduler_svc.core.result import StepStatus, TokenLogprobs
-from scheduler_svc.core.types import Sampling
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.client import GrpcExecutor
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, StaleEpochError
@@ -40,7 +40,7 @@ def plan(step_id, *, admit=(), decode_ready=True, **fields):
 
 
 def sequence(slot=0, **sampling):
-    return AdmittedSequence(slot, (1, 2), 2, 0, (4,), Sampling(seed=3, **sampling), 0)
+    return AdmittedSequence(slot, (1, 2), 2, 0, (4,), SequenceSampling(seed=3, **sampling), 0)
 
 
 def first_plan(**sampling):
@@ -161,9 +161,9 @@ async def test_plans_and_results():
 
 
 async def test_a_decode_plan_is_a_few_bytes():
-    from scheduler_svc.executors.convert import step_plan
+    from cadenza_common.plan_wire.writing import plan_to_wire
 
-    assert step_plan(plan(1000), 1_700_000_000_000).ByteSize() < 16
+    assert plan_to_wire(plan(1000), 1_700_000_000_000).ByteSize() < 16
 
 
 async def test_heartbeats_go_both_ways(monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from cadenza import AsyncClient, SamplingParams
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.simulated.expected_tokens import expected_logprobs, expected_tokens
 from tests.helpers.executor.plans import ints
 from tests.helpers.executor.simulated_process import simulated_process

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.core.adapters.lane_adapters import AdapterState
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from tests.simulation.lane_checks import Violation
 

@@ -14,12 +14,12 @@ from random import Random
 
 import numpy as np
 
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.result import Candidates, LogprobColumns, TokenLogprobs
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from executor_svc.simulated.hashing import mix
 from executor_svc.simulated.tokens import SimulatedContext
-from scheduler_svc.core.result import Candidates, PromptLogprobs, TokenLogprobs
-from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec
 from scheduler_svc.requests.detokenizer import TextStream
 from tests.helpers.core.core_sampling import core_sampling, for_executor
 from tests.helpers.core.known import (
@@ -189,7 +189,7 @@ def token_logprobs(index: int, output: tuple[int, ...], num_top: int, content: i
 
 
 @cache
-def prompt_logprobs(index: int, content: int = 0) -> PromptLogprobs:
+def prompt_logprobs(index: int, content: int = 0) -> LogprobColumns:
     """Those of the whole prompt."""
     spec = catalogue()[index].spec
     assert spec.sampling.num_prompt_logprobs is not None
@@ -268,10 +268,10 @@ class KnownTokens:
         output = tuple(slot.tokens[slot.num_prompt :])
         return _candidates(_index(slot.sampling), output, slot.sampling.num_candidates, slot.content)
 
-    def prompt_logprobs(self, slot: Slot, start: int, end: int) -> PromptLogprobs:
+    def prompt_logprobs(self, slot: Slot, start: int, end: int) -> LogprobColumns:
         """Those of the prompt tokens `start` to `end - 1`."""
         return prompt_logprobs(_index(slot.sampling), slot.content).rows(start, end)
 
 
-def _index(sampling: Sampling) -> int:
+def _index(sampling: SequenceSampling) -> int:
     return sampling.seed - 1

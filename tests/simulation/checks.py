@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+from cadenza_common.plan.result import TokenLogprobs
 from scheduler_svc.core.errors import (
     ModelChangedError,
     PreconditionError,
     RequestRejectedError,
     UnknownAdapterError,
 )
-from scheduler_svc.core.result import TokenLogprobs
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.adapters.adapters import FIELD
 from tests.simulation.adapting import FAILED, INVALID

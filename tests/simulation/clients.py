@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
+from cadenza_common.plan.result import TokenLogprobs
 from scheduler_svc.core.errors import (
     DrainingError,
     PreconditionError,
@@ -14,7 +15,6 @@ from scheduler_svc.core.errors import (
     RequestRejectedError,
     UnknownAdapterError,
 )
-from scheduler_svc.core.result import TokenLogprobs
 from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, RequestReader

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scheduler_svc.core.plan import StepPlan
+from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.plan_loop.ports import ModelDescription
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from scheduler_svc.core.result import StepStatus
+from cadenza_common.plan.result import StepStatus
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.scheduler.changing_executor import OTHER_NUMERICS
 from tests.simulation.adapter_faults import AdapterFaults

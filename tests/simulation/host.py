@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.engine.fleet.executor_member import ExecutorMember
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.adapter_checks import check_named_adapters, check_unloads
@@ -228,8 +228,8 @@ def described(plan: StepPlan) -> str:
     appended = list(zip(plan.append_slots, plan.append_block_ids, strict=True))
     computed = list(zip(plan.scheduled_slots, plan.scheduled_num_tokens, strict=True))
     parts = {
-        "admits": admitted, "releases": plan.released_slots, "swaps out": plan.swapped_out, "copies": plan.copied,
-        "swaps in": plan.swapped_in, "appends": appended, "computes": computed,
+        "admits": admitted, "releases": plan.released_slots, "swaps out": plan.swap_out, "copies": plan.copies,
+        "swaps in": plan.swap_in, "appends": appended, "computes": computed,
     }  # fmt: skip
     done = [f"{name} {what}" for name, what in parts.items() if what]
     done += ["decodes"] if plan.decode_ready else []

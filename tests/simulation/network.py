@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepStatus
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.plan_loop.ports import (
     ExecutorHeldError,
     ExecutorLostError,

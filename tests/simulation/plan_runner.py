@@ -7,13 +7,12 @@ keys and values: a slot that reads another sequence's KV, or none, is noticed at
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from scheduler_svc.core.plan import AdmittedSequence, StepPlan
-from scheduler_svc.core.result import Candidates, PromptLogprobs, SlotError, StepResult, TokenLogprobs
-from scheduler_svc.core.types import BlockPairs
+from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, StepPlan
+from cadenza_common.plan.result import Candidates, LogprobColumns, SlotError, StepResult, TokenLogprobs
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.drafting import NO_DRAFTS, DraftPlan, in_order, make_drafts, num_allowed, rows_left, take_drafts
 from tests.simulation.slot import Slot
@@ -42,7 +41,7 @@ class TokenSource(Protocol):
     def candidates(self, slot: Slot) -> Candidates:
         """The best next tokens."""
 
-    def prompt_logprobs(self, slot: Slot, start: int, end: int) -> PromptLogprobs:
+    def prompt_logprobs(self, slot: Slot, start: int, end: int) -> LogprobColumns:
         """Those of the prompt tokens `start` to `end - 1`."""
 
 
@@ -113,15 +112,16 @@ class PlanRunner:
         result = self._sample(plan, sampling, idle, non_finite, drafts)
         result.prompt_logprobs.update(prompt_logprobs)
         if self.model.adaptive_drafts:
-            result.total_ns = 100_000 + self._drafts.row_ns * sum(each.num_computed for each in work)
+            total_ns = 100_000 + self._drafts.row_ns * sum(each.num_computed for each in work)
+            result.timings = replace(result.timings, total_ns=total_ns)
         return result
 
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a plan: what it would have written is neither the old nor the new content."""
         work, _, _ = self._prepare(plan)
-        for _, block in plan.swapped_in + plan.copied:
+        for block in (*plan.swap_in.destinations, *plan.copies.destinations):
             self._fill(self._device, block)
-        for _, block in plan.swapped_out:
+        for _, block in plan.swap_out:
             self._fill(self._host, block)
         for each in work:
             for place in self._places(each.slot, each.slot.num_computed, each.num_computed):
@@ -193,15 +193,15 @@ class PlanRunner:
         )
 
     def _move(self, plan: StepPlan) -> None:
-        freed = {source for source, _ in plan.swapped_in}
-        _require(freed.isdisjoint(block for _, block in plan.swapped_out), "a swap-out to a block that is swapped in")
-        copied = {source for source, _ in plan.copied}
-        _require(copied.isdisjoint(block for _, block in plan.copied), "a block is source and destination of copies")
-        self._copy(self._device, self._host, plan.swapped_out)
-        self._copy(self._device, self._device, plan.copied)
-        self._copy(self._host, self._device, plan.swapped_in)
+        freed = {source for source, _ in plan.swap_in}
+        _require(freed.isdisjoint(block for _, block in plan.swap_out), "a swap-out to a block that is swapped in")
+        copied = {source for source, _ in plan.copies}
+        _require(copied.isdisjoint(block for _, block in plan.copies), "a block is source and destination of copies")
+        self._copy(self._device, self._host, plan.swap_out)
+        self._copy(self._device, self._device, plan.copies)
+        self._copy(self._host, self._device, plan.swap_in)
 
-    def _copy(self, source: list[int], target: list[int], pairs: BlockPairs) -> None:
+    def _copy(self, source: list[int], target: list[int], pairs: BlockMoves) -> None:
         if not pairs:
             return
         size = self._size
@@ -310,7 +310,7 @@ class PlanRunner:
     ) -> StepResult:
         token_ids: dict[int, list[int]] = {slot.number: [] for slot in idle}
         errors: dict[int, SlotError] = {}
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        logprobs: dict[int, LogprobColumns] = {}
         candidates: dict[int, Candidates] = {}
         for index, slot in enumerate(sampling):
             number = slot.number
@@ -328,7 +328,7 @@ class PlanRunner:
             if not token_ids[number]:
                 errors[number], slot.stopped = SlotError.NO_ALLOWED_TOKEN, True
             elif of_tokens:
-                logprobs[number] = of_tokens
+                logprobs[number] = columns_of(of_tokens)
         slots = sorted(token_ids)
         counts = [len(token_ids[number]) for number in slots]
         return StepResult(
@@ -361,7 +361,7 @@ class PlanRunner:
                 break
         return token_ids, tuple(logprobs)
 
-    def _add_prompt_logprobs(self, found: dict[int, PromptLogprobs], each: _Work) -> None:
+    def _add_prompt_logprobs(self, found: dict[int, LogprobColumns], each: _Work) -> None:
         """Positions a to b - 1 predict the tokens a + 1 to b."""
         slot = each.slot
         if slot.sampling.num_prompt_logprobs is None:
@@ -380,3 +380,15 @@ class PlanRunner:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise PlanError(message)
+
+
+def columns_of(tokens: Sequence[TokenLogprobs]) -> LogprobColumns:
+    """The same in columns; where they begin is not said, as by the scheduler's reader."""
+    return LogprobColumns(
+        start=0,
+        logprobs=[each.logprob for each in tokens],
+        ranks=[each.rank for each in tokens],
+        num_top=len(tokens[0].top_token_ids),
+        top_token_ids=[token_id for each in tokens for token_id in each.top_token_ids],
+        top_logprobs=[logprob for each in tokens for logprob in each.top_logprobs],
+    )

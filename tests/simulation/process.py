@@ -11,9 +11,9 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepStatus, StepTimings
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.adapting import AdapterFiles, AdapterLoads
 from tests.simulation.plan_runner import PlanError
@@ -323,6 +323,9 @@ class ExecutorProcess:
         self._on_computed(session, self._began_at)
         self.last_completed = plan.step_id
         num_tokens = sum(plan.scheduled_num_tokens) + len(result.slots)
-        num_moved = len(plan.swapped_out) + len(plan.swapped_in)
+        num_moved = len(plan.swap_out) + len(plan.swap_in)
         device_ns = 100_000 + 10_000 * num_tokens
-        return replace(result, device_ns=device_ns, moves_ns=20_000 * num_moved, total_ns=round(self._base_s * 1e9))
+        return replace(
+            result,
+            timings=StepTimings(device_ns=device_ns, moves_ns=20_000 * num_moved, total_ns=round(self._base_s * 1e9)),
+        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import SlotError, StepResult
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import SlotError, StepResult
 from scheduler_svc.core.types import ExecutorSpec
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.core.core_executor import CoreExecutor

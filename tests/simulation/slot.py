@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_svc.core.types import Sampling
+from cadenza_common.plan.sampling import SequenceSampling
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class Slot:
     num_prompt: int
     num_computed: int
     blocks: list[int]
-    sampling: Sampling
+    sampling: SequenceSampling
     sample_index: int
     held: bool
     adapter_index: int = 0

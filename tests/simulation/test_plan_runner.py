@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, StepPlan
 from tests.helpers.scheduler.changing_executor import MODEL
 from tests.simulation.catalogue import KnownTokens, catalogue
 from tests.simulation.history import run_history
@@ -60,8 +60,8 @@ def test_a_failed_plan_spoils_what_it_writes() -> None:
     ("fields", "message"),
     [
         ({"released_slots": [5]}, "released slot 5 is not admitted"),
-        ({"copied": [(1, 2), (2, 3)]}, "source and destination"),
-        ({"swapped_out": [(1, 2)], "swapped_in": [(2, 3)]}, "a block that is swapped in"),
+        ({"copies": BlockMoves([1, 2], [2, 3])}, "source and destination"),
+        ({"swap_out": BlockMoves([1], [2]), "swap_in": BlockMoves([2], [3])}, "a block that is swapped in"),
         ({"scheduled_slots": [4], "scheduled_num_tokens": [1], "scheduled_samples": [False]}, "slot 4 is not admitted"),
     ],
 )

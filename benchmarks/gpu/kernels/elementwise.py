@@ -157,10 +157,10 @@ def _sampling(
     bench: Bench, rows: int, widths: Widths, options: dict[str, float], drawn: bool, filtered: bool, edited: bool
 ) -> Work:
     """All launches that sample a step; bytes count the logits once, though some launches read them again."""
+    from cadenza_common.plan.sampling import SequenceSampling
     from executor_svc.gpu.kernels.sampling.sampling import sample
     from executor_svc.gpu.kernels.sampling.state import SamplingState, SamplingWorkspace
     from executor_svc.gpu.sampling.records import pack_record
-    from executor_svc.plan.sampling import SequenceSampling
 
     device, vocab = bench.device, widths.vocab
     logits = _logits(bench, rows, vocab)

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common.rows import BenchmarkError
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.result import StepResult, StepStatus
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
-from executor_svc.plan.plan import AdmittedSequence, Limits, ScheduledTokens, StepPlan, StepResult, StepStatus
-from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.plan.limits import Limits
 from executor_svc.worker.session import Session
 from executor_svc.worker.worker import Executor, Worker
 
@@ -94,9 +94,9 @@ class PlanDriver:
         most = self.limits.max_num_batched_tokens
         chunks = [(slot, first, min(most, length - first)) for slot in range(count) for first in range(0, length, most)]
         for batch in _batches(chunks, most):
-            new = tuple(self._sequence(slot, prompts[slot], more) for slot, first, _ in batch if not first)
+            new = [self._sequence(slot, prompts[slot], more) for slot, first, _ in batch if not first]
             self._admitted += [sequence.slot for sequence in new]
-            self._run([self._plan(admitted=new, scheduled=_scheduled(batch, length))])
+            self._run([self._plan(admitted=new, **_scheduled(batch, length))])
 
     def decode(self, num_steps: int) -> list[float]:
         """Decode all sequences `num_steps` times; returns seconds from each result to the next."""
@@ -110,9 +110,9 @@ class PlanDriver:
         for _ in range(times + 1):
             released, self._admitted = self._admitted, list(range(count))
             self._new_blocks()
-            new = tuple(self._sequence(slot, prompt, 0) for slot, prompt in enumerate(self.prompts(count, length)))
+            new = [self._sequence(slot, prompt, 0) for slot, prompt in enumerate(self.prompts(count, length))]
             rows = _scheduled([(slot, 0, length) for slot in range(count)], length)
-            plans.append(self._plan(released_slots=_ints(released), admitted=new, scheduled=rows))
+            plans.append(self._plan(released_slots=released, admitted=new, **rows))
         ends = self._run(plans)
         return [after - before for before, after in itertools.pairwise(ends)]
 
@@ -124,20 +124,21 @@ class PlanDriver:
         first = len(self._admitted)
         prompts = self.prompts(times + 1, length)
         places = [self._sequence(first + place, prompts[0], 0) for place in range(2)]
-        plans, released = [], _ints([])
+        plans: list[StepPlan] = []
+        released: list[int] = []
         for index, prompt in enumerate(prompts):
-            new = replace(places[index % 2], token_ids=_ints(prompt))
+            new = replace(places[index % 2], token_ids=prompt)
             rows = _scheduled([(new.slot, 0, length)], length)
-            plans.append(self._plan(released_slots=released, admitted=(new,), scheduled=rows, decode_ready=True))
-            released = _ints([new.slot])
+            plans.append(self._plan(released_slots=released, admitted=[new], **rows, decode_ready=True))
+            released = [new.slot]
         ends = self._run(plans)
         self._run([self._plan(released_slots=released)])
-        self._free += [block for place in places for block in place.block_ids.tolist()]
+        self._free += [block for place in places for block in place.block_ids]
         return [after - before for before, after in itertools.pairwise(ends)]
 
     def _reset(self) -> None:
         if self._admitted:
-            self._run([self._plan(released_slots=_ints(self._admitted))])
+            self._run([self._plan(released_slots=self._admitted)])
         self._admitted = []
         self._new_blocks()
 
@@ -150,7 +151,7 @@ class PlanDriver:
         if needed > len(self._free):
             raise BenchmarkError(f"a sequence needs {needed} blocks, {len(self._free)} are left")
         blocks = [self._free.pop() for _ in range(needed)]
-        return AdmittedSequence(slot, _ints(prompt), len(prompt), 0, _ints(blocks), SequenceSampling())
+        return AdmittedSequence(slot, prompt, len(prompt), 0, blocks, SequenceSampling())
 
     def _plan(self, **fields: Any) -> StepPlan:
         self._step_id += 1
@@ -193,13 +194,10 @@ def _batches(chunks: Sequence[tuple[int, int, int]], most: int) -> list[list[tup
     return steps
 
 
-def _scheduled(chunks: Sequence[tuple[int, int, int]], length: int) -> ScheduledTokens:
-    return ScheduledTokens(
-        _ints([slot for slot, _, _ in chunks]),
-        _ints([count for _, _, count in chunks]),
-        np.array([first + count == length for _, first, count in chunks], np.bool_),
-    )
-
-
-def _ints(values: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.array(values, np.int64)
+def _scheduled(chunks: Sequence[tuple[int, int, int]], length: int) -> dict[str, list[int]]:
+    """Return the fields of a plan that schedules these chunks."""
+    return {
+        "scheduled_slots": [slot for slot, _, _ in chunks],
+        "scheduled_num_tokens": [count for _, _, count in chunks],
+        "scheduled_samples": [first + count == length for _, first, count in chunks],
+    }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.mirror_slots import MirrorSlots
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
@@ -18,7 +19,6 @@ from executor_svc.gpu.device_slots import DeviceSlots, NgramLengths, is_decode
 from executor_svc.gpu.kernels.slots.draft_passes import FIRST_TOKENS
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import StepPlan
 from executor_svc.speculation.drafting import Drafting, draft_room
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.ngram import NgramSource
@@ -84,7 +84,7 @@ class GpuDrafting:
 
         without: [num_slots], slots that may have no drafts. none: whether no slot may have any in this step.
         """
-        if plan.max_drafts and not none and not len(plan.forks.slots):
+        if plan.max_drafts and not none and not len(plan.fork_slots):
             if self._there:
                 counts = draft_room(self._slots, plan, scheduled)
                 counts[without[scheduled.slots]] = 0

@@ -18,7 +18,7 @@ from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.recorded import RecordedModel
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 
 
 class GpuDraftModel:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.result import LogprobColumns
 from executor_svc.batch.prompt_rows import PromptColumns, PromptRows, by_slot
 from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, row_logprobs
 from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace
 from executor_svc.gpu.sampling.sampler import most_top
 from executor_svc.gpu.staging import Download, Fetched, sent
 from executor_svc.gpu.step_ranks import GpuStepRanks
-from executor_svc.plan.plan import SlotLogprobs
 
 
 class PendingPrompts:
@@ -28,7 +28,7 @@ class PendingPrompts:
         """pieces: each with its number of rows; most: maximum number of top tokens per row."""
         self._requested, self._pieces, self._most = requested, pieces, most
 
-    def wait(self) -> tuple[SlotLogprobs, ...]:
+    def wait(self) -> dict[int, LogprobColumns]:
         """Wait for the copies; return one entry for each slot of `requested`."""
         found = [
             DeviceLogprobs.over(torch.from_numpy(fetched.wait()), num_rows, self._most)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
+from cadenza_common.plan.sampling import Need, SequenceSampling
 from executor_svc.gpu.kernels.sampling.state import MAX_INT32, RECORD, num_words
-from executor_svc.plan.sampling import Need, SequenceSampling, needs_of
+from executor_svc.plan.arrays import ints
+from executor_svc.plan.sampling import needs_of, stored
 
 
-def pack_bits(token_ids: NDArray[np.int64], vocab: int) -> NDArray[np.int32]:
+def pack_bits(token_ids: Sequence[int], vocab: int) -> NDArray[np.int32]:
     """Return a slot's row of `SamplingState.allowed_bits`."""
     bits = np.zeros(num_words(vocab) * 32, np.bool_)
-    bits[token_ids] = True
+    bits[ints(token_ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
@@ -20,9 +24,9 @@ def pack_record(
     sampling: SequenceSampling, bias_start: int = 0, word_start: int = 0, stop_start: int = 0
 ) -> np.ndarray:
     """Return a [1] array of RECORD for a slot with lists that begin at these places of the columns."""
-    record, stored = np.zeros(1, RECORD), sampling.stored()
-    needs = needs_of(stored)
-    for name, value in stored.items():
+    record, numbers = np.zeros(1, RECORD), stored(sampling)
+    needs = needs_of(numbers)
+    for name, value in numbers.items():
         if name in (RECORD.names or ()):
             record[name] = min(value, MAX_INT32) if RECORD[name] == np.int32 else value
     record["has_floor"] = Need.FLOOR in needs
@@ -34,7 +38,7 @@ def pack_record(
     return record
 
 
-def following(words: tuple[NDArray[np.int64], ...]) -> NDArray[np.int32]:
+def following(words: tuple[Sequence[int], ...]) -> NDArray[np.int32]:
     """Return a slot's part of `SamplingLists.word_following`."""
     parts = [np.arange(len(word), dtype=np.int32)[::-1] for word in words]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.sampling import Need
 from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.batch.step_result import RowLogprobs
 from executor_svc.gpu.device_slots import CommittedTokens
@@ -21,8 +22,7 @@ from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
 from executor_svc.gpu.sampling.state import SlotSamplingState
 from executor_svc.gpu.staging import Download, Fetched, Words
 from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import Limits
-from executor_svc.plan.sampling import Need
+from executor_svc.plan.limits import Limits
 
 _LIKELY_TOP = 32
 """Steps with at most this many best tokens per row return logprobs through preallocated buffers."""

@@ -10,15 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.sampling import Need, SequenceSampling
 from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.sampling.penalties import add_tokens, restart_counts
 from executor_svc.gpu.kernels.sampling.state import RECORD_WORDS, SamplingLists, SamplingState, num_words
 from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
 from executor_svc.gpu.sampling.records import following, pack_bits, pack_record
 from executor_svc.gpu.slot_changes import Applied
-from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import Limits, StepPlan
-from executor_svc.plan.sampling import Need, SequenceSampling
+from executor_svc.plan.arrays import BoolArray, IntArray, ints
+from executor_svc.plan.limits import Limits
+from executor_svc.plan.sampling import needs_of, stored
 
 LIST_CAPACITY = 65536
 """Total entries of all slots in each list column: biases, bad words, early stop ids."""
@@ -95,10 +97,10 @@ class SlotSamplingState:
 
         has_mask: [n], slots whose allowed tokens are written before each step, as they have grammars.
         """
-        self._ranges.free(plan.released_slots)
+        self._ranges.free(ints(plan.released_slots))
         for sequence in plan.admitted:
             self._admit(sequence.slot, sequence.sampling, has_mask=bool(has_mask[sequence.slot]))
-        counted = any(Need.COUNTS in sequence.sampling.needs() for sequence in plan.admitted)
+        counted = any(Need.COUNTS in needs_of(stored(sequence.sampling)) for sequence in plan.admitted)
         self._applied = applied if counted else None
 
     def count_admitted(self) -> None:
@@ -139,12 +141,12 @@ class SlotSamplingState:
 def _lists(sampling: SequenceSampling) -> tuple[NDArray[Any], ...]:
     """Return a slot's entries of each column of `SamplingLists`, as 32-bit words."""
     return (
-        sampling.bias_token_ids,
-        sampling.biases.astype(np.float32).view(np.int32),
+        ints(sampling.bias_token_ids),
+        np.asarray(sampling.biases, np.float32).view(np.int32),
         np.concatenate(sampling.bad_words) if sampling.bad_words else _NO_IDS,
         following(sampling.bad_words),
         # Kernels read stop ids only before min_tokens.
-        sampling.stop_token_ids if sampling.min_tokens else _NO_IDS,
+        ints(sampling.stop_token_ids) if sampling.min_tokens else _NO_IDS,
     )
 
 

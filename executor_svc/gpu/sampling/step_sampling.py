@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.prompt_rows import PromptRows
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
@@ -25,7 +26,7 @@ from executor_svc.gpu.staging import sent
 from executor_svc.gpu.step_ranks import GpuStepRanks
 from executor_svc.gpu.timing import StepClock
 from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.plan import Limits, StepPlan
+from executor_svc.plan.limits import Limits
 from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sample_step import choose
 from executor_svc.structured.device_masks import DeviceMasks, StepMasks

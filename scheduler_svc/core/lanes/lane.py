@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, KeysView
 
+from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.adapters.lane_adapters import LaneAdapters
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.batching_state import BatchingState
@@ -20,7 +21,6 @@ from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.queues import RunningQueue
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, SequenceState
@@ -351,8 +351,10 @@ class Lane:
 
     def update_rates(self, step: PlannedStep, result: StepResult) -> None:
         """Update the measured rates with a result's timings."""
-        num_swapped = 0 if step.plan.copied else len(step.plan.swapped_out) + len(step.plan.swapped_in)
-        self.rates.observe(step.total_tokens + sum(result.num_accepted), num_swapped, result.device_ns, result.moves_ns)
+        plan, timings = step.plan, result.timings
+        num_swapped = 0 if plan.copies else len(plan.swap_out) + len(plan.swap_in)
+        num_tokens = step.total_tokens + sum(result.num_accepted)
+        self.rates.observe(num_tokens, num_swapped, timings.device_ns, timings.moves_ns)
 
     def update_turnover(self, num_finished: int, now: float) -> None:
         """Update the measured time between finishes after a result with which so many samples finished."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.plan import StepPlan
+from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.core.sequences.sequence import Sequence
 
 

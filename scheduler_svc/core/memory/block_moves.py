@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from cadenza_common.plan.plan import BlockMoves
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.types import BlockPairs
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
     """Block moves of one plan, as in StepPlan."""
 
-    swapped_out: BlockPairs
-    """(device block, host block)."""
-    copied: BlockPairs
-    """(source, destination), in the device pool; no block is both."""
-    swapped_in: BlockPairs
-    """(host block, device block)."""
+    swapped_out: BlockMoves
+    """From the device pool to the host pool."""
+    copied: BlockMoves
+    """In the device pool; no block is both source and destination."""
+    swapped_in: BlockMoves
+    """From the host pool to the device pool."""
 
 
-NO_MOVES = Moves([], [], [])
+NO_MOVES = Moves(BlockMoves(), BlockMoves(), BlockMoves())
 
 
 class PendingMoves:
@@ -95,12 +95,8 @@ class PendingMoves:
         return True
 
     def to_moves(self) -> Moves:
-        """The moves as lists, for the plan."""
-        return Moves(
-            swapped_out=[(source, destination) for destination, source in self.swap_outs.items()],
-            copied=[(source, destination) for destination, source in self.copies.items()],
-            swapped_in=[(source, destination) for destination, source in self.swap_ins.items()],
-        )
+        """The moves in columns, for the plan."""
+        return Moves(_columns(self.swap_outs), _columns(self.copies), _columns(self.swap_ins))
 
     def check_integrity(self, device_ref_counts: list[int]) -> None:
         """Check that no two moves depend on their order, and that all moved device blocks have holders."""
@@ -117,3 +113,8 @@ class PendingMoves:
         for block_id in (*self.copies, *self.swap_ins, *self.copies.values()):
             if device_ref_counts[block_id] == 0:
                 raise InvariantError(f"block {block_id} is moved without a holder")
+
+
+def _columns(source_of: dict[int, int]) -> BlockMoves:
+    """The moves to these destinations."""
+    return BlockMoves(list(source_of.values()), list(source_of))

@@ -12,17 +12,6 @@ from scheduler_svc.core.types import ExecutorSpec, RequestSpec, SequenceState
 
 PROMPT_LOGPROBS, LOGITS_PROCESSORS, SAMPLES, BEAMS = "prompt_logprobs", "logits_processors", "samples", "beams"
 """Features that an executor may lack (ExecutorSpec.lacks)."""
-_LOGITS_PROCESSORS = frozenset(
-    {
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "bad_words",
-        "allowed_token_ids",
-        "bias_token_ids",
-        "biases",
-    }
-)
 
 
 def needed_features(spec: RequestSpec) -> frozenset[str]:
@@ -30,7 +19,7 @@ def needed_features(spec: RequestSpec) -> frozenset[str]:
     needed = []
     if spec.sampling.num_prompt_logprobs is not None:
         needed.append(PROMPT_LOGPROBS)
-    if not _LOGITS_PROCESSORS.isdisjoint(spec.sampling.values):
+    if any(spec.sampling.edits()):
         needed.append(LOGITS_PROCESSORS)
     if spec.beams is not None:
         needed.append(BEAMS)

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
+from cadenza_common.plan.result import Candidates
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.result import Candidates
 from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
 
 MAX_CANDIDATES = 256

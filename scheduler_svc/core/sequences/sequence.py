@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cadenza_common.plan.result import Candidates, LogprobColumns
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.result import Candidates, PromptLogprobs
 from scheduler_svc.core.sequences.beams import BeamSearch
 from scheduler_svc.core.sequences.sequence_tokens import SequenceTokens, StepCounter
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling, SequenceState
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, SequenceState
 
 _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
@@ -209,7 +210,7 @@ class Sequence(SequenceTokens):
             return False
         return self.sample_index == 0 and self.prompt_logprobs_end < self.num_prompt_tokens
 
-    def admitted_sampling(self) -> Sampling:
+    def admitted_sampling(self) -> SequenceSampling:
         """The sampling parameters for the executor at admission; known prompt logprobs are not requested again."""
         sampling = self.group.spec.sampling
         self.requested_prompt_logprobs = self.needs_prompt_logprobs
@@ -224,7 +225,7 @@ class Sequence(SequenceTokens):
         start = self.num_computed_tokens + 1
         return range(start, min(start + num_tokens, self.num_prompt_tokens))
 
-    def take_prompt_logprobs(self, logprobs: PromptLogprobs) -> PromptLogprobs | None:
+    def take_prompt_logprobs(self, logprobs: LogprobColumns) -> LogprobColumns | None:
         """The rows of a result's prompt logprobs that are new: after a preemption all are computed again."""
         start, end = self.prompt_logprobs_end, logprobs.end
         if end <= start:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from cadenza_common.plan.result import Candidates, SlotError, StepResult
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import BeamOutput, count_by_tenant
 from scheduler_svc.core.request_table import RequestTable
-from scheduler_svc.core.result import Candidates, SlotError, StepResult
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.late_results import compute_again, may_be_late

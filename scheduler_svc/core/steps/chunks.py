@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cadenza_common.plan.plan import AdmittedSequence, PrefixSource
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.grammar import turn_of
 from scheduler_svc.core.lanes.draft_limits import draft_scope, max_drafts_of
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
 from scheduler_svc.core.memory.block_tables import have_same_blocks
-from scheduler_svc.core.plan import AdmittedSequence, PrefixSource
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.budget import StepBudget
 
@@ -163,23 +164,31 @@ def _describe(
     source: PrefixSource | None,
 ) -> None:
     sequence.described = True
-    sequence.max_drafts = max_drafts = max_drafts_of(sequence.group, lane.spec)
+    sequence.max_drafts = max_drafts_of(sequence.group, lane.spec)
     step.described.append(sequence)
-    step.plan.admitted.append(
-        AdmittedSequence(
-            slot=held_slot(sequence),
-            token_ids=tuple(sequence.output_ids) if source else sequence.token_ids,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_computed_tokens=num_computed_tokens,
-            block_ids=tuple(block_ids),
-            sampling=sequence.admitted_sampling(),
-            sample_index=sequence.sample_index,
-            held=_is_held(sequence),
-            source=source,
-            max_drafts=max_drafts,
-            max_len=sequence.max_len if max_drafts else 0,
-            draft_scope=draft_scope(sequence) if max_drafts else 0,
-            adapter_index=sequence.group.spec.adapter_index,
-            grammar_turn=turn_of(sequence.group.spec.tenant) if sequence.group.spec.sampling.grammar else 0,
-        )
+    token_ids = tuple(sequence.output_ids) if source else sequence.token_ids
+    admitted = described(
+        sequence, held_slot(sequence), token_ids, num_computed_tokens, tuple(block_ids), sequence.admitted_sampling()
     )
+    admitted.held, admitted.source = _is_held(sequence), source
+    step.plan.admitted.append(admitted)
+
+
+def described(
+    sequence: Sequence,
+    slot: int,
+    token_ids: tuple[int, ...],
+    num_computed_tokens: int,
+    block_ids: tuple[int, ...],
+    sampling: SequenceSampling,
+) -> AdmittedSequence:
+    """Return the description of a sequence, for every way in which one is admitted."""
+    spec, num_prompt, index = sequence.group.spec, sequence.num_prompt_tokens, sequence.sample_index
+    admitted = AdmittedSequence(slot, token_ids, num_prompt, num_computed_tokens, block_ids, sampling, index)
+    if sequence.max_drafts:
+        admitted.max_drafts, admitted.max_len = sequence.max_drafts, sequence.max_len
+        admitted.draft_scope = draft_scope(sequence)
+    if spec.sampling.grammar is not None:
+        admitted.grammar_turn = turn_of(spec.tenant)
+    admitted.adapter_index = spec.adapter_index
+    return admitted

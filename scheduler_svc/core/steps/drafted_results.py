@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.draft_control import DraftedStep
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import Finish, SequenceState
 
@@ -77,6 +77,6 @@ def observe_drafts(lane: Lane, step: PlannedStep, result: StepResult) -> None:
             accepted_at=accepted_at,
             drafted_at=drafted_at,
             num_other_tokens=step.total_tokens - num_decodes,
-            step_ns=result.total_ns - result.moves_ns,
+            step_ns=result.timings.total_ns - result.timings.moves_ns,
         )
     )

@@ -34,7 +34,7 @@ def keep_kv(requests: RequestTable, lane: Lane) -> None:
     for group in {sequence.group for sequence in (*contexts, *lane.running)}:
         group.drop_candidates()
     if steps:
-        host_block_ids = [host_block_id for step in steps for _, host_block_id in step.plan.swapped_out]
+        host_block_ids = [host_block_id for step in steps for host_block_id in step.plan.swap_out.destinations]
         lane.blocks.remove_uncertain(steps[0].first_node, offsets, host_block_ids)
     finishing = list(lane.finishing)
     lane.reset_session()
@@ -78,7 +78,7 @@ def _uncertain_offsets(steps: list[PlannedStep]) -> dict[int, int]:
     """
     offsets: dict[int, int] = {}
     for step in steps:
-        for _, block_id in (*step.plan.copied, *step.plan.swapped_in):
+        for block_id in (*step.plan.copies.destinations, *step.plan.swap_in.destinations):
             offsets[block_id] = 0
         for chunk in step.chunks:
             for index, block_id in enumerate(chunk.block_ids):

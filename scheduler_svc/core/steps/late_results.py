@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.request_table import RequestTable
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import SequenceState
 

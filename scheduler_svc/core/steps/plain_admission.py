@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from itertools import islice
 
-from scheduler_svc.core.grammar import turn_of
-from scheduler_svc.core.lanes.draft_limits import draft_scope
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
-from scheduler_svc.core.plan import AdmittedSequence
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
-from scheduler_svc.core.steps.chunks import plan_chunk
+from scheduler_svc.core.steps.chunks import described, plan_chunk
 from scheduler_svc.core.types import SequenceState
 
 
@@ -102,14 +99,7 @@ def _start(lane: Lane, step: PlannedStep, sequences: list[Sequence]) -> None:
         spec, num_prompt, num_hit = sequence.group.spec, sequence.num_prompt_tokens, sequence.num_hit_tokens
         block_ids = tuple(sequence.block_ids)
         num_tokens.append(num_prompt - num_hit)
-        admitted = AdmittedSequence(slot, spec.prompt_token_ids, num_prompt, num_hit, block_ids, spec.sampling, 0)
-        if sequence.max_drafts:
-            admitted.max_drafts, admitted.max_len = sequence.max_drafts, sequence.max_len
-            admitted.draft_scope = draft_scope(sequence)
-        if spec.sampling.grammar is not None:
-            admitted.grammar_turn = turn_of(spec.tenant)
-        admitted.adapter_index = spec.adapter_index
-        plan.admitted.append(admitted)
+        plan.admitted.append(described(sequence, slot, spec.prompt_token_ids, num_hit, block_ids, spec.sampling))
         written = block_ids[num_hit // size : -(-num_prompt // size)]
         step.chunks.append(Chunk(sequence, slot, num_prompt - num_hit, num_hit, True, written, num_hit % size))
     plan.scheduled_slots += slots

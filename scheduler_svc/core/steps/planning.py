@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 from scheduler_svc.core.steps.admission import admit
@@ -48,7 +48,7 @@ def _fill(requests: RequestTable, lane: Lane, step: PlannedStep, *, is_trial: bo
             lane.blocks.cache_full_blocks(chunk.sequence)
     for sequence in fully_planned:
         lane.retire(sequence)
-    moves = plan.swapped_out or plan.copied or plan.swapped_in
+    moves = plan.swap_out or plan.copies or plan.swap_in
     return bool(step.total_tokens or plan.released_slots or moves or plan.append_slots or plan.resumed_slots)
 
 
@@ -129,4 +129,4 @@ def _plan_decodes(lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Seq
 
 def _take_moves(lane: Lane, step: PlannedStep) -> None:
     moves = lane.blocks.take_moves()
-    step.plan.swapped_out, step.plan.copied, step.plan.swapped_in = moves.swapped_out, moves.copied, moves.swapped_in
+    step.plan.swap_out, step.plan.copies, step.plan.swap_in = moves.swapped_out, moves.copied, moves.swapped_in

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from itertools import compress, filterfalse
 from types import MappingProxyType
 
+from cadenza_common.plan.result import SlotError, StepResult, StepStatus
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import count_by_tenant
 from scheduler_svc.core.request_table import RequestTable
-from scheduler_svc.core.result import SlotError, StepResult, StepStatus
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.beam_scheduling import take_candidates
 from scheduler_svc.core.steps.drafted_results import check_drafts, count_drafted
@@ -117,7 +117,7 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     outputs.sequences += sequences
     outputs.token_ids += token_ids
     for slot, logprobs in result.logprobs.items():
-        outputs.logprobs[_sequence_at(lane, slot)] = logprobs
+        outputs.logprobs[_sequence_at(lane, slot)] = logprobs.tokens()
     if requests.policies.order.shares:
         num_by_tenant = count_by_tenant(sequences)
         requests.policies.order.on_tokens(num_by_tenant)

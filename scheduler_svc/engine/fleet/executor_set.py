@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from cadenza_common.plan.result import StepResult
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.fleet.changes import Changes

@@ -8,7 +8,6 @@ of the prompt. Names are those of OpenTelemetry's conventions for generative AI 
 from __future__ import annotations
 
 from cadenza_common.telemetry.spans import EXECUTOR, STEP_ID, Span, Value, decode_step_has_span, step_ids
-from scheduler_svc.core.types import Sampling
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.request_trace import RequestTrace, Stay, TracedStep
 
@@ -50,8 +49,8 @@ def _attributes(live: LiveRequest, model: str) -> dict[str, Value]:
     attributes: dict[str, Value] = {
         "gen_ai.request.id": spec.request_id,
         "gen_ai.request.n": live.num_returned,
-        "gen_ai.request.temperature": _number(spec.sampling, "temperature", 0.0),
-        "gen_ai.request.top_p": _number(spec.sampling, "top_p", 1.0),
+        "gen_ai.request.temperature": spec.sampling.temperature,
+        "gen_ai.request.top_p": spec.sampling.top_p,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": [
             sample.finish.detail.name.lower() for sample in live.samples if sample.finish is not None
@@ -122,12 +121,6 @@ def _step_span(step: TracedStep, first_plan_ns: int) -> Span:
 
 def _of_step(step: TracedStep) -> dict[str, Value]:
     return {EXECUTOR: step.executor.target, STEP_ID: step.step_id}
-
-
-def _number(sampling: Sampling, name: str, off: float) -> float:
-    """A sampling field that passes through the core; `off`: its value where it is absent."""
-    value = sampling.values.get(name, off)
-    return float(value) if isinstance(value, int | float) else off
 
 
 def _seconds(begin_ns: int, end_ns: int) -> float:

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from cadenza_common.plan.result import StepResult
 from cadenza_common.telemetry.spans import SpanSink
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.types import RequestKey
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.request_trace import ExecutorIdentity, RequestTrace, TracedStep
@@ -101,7 +101,8 @@ class RequestTraces(NoTraces):
                 live = lives.get(chunk.sequence.group.key)
                 if live is None or live.trace is None or chunk.sequence.is_beam:
                     continue
-                about = (executor, step.plan.step_id, planned_ns, applied_ns, result.device_ns, chunk.num_tokens)
+                device_ns = result.timings.device_ns
+                about = (executor, step.plan.step_id, planned_ns, applied_ns, device_ns, chunk.num_tokens)
                 live.trace.on_step(TracedStep(*about))
         for sequence in outputs.finishes:
             live = lives.get(sequence.group.key)

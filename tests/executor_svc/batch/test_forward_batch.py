@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.forward_batch import build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.plan import AdmittedSequence, ScheduledTokens, StepPlan
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling.columns import candidate_columns, sampling_columns
 from tests.helpers.executor.naive_slots import Naive, by_row
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
@@ -69,7 +69,7 @@ class SlotsMachine(RuleBasedStateMachine):
                 resumed_slots=ints(*resumed),
                 given=columns(*given),
                 decode_ready=decode_ready,
-                scheduled=scheduled(*explicit) if explicit else ScheduledTokens(),
+                scheduled=scheduled(*explicit),
                 forks=columns(*forks),
             ),
             explicit,

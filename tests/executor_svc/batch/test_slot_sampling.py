@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cadenza_common.plan.plan import AdmittedSequence
+from cadenza_common.plan.sampling import COLUMNS, Need, SequenceSampling
 from executor_svc.batch.slot_sampling import SlotSampling
-from executor_svc.plan.plan import AdmittedSequence, Limits
-from executor_svc.plan.sampling import COLUMNS, Need, SequenceSampling
+from executor_svc.plan.limits import Limits
 
 LIMITS = Limits(2, 2, 64, 32, 50, 8, 4, 8, 0, 2)
 

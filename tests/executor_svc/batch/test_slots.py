@@ -7,10 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import BlockMoves, PrefixSource, StepPlan
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.ragged import SlotLists
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.plan import BlockMoves, InvalidPlan, PrefixSource, SlotColumns, StepPlan
-from executor_svc.plan.sampling import SequenceSampling
 from tests.helpers.executor.plans import columns, ints, plan, run, scheduled, sequence
 from tests.helpers.scheduler.fake_executor import LIMITS
 
@@ -31,11 +32,11 @@ REFUSED: list[tuple[StepPlan, str]] = [
     (plan(held_slots=ints(3)), "held_slots: slot 3 is not admitted"),
     (plan(resumed_slots=ints(3)), "resumed_slots: slot 3 is not admitted"),
     (plan(released_slots=ints(0, 0)), "slot 0 is named twice"),
-    (plan(appends=SlotColumns(ints(3), ints(9))), "appends: slot 3 is not admitted"),
-    (plan(appends=SlotColumns(ints(0), ints(64))), "appends: block 64"),
-    (plan(appends=SlotColumns(ints(*[0] * 8), ints(*range(8)))), "block table of slot 0 would exceed 8"),
-    (plan(given=SlotColumns(ints(0), ints(4))), "given: slot 0 has known tokens that are not computed"),
-    (plan(given=SlotColumns(ints(2), ints(50))), "given: token id 50"),
+    (plan(appends=columns((3, 9))), "appends: slot 3 is not admitted"),
+    (plan(appends=columns((0, 64))), "appends: block 64"),
+    (plan(appends=columns(*((0, block) for block in range(8)))), "block table of slot 0 would exceed 8"),
+    (plan(given=columns((0, 4))), "given: slot 0 has known tokens that are not computed"),
+    (plan(given=columns((2, 50))), "given: token id 50"),
     (plan(scheduled=scheduled((0, 2, True))), "slot 0 would compute 2 tokens, but only 1"),
     (plan(scheduled=scheduled((1, 4, True))), "slot 1 would sample after 4 of 5"),
     (plan(scheduled=scheduled((2, 0, True))), "slot 2 would sample after 0 of 0"),

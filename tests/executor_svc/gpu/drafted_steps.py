@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cadenza_common.plan.plan import AdmittedSequence
+from cadenza_common.plan.result import StepResult, StepStatus
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu.kernels.slots.slots import StepSizes
-from executor_svc.plan.plan import AdmittedSequence, StepResult, StepStatus
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.helpers.executor.plans import ints, plan, scheduled, sequence
@@ -47,13 +48,17 @@ class Outputs:
         counts = result.num_tokens if len(result.num_tokens) else np.ones(len(result.slots), np.int64)
         for slot, token in zip(np.repeat(result.slots, counts).tolist(), result.token_ids.tolist(), strict=True):
             self.tokens[slot].append(token)
-        for each in result.logprobs:
-            assert each.start == STARTS[each.slot] + len(self.logprobs[each.slot])
-            self.logprobs[each.slot] += each.chosen_logprobs.tolist()
-            self.top[each.slot] += each.top_token_ids.tolist()
-        self.num_drafts += int(result.num_drafts.sum())
-        self.num_accepted += int(result.num_accepted.sum())
-        self.refused += result.slots[: len(result.num_drafts)][result.num_drafts > result.num_accepted].tolist()
+        for slot, each in result.logprobs.items():
+            assert each.start == STARTS[slot] + len(self.logprobs[slot])
+            self.logprobs[slot] += each.logprobs.tolist()
+            self.top[slot] += each.top_token_ids.tolist()
+        self.num_drafts += sum(result.num_drafts)
+        self.num_accepted += sum(result.num_accepted)
+        self.refused += [
+            slot
+            for slot, drafts, accepted in zip(result.slots, result.num_drafts, result.num_accepted)  # noqa: B905
+            if drafts > accepted
+        ]
 
 
 LAST = 28

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from cadenza_common.plan.plan import AdmittedSequence, PrefixSource, StepPlan
+from cadenza_common.plan.result import SlotError
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
@@ -20,9 +23,8 @@ from executor_svc.gpu.kernels.slots.commit import IDLE
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.slot_changes import Applied
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import AdmittedSequence, Limits, PrefixSource, ScheduledTokens, SlotError, StepPlan
-from executor_svc.plan.sampling import SequenceSampling
-from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
+from executor_svc.plan.limits import Limits
+from tests.helpers.executor.plans import columns, flat, ints, plan, scheduled, sequence
 
 LIMITS = Limits(
     num_slots=9,
@@ -116,7 +118,7 @@ class History:
         draft = copy.deepcopy(self.host)
         draft.apply(step)
         rows = self._explicit(draft, live)
-        step = replace(step, scheduled=scheduled(*rows) if rows else ScheduledTokens())
+        step = replace(step, **flat(scheduled=scheduled(*rows)))
         return self._with_forks(step, draft.schedule(step), draft)
 
     def _mixed(self, slots: list[int]) -> list[int]:

@@ -18,8 +18,8 @@ from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu import device as gpu_device
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.startup import device as startup_device
 from tests.helpers.executor.plans import ints, scheduled, sequence
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from triton.runtime.interpreter import InterpretedFunction
 
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.models.adapters.places import AdapterSizes
-from executor_svc.plan.plan import StepResult
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.startup.adapters import adapter_sizes
 from executor_svc.startup.build import build_model
@@ -94,9 +94,8 @@ class Run:
         counts = result.num_tokens if len(result.num_tokens) else np.ones(len(result.slots), np.int64)
         for slot, token in zip(np.repeat(result.slots, counts).tolist(), result.token_ids.tolist(), strict=True):
             self.tokens[slot].append(token)
-        for each in result.logprobs:
-            rows = np.concatenate((each.top_logprobs, each.top_token_ids.astype(np.float64)))
-            self.logprobs[each.slot].append(rows)
+        for slot, each in result.logprobs.items():
+            self.logprobs[slot].append(np.concatenate((each.top_logprobs, np.array(each.top_token_ids, np.float64))))
         return result
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cadenza_common.plan.plan import BlockMoves
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
 from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.staging import Upload
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.heads.draft import LoadedDraft, load_draft
-from executor_svc.plan.plan import BlockMoves
-from executor_svc.plan.sampling import SequenceSampling
 from tests.executor_svc.driver import Model, spoil
 from tests.executor_svc.gpu.drafted_steps import (
     MAX_DRAFTS,

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.result import SlotError
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.gpu.device_slots import CommittedTokens, DeviceSlots, NgramLengths
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import AdmittedSequence, Limits, SlotError, StepPlan
-from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafting import Drafting, draft_room
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.speculation.verification import accept_drafts

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cadenza_common.grammar.spec import GrammarSpec
-from executor_svc.plan.plan import SlotError, StepResult
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.result import SlotError, StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.startup.grammars import find_grammars
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
@@ -162,7 +162,7 @@ def test_beams_are_late_too(cpu: Model, gpu: Model) -> None:
     assert_same(found, expected)
     assert [len(result.candidates) for result in found] == [0, 1, 0, 1, 1]
     for result in found:
-        for candidates in result.candidates:
+        for candidates in result.candidates.values():
             assert set(candidates.token_ids.tolist()) <= {letter, letter + 1, 1}
 
 

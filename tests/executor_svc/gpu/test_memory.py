@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from cadenza_common.plan.result import StepStatus
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import DeviceError
 from executor_svc.gpu import warm_up as gpu_warm_up
@@ -16,8 +18,6 @@ from executor_svc.gpu.device import GpuDevice
 from executor_svc.gpu.kv_cache import STAGING_BYTES
 from executor_svc.gpu.warm_up import run_largest_steps
 from executor_svc.plan.description import ModelGeometry, limits_of
-from executor_svc.plan.plan import StepStatus
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.startup.executors import make_executor, run_trial
 from executor_svc.worker.worker import Executor
 from tests.checkpoints import make_checkpoint

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.device.interface import NumericsError
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
-from executor_svc.plan.plan import StepResult
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model

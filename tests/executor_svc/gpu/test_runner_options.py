@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu.linear import Quantization
 from executor_svc.models.through_transformers.linears import PreparedLinear
-from executor_svc.plan.sampling import SequenceSampling
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.quantized_reference import logprobs
@@ -73,11 +74,11 @@ def run(folder: Path, **options: Any) -> Scored:
         *(stepper.step(decode_ready=True) for _ in range(2)),
     ]
     assert any(bool(layer.float().isnan().any()) for layer in stepper.pools.layers), "what nobody wrote is NaN"
-    tokens = [int(token) for result in results for token in result.token_ids[result.slots == 1]]
+    tokens = [int(token) for result in results for token in np.array(result.token_ids)[np.array(result.slots) == 1]]
     rows = torch.full((len(PROMPT) + len(tokens) - 1, VOCAB), float("nan"))
-    for part in (part for result in results for part in (*result.prompt_logprobs, *result.logprobs)):
-        ids = torch.from_numpy(part.top_token_ids).view(-1, NUM_TOP)
-        values = torch.from_numpy(part.top_logprobs).view(-1, NUM_TOP)
+    for part in (part for result in results for part in (*result.prompt_logprobs.values(), *result.logprobs.values())):
+        ids = torch.tensor(part.top_token_ids).view(-1, NUM_TOP)
+        values = torch.tensor(part.top_logprobs).view(-1, NUM_TOP)
         rows[part.start - 1 : part.start - 1 + len(ids)].scatter_(1, ids, values)
     return Scored(PROMPT + tokens, rows)
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu.enqueued_step import GpuStep
 from executor_svc.gpu.sampling import state as gpu_sampling_state
 from executor_svc.gpu.sampling.state import ListRanges
 from executor_svc.gpu.step import GpuStepExecutor
-from executor_svc.plan.plan import SlotError, SlotLogprobs, StepResult
-from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
@@ -81,13 +81,13 @@ def tokens_of(found: list[StepResult]) -> list[list[tuple[int, int]]]:
     return pairs
 
 
-def assert_same_logprobs(found: tuple[SlotLogprobs, ...], expected: tuple[SlotLogprobs, ...]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert (one.slot, one.start, one.num_top) == (other.slot, other.start, other.num_top)
-        np.testing.assert_allclose(one.chosen_logprobs, other.chosen_logprobs, atol=3e-5)
+def assert_same_logprobs(found: dict[int, LogprobColumns], expected: dict[int, LogprobColumns]) -> None:
+    assert list(found) == list(expected)
+    for one, other in zip(found.values(), expected.values(), strict=True):
+        assert (one.start, one.num_top) == (other.start, other.num_top)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=3e-5)
         np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, atol=3e-5)
-        np.testing.assert_array_equal(one.chosen_ranks, other.chosen_ranks)
+        np.testing.assert_array_equal(one.ranks, other.ranks)
         np.testing.assert_array_equal(one.top_token_ids, other.top_token_ids)
 
 
@@ -98,8 +98,8 @@ def assert_same(found: list[StepResult], expected: list[StepResult]) -> None:
         assert one.errors == other.errors
         assert_same_logprobs(one.logprobs, other.logprobs)
         assert_same_logprobs(one.prompt_logprobs, other.prompt_logprobs)
-        assert [item.slot for item in one.candidates] == [item.slot for item in other.candidates]
-        for few, others in zip(one.candidates, other.candidates, strict=True):
+        assert list(one.candidates) == list(other.candidates)
+        for few, others in zip(one.candidates.values(), other.candidates.values(), strict=True):
             assert few.token_ids.tolist() == others.token_ids.tolist()
             np.testing.assert_allclose(few.logprobs, others.logprobs, atol=3e-5)
 
@@ -202,7 +202,7 @@ def test_prompt_logprobs_in_chunks_and_pieces(cpu: Model, gpu: Model, waits: lis
         {"decode_ready": True},
     ]
     expected = results(cpu, plans)
-    assert [len(item.chosen_logprobs) for result in expected for item in result.prompt_logprobs] == [19, 17]
+    assert [len(item.logprobs) for result in expected for item in result.prompt_logprobs.values()] == [19, 17]
     assert_same(results(gpu, plans), expected)
     assert waits == []
 

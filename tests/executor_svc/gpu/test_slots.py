@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.slots import Slots
 from executor_svc.gpu import device_slots as gpu_slots
 from executor_svc.gpu import staging as gpu_staging
@@ -18,8 +20,6 @@ from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepSizes
 from executor_svc.gpu.staging import Changes, Download, Upload
-from executor_svc.plan.plan import StepPlan
-from executor_svc.plan.sampling import SequenceSampling
 from tests.executor_svc.gpu.slot_histories import LIMITS, MOST, History
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 

@@ -12,6 +12,9 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepStatus
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
@@ -23,8 +26,7 @@ from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.gpu.warm_up import run_largest_steps, run_steps
 from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.plan.description import limits_of
-from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepStatus
-from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.plan.limits import Limits
 from executor_svc.startup.executors import run_trial
 from executor_svc.startup.speculation import load_speculative_model, make_draft_source, model_on_gpu
 from tests.checkpoints import make_checkpoint
@@ -218,7 +220,7 @@ class NotedPlans:
 def test_the_largest_steps_have_logits_for_every_tile_of_rows() -> None:
     executor = NotedPlans()
     run_largest_steps(executor)  # type: ignore[arg-type]
-    sampled = {int(plan.scheduled.samples.sum()) for plan in executor.plans}
+    sampled = {sum(plan.scheduled_samples) for plan in executor.plans}
     rows = [*(rows for rows in TILE_ROWS if rows < 40), 40]
     assert len(rows) > 2
     assert sampled == {1, *rows}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.plan.plan import SlotError
+from cadenza_common.plan.result import SlotError
 from executor_svc.sampling import row_math
 from executor_svc.sampling.candidates import CandidateColumns
 from tests.helpers.executor.cpu_sampling import best_candidates, row_logprobs, sample

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor_svc.plan.plan import SlotError
+from cadenza_common.plan.result import SlotError
 from executor_svc.sampling.noise import Purpose, philox4x32, row_keys
 from executor_svc.sampling.row_math import fold_sum
 from tests.helpers.executor.cpu_sampling import FUNCTIONS, sample

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.types import RequestSpec
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.core_executor import CoreExecutor
@@ -87,4 +87,4 @@ def test_the_same_plans_give_the_same_results_times_included() -> None:
 
     first, second = run(), run()
     assert first == second
-    assert all(result.device_ns > 0 for result in first[1])
+    assert all(result.timings.device_ns > 0 for result in first[1])

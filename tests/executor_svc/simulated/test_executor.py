@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor_svc.plan.plan import InvalidPlan, SlotError
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.result import SlotError
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from tests.helpers.executor.plans import ints, scheduled, sequence
@@ -199,12 +200,12 @@ def test_logprobs_are_of_the_model_whatever_is_drawn() -> None:
     first = rig.step(admitted=(sequence(0, PROMPT, [7, 2, 30], sampling=sampling),), scheduled=scheduled((0, 20, True)))
     token = first.token_ids.tolist()[0]
     logprob, rank, best, logprobs = expected_logprobs([*PROMPT, token], 20, 3, VOCAB)
-    (entry,) = first.logprobs
-    assert (entry.slot, entry.start, entry.num_top) == (0, 20, 3)
-    assert entry.chosen_ranks.tolist() == [rank]
+    ((slot, entry),) = first.logprobs.items()
+    assert (slot, entry.start, entry.num_top) == (0, 20, 3)
+    assert entry.ranks.tolist() == [rank]
     assert entry.top_token_ids.tolist() == best
     assert best[0] == expected(1)[0]
-    assert np.allclose([*entry.chosen_logprobs, *entry.top_logprobs], [logprob, *logprobs])
+    assert np.allclose([*entry.logprobs, *entry.top_logprobs], [logprob, *logprobs])
 
 
 @pytest.mark.parametrize("chunks", [[20], [1, 19], [8, 8, 4], [7, 2, 10, 1]])
@@ -220,11 +221,11 @@ def test_prompt_logprobs_in_chunks(chunks: list[int]) -> None:
     found: dict[int, list[tuple[int, float, int, list[int], list[float]]]] = {1: [], 2: []}
     for index, count in enumerate(chunks):
         rows = [(1, count, False), (2, count, False)] + ([(0, 2, False)] if not index else [])
-        for entry in rig.step(admitted=admitted, scheduled=scheduled(*rows)).prompt_logprobs:
-            for i, logprob in enumerate(entry.chosen_logprobs.tolist()):
+        for slot, entry in rig.step(admitted=admitted, scheduled=scheduled(*rows)).prompt_logprobs.items():
+            for i, logprob in enumerate(entry.logprobs):
                 top = slice(i * entry.num_top, (i + 1) * entry.num_top)
                 ids, logprobs = entry.top_token_ids[top].tolist(), entry.top_logprobs[top].tolist()
-                found[entry.slot].append((entry.start + i, logprob, int(entry.chosen_ranks[i]), ids, logprobs))
+                found[slot].append((entry.start + i, logprob, entry.ranks[i], ids, logprobs))
         admitted = ()
     for slot, prompt, num_top in ((1, PROMPT, 2), (2, PROMPT[::-1], 4)):
         assert [row[0] for row in found[slot]] == list(range(1, 20))
@@ -245,9 +246,9 @@ def test_forks_draw_from_one_row_and_go_on_over_copied_blocks() -> None:
     forks = tuple(sequence(slot, PROMPT, [7, 2], sampling=samples[i]) for i, slot in ((1, 0), (2, 3)))
     first = rig.step(admitted=forks, scheduled=scheduled((1, 8, True)), forks=columns((3, 1), (0, 1)))
     found = {slot: [token] for slot, token in zip(first.slots.tolist(), first.token_ids.tolist(), strict=True)}
-    for entry in first.logprobs:
-        wanted = expected_logprobs([*PROMPT, *found[entry.slot]], 20, 1, VOCAB)
-        assert entry.chosen_ranks.tolist() == [wanted[1]]
+    for slot, entry in first.logprobs.items():
+        wanted = expected_logprobs([*PROMPT, *found[slot]], 20, 1, VOCAB)
+        assert entry.ranks.tolist() == [wanted[1]]
         assert entry.top_token_ids.tolist() == wanted[2]
     moved = {"appends": columns((0, 40), (3, 41)), "copies": moves((30, 40), (30, 41))}
     for index in range(4):
@@ -283,7 +284,7 @@ def test_candidates_are_reported_and_beams_go_on_with_given_tokens() -> None:
     assert (result.slots.tolist(), result.num_tokens.tolist()) == ([0, 2, 5], [0, 1, 0])
     assert result.token_ids.tolist() == expected(1)
     assert not result.logprobs
-    for entry, sampling in zip(result.candidates, (beam, masked), strict=True):
+    for entry, sampling in zip(result.candidates.values(), (beam, masked), strict=True):
         wanted = expected_candidates(PROMPT, [], sampling, sampling.num_candidates, VOCAB)
         assert entry.token_ids.tolist() == [token for token, _ in wanted]
         assert np.allclose(entry.logprobs, [logprob for _, logprob in wanted])
@@ -291,8 +292,8 @@ def test_candidates_are_reported_and_beams_go_on_with_given_tokens() -> None:
     other = sequence(1, [*PROMPT, second], [7, 2, 40], 20, prompt=20, sampling=beam)
     plan = {"released_slots": ints(2, 5), "copies": moves((30, 40)), "admitted": (other,)}
     result = rig.step(**plan, given=columns((0, best)), decode_ready=True)
-    assert [entry.slot for entry in result.candidates] == [0, 1]
-    for entry, token in zip(result.candidates, (best, second), strict=True):
+    assert list(result.candidates) == [0, 1]
+    for entry, token in zip(result.candidates.values(), (best, second), strict=True):
         assert entry.token_ids.tolist() == [i for i, _ in expected_candidates(PROMPT, [token], beam, 4, VOCAB)]
     assert not rig.step(decode_ready=True).slots.tolist(), "no token was given"
 
@@ -304,7 +305,7 @@ def test_a_beam_without_a_candidate_fails_alone() -> None:
     rows = (sequence(0, PROMPT, [7, 2, 30], sampling=none), sequence(1, PROMPT, [8, 3, 31], sampling=few))
     result = rig.step(admitted=rows, scheduled=scheduled((0, 20, True), (1, 20, True)))
     assert (result.error_slots.tolist(), result.errors) == ([0], (SlotError.NO_ALLOWED_TOKEN,))
-    assert [(entry.slot, entry.token_ids.tolist()) for entry in result.candidates] == [(1, [4])]
+    assert [(slot, entry.token_ids.tolist()) for slot, entry in result.candidates.items()] == [(1, [4])]
 
 
 # ---------------------------------------------------------------- refusals and times

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from cadenza_common.plan.result import SlotError
 from executor_svc.config import ExecutorConfig
-from executor_svc.plan.plan import SlotError
 from executor_svc.simulated.build import build_simulated
 from executor_svc.simulated.injection import (
     InjectedDeviceError,

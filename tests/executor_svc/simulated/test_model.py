@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from executor_svc.plan.plan import SlotError
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.result import SlotError
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
 from executor_svc.simulated import hashing, tokens
 from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens

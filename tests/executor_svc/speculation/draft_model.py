@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.suffix import SuffixSource
 

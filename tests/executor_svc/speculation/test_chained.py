@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor_svc.plan.plan import StepPlan
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.speculation.backlog import tokens_to_index
 from executor_svc.speculation.chained import ChainedSource
 from executor_svc.speculation.drafts import Drafts

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import SlotError, StepTimings
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.forward_batch import build_batch
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, RowLogprobs, SampledTokens, make_result
-from executor_svc.plan.plan import InvalidPlan, Limits, SlotError, StepPlan, StepTimings
-from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafting import Drafting
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.speculation.verification import accept_drafts
@@ -110,7 +113,7 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_sampled() -> None:
     assert slots.num_tokens[:3].tolist() == [6, 4, 6]
     assert slots.num_computed_tokens[:3].tolist() == [5, 3, 5]
     assert slots.token_ids[0, :6].tolist() == [9, 8, 7, 1, 2, 40]
-    assert [(each.slot, each.start, each.chosen_ranks.tolist()) for each in result.logprobs] == [
+    assert [(slot, each.start, each.ranks.tolist()) for slot, each in result.logprobs.items()] == [
         (0, 3, [1, 2, 3]), (1, 3, [5]), (2, 3, [7, 8, 9]),
     ]  # fmt: skip
 

@@ -13,12 +13,12 @@ import pytest
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.plan_wire.reading import plan_from_bytes, plan_from_wire
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.ranks import RankError
 from executor_svc.plan.description import limits_of
-from executor_svc.service.convert import plan_from_bytes, plan_from_wire
 from executor_svc.startup import member
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import make_llama

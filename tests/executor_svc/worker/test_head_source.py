@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.config import ExecutorConfig
@@ -18,7 +19,7 @@ from executor_svc.plan.arrays import IntArray
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.startup.speculation import Draft
 from executor_svc.worker.head_source import HeadSource
-from scheduler_svc.core.types import RequestSpec, Sampling
+from scheduler_svc.core.types import RequestSpec
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
 from tests.helpers.core.core_model import Chat, Rig, Setting
@@ -89,7 +90,10 @@ def test_drafts_are_those_of_the_head_over_the_whole_text(
     source.watch(reference, states)
     rig.run(
         [
-            Chat(RequestSpec(f"r{index}", PROMPT[: 9 + 11 * index], Sampling(), 12, eos_token_ids=frozenset()), ())
+            Chat(
+                RequestSpec(f"r{index}", PROMPT[: 9 + 11 * index], SequenceSampling(), 12, eos_token_ids=frozenset()),
+                (),
+            )
             for index in range(3)
         ]
     )

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from executor_svc.plan.plan import AdmittedSequence, StepPlan, StepResult, StepStatus
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.result import StepResult, StepStatus
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.worker.session import RejectedPlan, Session
 from executor_svc.worker.step import StepExecutor

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult, StepStatus
+from cadenza_common.plan.errors import InvalidPlan
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepStatus
 from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
 from executor_svc.worker.session import Session
 from executor_svc.worker.worker import Worker
@@ -92,7 +94,7 @@ class Rig:
 
     def submit(self, *step_ids: int) -> None:
         for step_id in step_ids:
-            self.worker.submit(self.session, StepPlan(step_id, self.session.epoch), time.monotonic_ns())
+            self.worker.submit(self.session, StepPlan(step_id, epoch=self.session.epoch), time.monotonic_ns())
 
     def launched(self) -> Step:
         step = self.executor.launched.get(timeout=10)

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.plan.errors import ProtocolError
+from cadenza_common.plan_wire.results import result_from_wire
+from cadenza_common.plan_wire.writing import plan_to_wire
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec
-from scheduler_svc.executors.convert import ProtocolError, model_description, step_plan
-from scheduler_svc.executors.results import step_result
+from scheduler_svc.executors.convert import model_description
 from tests.fuzz.wire.messages import any_message, damaged, mixed, near
 from tests.helpers.core.core_executor import CoreExecutor
 from tests.helpers.core.core_sampling import core_sampling
@@ -67,12 +69,12 @@ class World:
         """Plan and run a step."""
         plan = self.core.plan_step(0, 0.0)
         assert plan is not None
-        return self.executor.run_on_wire(step_plan(plan, 1))
+        return self.executor.run_on_wire(plan_to_wire(plan, 1))
 
     def apply(self, payload: bytes) -> StepOutputs | None:
         """Apply a result as the plan loop does; None if it is refused."""
         try:
-            outputs = self.core.apply_result(0, step_result(pb.StepResult.FromString(payload)), 0.0)[1]
+            outputs = self.core.apply_result(0, result_from_wire(pb.StepResult.FromString(payload)), 0.0)[1]
         except (DecodeError, ProtocolError, InvariantError) as error:
             self.refusal = str(error)
             return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.adapters.events import AdapterLoaded, AdapterRegistered
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import SequenceGroup
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec
 
 KEPT = FinishDetail.ABORTED
 
@@ -45,7 +46,9 @@ class Rig:
     def add(self, adapter: int, *, priority: int = 0, tenant: str = "") -> str:
         self.num_requests += 1
         name = f"r{self.num_requests}"
-        spec = RequestSpec(name, (1, 2, 3), Sampling(), 4000, adapter_index=adapter, priority=priority, tenant=tenant)
+        spec = RequestSpec(
+            name, (1, 2, 3), SequenceSampling(), 4000, adapter_index=adapter, priority=priority, tenant=tenant
+        )
         self.core.add_request(spec, self.now)
         return name
 

@@ -11,11 +11,12 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.memory.prefix_cache import NO_PREFIX
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
-from scheduler_svc.core.types import RequestSpec, Sampling
+from scheduler_svc.core.types import RequestSpec
 
 STOP = 9
 # The ids x and x + 2**31 differ in one bit: half of these prompts look like the other half.
@@ -116,7 +117,7 @@ class World:
         spec = RequestSpec(
             "r",
             tuple(prompt[:num_tokens]),
-            Sampling(num_prompt_logprobs=1 if option == "logprobs" else None),
+            SequenceSampling(num_prompt_logprobs=1 if option == "logprobs" else None),
             tenant=tenant,
             cache_salt=salt,
             uses_prefix_cache=option != "opted out",

@@ -8,13 +8,13 @@ from collections.abc import Sequence as Ids
 from contextlib import suppress
 from typing import Any
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import LogprobColumns, StepResult
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.outputs import BeamOutput, StepOutputs
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.result import PromptLogprobs, StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
 from scheduler_svc.core.sequences.sequence import Sequence
@@ -54,7 +54,7 @@ class Bench:
         self.details: dict[str, FinishDetail] = {}
         """How that ended."""
         self.hypotheses: list[BeamOutput] = []
-        self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
+        self.prompt_logprobs: dict[str, list[LogprobColumns]] = {}
         self.order: list[str] = []
         """Who was admitted, one after the other."""
         self.poisons: dict[str, int] = {}

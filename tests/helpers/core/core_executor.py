@@ -7,22 +7,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from cadenza.v1 import execution_pb2
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.plan import StepPlan as ExecutorPlan
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan.result import StepResult as ExecutorResult
+from cadenza_common.plan_wire.reading import plan_from_wire
+from cadenza_common.plan_wire.results import result_from_wire, result_to_wire
+from cadenza_common.plan_wire.writing import plan_to_wire
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import LATE, SampledTokens
-from executor_svc.plan.plan import Limits
-from executor_svc.plan.plan import StepPlan as ExecutorPlan
-from executor_svc.plan.plan import StepResult as ExecutorResult
-from executor_svc.service.convert import plan_from_wire, result_to_wire
+from executor_svc.plan.limits import Limits
 from executor_svc.simulated.adapters import SimulatedAdapters
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.drafts import AcceptanceSource
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.worker.adapters import LoadedAdapter
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.types import ExecutorSpec
-from scheduler_svc.executors.convert import step_plan
-from scheduler_svc.executors.results import step_result
 
 
 class LateSteps(SimulatedStepExecutor):
@@ -35,7 +35,7 @@ class LateSteps(SimulatedStepExecutor):
 
     def execute(self, plan: ExecutorPlan, received_ns: int | None = None) -> ExecutorResult:
         self._step_id = plan.step_id
-        self._with_grammar.difference_update(plan.released_slots.tolist())
+        self._with_grammar.difference_update(plan.released_slots)
         for sequence in plan.admitted:
             source = None if sequence.source is None else sequence.source.slot
             if sequence.grammar is not None or source in self._with_grammar:
@@ -121,7 +121,7 @@ class CoreExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out a plan."""
-        return step_result(self.run_on_wire(step_plan(plan, _EPOCH)))
+        return result_from_wire(self.run_on_wire(plan_to_wire(plan, _EPOCH)))
 
     def run_on_wire(self, plan: execution_pb2.StepPlan) -> execution_pb2.StepResult:
         """Carry out a plan as it is sent; returns the result as it is sent."""

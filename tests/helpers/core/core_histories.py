@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 
 from cadenza.v1 import types_pb2
-from scheduler_svc.core.grammar import Grammar
+from cadenza_common.plan.sampling import Grammar
 from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching, StaticBatching
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, PriorityOrder, ShortestFirstOrder

@@ -14,26 +14,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepTimings
+from cadenza_common.plan_wire.reading import plan_from_wire
+from cadenza_common.plan_wire.results import result_from_wire, result_to_wire
+from cadenza_common.plan_wire.writing import plan_to_wire
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.plan.description import limits_of
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.ranks.drafts import LeaderDrafts
-from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.speculation import Draft, make_draft_source, source_of, state_layers_of
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestKey, RequestSpec, SessionEnd
 from scheduler_svc.engine.policies_from_options import policies_from_options
-from scheduler_svc.executors.convert import step_plan
-from scheduler_svc.executors.results import step_result
 from tests.executor_svc.driver import Model
 from tests.helpers.core.core_adapters import CoreAdapters
 from tests.helpers.core.deltas import SampleDelta, deltas
@@ -273,13 +273,13 @@ class Rig:
         step = self.core.lanes[0].inflight[-1]
         swapped = set(step.swapped_out)
         self.happened.update(f"{'swap' if one in swapped else 'recompute'} {_kind(one)}" for one in step.preempted)
-        self.happened["host hits"] += bool(plan.swapped_in and not step.swapped_in)
+        self.happened["host hits"] += bool(plan.swap_in and not step.swapped_in)
         return True
 
     def _apply(self) -> None:
         plan = self._plans.popleft()
-        made = self.executor.execute(plan_from_wire(step_plan(plan, _EPOCH)), received_ns=0)
-        result = step_result(result_to_wire(made, _EPOCH, incarnation=1))
+        made = self.executor.execute(plan_from_wire(plan_to_wire(plan, _EPOCH)), received_ns=0)
+        result = result_from_wire(result_to_wire(made, _EPOCH, incarnation=1))
         assert not result.error_slots
         self._take(self.core.apply_result(0, _modelled(plan, result), self._now)[1])
         self.core.check_integrity()
@@ -302,7 +302,7 @@ class Rig:
         while len(self._plans) < self.setting.depth and self._plan():
             pass
         for plan in self._plans:
-            self.executor.execute(plan_from_wire(step_plan(plan, _EPOCH)), received_ns=0)
+            self.executor.execute(plan_from_wire(plan_to_wire(plan, _EPOCH)), received_ns=0)
         for layer, former in zip(pools, before, strict=True):
             layer[(layer != former) & ~(layer.isnan() & former.isnan())] = float("nan")
         self._plans.clear()
@@ -364,5 +364,8 @@ def _bits(integers: Iterable[int], numbers: Iterable[float]) -> bytes:
 def _modelled(plan: StepPlan, result: StepResult) -> StepResult:
     """Times by a model: moving blocks costs less than computing in 24 steps, and more in the next 24."""
     num_tokens = sum(plan.scheduled_num_tokens) + len(result.slots)
-    num_moves = len(plan.swapped_out) + len(plan.swapped_in)
-    return replace(result, device_ns=num_tokens * (1 if plan.step_id // 24 % 2 else 1000), moves_ns=2000 * num_moves)
+    num_moves = len(plan.swap_out) + len(plan.swap_in)
+    return replace(
+        result,
+        timings=StepTimings(device_ns=num_tokens * (1 if plan.step_id // 24 % 2 else 1000), moves_ns=2000 * num_moves),
+    )

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from executor_svc.plan.sampling import SequenceSampling
-from executor_svc.service.convert import sampling_from_wire
-from scheduler_svc.core.types import Sampling
-from scheduler_svc.executors.convert import sequence_sampling
+from cadenza_common.plan.sampling import SequenceSampling
+from cadenza_common.plan_wire.sampling import sampling_from_wire, sampling_to_wire
 
-_READ_BY_CORE = {each.name for each in dataclasses.fields(Sampling)}
+_MAY_BE_ZERO = ("num_logprobs", "num_prompt_logprobs")
 
 
-def core_sampling(**fields: Any) -> Sampling:
-    """Those that the core reads by name, the others as values."""
-    read = {name: value for name, value in fields.items() if name in _READ_BY_CORE}
-    return Sampling(**read, values={name: value for name, value in fields.items() if name not in read and value})
+def core_sampling(**fields: Any) -> SequenceSampling:
+    """Those fields; a list that is empty, or a number that is 0 or None, is the default."""
+    return SequenceSampling(**{name: value for name, value in fields.items() if value or name in _MAY_BE_ZERO})
 
 
-def for_executor(sampling: Sampling) -> SequenceSampling:
+def for_executor(sampling: SequenceSampling) -> SequenceSampling:
     """The same as an executor reads it off the wire."""
-    return sampling_from_wire(sequence_sampling(sampling, 0))
+    return sampling_from_wire(sampling_to_wire(sampling, 0))

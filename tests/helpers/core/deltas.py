@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
+from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
 from scheduler_svc.core.types import Finish, RequestKey
 
 
@@ -21,7 +21,7 @@ class SampleDelta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: LogprobColumns | None = None
     """Logprobs of the request's prompt; reported in order, each row once."""
     cumulative_logprob: float | None = None
     """Sum of a beam's logprobs, reported with its finish."""

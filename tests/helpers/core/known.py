@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
+from cadenza_common.plan.result import Candidates, LogprobColumns
 from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
-from scheduler_svc.core.result import Candidates, PromptLogprobs
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import FinishDetail, RequestSpec
 from tests.helpers.core.core_sampling import for_executor
@@ -51,11 +51,11 @@ def known_cuts(spec: RequestSpec, max_model_len: int, detail: FinishDetail) -> l
 
 def known_prompt_logprobs(
     prompt: Sequence[int], num_top: int, start: int = 1, adapter_index: int = 0
-) -> PromptLogprobs:
+) -> LogprobColumns:
     """Those of the prompt tokens from `start` on, as the wire carries them."""
     content = adapter_hash(adapter_index)
     rows = [expected_logprobs(prompt, index, num_top, VOCAB_SIZE, content) for index in range(start, len(prompt))]
-    return PromptLogprobs(
+    return LogprobColumns(
         start=start,
         logprobs=_float32([logprob for logprob, _, _, _ in rows]),
         ranks=[rank for _, rank, _, _ in rows],
@@ -65,7 +65,7 @@ def known_prompt_logprobs(
     )
 
 
-def as_lists(columns: PromptLogprobs) -> PromptLogprobs:
+def as_lists(columns: LogprobColumns) -> LogprobColumns:
     """The same in lists, to be compared."""
     return replace(
         columns,

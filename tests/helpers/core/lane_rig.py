@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 
+from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.core.adapters.events import AdapterError, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import ExecutorSpec, RequestKey, SessionEnd

@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
+from cadenza_common.plan.sampling import SequenceSampling
+from scheduler_svc.core.types import BeamSpec, RequestSpec
 from tests.helpers.core.core_model import Chat, Setting
 from tests.helpers.core.core_sampling import core_sampling
 
@@ -76,7 +77,7 @@ def _draw_chat(rng: random.Random, vocab_size: int, name: str, systems: Sequence
     return Chat(spec, turns)
 
 
-def _draw_sampling(rng: random.Random, vocab_size: int, kind: str) -> Sampling:
+def _draw_sampling(rng: random.Random, vocab_size: int, kind: str) -> SequenceSampling:
     fields: dict[str, Any] = {"num_prompt_logprobs": rng.choice([None, None, None, 0, 2])}
     if kind != "beams":
         fields["num_logprobs"] = rng.choice([None, 0, 3])

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.gpu.kernels.sampling.penalties import restart_counts
 from executor_svc.gpu.kernels.sampling.sampling import sample
 from executor_svc.gpu.kernels.sampling.state import SamplingState, SamplingWorkspace
 from executor_svc.gpu.sampling.records import following, pack_bits, pack_record
-from executor_svc.plan.plan import AdmittedSequence, Limits, StepPlan
-from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.plan.limits import Limits
 from executor_svc.sampling import sampler
 from executor_svc.sampling.columns import SAMPLER_NEEDS, SamplingColumns
 from executor_svc.sampling.logits_edits import logits_edits
@@ -94,7 +95,7 @@ def world(vocab: int, sequences: Sequence[AdmittedSequence], device: torch.devic
     num_slots = len(sequences) + 1
     limits = Limits(num_slots, num_slots, 64, MAX_MODEL_LEN, vocab, vocab, 64, 4, 0, 2)
     slots = Slots(limits)
-    slots.apply(StepPlan(1, 0, admitted=tuple(sequences)))
+    slots.apply(StepPlan(1, admitted=list(sequences)))
     state = SamplingState.empty(num_slots, vocab, MAX_MODEL_LEN, 512, device)
     ends = {"bias": 3, "word": 5, "stop": 7}
     for one in sequences:
@@ -110,7 +111,7 @@ def _put(state: SamplingState, one: AdmittedSequence, ends: dict[str, int], voca
     slot, sampling, lists = one.slot, one.sampling, state.lists
     record = pack_record(sampling, ends["bias"], ends["word"], ends["stop"])
     state.records[slot] = torch.from_numpy(record.view(np.int32))
-    state.token_ids[slot, : len(one.token_ids)] = torch.from_numpy(one.token_ids.astype(np.int32))
+    state.token_ids[slot, : len(one.token_ids)] = torch.tensor(one.token_ids, dtype=torch.int32)
     state.num_tokens[slot], state.num_prompt_tokens[slot] = len(one.token_ids), one.num_prompt_tokens
     if len(sampling.allowed_token_ids):
         state.allowed_bits[slot] = torch.from_numpy(pack_bits(sampling.allowed_token_ids, vocab))

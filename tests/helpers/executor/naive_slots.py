@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.sampling.edits import LogitsEdits
 from tests.helpers.scheduler.fake_executor import LIMITS
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler_svc.core.result import PromptLogprobs
+from cadenza_common.plan.result import LogprobColumns
 
 
-def made_up_prompt_logprobs(prompt: Sequence[int], num_top: int) -> PromptLogprobs:
+def made_up_prompt_logprobs(prompt: Sequence[int], num_top: int) -> LogprobColumns:
     """One row for each prompt token from the second on, exact in float32."""
     indices = range(1, len(prompt))
-    return PromptLogprobs(
+    return LogprobColumns(
         start=1,
         logprobs=[-index / 8 for index in indices],
         ranks=[1 + index % 90 for index in indices],

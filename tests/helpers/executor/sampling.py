@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from executor_svc.plan.sampling import COLUMNS
+from cadenza_common.plan.sampling import COLUMNS
+from executor_svc.plan.sampling import stored_value
 from executor_svc.sampling.columns import SAMPLER_NEEDS, SamplingColumns
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
 
@@ -22,7 +23,7 @@ def columns(n: int, edits: LogitsEdits | None = None, **given: Any) -> SamplingC
         if column.need not in SAMPLER_NEEDS:
             continue
         values = np.broadcast_to(np.asarray(fields[name]), (n,)).tolist() if name in fields else [None] * n
-        stored = [column.off if value is None else column.stored(value) for value in values]
+        stored = [stored_value(name, value) for value in values]
         numbers[column.name] = np.array(stored, column.dtype)
     return SamplingColumns(numbers, position, edits)
 

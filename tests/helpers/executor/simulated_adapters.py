@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.simulated.expected_tokens import expected_tokens
 
 VOCAB_SIZE = 32768

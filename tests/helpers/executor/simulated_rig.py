@@ -6,14 +6,14 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from executor_svc.plan.plan import BlockMoves, Limits, ScheduledTokens, SlotColumns, StepResult
-from executor_svc.plan.sampling import SequenceSampling
+from cadenza_common.plan.plan import BlockMoves
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.plan.limits import Limits
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.simulated.expected_tokens import expected_tokens
-from tests.helpers.executor.plans import ints, plan, sequence
+from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 
 LIMITS = Limits(
     num_slots=16,
@@ -31,10 +31,6 @@ LIMITS = Limits(
 
 def moves(*pairs: tuple[int, int]) -> BlockMoves:
     return BlockMoves(ints(*(pair[0] for pair in pairs)), ints(*(pair[1] for pair in pairs)))
-
-
-def columns(*pairs: tuple[int, int]) -> SlotColumns:
-    return SlotColumns(ints(*(pair[0] for pair in pairs)), ints(*(pair[1] for pair in pairs)))
 
 
 class Rig:
@@ -127,11 +123,7 @@ class RandomHistory:
             swap_in=moves(*fields["swap_in"]),
             admitted=tuple(fields["admitted"]),
             appends=columns(*appends),
-            scheduled=ScheduledTokens(
-                ints(*(item.slot for item, _, _ in work)),
-                ints(*(count for _, count, _ in work)),
-                np.array([samples for _, _, samples in work], np.bool_),
-            ),
+            scheduled=scheduled(*((item.slot, count, samples) for item, count, samples in work)),
             forks=columns(*((fork.slot, source.slot) for fork, source in forks)),
         )
         self.free += freed

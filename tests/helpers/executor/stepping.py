@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from cadenza_common.plan.result import StepResult, StepStatus
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.heads.draft import LoadedDraft
-from executor_svc.plan.plan import Limits, StepResult, StepStatus
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import with_adapters
 from executor_svc.startup.executors import make_executor

@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza.v1.types_pb2 import NumericsFingerprint
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepStatus
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.simulated.poison import Poison
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest

@@ -7,9 +7,9 @@ import heapq
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import Candidates, StepResult, StepTimings
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import Candidates, StepResult
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.ports import ExecutorLostError, ModelDescription, PlanStream, SessionOpened
 
@@ -118,7 +118,7 @@ class TimedExecutor:
             slots=slots,
             token_ids=[9] * len(slots),
             candidates=dict.fromkeys(beams, _CANDIDATES),
-            total_ns=round(self.step_s * 1e9),
+            timings=StepTimings(total_ns=round(self.step_s * 1e9)),
         )
 
     def go_on(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.sampling.row_math import argmax
 from tests.helpers.executor.cpu_sampling import FUNCTIONS
 

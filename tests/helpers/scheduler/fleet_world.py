@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
-from executor_svc.plan.plan import StepPlan
+from cadenza_common.plan.plan import StepPlan
 from executor_svc.worker.worker import Executor, Launched
 
 

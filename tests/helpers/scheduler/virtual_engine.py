@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import RequestSpec, Sampling
+from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
@@ -60,7 +61,7 @@ class World:
     ) -> LiveRequest:
         """Submit a greedy request."""
         prompt = tuple(range(5, 5 + num_prompt_tokens))
-        spec = RequestSpec(request_id, prompt, Sampling(), max_tokens, tenant=tenant, priority=priority)
+        spec = RequestSpec(request_id, prompt, SequenceSampling(), max_tokens, tenant=tenant, priority=priority)
         return self.engine.submit(
             EngineRequest(spec, deadline=deadline, body_digest=body_digest, resume_grace_s=grace_s)
         )

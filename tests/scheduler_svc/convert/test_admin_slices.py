@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+from cadenza_common.plan.result import StepResult
 from cadenza_common.serving.slices import SLICE_ITEMS
 from scheduler_svc.convert.admin import block_table_response, watch_response
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.plan_loop.ports import SequenceBlockTable, StepRecord
 
 TABLES = [tuple(range(index, index + 2048)) for index in range(64)]

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.convert.generation import fill_response
 from scheduler_svc.convert.plain_output import PlainOutput, varint
-from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
-from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
@@ -23,7 +24,7 @@ LAST = Finish(FinishDetail.MAX_TOKENS)
 
 
 def live_request(request_id="r", *, text=False, stop=(), best_of=None, sampling=None, **spec):
-    found = RequestSpec(request_id, (5, 6), sampling or Sampling(), **spec)
+    found = RequestSpec(request_id, (5, 6), sampling or SequenceSampling(), **spec)
     make_text = (lambda: TextStream(TOKENIZER, stop=stop)) if text else None
     return LiveRequest(EngineRequest(found, make_text, best_of=best_of), arrival_ns=1)
 
@@ -127,13 +128,13 @@ def test_both_forms_in_turns_repeat_and_lose_nothing():
         live_request(num_samples=2),
         live_request(num_samples=2, beams=BeamSpec(2)),
         live_request(num_samples=2, best_of=BestOf(1, returns_logprobs=False)),
-        live_request(sampling=Sampling(num_logprobs=0)),
-        live_request(sampling=Sampling(num_prompt_logprobs=1)),
+        live_request(sampling=SequenceSampling(num_logprobs=0)),
+        live_request(sampling=SequenceSampling(num_prompt_logprobs=1)),
     ],
 )
 def test_other_requests_have_the_plain_form_only(live):
     if live.prompt_logprobs is not None:
-        live.prompt_logprobs.extend(PromptLogprobs(1, [-1.0], [1], 1, [3], [-1.0]))
+        live.prompt_logprobs.extend(LogprobColumns(1, [-1.0], [1], 1, [3], [-1.0]))
     entry = TokenLogprobs(-1.0, 1, (), ())
     for sample in live.samples:
         sample.extend((9,), (entry,) if live.request.spec.sampling.num_logprobs is not None else ())

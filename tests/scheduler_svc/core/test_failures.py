@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from cadenza_common.plan.result import SlotError
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, PriorityOrder
-from scheduler_svc.core.result import SlotError
 from scheduler_svc.core.types import BeamSpec, FinishDetail
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.core_executor import CoreExecutor

@@ -186,7 +186,7 @@ def test_what_was_evicted_to_the_host_comes_back_by_swap_in() -> None:
     bench.add("c", (*SYSTEM_PROMPT, 40), max_tokens=4)
     plan = bench.plan()
     assert plan is not None
-    assert len(plan.swapped_in) == 4
+    assert len(plan.swap_in) == 4
     assert bench.num_computed_tokens - before == 1
     bench.run()
     assert bench.tokens["c"] == bench.known("c"), "or what came back was not what went"

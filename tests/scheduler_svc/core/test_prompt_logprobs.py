@@ -7,18 +7,18 @@ from itertools import pairwise
 
 import pytest
 
+from cadenza_common.plan.result import LogprobColumns, SlotError
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.result import PromptLogprobs, SlotError
 from scheduler_svc.core.types import FinishDetail
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.known import known_prompt_logprobs
 
 
-def joined(parts: list[PromptLogprobs]) -> PromptLogprobs:
+def joined(parts: list[LogprobColumns]) -> LogprobColumns:
     """One after the other: nothing missing, nothing twice."""
     for before, after in pairwise(parts):
         assert after.start == before.end
-    return PromptLogprobs(
+    return LogprobColumns(
         start=parts[0].start,
         logprobs=[x for part in parts for x in part.logprobs],
         ranks=[x for part in parts for x in part.ranks],

@@ -1,4 +1,5 @@
-"""scheduler_svc.core is pure: it imports the standard library's pure part and itself, nothing else.
+"""scheduler_svc.core is pure: it imports the standard library's pure part, itself, and the types of plans, which are
+pure too: nothing else.
 
 Read from the syntax trees, so that an import inside a function or under `if` counts too.
 """
@@ -15,7 +16,8 @@ import pytest
 from tests.helpers.paths import ROOT
 
 CORE_PACKAGE = "scheduler_svc.core"
-CORE = ROOT / "scheduler_svc" / "core"
+PURE = (CORE_PACKAGE, "cadenza_common.plan", "cadenza_common.grammar.spec")
+"""Packages and modules that the core may import, and that this test holds to the same rules."""
 
 # Clocks, randomness, input and output, threads, and what the engine does with events.
 # fmt: off
@@ -51,7 +53,7 @@ def violations(source: str, package: str = CORE_PACKAGE) -> list[str]:
     found = []
     for line, module in imported_modules(tree, package):
         top = module.split(".")[0]
-        if module == CORE_PACKAGE or module.startswith(CORE_PACKAGE + "."):
+        if any(module == pure or module.startswith(pure + ".") for pure in PURE):
             continue
         if top not in sys.stdlib_module_names:
             found.append(f"line {line}: imports {module}, which is not in the standard library")
@@ -63,16 +65,25 @@ def violations(source: str, package: str = CORE_PACKAGE) -> list[str]:
     return found
 
 
-def core_files() -> list[Path]:
-    return sorted(CORE.rglob("*.py"))
+def files_of(package: str) -> list[Path]:
+    path = ROOT.joinpath(*package.split("."))
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
-def test_core_exists() -> None:
-    assert core_files(), f"no module in {CORE}: the test below would prove nothing"
+def pure_files() -> list[Path]:
+    return [path for package in PURE for path in files_of(package)]
 
 
-@pytest.mark.parametrize("path", core_files(), ids=lambda path: str(path.relative_to(CORE)))
-def test_core_module_is_pure(path: Path) -> None:
+@pytest.mark.parametrize("package", PURE)
+def test_it_exists(package: str) -> None:
+    assert all(path.is_file() for path in files_of(package)), (
+        f"nothing in {package}: the test below would prove nothing"
+    )
+    assert files_of(package)
+
+
+@pytest.mark.parametrize("path", pure_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_module_is_pure(path: Path) -> None:
     relative = path.relative_to(ROOT)
     package = ".".join(relative.parent.parts)
     assert not violations(path.read_text(), package), f"{relative}: {violations(path.read_text(), package)}"
@@ -93,6 +104,9 @@ def test_core_module_is_pure(path: Path) -> None:
         "from .. import engine",
         "from ..ports import Executor",
         "from cadenza.v1 import types_pb2",
+        "from cadenza_common import plan_wire",
+        "from cadenza_common.plan_wire.writing import plan_to_wire",
+        "from cadenza_common.grammar.wire import spec_from_wire",
         "def f():\n    import threading",
         "if False:\n    import grpc",
         "print('x')",
@@ -112,6 +126,7 @@ def test_checker_sees_violation(source: str) -> None:
         "import collections.abc",
         "from array import array",
         "from scheduler_svc import core",
+        "from cadenza_common.plan.plan import StepPlan",
         "from scheduler_svc.core import types",
         "from scheduler_svc.core.types import RequestId",
         "from . import types",

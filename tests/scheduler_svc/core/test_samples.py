@@ -60,12 +60,12 @@ def test_the_partial_block_is_copied_in_the_next_plan() -> None:
     first = bench.plan()
     assert first is not None
     assert len(first.fork_slots) == 2
-    assert first.copied == [], "what is copied must have been computed"
+    assert not first.copies, "what is copied must have been computed"
     partial = bench.sequences("r")[0].block_ids[2]
     second = bench.plan()
     assert second is not None
-    assert {source for source, _ in second.copied} == {partial}
-    assert len(second.copied) == 2, "the last holder keeps the block"
+    assert {source for source, _ in second.copies} == {partial}
+    assert len(second.copies) == 2, "the last holder keeps the block"
     assert sorted(second.append_slots) == sorted(first.fork_slots), "the plan appends the copies"
 
 
@@ -73,7 +73,7 @@ def test_on_a_block_border_nothing_is_copied() -> None:
     bench = Bench()
     bench.add("r", 8, max_tokens=6, n=3)
     while (plan := bench.plan()) is not None:
-        assert plan.copied == []
+        assert not plan.copies
         bench.apply()
     assert [bench.samples["r", index] for index in range(3)] == [bench.known("r", index) for index in range(3)]
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import SlotError, StepResult, StepStatus
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lanes.slot_pool import SlotPool
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FcfsOrder, OrderPolicy, PriorityOrder
-from scheduler_svc.core.result import SlotError, StepResult, StepStatus
-from scheduler_svc.core.types import FinishDetail, RequestSpec, Sampling, SequenceState
+from scheduler_svc.core.types import FinishDetail, RequestSpec, SequenceState
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.known import known_prompt_logprobs, known_sample
 
@@ -109,7 +110,7 @@ def test_ids_are_unique_within_a_tenant_only() -> None:
     spec = bench.add("r", 3)
     with pytest.raises(RequestExistsError):
         bench.core.add_request(spec, 0.0)
-    bench.core.add_request(RequestSpec("r", (1, 2), Sampling(), max_tokens=1, tenant="other"), 0.0)
+    bench.core.add_request(RequestSpec("r", (1, 2), SequenceSampling(), max_tokens=1, tenant="other"), 0.0)
 
 
 def test_a_lost_executor_costs_no_token() -> None:

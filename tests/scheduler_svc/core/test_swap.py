@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.plan import StepPlan
+from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.core.policies.batching import ContinuousBatching
 from scheduler_svc.core.policies.policies import Policies, Preemption
 from scheduler_svc.core.queues.orders import PriorityOrder
@@ -36,7 +36,7 @@ def push_out(bench: Bench, request_id: str = "urgent") -> list[StepPlan]:
 
 def moved(plans: list[StepPlan]) -> tuple[int, int]:
     """Blocks swapped out and in."""
-    return sum(len(plan.swapped_out) for plan in plans), sum(len(plan.swapped_in) for plan in plans)
+    return sum(len(plan.swap_out) for plan in plans), sum(len(plan.swap_in) for plan in plans)
 
 
 def test_what_is_swapped_out_comes_back_and_computes_nothing_again() -> None:
@@ -66,8 +66,8 @@ def test_samples_that_share_blocks_share_them_in_the_host_pool() -> None:
     bench.add("urgent", 57, max_tokens=2, priority=0)
     plan = bench.plan()
     assert plan is not None
-    assert {source for source, _ in plan.swapped_out} == distinct
-    assert len(plan.swapped_out) == len(distinct), "one host block for each"
+    assert {source for source, _ in plan.swap_out} == distinct
+    assert len(plan.swap_out) == len(distinct), "one host block for each"
     assert {sequence.state for sequence in bench.sequences("r")} == {SequenceState.SWAPPED}
     first, *others = [sequence.host_block_ids for sequence in bench.sequences("r")]
     assert all(other[:4] == first[:4] for other in others)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cadenza.v1 import execution_pb2, types_pb2
-from scheduler_svc.core.result import SlotError, StepStatus
-from scheduler_svc.core.types import FinishDetail, Sampling
+from cadenza_common.plan.result import SlotError, StepStatus
+from cadenza_common.plan.sampling import SequenceSampling
+from scheduler_svc.core.types import FinishDetail
 
 
 @pytest.mark.parametrize(
@@ -27,11 +28,11 @@ def test_every_member_has_the_protocols_number(ours, wire, prefix):
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
-        (Sampling(), 0),
-        (Sampling(values={"temperature": 0.5, "top_k": 7}), 0),
-        (Sampling(stop_token_ids=(4, 5, 6)), 3),
-        (Sampling(values={"bias_token_ids": (1, 2), "biases": (0.5, -1.0)}), 4),
-        (Sampling(stop_token_ids=(4,), values={"allowed_token_ids": (1, 2, 3), "bad_words": ((1,), (2, 3))}), 7),
+        (SequenceSampling(), 0),
+        (SequenceSampling(temperature=0.5, top_k=7), 0),
+        (SequenceSampling(stop_token_ids=(4, 5, 6)), 3),
+        (SequenceSampling(bias_token_ids=(1, 2), biases=(0.5, -1.0)), 4),
+        (SequenceSampling(stop_token_ids=(4,), allowed_token_ids=(1, 2, 3), bad_words=((1,), (2, 3))), 7),
     ],
 )
 def test_lists_count_with_all_their_numbers(sampling, expected):

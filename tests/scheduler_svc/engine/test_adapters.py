@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.adapters.events import AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, Sampling
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec
 from scheduler_svc.engine.adapters.adapters import LOOKS, Adapters
 from scheduler_svc.engine.journal import NoJournal
 from scheduler_svc.engine.live_request import LiveRequest
@@ -47,7 +48,7 @@ class Rig:
         self.num_wakes += 1
 
     def submit(self, adapter: str = "a") -> None:
-        spec = RequestSpec("r", (1, 2, 3), Sampling(), 4000)
+        spec = RequestSpec("r", (1, 2, 3), SequenceSampling(), 4000)
         with self.adapters.admitting(EngineRequest(spec, adapter=adapter)) as request:
             self.core.add_request(request.spec, self.clock.monotonic())
         live = LiveRequest(request, self.clock.monotonic_ns())
@@ -81,7 +82,9 @@ async def test_the_adapter_of_a_request_that_waits_is_due_long_before_the_limit(
     """All places are in use: it takes the one of an adapter that no request runs with."""
     rig = Rig(dataclasses.replace(SPEC, max_loras=1, max_cpu_loras=1))
     rig.load()
-    rig.core.add_request(RequestSpec("other", (1, 2, 3), Sampling(), 4000, adapter_index=1), rig.clock.monotonic())
+    rig.core.add_request(
+        RequestSpec("other", (1, 2, 3), SequenceSampling(), 4000, adapter_index=1), rig.clock.monotonic()
+    )
     rig.adapters.names.register("b", "/b")
     rig.submit("b")
     await rig.clock.advance(LIMIT_S / LOOKS - 1)
@@ -96,7 +99,9 @@ async def test_a_request_that_waits_for_the_place_of_another_adapter_goes_on_wai
     """The limit is that of a load: it counts from when there is a place for it."""
     rig = Rig(dataclasses.replace(SPEC, max_loras=1, max_cpu_loras=1))
     rig.load()
-    rig.core.add_request(RequestSpec("other", (1, 2, 3), Sampling(), 4000, adapter_index=1), rig.clock.monotonic())
+    rig.core.add_request(
+        RequestSpec("other", (1, 2, 3), SequenceSampling(), 4000, adapter_index=1), rig.clock.monotonic()
+    )
     rig.core.plan_step(0, rig.clock.monotonic())
     rig.adapters.names.register("b", "/b")
     rig.submit("b")
@@ -150,7 +155,7 @@ def test_a_restored_request_runs_with_the_content_that_it_began_with_alone() -> 
     rig = Rig()
     rig.load(b"new")
     for content, goes_on in ((b"new", True), (b"", True), (b"old", False)):
-        request = EngineRequest(RequestSpec("r", (1,), Sampling(), 5, adapter_hash=content), adapter="a")
+        request = EngineRequest(RequestSpec("r", (1,), SequenceSampling(), 5, adapter_hash=content), adapter="a")
         if goes_on:
             assert rig.adapters.restored(request).spec.adapter_index == 1
         else:

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import PriorityOrder
-from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling, SequenceState
+from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, SequenceState
 from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription, SequenceBlockTable, StepRecord
 from tests.helpers.scheduler.kept_objects import kept_objects
 from tests.helpers.scheduler.virtual_engine import MODEL, STEP_S, World, started
@@ -27,7 +28,7 @@ def submit(world: World, request_id: str, num_prompt_tokens: int = 20, *, priori
     The first token differs, so that no prompt is a hit of another.
     """
     prompt = (len(request_id), *range(5, 4 + num_prompt_tokens))
-    spec = RequestSpec(request_id, prompt, Sampling(), 200, priority=priority, **fields)
+    spec = RequestSpec(request_id, prompt, SequenceSampling(), 200, priority=priority, **fields)
     world.engine.submit(EngineRequest(spec, deadline=1.0 + ENDS_S))
 
 
@@ -104,7 +105,7 @@ async def test_finished_requests_leave_nothing() -> None:
     async with started() as world:
         with kept_objects() as kept:
             for index, fields in enumerate(KINDS.values()):
-                world.engine.submit(EngineRequest(RequestSpec(str(index), (5, 6, 7), Sampling(), 4, **fields)))  # type: ignore[arg-type]
+                world.engine.submit(EngineRequest(RequestSpec(str(index), (5, 6, 7), SequenceSampling(), 4, **fields)))  # type: ignore[arg-type]
             await world.clock.advance(20 * STEP_S)
             assert not world.core.groups
             assert kept() == Counter()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.core.plan import StepPlan
+from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.plan_loop.clock import SystemClock
 from tests.helpers.paths import ROOT

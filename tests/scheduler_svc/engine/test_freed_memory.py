@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
+from cadenza_common.plan.sampling import SequenceSampling
+from scheduler_svc.core.types import BeamSpec, RequestSpec
 from scheduler_svc.engine.freed_memory import MAX_LIVE_TOKENS, MIN_FREED_TOKENS, FreedMemory
 from tests.helpers.scheduler.fake_clock import FakeClock
 
@@ -14,7 +15,7 @@ class Burst:
         self.clock = FakeClock()
         self.num_calls = 0
         self.freed = FreedMemory(self.clock, self._release)
-        self.spec = RequestSpec("r", (5,) * 10_000, Sampling(), 1)
+        self.spec = RequestSpec("r", (5,) * 10_000, SequenceSampling(), 1)
 
     def _release(self) -> None:
         self.num_calls += 1
@@ -87,7 +88,7 @@ async def test_a_new_burst_keeps_the_memory() -> None:
 
 async def test_each_sequence_counts() -> None:
     burst = Burst()
-    burst.spec = RequestSpec("r", (5,) * 10_000, Sampling(), 1, beams=BeamSpec(10))
+    burst.spec = RequestSpec("r", (5,) * 10_000, SequenceSampling(), 1, beams=BeamSpec(10))
     burst.arrive(3)
     burst.end(3)
     await burst.clock.advance(2)

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from cadenza_common.plan.result import TokenLogprobs
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import ModelChangedError, RequestExistsError, UnknownRequestError
-from scheduler_svc.core.result import TokenLogprobs
-from scheduler_svc.core.types import FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import FinishDetail, RequestSpec
 from scheduler_svc.engine.kept_requests import result_bytes
 from scheduler_svc.engine.live_request import Listener, LiveRequest
 from scheduler_svc.plan_loop.ports import EngineRequest
@@ -248,7 +249,7 @@ def test_the_size_of_a_result_is_about_what_it_takes() -> None:
     tokenizer = byte_level()
 
     def make() -> LiveRequest:
-        spec = RequestSpec("r", tuple(int(str(1000 + i)) for i in range(3000)), Sampling(num_logprobs=5))
+        spec = RequestSpec("r", tuple(int(str(1000 + i)) for i in range(3000)), SequenceSampling(num_logprobs=5))
         live = LiveRequest(EngineRequest(spec, lambda: TextStream(tokenizer)), 1)
         for index in range(2000):
             top = [int(str(300 + index + each)) for each in range(5)]

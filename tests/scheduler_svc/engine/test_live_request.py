@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.plan.result import TokenLogprobs
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.convert.generation import fill_response
-from scheduler_svc.core.result import TokenLogprobs
-from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
@@ -20,7 +21,7 @@ END = Finish(FinishDetail.MAX_TOKENS)
 
 
 def make(samples, best_of=None, *, stop=(), logprobs=None, prompt_logprobs=None, beams=None):
-    sampling = Sampling(num_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs)
+    sampling = SequenceSampling(num_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs)
     spec = RequestSpec("r", (1, 2, 3), sampling, num_samples=samples, beams=beams)
     request = EngineRequest(spec, lambda: TextStream(TOKENIZER, stop=stop), best_of=best_of)
     return LiveRequest(request, arrival_ns=1)

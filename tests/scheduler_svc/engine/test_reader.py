@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cadenza.v1 import generation_pb2
+from cadenza_common.plan.result import TokenLogprobs
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.convert.generation import fill_response
-from scheduler_svc.core.result import TokenLogprobs
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.plan_loop.ports import EngineRequest
@@ -20,7 +21,7 @@ END = Finish(FinishDetail.MAX_TOKENS)
 
 
 def make(*, stop=(), logprobs=None, samples=1, text=True, prompt=(1, 2), prompt_logprobs=None):
-    sampling = Sampling(num_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs)
+    sampling = SequenceSampling(num_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs)
     spec = RequestSpec("r", prompt, sampling, num_samples=samples)
     make_text = (lambda: TextStream(TOKENIZER, stop=stop)) if text else None
     return LiveRequest(EngineRequest(spec, make_text), arrival_ns=1)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.errors import DataLossError, RequestRejectedError
-from scheduler_svc.core.result import PromptLogprobs, TokenLogprobs
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, RequestReader
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
@@ -30,7 +31,7 @@ NUM_PROMPT = 9
 
 
 def make(num_samples: int = 1, *, best_of: BestOf | None = None, logprobs: bool = False) -> LiveRequest:
-    sampling = Sampling(num_logprobs=1 if logprobs else None, num_prompt_logprobs=1 if logprobs else None)
+    sampling = SequenceSampling(num_logprobs=1 if logprobs else None, num_prompt_logprobs=1 if logprobs else None)
     spec = RequestSpec("r", tuple(range(NUM_PROMPT)), sampling, num_samples=num_samples)
     return LiveRequest(EngineRequest(spec, lambda: TextStream(TOKENIZER, stop=STOP), best_of=best_of), arrival_ns=1)
 
@@ -84,7 +85,7 @@ class Growing:
         if self._num_prompt < NUM_PROMPT - 1:
             count = min(self._rng.randint(1, 4), NUM_PROMPT - 1 - self._num_prompt)
             values = [-1.0 - self._num_prompt - i for i in range(count)]
-            known = PromptLogprobs(1 + self._num_prompt, values, [1] * count, 1, [7] * count, values)
+            known = LogprobColumns(1 + self._num_prompt, values, [1] * count, 1, [7] * count, values)
             assert self.live.prompt_logprobs is not None
             self.live.prompt_logprobs.extend(known)
             self._num_prompt += count
@@ -176,7 +177,7 @@ def test_positions_beyond_the_output_are_refused() -> None:
 def test_prompt_logprobs_resume_at_their_index() -> None:
     live = make(logprobs=True)
     assert live.prompt_logprobs is not None
-    live.prompt_logprobs.extend(PromptLogprobs(1, [-1.0] * 4, [1] * 4, 1, [7] * 4, [-1.0] * 4))
+    live.prompt_logprobs.extend(LogprobColumns(1, [-1.0] * 4, [1] * 4, 1, [7] * 4, [-1.0] * 4))
     chunk = RequestReader(live, resume=ResumePoint((), 3)).take()
     assert chunk is not None
     assert chunk.prompt_logprobs is not None

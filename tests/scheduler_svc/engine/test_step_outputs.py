@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import TokenLogprobs
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import BeamOutput, StepOutputs
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.result import TokenLogprobs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
@@ -29,7 +30,7 @@ class Stage:
 
     def __init__(self, *, best_of=None, text=False, **spec):
         self.engine = Engine(SchedulerConfig(), Scheduler(), FakeClock())
-        spec = RequestSpec("r", (5, 6, 7), Sampling(num_logprobs=0 if best_of else None), **spec)
+        spec = RequestSpec("r", (5, 6, 7), SequenceSampling(num_logprobs=0 if best_of else None), **spec)
         make_text = (lambda: TextStream(TOKENIZER)) if text else None
         self.live = LiveRequest(EngineRequest(spec, make_text, best_of=best_of), arrival_ns=1)
         self.engine._live[spec.key] = self.live

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from scheduler_svc.core.result import StepResult
+from cadenza_common.plan.result import StepResult
 from scheduler_svc.engine.gauges import current_load
 from scheduler_svc.engine.lane_views import step_load
 from scheduler_svc.engine.step_watch import StepWatch

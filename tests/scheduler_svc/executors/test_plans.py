@@ -9,14 +9,15 @@ import pytest
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.plan import StepPlan as ExecutorPlan
+from cadenza_common.plan_wire.reading import plan_from_wire
+from cadenza_common.plan_wire.writing import plan_to_wire
 from executor_svc.config import ExecutorConfig
-from executor_svc.plan.plan import StepPlan as ExecutorPlan
-from executor_svc.service.convert import plan_from_wire
 from executor_svc.service.description import description_to_wire
 from executor_svc.simulated.build import build_simulated
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.plan import AdmittedSequence, StepPlan
-from scheduler_svc.executors.convert import model_description, step_plan
+from scheduler_svc.executors.convert import model_description
 from scheduler_svc.plan_loop.fleet_model import executor_spec
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.core.core_sampling import core_sampling
@@ -35,7 +36,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def sent(**fields: Any) -> bytes:
-    return step_plan(StepPlan(step_id=7, executor_id=0, **fields), epoch=9).SerializeToString()
+    return plan_to_wire(StepPlan(step_id=7, executor_id=0, **fields), epoch=9).SerializeToString()
 
 
 def received(message: bytes) -> dict[str, Any]:

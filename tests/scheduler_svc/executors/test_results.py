@@ -6,10 +6,10 @@ import pytest
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.plan.errors import ProtocolError
+from cadenza_common.plan.result import Candidates, SlotError, StepTimings
+from cadenza_common.plan_wire.results import result_from_wire, result_in_slices
 from cadenza_common.serving.slices import run_at_once
-from scheduler_svc.core.result import Candidates, SlotError
-from scheduler_svc.executors.convert import ProtocolError
-from scheduler_svc.executors.results import result_in_slices, step_result
 
 
 def entry(slot=4, start=1, **changes) -> pb.SlotLogprobs:
@@ -25,7 +25,7 @@ def result(*entries, **fields) -> pb.StepResult:
 
 
 def test_prompt_logprobs_by_slot() -> None:
-    read = step_result(result(entry(4), entry(2, start=7, num_top=0, top_token_ids=[], top_logprobs=[])))
+    read = result_from_wire(result(entry(4), entry(2, start=7, num_top=0, top_token_ids=[], top_logprobs=[])))
     four, two = read.prompt_logprobs[4], read.prompt_logprobs[2]
     assert (four.start, four.end, list(four.logprobs), list(four.ranks)) == (1, 3, [-1.0, -2.0], [1, 2])
     assert (four.num_top, list(four.top_token_ids)) == (2, [5, 6, 7, 8])
@@ -49,29 +49,29 @@ def test_prompt_logprobs_by_slot() -> None:
 )
 def test_columns_that_do_not_fit_are_refused(entries) -> None:
     with pytest.raises(ProtocolError, match="prompt"):
-        step_result(result(*entries))
+        result_from_wire(result(*entries))
 
 
 def test_results_are_the_same_in_slices_and_at_once() -> None:
     plain = {"slots": [1, 4], "token_ids": [7, 8], "timings": pb.StepTimings(total_ns=5)}
     for message in (result(**plain), result(entry(4), **plain), result(**plain, error_slots=[4], errors=[2])):
-        assert step_result(message) == run_at_once(result_in_slices(message))
+        assert result_from_wire(message) == run_at_once(result_in_slices(message))
     for wrong in ({"slots": [1]}, {"slots": [1], "num_tokens": [2]}, {"error_slots": [1]}):
         with pytest.raises(ProtocolError, match="result of step 9"):
-            step_result(result(**wrong))
+            result_from_wire(result(**wrong))
 
 
 def test_errors_have_their_kinds() -> None:
     message = result(
         error_slots=[1, 2, 3], errors=[pb.SLOT_ERROR_NON_FINITE_LOGITS, pb.SLOT_ERROR_NO_ALLOWED_TOKEN, 77]
     )
-    assert step_result(message).errors == [
+    assert result_from_wire(message).errors == [
         SlotError.NON_FINITE_LOGITS,
         SlotError.NO_ALLOWED_TOKEN,
         SlotError.UNSPECIFIED,
     ]
     with pytest.raises(ProtocolError, match="1 errors of 2 slots"):
-        step_result(result(error_slots=[1, 2], errors=[1]))
+        result_from_wire(result(error_slots=[1, 2], errors=[1]))
 
 
 def candidates(slot=4, token_ids=(7, 3), logprobs=(-0.5, -1.0)) -> pb.SlotCandidates:
@@ -81,14 +81,14 @@ def candidates(slot=4, token_ids=(7, 3), logprobs=(-0.5, -1.0)) -> pb.SlotCandid
 def test_candidates_by_slot_digest_and_times() -> None:
     timings = pb.StepTimings(queue_ns=1, device_ns=2, sample_ns=3, total_ns=4, moves_ns=5)
     rows = [candidates(), candidates(2, [0], [-0.25])]
-    read = step_result(
+    read = result_from_wire(
         result(slots=[2, 4], num_tokens=[0, 0], candidates=rows, debug_digest=b"\x01\xff", timings=timings)
     )
     assert read.candidates == {4: Candidates([7, 3], [-0.5, -1.0]), 2: Candidates([0], [-0.25])}
     assert read.debug_digest == b"\x01\xff"
-    assert (read.queue_ns, read.device_ns, read.sample_ns, read.total_ns, read.moves_ns) == (1, 2, 3, 4, 5)
-    plain = step_result(result())
-    assert (plain.candidates, plain.debug_digest, plain.moves_ns) == ({}, b"", 0)
+    assert read.timings == StepTimings(queue_ns=1, device_ns=2, sample_ns=3, total_ns=4, moves_ns=5)
+    plain = result_from_wire(result())
+    assert (plain.candidates, plain.debug_digest, plain.timings) == ({}, b"", StepTimings())
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_candidates_by_slot_digest_and_times() -> None:
 )
 def test_candidates_that_do_not_fit_are_refused(rows) -> None:
     with pytest.raises(ProtocolError, match="candidates"):
-        step_result(result(candidates=rows))
+        result_from_wire(result(candidates=rows))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cadenza.v1 import execution_pb2 as pb
+from cadenza_common.plan.plan import AdmittedSequence, PrefixSource, StepPlan
+from cadenza_common.plan.result import LogprobColumns, StepResult
+from cadenza_common.plan_wire import columns
+from cadenza_common.plan_wire.reading import plan_in_slices
+from cadenza_common.plan_wire.results import response_in_slices, result_in_slices
+from cadenza_common.plan_wire.writing import request_in_slices
 from cadenza_common.serving.slices import SLICE_ITEMS, run_at_once
-from executor_svc.plan import plan as p
-from executor_svc.service.convert import plan_in_slices, response_in_slices
-from scheduler_svc.core.plan import AdmittedSequence, PrefixSource, StepPlan
-from scheduler_svc.executors.convert import request_in_slices
-from scheduler_svc.executors.results import result_in_slices
+from executor_svc.plan.arrays import float_column
 from tests.helpers.core.core_sampling import core_sampling
 
 LONG = tuple(range(8 * SLICE_ITEMS))
@@ -51,9 +54,8 @@ def test_a_short_plan_is_filled_without_a_pause() -> None:
 
 def test_a_plan_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     request = pb.ExecuteRequest.FromString(run_at_once(request_in_slices(long_plan(), 3)).SerializeToString())
-    read = []
-    fromiter = np.fromiter
-    monkeypatch.setattr(np, "fromiter", lambda values, kind, count: read.append(count) or fromiter(values, kind, count))
+    read: list[int] = []
+    monkeypatch.setattr(columns, "array", lambda code, values=(): read.append(len(values)) or array(code, values))
     counts: list[int] = []
     work = plan_in_slices(request.plan)
     while True:
@@ -67,33 +69,32 @@ def test_a_plan_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(*counts, sum(read)) <= 2 * SLICE_ITEMS
     assert plan.admitted[0].token_ids.tolist() == list(LONG)
     assert plan.admitted[0].sampling.allowed_token_ids.tolist() == list(ALLOWED)
-    assert plan.admitted[1].source == p.PrefixSource(0, len(LONG), 60)
+    assert plan.admitted[1].source == PrefixSource(0, len(LONG), 60)
 
 
 def test_the_logprobs_of_many_sequences_travel_in_slices() -> None:
     num_sequences, num_top = 512, 20
-    entries = tuple(
-        p.SlotLogprobs(
-            slot=slot,
+    entries = {
+        slot: LogprobColumns(
             start=0,
-            chosen_logprobs=np.array([-slot], np.float32),
-            chosen_ranks=np.array([slot + 1]),
+            logprobs=array("f", [-slot]),
+            ranks=array("q", [slot + 1]),
             num_top=num_top,
-            top_token_ids=np.arange(num_top) + slot,
-            top_logprobs=np.full(num_top, -1, np.float32),
+            top_token_ids=array("q", range(slot, slot + num_top)),
+            top_logprobs=array("f", [-1.0] * num_top),
         )
         for slot in range(num_sequences)
-    )
-    slots = np.arange(num_sequences)
-    result = p.StepResult(5, p.StepStatus.OK, slots=slots, token_ids=slots, logprobs=entries)
+    }
+    slots = array("q", range(num_sequences))
+    result = StepResult(5, slots=slots, token_ids=slots, logprobs=entries)
     response = run_at_once(response_in_slices(result, 3, 4))
     assert len(list(response_in_slices(result, 3, 4))) >= 3
     read = run_at_once(result_in_slices(response.result)).logprobs
     # One pause comes first: parsing the message was a slice.
     assert len(list(result_in_slices(response.result))) >= 3
-    assert [read[slot][0].rank for slot in range(num_sequences)] == list(range(1, num_sequences + 1))
-    assert list(read[7][0].top_token_ids) == list(range(7, 7 + num_top))
-    few = p.StepResult(5, p.StepStatus.OK, slots=slots[:9], token_ids=slots[:9], logprobs=entries[:9])
+    assert [read[slot].ranks[0] for slot in range(num_sequences)] == list(range(1, num_sequences + 1))
+    assert list(read[7].tokens()[0].top_token_ids) == list(range(7, 7 + num_top))
+    few = StepResult(5, slots=slots[:9], token_ids=slots[:9], logprobs=dict(list(entries.items())[:9]))
     assert not list(response_in_slices(few, 3, 4))
     assert not list(result_in_slices(run_at_once(response_in_slices(few, 3, 4)).result))
 
@@ -106,21 +107,20 @@ def test_many_small_admissions_are_filled_after_the_plan() -> None:
 
 def test_prompt_logprobs_travel_in_slices() -> None:
     num_tokens, num_top = 4096, 20
-    entry = p.SlotLogprobs(
-        slot=2,
+    entry = LogprobColumns(
         start=1,
-        chosen_logprobs=np.linspace(-9, 0, num_tokens, dtype=np.float32),
-        chosen_ranks=np.arange(1, num_tokens + 1),
+        logprobs=float_column(np.linspace(-9, 0, num_tokens)),
+        ranks=array("q", range(1, num_tokens + 1)),
         num_top=num_top,
-        top_token_ids=np.arange(num_tokens * num_top),
-        top_logprobs=np.linspace(-9, 0, num_tokens * num_top, dtype=np.float32),
+        top_token_ids=array("q", range(num_tokens * num_top)),
+        top_logprobs=float_column(np.linspace(-9, 0, num_tokens * num_top)),
     )
-    result = p.StepResult(5, p.StepStatus.OK, prompt_logprobs=(entry,))
+    result = StepResult(5, prompt_logprobs={2: entry})
     num_values = num_tokens * num_top
     response = run_at_once(response_in_slices(result, 3, 4))
     assert len(list(response_in_slices(result, 3, 4))) >= num_values // SLICE_ITEMS
     read = run_at_once(result_in_slices(response.result)).prompt_logprobs[2]
     assert len(list(result_in_slices(response.result))) >= num_values // SLICE_ITEMS
-    assert read.top_token_ids.tolist() == entry.top_token_ids.tolist()  # type: ignore[attr-defined]
+    assert read.top_token_ids.tolist() == entry.top_token_ids.tolist()
     assert np.array_equal(np.array(read.top_logprobs, np.float32), entry.top_logprobs)
     assert (read.start, len(read.logprobs), read.num_top) == (1, num_tokens, num_top)

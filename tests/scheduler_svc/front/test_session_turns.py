@@ -10,10 +10,11 @@ import pytest
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.plan.result import LogprobColumns
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.result import PromptLogprobs
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, RequestReader
 from scheduler_svc.front.session import Session, _Entry
@@ -46,11 +47,11 @@ def session() -> Session:
 def add(opened: Session, request_id: str, *, prompt_logprobs: int = 0) -> LiveRequest:
     """A request with one output token, and with the logprobs of so many prompt tokens, in the session."""
     num_top = NUM_TOP if prompt_logprobs else None
-    spec = RequestSpec(request_id, (5,) * (prompt_logprobs + 1), Sampling(num_prompt_logprobs=num_top))
+    spec = RequestSpec(request_id, (5,) * (prompt_logprobs + 1), SequenceSampling(num_prompt_logprobs=num_top))
     live = LiveRequest(EngineRequest(spec), 1)
     if live.prompt_logprobs is not None:
         count = prompt_logprobs
-        rows = PromptLogprobs(1, [-0.5] * count, [1] * count, NUM_TOP, [7] * NUM_TOP * count, [-1.0] * NUM_TOP * count)
+        rows = LogprobColumns(1, [-0.5] * count, [1] * count, NUM_TOP, [7] * NUM_TOP * count, [-1.0] * NUM_TOP * count)
         live.prompt_logprobs.extend(rows)
     live.samples[0].extend((9,))
     part = types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5]))

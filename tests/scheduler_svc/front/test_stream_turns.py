@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from cadenza.v1 import generation_pb2 as pb
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.convert.errors import NotServingError
 from scheduler_svc.convert.generation import request_fields
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.generation import GenerationServicer
@@ -116,7 +117,7 @@ class Context:
 
 async def test_a_stream_that_is_woken_as_the_service_stops_sends_its_output_and_ends() -> None:
     front, context = QuietFront(), Context()
-    live = LiveRequest(EngineRequest(RequestSpec("r", (5,), Sampling())), 1)
+    live = LiveRequest(EngineRequest(RequestSpec("r", (5,), SequenceSampling())), 1)
     stream = GenerationServicer(front)._stream(  # type: ignore[arg-type]
         RequestReader(live), request_fields(pb.GenerateRequest(request_id="r")), context
     )
@@ -133,7 +134,7 @@ async def test_a_stream_that_is_woken_as_the_service_stops_sends_its_output_and_
 
 async def test_the_next_step_does_not_wait_for_all_streams() -> None:
     front, contexts, tasks = QuietFront(), [], []
-    lives = [LiveRequest(EngineRequest(RequestSpec(f"{index}", (5,), Sampling())), 1) for index in range(40)]
+    lives = [LiveRequest(EngineRequest(RequestSpec(f"{index}", (5,), SequenceSampling())), 1) for index in range(40)]
     for live in lives:
         contexts.append(Context())
         stream = GenerationServicer(front)._stream(  # type: ignore[arg-type]

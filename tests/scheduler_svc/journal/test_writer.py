@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
@@ -43,7 +44,7 @@ class Journaled:
     def submit(
         self, request_id: str = "r", max_tokens: int = 5, body: bytes = b"body", **fields: object
     ) -> LiveRequest:
-        spec = RequestSpec(request_id, (5, 6, 7), Sampling(seed=1), max_tokens, **fields)
+        spec = RequestSpec(request_id, (5, 6, 7), SequenceSampling(seed=1), max_tokens, **fields)
         return self.world.engine.submit(EngineRequest(spec, body=body, body_digest=b"digest"))
 
     async def steps(self, count: int) -> None:

@@ -10,12 +10,12 @@ from prometheus_client.samples import Sample
 
 from cadenza_common.metrics.histogram import Histogram
 from cadenza_common.metrics.listener_counts import ListenerCounts
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult, StepTimings
 from scheduler_svc.convert import generation
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import DraftCounts
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
@@ -191,7 +191,7 @@ class DraftingExecutor(TimedExecutor):
 
     def result_of(self, plan: StepPlan, lane: Lane) -> StepResult:
         self.inner = self.inner or CoreExecutor(lane.spec, VOCAB_SIZE)
-        return replace(self.inner.run(plan), total_ns=round(self.step_s * 1e9), moves_ns=0)
+        return replace(self.inner.run(plan), timings=StepTimings(total_ns=round(self.step_s * 1e9), moves_ns=0))
 
 
 DRAFTING = replace(MODEL, vocab_size=VOCAB_SIZE, num_slots=32, max_num_seqs=32, max_drafts=4, fingerprint=b"drafts")

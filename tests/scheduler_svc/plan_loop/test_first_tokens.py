@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.plan import StepPlan
+from cadenza_common.plan.plan import StepPlan
 from tests.helpers.scheduler.virtual_engine import MODEL, started
 
 

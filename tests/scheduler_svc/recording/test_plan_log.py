@@ -10,25 +10,19 @@ import pytest
 
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.sampling import Grammar
+from cadenza_common.plan_wire.results import result_from_wire, result_to_wire
+from cadenza_common.plan_wire.writing import plan_to_wire
 from cadenza_common.serving.plan_log import PlanLogError, PlanLogReader, record_bytes
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.grammar import Grammar
-from scheduler_svc.core.plan import AdmittedSequence, StepPlan
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, FinishDetail, RequestSpec, SessionEnd
-from scheduler_svc.executors.convert import model_description, step_plan
-from scheduler_svc.executors.results import step_result
+from scheduler_svc.executors.convert import model_description
 from scheduler_svc.recording import plan_log, records
 from scheduler_svc.recording.plan_log import PlanLogWriter
-from scheduler_svc.recording.recorded import (
-    executor_message,
-    executor_spec,
-    request_message,
-    request_spec,
-    result_message,
-    session_end,
-)
+from scheduler_svc.recording.recorded import executor_message, executor_spec, request_message, request_spec, session_end
 from scheduler_svc.replay import __main__ as replay
 from scheduler_svc.replay import core_replay
 from tests.helpers.core.core_sampling import core_sampling
@@ -40,6 +34,7 @@ SAMPLING = core_sampling(
     temperature=0.5, top_p=0.75, top_k=7, min_p=0.125, seed=2**64 - 1, stop_token_ids=(9, 3), min_tokens=2,
     num_logprobs=0, num_prompt_logprobs=4, repetition_penalty=1.5, presence_penalty=-0.5, frequency_penalty=0.25,
     bias_token_ids=(1, 2), biases=(-100.0, 0.5), allowed_token_ids=(5, 4), bad_words=((1,), (2, 3)), num_candidates=6,
+    top_n_sigma=1.25,
 )  # fmt: skip
 REQUEST = RequestSpec(
     "r", (5, 6, 7), SAMPLING, max_tokens=11, eos_token_ids=frozenset({9, 3}), num_samples=3,
@@ -113,8 +108,9 @@ def written(path: Path, *entries: pb.PlanLogRecord) -> Path:
 
 
 def of_defaults(value: object) -> set[str]:
-    """Fields that have their default value."""
-    return {field.name for field in dataclasses.fields(value) if getattr(value, field.name) == field.default}
+    """Fields that have their default value; the sample index is that of a sequence."""
+    fields = [field for field in dataclasses.fields(value) if field.name != "sample_index"]
+    return {field.name for field in fields if getattr(value, field.name) == field.default}
 
 
 def test_requests_and_executors_are_recorded_whole() -> None:
@@ -152,11 +148,11 @@ def test_results_are_recorded_as_the_core_has_read_them() -> None:
     assert {field.name for field, _ in message.ListFields()} == {
         field.name for field in message.DESCRIPTOR.fields
     } - {"error_message", "finished_transfers"}  # fmt: skip
-    assert result_message(step_result(message), 9, 2**63 + 5) == message
+    assert result_to_wire(result_from_wire(message), 9, 2**63 + 5) == message
     failed = execution_pb2.StepResult(
         step_id=4, status=execution_pb2.STEP_STATUS_OUT_OF_MEMORY, error_message="why", timings=message.timings
     )
-    assert result_message(step_result(failed), 0, 0) == failed
+    assert result_to_wire(result_from_wire(failed), 0, 0) == failed
 
 
 def test_the_header_has_description_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +304,7 @@ def test_a_recorded_session_end_is_read_back(end: SessionEnd | None) -> None:
 def test_differences_name_the_fields() -> None:
     def plan(**changes: object) -> execution_pb2.StepPlan:
         admitted = AdmittedSequence(3, (1, 2), 2, 0, (4,), SAMPLING, 0)
-        return step_plan(dataclasses.replace(StepPlan(5, 0, admitted=[admitted]), **changes), 1)
+        return plan_to_wire(dataclasses.replace(StepPlan(5, 0, admitted=[admitted]), **changes), 1)
 
     assert not list(records.differences(plan(), plan()))
     other = AdmittedSequence(3, (1, 2), 2, 0, (9,), dataclasses.replace(SAMPLING, num_logprobs=None), 0)

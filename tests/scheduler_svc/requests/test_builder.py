@@ -88,21 +88,21 @@ def test_eos_can_be_ignored_and_still_be_a_stop_token():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"temperature": 0.0}, {"temperature": None}),
+        ({"temperature": 0.0}, {"temperature": 0.0}),
         ({"temperature": 1e-6}, {"temperature": 0.01}),
-        ({"top_k": -1}, {"top_k": None}),
+        ({"top_k": -1}, {"top_k": 0}),
         ({"top_k": 512}, {"top_k": 0}),
         ({"top_k": 511}, {"top_k": 511}),
         ({"top_p": 1e-300}, {"top_p": 1e-6}),
         ({"min_p": 1e-300}, {"min_p": 1e-37}),
-        ({"top_n_sigma": -1.0}, {"top_n_sigma": None}),
+        ({"top_n_sigma": -1.0}, {"top_n_sigma": 0.0}),
         ({"top_n_sigma": 1e300}, {"top_n_sigma": 3.4028234e38}),
         ({"top_n_sigma": 1e-300}, {"top_n_sigma": 1e-37}),
     ],
 )
 def test_sampling_is_resolved(given, expected):
     sampling = build(given).spec.sampling
-    assert {name: sampling.values.get(name) for name in expected} == expected
+    assert {name: getattr(sampling, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -297,9 +297,8 @@ def test_text_with_tokens_that_the_model_lacks_is_refused():
     assert refused(model=model, prompt=(chat(("user", "Hello, 你好")),)) == "prompt[0].chat"
     with pytest.raises(RequestRejectedError, match=rf"holds '.+', whose token id {largest} is not below .+ {largest}$"):
         build(model=model, prompt=(TOKENS, text("Hello, 你好")))
-    assert build(model=model, prompt=(text("H"),), params={"bad_words": ["H", "Hello, 你好"]}).spec.sampling.values.get(
-        "bad_words"
-    ) == (tuple(byte_level().encode("H")),)
+    built = build(model=model, prompt=(text("H"),), params={"bad_words": ["H", "Hello, 你好"]})
+    assert built.spec.sampling.bad_words == (tuple(byte_level().encode("H")),)
 
 
 def test_text_streams_are_made_as_requested():

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.errors import PreconditionError
-from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
+from scheduler_svc.core.types import BeamSpec, RequestSpec
 from scheduler_svc.requests.executor_features import check_features
 from tests.helpers.scheduler.changing_executor import MODEL
 
 
 def spec(**fields: Any) -> RequestSpec:
     of_request = {name: fields.pop(name) for name in ("beams", "num_samples") if name in fields}
-    return RequestSpec("r", (1, 2, 3), Sampling(**fields), 4, **of_request)
+    return RequestSpec("r", (1, 2, 3), SequenceSampling(**fields), 4, **of_request)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
+from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.sampling import SequenceSampling
+from cadenza_common.plan_wire.writing import plan_to_wire
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.core.plan import AdmittedSequence, StepPlan
-from scheduler_svc.core.types import Sampling
-from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
 from tests.helpers.models.toy_tokenizers import byte_fallback, byte_level, unigram
@@ -37,7 +37,7 @@ def build(*, model=MODEL, tokenizer=byte_level, prompt=(5, 6, 7), **params) -> E
     return builder.build(request_fields(message), now=0.0, time_left_s=None)
 
 
-def sampling(**given) -> Sampling:
+def sampling(**given) -> SequenceSampling:
     return build(**given).spec.sampling
 
 
@@ -47,9 +47,9 @@ def refusal(**given) -> RequestRejectedError | PreconditionError:
     return caught.value
 
 
-def on_the_wire(value: Sampling):
+def on_the_wire(value: SequenceSampling):
     admitted = AdmittedSequence(3, (1, 2, 3), 2, 0, (4,), value, 0)
-    return step_plan(StepPlan(1, 0, admitted=[admitted]), epoch=1).admitted[0].sampling
+    return plan_to_wire(StepPlan(1, 0, admitted=[admitted]), epoch=1).admitted[0].sampling
 
 
 def test_every_field_reaches_the_executor() -> None:
@@ -69,7 +69,7 @@ def test_every_field_reaches_the_executor() -> None:
     assert list(sent.stop_token_ids) == [0, 2, 9]
     assert dict(zip(sent.bias_token_ids, sent.biases, strict=True)) == {3: 100.0, 7: -100.0}
     assert list(sent.allowed_token_ids) == [3, 8]
-    assert tuple(tuple(word.ids) for word in sent.bad_words) == given.values["bad_words"]
+    assert tuple(tuple(word.ids) for word in sent.bad_words) == given.bad_words
 
 
 def test_silence_is_sent_as_off() -> None:
@@ -146,29 +146,29 @@ def test_what_the_executor_cannot_do_is_refused_at_the_door() -> None:
 def test_bad_words_are_banned_with_and_without_a_space() -> None:
     encode = byte_level().encode
     assert len(encode(" lazy")) == len(encode("lazy")) == 2, "what this test needs of the tokenizer"
-    assert sampling(bad_words=["lazy"]).values["bad_words"] == (tuple(encode("lazy")), tuple(encode(" lazy")))
-    assert sampling(bad_words=[" lazy"]).values["bad_words"] == sampling(bad_words=["lazy"]).values["bad_words"]
+    assert sampling(bad_words=["lazy"]).bad_words == (tuple(encode("lazy")), tuple(encode(" lazy")))
+    assert sampling(bad_words=[" lazy"]).bad_words == sampling(bad_words=["lazy"]).bad_words
 
 
 def test_a_space_that_makes_another_number_of_tokens_adds_no_word() -> None:
     """As in vLLM: ` z` is two tokens, the second of them `z`, which is banned already."""
     encode = byte_level().encode
     assert (len(encode("z")), len(encode(" z"))) == (1, 2), "what this test needs of the tokenizer"
-    assert sampling(bad_words=["z"]).values["bad_words"] == (tuple(encode("z")),)
+    assert sampling(bad_words=["z"]).bad_words == (tuple(encode("z")),)
 
 
 @pytest.mark.parametrize("tokenizer", [unigram, byte_fallback])
 def test_tokenizers_that_add_the_space_themselves(tokenizer) -> None:
     """Both forms begin with the same token, so only one is kept."""
-    words = sampling(bad_words=["one"], tokenizer=tokenizer).values["bad_words"]
+    words = sampling(bad_words=["one"], tokenizer=tokenizer).bad_words
     assert words == (tuple(tokenizer().encode("one", add_special_tokens=False)),)
 
 
 def test_bad_words_of_several_tokens_and_scripts() -> None:
     encode = byte_level().encode
     for word in ("fox jumps", "你好世界", "😀", "e\u0301x"):
-        assert sampling(bad_words=[word]).values["bad_words"][0] == tuple(encode(word))
-    assert len(sampling(bad_words=["lazy", "lazy", " lazy"]).values["bad_words"]) == 2, "each once"
+        assert sampling(bad_words=[word]).bad_words[0] == tuple(encode(word))
+    assert len(sampling(bad_words=["lazy", "lazy", " lazy"]).bad_words) == 2, "each once"
 
 
 # --- what leaves no token --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cadenza_common.plan.result import SlotError
 from executor_svc.gpu.kernels.sampling.arithmetic import (
     NEG_INF_KEY,
     NO_ID,
@@ -22,7 +23,6 @@ from executor_svc.gpu.kernels.sampling.floors import row_floor
 from executor_svc.gpu.kernels.sampling.noise import row_key
 from executor_svc.gpu.kernels.sampling.search import draw_from_best
 from executor_svc.gpu.kernels.sampling.state import RECORD_WORDS, field
-from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.noise import Purpose
 
 _RECORD_WORDS = tl.constexpr(RECORD_WORDS)

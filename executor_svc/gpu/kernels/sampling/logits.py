@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cadenza_common.plan.result import SlotError
 from executor_svc.gpu.kernels.rows import check, check_rows, chunks, options, variant
 from executor_svc.gpu.kernels.variant import Variant
-from executor_svc.plan.plan import SlotError
 
 VOCAB_SIZES = (32000, 49152, 128256, 151936, 256000)
 """Widths of the variants that are compiled ahead of time; the launchers accept any width."""

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cadenza_common.plan.sampling import COLUMNS, Need
 from executor_svc.gpu.kernels.sampling.arithmetic import CHUNK, MAX_VOCAB, SUB
-from executor_svc.plan.sampling import COLUMNS, Need
 
 _BYTES = 128
-_TYPES: dict[type[np.generic], str] = {np.float32: "<f4", np.int64: "<i4", np.uint64: "<u8"}
+_TYPES = {"f4": "<f4", "i8": "<i4", "u8": "<u8"}
 _PLACES = "has_floor penalised has_allowed bias_start bias_length word_start word_length stop_start stop_length".split()
 
 

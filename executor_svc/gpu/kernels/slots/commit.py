@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cadenza_common.plan.result import SlotError
 from executor_svc.gpu.kernels.rows import check
 from executor_svc.gpu.kernels.slots.slots import (
     MAX_LEN,
@@ -34,7 +35,6 @@ from executor_svc.gpu.kernels.slots.slots import (
     StepSizes,
 )
 from executor_svc.gpu.kernels.variant import Variant
-from executor_svc.plan.plan import SlotError
 
 IDLE = -1
 """Error of a row whose slot, or whose source, had stopped before the step; of a later round: the slot takes no token.

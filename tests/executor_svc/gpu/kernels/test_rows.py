@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cadenza_common.plan.result import SlotError
 from executor_svc.gpu.kernels import rows
 from executor_svc.gpu.kernels.sampling import logits
-from executor_svc.plan.plan import SlotError
 
 NAN, INF = float("nan"), float("inf")
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.adapters.events import (
     AdapterError,
     AdapterLoaded,
@@ -17,7 +18,7 @@ from scheduler_svc.core.adapters.turns import MAX_PASSED, MAX_PASSED_S
 from scheduler_svc.core.errors import InvariantError, RequestRejectedError
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, PriorityOrder
-from scheduler_svc.core.types import RequestSpec, Sampling
+from scheduler_svc.core.types import RequestSpec
 from tests.helpers.core.adapter_rig import Rig
 
 
@@ -295,7 +296,7 @@ def test_what_only_executors_without_its_adapter_can_hold_is_named() -> None:
     rig.core.add_executor(1, small)
     rig.register(1)
     assert rig.commands(0) == rig.commands(1) == ([1], [])
-    three = RequestSpec("three", (1, 2, 3), Sampling(), 10, num_samples=3, adapter_index=1)
+    three = RequestSpec("three", (1, 2, 3), SequenceSampling(), 10, num_samples=3, adapter_index=1)
     assert rig.core.adapter_misfit(three) is None
     rig.core.add_request(three, rig.now)
     rig.core.adapter_event(AdapterLoaded(1, b"one"), 1)

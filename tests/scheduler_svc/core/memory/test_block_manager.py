@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
-from scheduler_svc.core.types import RequestSpec, Sampling
+from scheduler_svc.core.types import RequestSpec
 
 SIZE = 4
 
@@ -19,7 +20,7 @@ _IDS = itertools.count(1)
 
 
 def make(num_tokens: int, num_computed: int = 0) -> Sequence:
-    spec = RequestSpec("r", (7,) * num_tokens, Sampling(), max_tokens=100)
+    spec = RequestSpec("r", (7,) * num_tokens, SequenceSampling(), max_tokens=100)
     sequence = Sequence(next(_IDS), SequenceGroup(spec, 0, 0.0, 10_000), 0)
     sequence.schedule(num_computed)
     return sequence
@@ -59,7 +60,7 @@ def test_a_fork_shares_all_blocks_and_copies_the_partial_one_when_it_writes() ->
     # The copy reads before anything is computed, so the remaining holder may write to its source.
     assert not blocks.writes_shared(source)
     assert blocks.make_writable(source) == shared
-    assert blocks.take_moves().copied == [(shared, own)]
+    assert list(blocks.take_moves().copied) == [(shared, own)]
     assert (blocks.num_free, blocks.num_shared_refs) == (7, 1)
     blocks.check_integrity([source, child])
 
@@ -82,7 +83,7 @@ def test_a_copy_of_a_copy_reads_the_first_source() -> None:
     grandchild = make(7, 6)
     blocks.share_blocks(child, grandchild, 6)
     another = blocks.make_writable(grandchild)
-    assert blocks.take_moves().copied == [(source.block_ids[1], own), (source.block_ids[1], another)]
+    assert list(blocks.take_moves().copied) == [(source.block_ids[1], own), (source.block_ids[1], another)]
 
 
 def test_a_copy_of_what_is_swapped_in_is_another_swap_in() -> None:
@@ -95,7 +96,7 @@ def test_a_copy_of_what_is_swapped_in_is_another_swap_in() -> None:
     shared = group[0].block_ids[1]
     own = blocks.make_writable(group[1])
     moves = blocks.take_moves()
-    assert moves.copied == []
+    assert not moves.copied
     assert {(host_block_id, shared), (host_block_id, own)} < set(moves.swapped_in)
 
 
@@ -105,7 +106,7 @@ def test_swapping_out_a_copy_moves_what_it_is_copied_from() -> None:
     blocks.make_writable(child)
     assert blocks.swap_out([child])
     moves = blocks.take_moves()
-    assert moves.copied == []
+    assert not moves.copied
     assert (source.block_ids[1], child.host_block_ids[1]) in moves.swapped_out
     blocks.check_integrity([source, child])
 
@@ -183,7 +184,7 @@ def test_a_host_pool_that_is_too_small_changes_nothing() -> None:
     before = list(source.block_ids)
     assert not blocks.swap_out([source, child])
     assert (source.block_ids, source.host_block_ids) == (before, [])
-    assert blocks.take_moves().swapped_out == []
+    assert not blocks.take_moves().swapped_out
 
 
 def test_one_plan_does_not_swap_the_same_blocks_both_ways() -> None:
@@ -206,7 +207,7 @@ def test_what_ends_swapped_out_frees_its_host_blocks_and_is_not_moved() -> None:
     assert blocks.num_used_host == 2
     blocks.free(child)
     assert blocks.num_used_host == 0
-    assert blocks.take_moves().swapped_out == []
+    assert not blocks.take_moves().swapped_out
 
 
 def test_swapping_out_evicts_cached_host_blocks() -> None:

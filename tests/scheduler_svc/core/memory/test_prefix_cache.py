@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory import prefix_lookups
 from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.types import RequestSpec, Sampling
+from scheduler_svc.core.types import RequestSpec
 
 SIZE = 4
 ALIKE = 2**31
@@ -23,7 +24,7 @@ _IDS = itertools.count(1)
 
 
 def make(token_ids: list[int], num_prompt_logprobs: int | None = None, **fields: object) -> Sequence:
-    sampling = Sampling(num_prompt_logprobs=num_prompt_logprobs)
+    sampling = SequenceSampling(num_prompt_logprobs=num_prompt_logprobs)
     spec = RequestSpec("r", tuple(token_ids), sampling, max_tokens=100, **fields)
     return Sequence(next(_IDS), SequenceGroup(spec, 0, 0.0, 10_000), 0)
 
@@ -269,7 +270,8 @@ def test_evicted_blocks_come_back_from_the_host() -> None:
     blocks.allocate(sequence, 13, found=found)
     moves = blocks.take_moves()
     assert [block_id for _, block_id in moves.swapped_in] == sequence.block_ids[:3]
-    assert (moves.swapped_out, moves.copied) == ([], [])
+    assert not moves.swapped_out
+    assert not moves.copied
     assert blocks.find_cached_prefix(make([1] * 13)).num_host == 0
     assert blocks.host_pool.num_free == 4
     blocks.check_integrity([sequence])
@@ -302,7 +304,7 @@ def test_blocks_out_of_reach_are_not_worth_a_move() -> None:
     blocks.free(two)
     assert blocks.num_cached == 1
     blocks.take(8)
-    assert blocks.take_moves().swapped_out == []
+    assert not blocks.take_moves().swapped_out
 
 
 @pytest.mark.parametrize(("measured", "expected"), [(rates(1, 5), 4), (rates(1, 4), 4), (rates(1, 3), 12), (None, 12)])

@@ -7,12 +7,13 @@ import random
 
 import pytest
 
+from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.outputs import count_by_tenant
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.types import RequestSpec, Sampling
+from scheduler_svc.core.types import RequestSpec
 
 ORDERS = {
     "fcfs": FcfsOrder,
@@ -26,7 +27,7 @@ def make(number: int, tenant: str, *, priority: int = 0, num_prompt: int = 4) ->
     spec = RequestSpec(
         str(number),
         (1,) * num_prompt,
-        Sampling(),
+        SequenceSampling(),
         max_tokens=10,
         tenant=tenant,
         priority=priority,

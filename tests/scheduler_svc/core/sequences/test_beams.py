@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import event, given, settings
 
+from cadenza_common.plan.result import Candidates
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.result import Candidates
 from scheduler_svc.core.sequences.beams import MAX_CANDIDATES, BeamSearch, Hypothesis
 from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
 

@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from cadenza_common.plan.result import StepResult, StepStatus
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.draft_limits import draft_scope
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.result import StepResult, StepStatus
 from scheduler_svc.core.steps.results import check_result
 from scheduler_svc.core.types import BeamSpec, FinishDetail
 from tests.helpers.core.core_bench import Bench

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from cadenza_common.plan_wire.writing import plan_to_wire
 from scheduler_svc.core.memory.prefix_cache import PrefixCache, pack_blocks
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import SequenceState
-from scheduler_svc.executors.convert import step_plan
 from tests.helpers.core.core_bench import Bench
 
 SIZES = {"max_drafts": 4, "num_slots": 32, "max_num_seqs": 32, "max_num_batched_tokens": 64}
@@ -104,7 +104,7 @@ def test_a_decode_only_plan_with_drafts_is_a_few_bytes(num_sequences: int) -> No
             assert plan.decode_ready
             assert plan.max_drafts == most
             if not plan.append_slots:
-                smallest.append(step_plan(plan, 1).ByteSize())
+                smallest.append(plan_to_wire(plan, 1).ByteSize())
             bench.apply()
         sizes[most] = min(smallest)
     assert sizes[4] == sizes[0] + 2 <= 16

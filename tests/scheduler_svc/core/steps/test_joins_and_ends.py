@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan.sampling import SequenceSampling
+from cadenza_common.plan_wire.writing import plan_to_wire
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.request_table import RequestTable
-from scheduler_svc.core.result import StepResult
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps import admission
-from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec, Sampling, SequenceState
-from scheduler_svc.executors.convert import step_plan
+from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec, SequenceState
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.deltas import deltas
 
@@ -26,7 +27,7 @@ STOP_IDS = (2, 5)
 def spec_of(rng: random.Random, name: str, *, alone: bool) -> RequestSpec:
     """A request with a prompt that others may begin with too."""
     prompt = (7,) * rng.randrange(13) + tuple(rng.choices(range(3, 30), k=rng.randrange(1, 12)))
-    sampling = Sampling(seed=len(name), stop_token_ids=rng.choice([STOP_IDS, STOP_IDS[:1], ()]))
+    sampling = SequenceSampling(seed=len(name), stop_token_ids=rng.choice([STOP_IDS, STOP_IDS[:1], ()]))
     num_samples = 1 if alone else rng.choice([1, 1, 3])
     max_tokens = rng.choice([None, 1, 2, 9])
     return RequestSpec(name, prompt, sampling, max_tokens, frozenset({2}), num_samples=num_samples)
@@ -57,7 +58,7 @@ def history(seed: int, *, prefix_caching: bool) -> list[str]:
         for index in range(rng.choice([0, 0, 1, 2, 6])):
             core.add_request(spec_of(rng, f"{number}.{index}", alone=seed % 2 == 0), 0.0)
         plan = core.plan_step(0, 0.0)
-        found.append("" if plan is None else step_plan(plan, 1).SerializeToString().hex())
+        found.append("" if plan is None else plan_to_wire(plan, 1).SerializeToString().hex())
         if len(core.lanes[0].inflight) == 2 or (plan is None and core.lanes[0].inflight):
             found.append(apply_oldest(core, rng))
             found.append(repr([sequence.sequence_id for sequence in core.take_finished()]))

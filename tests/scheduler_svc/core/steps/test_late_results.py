@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 
 from cadenza.v1 import types_pb2
-from executor_svc.service.convert import plan_from_wire
+from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.result import StepResult
+from cadenza_common.plan.sampling import Grammar
+from cadenza_common.plan_wire.reading import plan_from_wire
+from cadenza_common.plan_wire.writing import plan_to_wire
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.grammar import Grammar
 from scheduler_svc.core.placement.candidates import may_continue
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.core.result import StepResult
-from scheduler_svc.executors.convert import step_plan
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.core_executor import LateSteps
 
@@ -153,7 +153,7 @@ def test_plans_say_whose_turn_a_grammar_takes() -> None:
         bench.add(name, 5, 6, tenant=tenant, grammar=grammar)
     plan = bench.plan()
     assert isinstance(plan, StepPlan)
-    turns = [each.grammar_turn for each in plan_from_wire(step_plan(plan, epoch=1)).admitted]
+    turns = [each.grammar_turn for each in plan_from_wire(plan_to_wire(plan, epoch=1)).admitted]
     assert turns[0] == turns[1] != turns[2]
     assert 0 not in turns[:3]
     assert turns[3:] == [0, 0]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.core.memory import prefix_lookups
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.policies import Policies
 from tests.helpers.core.core_bench import Bench
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cadenza_common.plan.plan import PrefixSource, StepPlan
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.plan import PrefixSource, StepPlan
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES, MAX_GROUP_TOKENS
 from scheduler_svc.core.types import BeamSpec, FinishDetail
 from tests.helpers.core.core_bench import Bench

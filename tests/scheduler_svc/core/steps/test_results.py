@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cadenza_common.plan.result import SlotError, StepResult, StepStatus
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.result import SlotError, StepResult, StepStatus
 from scheduler_svc.core.steps.results import check_result
 from tests.helpers.core.core_bench import Bench
 

@@ -13,9 +13,9 @@ import triton.language as tl
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from cadenza_common.plan.result import SlotError
 from executor_svc.gpu.kernels.sampling import noise
 from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace
-from executor_svc.plan.plan import SlotError
 from executor_svc.sampling import noise as philox
 from executor_svc.sampling.functions import TorchFunctions
 from executor_svc.sampling.logits_edits import logits_edits

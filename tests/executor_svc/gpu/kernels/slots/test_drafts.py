@@ -14,7 +14,7 @@ from executor_svc.batch.slots import Slots
 from executor_svc.gpu.kernels.slots.draft_layout import lay_out_drafts
 from executor_svc.gpu.kernels.slots.ngram_drafts import draft_ngrams
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepBuffers, StepSizes
-from executor_svc.plan.plan import Limits
+from executor_svc.plan.limits import Limits
 from executor_svc.speculation.ngram import NgramSource
 
 POISON = -(2**31)

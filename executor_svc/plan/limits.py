@@ -1,0 +1,36 @@
+"""The executor's capacity, and the limits of one plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The executor's capacity, and the limits of one plan."""
+
+    num_slots: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    max_inflight_plans: int
+    max_drafts: int = 0
+    """The most drafts of a slot in one step; 0: no speculative decoding."""
+    max_loras: int = 0
+    """The most distinct adapters of admitted slots; 0: no adapters."""
+    max_cpu_loras: int = 0
+    """The most loaded adapters."""
+    has_grammars: bool = False
+    """Whether sequences may have grammars."""
+    adaptive_drafts: bool = False
+    """Whether the scheduler chooses the number of drafts by what steps have cost and accepted."""
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """The number of block table entries of a sequence of max_model_len tokens."""
+        return -(-self.max_model_len // self.block_size)

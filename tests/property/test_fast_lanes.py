@@ -307,7 +307,9 @@ def choices_of(events: bytes) -> list[dict[str, Any]]:
     """The chunks of events, without what is null in a choice."""
     chunks = [json.loads(event.removeprefix("data: ")) for event in events.decode().split("\n\n") if event]
     for chunk in chunks:
-        chunk["choices"] = [{key: value for key, value in each.items() if value is not None} for each in chunk["choices"]]
+        chunk["choices"] = [
+            {key: value for key, value in each.items() if value is not None} for each in chunk["choices"]
+        ]
     return chunks
 
 
@@ -316,5 +318,7 @@ def choices_of(events: bytes) -> list[dict[str, Any]]:
 
 def test_the_page_names_every_test_of_this_file() -> None:
     page = (ROOT / "docs" / "fast-lanes.md").read_text()
-    tests = {name for name in globals() if name.startswith("test_") and name != "test_the_page_names_every_test_of_this_file"}
+    tests = {
+        name for name in globals() if name.startswith("test_") and name != "test_the_page_names_every_test_of_this_file"
+    }
     assert {name for name in re.findall(r"`(test_\w+)`", page)} == tests

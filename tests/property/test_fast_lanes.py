@@ -86,7 +86,7 @@ def at_default(value: Any) -> set[str]:
 
 
 def as_in_the_scheduler(plan: StepPlan) -> StepPlan:
-    """A plan that was read as the scheduler would have made it: a grammar is its sampling's, a source's blocks count."""
+    """A plan that was read, as the scheduler makes it: the grammar is its sampling's, and it has all of its blocks."""
     (sequence,) = plan.admitted
     spec = execution_pb2.StepPlan.FromString(plan.wire()).admitted[0].grammar.SerializeToString()
     source = dataclasses.replace(sequence.source, num_blocks=0)
@@ -151,7 +151,7 @@ def test_a_result_without_logprobs_is_read_as_one_with() -> None:
     assert results.result_from_wire(message) == run_at_once(results.result_in_slices(message))
 
 
-# ------------------------------------------------------------------------------------------------ admissions, ends, blocks
+# ------------------------------------------------------------------------------------- admissions, ends, blocks
 
 GRAMMAR = types_pb2.GrammarSpec(regex="a+").SerializeToString()
 
@@ -321,4 +321,4 @@ def test_the_page_names_every_test_of_this_file() -> None:
     tests = {
         name for name in globals() if name.startswith("test_") and name != "test_the_page_names_every_test_of_this_file"
     }
-    assert {name for name in re.findall(r"`(test_\w+)`", page)} == tests
+    assert set(re.findall(r"`(test_\w+)`", page)) == tests

@@ -49,11 +49,11 @@ SAMPLING_FIELD: Edits = {
             "    )",
         ),
     ],
-    "executor_svc/plan/sampling.py": [
+    "cadenza_common/plan/sampling.py": [
         _before(
             "    repetition_penalty: float = _row(",
             "    max_gap: float = _row(",
-            '        0.0, Column(np.float32, Need.FLOOR, "0 or more and finite", _finite(), off=0, in_warm_up=9.0)',
+            '        0.0, "f4", Need.FLOOR, "0 or more and finite", _finite(), off=0, in_warm_up=9.0',
             "    )",
         ),
     ],

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from typing import Any
 
 import pytest
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
-from cadenza_common.plan.plan import AdmittedSequence, StepPlan
-from cadenza_common.plan.plan import StepPlan as ExecutorPlan
+from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, StepPlan
 from cadenza_common.plan_wire.reading import plan_from_wire
 from cadenza_common.plan_wire.writing import plan_to_wire
 from executor_svc.config import ExecutorConfig
@@ -22,17 +22,17 @@ from scheduler_svc.plan_loop.fleet_model import executor_spec
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.core.core_sampling import core_sampling
 
-FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "swapped_out": ({"swapped_out": [(3, 1), (5, 0)]}, {"swap_out": ([3, 5], [1, 0])}),
-    "copied": ({"copied": [(7, 8), (7, 9)]}, {"copies": ([7, 7], [8, 9])}),
-    "swapped_in": ({"swapped_in": [(2, 6)]}, {"swap_in": ([2], [6])}),
-    "appended": ({"append_slots": [1, 1], "append_block_ids": [4, 5]}, {"appends": ([1, 1], [4, 5])}),
-    "given": ({"given_slots": [4, 0], "given_token_ids": [0, 99]}, {"given": ([4, 0], [0, 99])}),
-    "forks": ({"fork_source_slots": [2, 2], "fork_slots": [3, 0]}, {"forks": ([3, 0], [2, 2])}),
-    "debug_digest": ({"debug_digest": True}, {"debug_digest": True}),
-    "held": ({"held_slots": [0, 3], "resumed_slots": [2]}, {"held_slots": [0, 3], "resumed_slots": [2]}),
+FIELDS: dict[str, dict[str, Any]] = {
+    "swapped out": {"swap_out": BlockMoves([3, 5], [1, 0])},
+    "copied": {"copies": BlockMoves([7, 7], [8, 9])},
+    "swapped in": {"swap_in": BlockMoves([2], [6])},
+    "appended": {"append_slots": [1, 1], "append_block_ids": [4, 5]},
+    "given": {"given_slots": [4, 0], "given_token_ids": [0, 99]},
+    "forks": {"fork_source_slots": [2, 2], "fork_slots": [3, 0]},
+    "debug_digest": {"debug_digest": True},
+    "held": {"held_slots": [0, 3], "resumed_slots": [2]},
 }
-"""Fields of the core's plan, and what the executor reads: (sources, destinations), (slots, values) or plain values."""
+"""Fields of a plan, the same in the scheduler and in the executor that reads them."""
 
 
 def sent(**fields: Any) -> bytes:
@@ -46,14 +46,11 @@ def received(message: bytes) -> dict[str, Any]:
     found = {}
     assert pb.StepPlan.FromString(plan.wire()) == pb.StepPlan.FromString(message)
     for field in dataclasses.fields(plan):
-        if not field.compare:
-            continue
         value = getattr(plan, field.name)
-        if dataclasses.is_dataclass(value):
-            columns = tuple(getattr(value, column.name).tolist() for column in dataclasses.fields(value))
-            found[field.name] = columns
-        else:
-            found[field.name] = value.tolist() if hasattr(value, "tolist") else value
+        if isinstance(value, BlockMoves):
+            value = BlockMoves(list(value.sources), list(value.destinations))
+        if field.compare:
+            found[field.name] = list(value) if isinstance(value, array) else value
     return found
 
 
@@ -61,26 +58,22 @@ NOTHING = received(sent())
 
 
 def test_absent_parts_are_not_read() -> None:
-    """Most steps only decode: their plans cost no arrays for the parts that they lack."""
+    """Most steps only decode: their plans cost no buffers for the parts that they lack."""
     plan = plan_from_wire(pb.StepPlan.FromString(sent(decode_ready=True)))
-    absent = ExecutorPlan(step_id=1, epoch=1)
-    for field in dataclasses.fields(plan):
-        if field.compare and field.name not in ("step_id", "epoch", "decode_ready"):
-            assert getattr(plan, field.name) is getattr(absent, field.name), field.name
+    assert plan == StepPlan(step_id=7, epoch=9, decode_ready=True)
+    assert not any(isinstance(getattr(plan, field.name), array) for field in dataclasses.fields(plan))
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_each_part_arrives_and_nothing_else_does(name: str) -> None:
-    fields, read = FIELDS[name]
-    assert received(sent(**fields)) == NOTHING | read
+    assert received(sent(**FIELDS[name])) == NOTHING | FIELDS[name]
 
 
 def test_all_parts_arrive_together() -> None:
-    fields = {key: value for fields, _ in FIELDS.values() for key, value in fields.items()}
-    read = {key: value for _, read in FIELDS.values() for key, value in read.items()}
+    fields = {key: value for fields in FIELDS.values() for key, value in fields.items()}
     fields |= {"scheduled_slots": [5], "scheduled_num_tokens": [17], "scheduled_samples": [True], "decode_ready": True}
-    read |= {"scheduled": ([5], [17], [True]), "decode_ready": True}
-    assert received(sent(**fields, released_slots=[6])) == NOTHING | read | {"released_slots": [6]}
+    fields |= {"released_slots": [6]}
+    assert received(sent(**fields)) == NOTHING | fields
 
 
 def test_a_decode_step_is_a_step_id_an_epoch_and_a_flag() -> None:

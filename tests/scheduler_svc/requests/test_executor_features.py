@@ -33,15 +33,15 @@ def spec(**fields: Any) -> RequestSpec:
         (spec(num_samples=2), {"can_fork": False}, "n", "the executor cannot share a prompt's KV blocks among samples"),
         (spec(num_samples=2), {"can_copy": False}, "n", "the executor cannot share a prompt's KV blocks among samples"),
         (
-            spec(values={"temperature": 0.5, "presence_penalty": 1.0}), {"has_logits_processors": False},
+            spec(temperature=0.5, presence_penalty=1.0), {"has_logits_processors": False},
             "presence_penalty", "the executor has no presence_penalty",
         ),
         (
-            spec(values={"bias_token_ids": (1,), "biases": (2.0,)}), {"has_logits_processors": False}, "logit_bias",
+            spec(bias_token_ids=(1,), biases=(2.0,)), {"has_logits_processors": False}, "logit_bias",
             "the executor has no logit_bias",
         ),
         (
-            spec(values={"bad_words": ((1,),)}), {"has_logits_processors": False}, "bad_words",
+            spec(bad_words=((1,),)), {"has_logits_processors": False}, "bad_words",
             "the executor has no bad_words",
         ),
     ],
@@ -60,4 +60,4 @@ def test_what_a_request_does_not_need_may_be_missing() -> None:
         MODEL, max_logprobs=0, gives_prompt_logprobs=False, has_logits_processors=False, can_copy=False, can_fork=False,
         gives_candidates=False,
     )  # fmt: skip
-    check_features(spec(values={"temperature": 0.5, "top_k": 3}, num_logprobs=0), bare)
+    check_features(spec(temperature=0.5, top_k=3, num_logprobs=0), bare)

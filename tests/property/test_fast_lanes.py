@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.sampling_params import SamplingParams
 from cadenza.v1 import execution_pb2, generation_pb2, types_pb2
 from cadenza_common.plan.plan import AdmittedSequence, StepPlan
 from cadenza_common.plan.result import StepResult
@@ -28,8 +30,9 @@ from cadenza_common.plan_wire import columns, reading, results, writing
 from cadenza_common.serving import slices
 from cadenza_common.serving.slices import run_at_once
 from gateway_svc.openai.answers import Head
-from gateway_svc.openai.chat import _ChatChunks
-from gateway_svc.openai.completions import _CompletionChunks, finish_of
+from gateway_svc.openai.chat import _Chat
+from gateway_svc.openai.completions import _Completion
+from gateway_svc.requests.request import GatewayRequest
 from scheduler_svc.convert import plain_output
 from scheduler_svc.core.adapters.events import AdapterLoaded, AdapterRegistered
 from scheduler_svc.core.lanes.lane import Lane
@@ -40,6 +43,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps import admission, plain_admission, preemption
 from scheduler_svc.core.types import ExecutorSpec, Finish, RequestSpec
+from tests.helpers.core.deltas import deltas
 from tests.helpers.paths import ROOT
 
 RESERVED = {"transfers", "embeddings", "finished_transfers", "kv_group", "chosen_tokens", "top_tokens"}
@@ -195,7 +199,7 @@ def history(seed: int, *, with_drafts: bool) -> list[str]:
             slots = list(step.sampling_slots)
             token_ids = rng.choices(range(2, 12), k=len(slots))
             _, outputs = core.apply_result(0, StepResult(step.plan.step_id, slots=slots, token_ids=token_ids), 0.0)
-            found.append(repr([(each.key, each.token_ids, each.finish) for each in outputs]))
+            found.append(repr([(each.key, each.token_ids, each.finish) for each in deltas(outputs)]))
             found.append(repr([sequence.sequence_id for sequence in core.take_finished()]))
         core.check_integrity()
     return found
@@ -236,7 +240,6 @@ def test_plans_and_outputs_are_those_of_one_by_one(
     num_admitted = len(admitted)
     assert num_admitted > 20
     monkeypatch.setattr(admission, "admit_new", lambda *args: None)
-    monkeypatch.setattr(admission, "admit_plain", lambda *args, **kwargs: None)
     monkeypatch.setattr(RequestTable, "finish_all", finish_each)
     monkeypatch.setattr(preemption, "_append_blocks", append_each)
     assert history(seed, with_drafts=with_drafts) == together
@@ -269,35 +272,28 @@ def test_every_field_of_an_output_is_in_one_of_both_forms() -> None:
 
 
 GENERATION = SimpleNamespace(prompt_token_ids=lambda prompt: [], total=lambda prompt: None)
+PLAIN = SimpleNamespace(is_plain=True, opening=None)
+"""How a chat's output is read where it is text alone."""
 ANSWERS = {
-    "chat": lambda values: _ChatChunks(
-        SimpleNamespace(
-            values=values, n=2, num_top=None, echoed={}, reading=SimpleNamespace(is_plain=True), logprobs=lambda _: None
-        ),
-        Head("id", "chat.completion.chunk", "model", 7),
-        GENERATION,
-    ),
-    "completions": lambda values: _CompletionChunks(
-        SimpleNamespace(
-            values=values, n=2, num_top=None, echoes=None, head=Head("id", "text_completion", "model", 7),
-            is_prompt_alone=False, finish=finish_of,
-        ),
-        GENERATION,
-    ),
-}  # fmt: skip
+    "chat": lambda asked: _Chat(asked, PLAIN, "model").events(GENERATION),
+    "completions": lambda asked: _Completion(asked, Head(asked.id, "text_completion", "model"), ()).events(GENERATION),
+}
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("include_usage", [False, True])
 @given(texts=st.lists(st.text(min_size=1), min_size=1, max_size=4))
 def test_events_of_text_are_those_of_objects(name: str, include_usage: bool, texts: list[str]) -> None:
-    values = {"stream": True, **({"stream_options": {"include_usage": True}} if include_usage else {})}
-    fast, slow = ANSWERS[name](values), ANSWERS[name](values)
+    asked = GatewayRequest(
+        id="id", prompts=["p"], params=SamplingParams(n=2), is_streamed=True, with_usage=include_usage
+    )
+    with patch("gateway_svc.openai.answers.time.time", return_value=7.0):
+        fast, slow = ANSWERS[name](asked), ANSWERS[name](asked)
     assert fast._is_plain
     slow._is_plain = False
     for index, text in enumerate(texts):
         taken = [(0, RequestOutput("r", outputs=[CompletionOutput(index % 2, text, [index])]))]
-        found, expected = fast.events(taken), slow.events(taken)
+        found, expected = fast.deltas(taken), slow.deltas(taken)
         assert choices_of(found) == choices_of(expected)
         # All else is equal to the byte, and so are choices, but that objects also say `"stop_reason":null`.
         assert found == expected.replace(b',"stop_reason":null', b"") or b"stop_reason" in text.encode()

@@ -169,11 +169,8 @@ class Lane:
         """Forget a waiting sequence that is about to run on another executor; nothing here refers to it."""
         self._stop_ids.remove((sequence,))
 
-    def start_running(self, sequence: Sequence, *, prefills: bool = True) -> None:
-        """Give a waiting sequence a slot; the caller allocates its blocks.
-
-        Without `prefills` it is not added to the sequences that prefill, for a caller that knows whether it will.
-        """
+    def start_running(self, sequence: Sequence) -> None:
+        """Give a waiting sequence a slot; the caller allocates its blocks."""
         sequence.change_state(SequenceState.RUNNING)
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
@@ -185,7 +182,7 @@ class Lane:
             self.swapped.pop(sequence, None)
         self._stop_ids.add((sequence,))
         self.running.add(sequence)
-        if prefills and not (sequence.awaits_fork or sequence.is_spare_beam):
+        if not (sequence.awaits_fork or sequence.is_spare_beam):
             self.prefilling.add(sequence)
 
     def start_all(self, sequences: list[Sequence]) -> list[int]:

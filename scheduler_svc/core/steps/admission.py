@@ -16,7 +16,7 @@ from scheduler_svc.core.steps.allocation import Allocation, allocations_of, have
 from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.steps.budget import SINGLE_WEIGHT, AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import plan_chunk
-from scheduler_svc.core.steps.plain_admission import admit_new, admit_plain
+from scheduler_svc.core.steps.plain_admission import admit_new
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 
 
@@ -58,11 +58,6 @@ def admit(
                 continue
         elif not is_free:
             break
-        planned = admit_plain(requests, lane, step, budget, group, alone=alone)
-        if planned is not None:
-            admissions.spend(group, SINGLE_WEIGHT)
-            fully_planned += planned
-            continue
         if _finish_oversized(requests, lane, group):
             continue
         allocations = allocations_of(requests, lane, group)

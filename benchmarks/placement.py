@@ -27,7 +27,7 @@ from cadenza_simulator.campaign import simulate
 from cadenza_simulator.options import scheduler_config
 from cadenza_simulator.placement import PLACEMENTS, PlacementName
 from cadenza_simulator.published import A100_40GB, LLAMA_3_1_8B, published_profile
-from cadenza_simulator.run import Outcome, Simulation
+from cadenza_simulator.run import RunOutcome, Simulation
 from cadenza_simulator.traffic import Traffic
 
 NAME = "placement"
@@ -43,7 +43,7 @@ _TOKENS_REQUESTS = 2048
 """For each executor, so that the end, when few requests are left, weighs the same."""
 
 
-def serve(placement: PlacementName, num_executors: int, sessions_per_s: float, seed: int, chat: Chat) -> Outcome:
+def serve(placement: PlacementName, num_executors: int, sessions_per_s: float, seed: int, chat: Chat) -> RunOutcome:
     """Serve the chat's sessions that begin in the warm-up and the counted time, to their ends."""
     traffic = Traffic(chat.schedule(sessions_per_s, WARM_UP_S + COUNTED_S, seed))
     config = scheduler_config({"enable_prefix_caching": True, "max_queued_requests": 100_000})

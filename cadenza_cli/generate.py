@@ -96,7 +96,7 @@ class _Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _Prompts:
     """Sends prompts with the same parameters."""
 
     client: AsyncClient
@@ -220,7 +220,7 @@ async def _generate(
             notice("the model has no chat template: prompts are continued as they are (--raw)")
             raw = True
         applies_template, shows_ids = not raw and not has_ids, not info.has_tokenizer
-        request = _Request(client, params, choices, applies_template, shows_ids)
+        request = _Prompts(client, params, choices, applies_template, shows_ids)
         if as_json:
             await _print_json(request, prompts)
         else:
@@ -238,7 +238,7 @@ def _check(prompts: list[_Prompt], info: ModelInfo) -> None:
             raise OptionError(f"option ids: '{largest}' is not a token id of this model: the last is {last}")
 
 
-async def _print_json(request: _Request, prompts: list[_Prompt]) -> None:
+async def _print_json(request: _Prompts, prompts: list[_Prompt]) -> None:
     outputs: Sequence[RequestOutput | None]
     failure: CadenzaError | None = None
     try:
@@ -273,7 +273,7 @@ def _print_object(prompt: _Prompt, output: RequestOutput) -> None:
     sys.stdout.write(json.dumps(line, ensure_ascii=ascii_only) + "\n")
 
 
-async def _print_streams(request: _Request, prompts: list[_Prompt]) -> None:
+async def _print_streams(request: _Prompts, prompts: list[_Prompt]) -> None:
     """Run all prompts at once and print the answers in order; the current one streams live."""
     queues: list[asyncio.Queue[str | None]] = [asyncio.Queue() for _ in prompts]
 

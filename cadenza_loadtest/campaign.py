@@ -51,7 +51,7 @@ TRIAL_S = 60.0
 """Seconds of arrivals in a search trial if the settings give neither a number of requests nor a duration."""
 
 
-class View(Protocol):
+class CampaignView(Protocol):
     """Shows the progress of a load test."""
 
     def running(self, what: str, total: int | None) -> AbstractContextManager[None]:
@@ -67,7 +67,7 @@ class View(Protocol):
 async def run_campaign(
     settings: LoadSettings,
     address: str,
-    view: View,
+    view: CampaignView,
     *,
     label: str = "",
     command: Sequence[str] = (),
@@ -84,7 +84,7 @@ async def run_campaign(
     server = await target.start()
     for sentence in (*load_caveats(settings), *server_caveats(settings, server)):
         view.say(f"! {sentence}")
-    runner = Runner(target, server, address, view)
+    runner = CampaignRuns(target, server, address, view)
     search = _search_of(settings) if settings.find_max_rate else None
     try:
         with runner.keeping():
@@ -104,13 +104,13 @@ async def run_campaign(
 
 
 @dataclass(slots=True)
-class Runner:
+class CampaignRuns:
     """The runs against one server."""
 
     target: Target
     server: ServerFacts
     address: str
-    view: View
+    view: CampaignView
     warm: bool = False
     num_runs: int = 0
     points: list[Point] = field(default_factory=list)
@@ -244,7 +244,7 @@ class Runner:
             self.view.say(f"! warm-up: {sentence}")
 
 
-async def _each(runner: Runner, planned: Sequence[tuple[LoadSettings, Mapping[str, str]]]) -> None:
+async def _each(runner: CampaignRuns, planned: Sequence[tuple[LoadSettings, Mapping[str, str]]]) -> None:
     for point, swept in planned:
         if not runner.cut_short:
             await runner.point(point, swept)
@@ -254,7 +254,7 @@ def _search_of(settings: LoadSettings) -> RateSearch:
     return RateSearch(FIRST_RATE if settings.request_rate == float("inf") else settings.request_rate, _TOLERANCE)
 
 
-async def _search(runner: Runner, settings: LoadSettings, search: RateSearch) -> None:
+async def _search(runner: CampaignRuns, settings: LoadSettings, search: RateSearch) -> None:
     """Search for the highest rate that holds, as `judge` decides."""
     while not runner.cut_short and (rate := search.next_rate()) is not None:
         trial = at_rate(settings, rate, seconds=TRIAL_S, num_requests=DEFAULT_REQUESTS)

@@ -17,12 +17,12 @@ from cadenza_loadtest.truncation import Truncations
 from cadenza_loadtest.workloads.prompts import Prompts
 from cadenza_simulator.capacity.capacity import Capacity
 from cadenza_simulator.capacity.rate_trials import RunAt
-from cadenza_simulator.capacity.search import TOLERANCE, CapacitySearch, SearchView
+from cadenza_simulator.capacity.search import TOLERANCE, CapacitySearch, SearchProgress
 from cadenza_simulator.capacity.time_budget import TimeBudget
 from cadenza_simulator.executor_profiles import ExecutorProfile
 from cadenza_simulator.placement import PlacementName
 from cadenza_simulator.request_log import Watch
-from cadenza_simulator.run import Outcome, Simulation
+from cadenza_simulator.run import RunOutcome, Simulation
 from cadenza_simulator.traffic import Traffic
 from scheduler_svc.config import SchedulerConfig
 
@@ -70,7 +70,7 @@ def simulate(
     watch: Watch | None = None,
     placement: PlacementName | None = None,
     keep_steps: bool = True,
-) -> Outcome:
+) -> RunOutcome:
     """Run these settings with this seed; raises LoadTestError for settings that cannot be simulated."""
     for name in _NOT_SIMULATED:
         if getattr(settings, name):
@@ -111,7 +111,7 @@ def keeps_gaps(settings: LoadSettings) -> bool:
 def run_simulation(
     settings: LoadSettings,
     simulated: Simulated,
-    view: SearchView,
+    view: SearchProgress,
     *,
     label: str = "",
     command: Sequence[str] = (),
@@ -168,8 +168,8 @@ def _named(simulated: Simulated, num_executors: int) -> dict[str, float | str]:
 
 
 def _runs(
-    settings: LoadSettings, fleet: Sequence[ExecutorProfile], simulated: Simulated, view: SearchView
-) -> list[tuple[int, Outcome]]:
+    settings: LoadSettings, fleet: Sequence[ExecutorProfile], simulated: Simulated, view: SearchProgress
+) -> list[tuple[int, RunOutcome]]:
     """Run all repetitions; returns each with its seed."""
     runs = []
     for index in range(settings.repetitions):
@@ -187,7 +187,7 @@ def _runs(
 
 
 def _search_of(
-    settings: LoadSettings, simulated: Simulated, view: SearchView, budget: TimeBudget | None
+    settings: LoadSettings, simulated: Simulated, view: SearchProgress, budget: TimeBudget | None
 ) -> CapacitySearch:
     # The gaps of all trials together would fill the memory.
     settings = settings.model_copy(
@@ -195,7 +195,7 @@ def _search_of(
     )
 
     def run_of_fleet(fleet: Sequence[ExecutorProfile]) -> RunAt:
-        def run(at_rate: LoadSettings, seed: int, watch: Watch | None) -> Outcome:
+        def run(at_rate: LoadSettings, seed: int, watch: Watch | None) -> RunOutcome:
             return simulate(
                 at_rate,
                 fleet,
@@ -225,11 +225,13 @@ def _max_rate(settings: LoadSettings, capacity: Capacity) -> MaxRate:
     )
 
 
-def _point(settings: LoadSettings, outcomes: Sequence[tuple[int, Outcome]], swept: Mapping[str, float | str]) -> Point:
+def _point(
+    settings: LoadSettings, outcomes: Sequence[tuple[int, RunOutcome]], swept: Mapping[str, float | str]
+) -> Point:
     return point_of([_run(settings, seed, outcome) for seed, outcome in outcomes], swept)
 
 
-def _run(settings: LoadSettings, seed: int, outcome: Outcome) -> Run:
+def _run(settings: LoadSettings, seed: int, outcome: RunOutcome) -> Run:
     return run_of(
         outcome.requests,
         outcome.steps,

@@ -6,13 +6,13 @@ from collections import Counter
 
 from cadenza_loadtest.requests import LoadTestError
 from cadenza_loadtest.results.results import LoadTestFile
-from cadenza_simulator.recordings import Recording
+from cadenza_simulator.recordings import RecordedRun
 
 _CLOCKS_S = 60.0
 """Allowed difference between the clocks of two machines."""
 
 
-def check_compatible(recording: Recording, file: LoadTestFile, path: str) -> None:
+def check_compatible(recording: RecordedRun, file: LoadTestFile, path: str) -> None:
     """Raises LoadTestError if the first run of the result at `path` cannot be part of the recording.
 
     That is: its model or device differs, it began before the recording, or it has requests whose prompt lengths the
@@ -25,7 +25,7 @@ def check_compatible(recording: Recording, file: LoadTestFile, path: str) -> Non
         raise LoadTestError(f"--loadtest {path}: does not match the recording: {mismatch}")
 
 
-def _mismatch(recording: Recording, file: LoadTestFile) -> str:
+def _mismatch(recording: RecordedRun, file: LoadTestFile) -> str:
     server, run = file.server or {}, file.points[0].runs[0]
     model, devices = server.get("model"), [each.get("device") for each in server.get("executors", ())]
     if model is not None and model != recording.model:

@@ -13,7 +13,7 @@ from cadenza_loadtest.measures.columns import RequestColumns
 from cadenza_loadtest.requests import Floats, LoadTestError
 from cadenza_simulator.executor_profiles import ExecutorProfile, Noise, Overheads
 from cadenza_simulator.host_gaps import measure_host_gaps
-from cadenza_simulator.recordings import RecordedSteps, Recording
+from cadenza_simulator.recordings import RecordedRun, RecordedSteps
 from executor_svc.simulated.costs import StepCosts, StepWork
 
 _TERMS = ("step_us", "token_us", "context_token_us", "kv_token_us")
@@ -47,7 +47,7 @@ class Fit:
     warnings: tuple[str, ...]
 
 
-def fit_costs(recording: Recording) -> Fit:
+def fit_costs(recording: RecordedRun) -> Fit:
     """Fit a recording's steps; raises LoadTestError if there are too few.
 
     The method is non-negative least squares (Lawson and Hanson, Solving Least Squares Problems, chapter 23), repeated
@@ -101,7 +101,7 @@ def with_clients(fit: Fit, requests: RequestColumns) -> Fit:
     return replace(fit, overheads=fit.overheads.model_copy(update={"request_us": each, "reply_us": each}))
 
 
-def fitted_profile(recording: Recording, fit: Fit, name: str, path: str) -> ExecutorProfile:
+def fitted_profile(recording: RecordedRun, fit: Fit, name: str, path: str) -> ExecutorProfile:
     """The profile of the recorded executor."""
     source = f"fitted to {fit.num_steps} steps of {recording.model} on {recording.device} in {path}"
     return ExecutorProfile(

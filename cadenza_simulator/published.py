@@ -41,7 +41,7 @@ benchmarks/results), a Python gRPC stream's round trip takes 0.21 to 0.35 ms; th
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class PublishedDevice:
     """A GPU: numbers from its data sheet, and the shares of the peaks that are reached."""
 
     name: str
@@ -83,9 +83,9 @@ class Model:
 
 
 _A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
-A100_40GB = Device("A100 40GB SXM", 40e9, 1.555e12, 312e12, 32e9, 271.2 / 312, 0.5, _A100)
-A100_80GB = Device("A100 80GB SXM", 80e9, 2.039e12, 312e12, 32e9, 271.2 / 312, 0.5, _A100)
-H200 = Device(
+A100_40GB = PublishedDevice("A100 40GB SXM", 40e9, 1.555e12, 312e12, 32e9, 271.2 / 312, 0.5, _A100)
+A100_80GB = PublishedDevice("A100 80GB SXM", 80e9, 2.039e12, 312e12, 32e9, 271.2 / 312, 0.5, _A100)
+H200 = PublishedDevice(
     "H200 SXM", 141e9, 4.8e12, 989e12, 64e9, 794.5 / 989, 0.35, "https://www.nvidia.com/en-us/data-center/h200/"
 )
 OPT_13B = Model(
@@ -99,7 +99,7 @@ LLAMA_3_1_8B = Model(
 
 
 def published_profile(
-    device: Device,
+    device: PublishedDevice,
     model: Model,
     *,
     max_num_seqs: int,
@@ -139,7 +139,7 @@ LLAMA_3_1_405B = Model(
     "Llama-3.1-405B", 405.85e9, 405.85e9 - 128_256 * 16_384, 126, 128, 8, 128, 131_072,
     "https://huggingface.co/meta-llama/Llama-3.1-405B-FP8/blob/main/config.json",
 )  # fmt: skip
-NODE_H200 = Device(
+NODE_H200 = PublishedDevice(
     "8x H200 SXM", 8 * H200.memory_bytes, 8 * H200.memory_bytes_per_s, 8 * 1979e12, 8 * H200.pcie_bytes_per_s,
     H200.linear_share, H200.attention_share / 2, H200.sheet,
 )  # fmt: skip

@@ -44,7 +44,7 @@ class RecordedSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedRun:
     """A plan log in the form that `fit` needs."""
 
     steps: RecordedSteps
@@ -59,7 +59,7 @@ class Recording:
     """Prompt lengths of the accepted requests, in tokens."""
 
 
-def read_recording(path: str) -> Recording:
+def read_recording(path: str) -> RecordedRun:
     """Read a plan log (`--record`); raises a LoadTestError that names the file.
 
     The scheduler's own replay reads it, because the meaning of a plan depends on all earlier plans.
@@ -79,7 +79,7 @@ def read_recording(path: str) -> Recording:
         raise LoadTestError(str(error)) from None
     if not follower.num_steps:
         raise LoadTestError(f"{path}: has no step with a result")
-    return Recording(
+    return RecordedRun(
         follower.steps(),
         _limits(header),
         header.executor.model.name,

@@ -39,7 +39,7 @@ MAX_STEP_ROWS = 65_536
 """Most step rows that are kept; longer runs keep every second step, or every fourth, …"""
 
 
-class PromptMaker(Protocol):
+class TokenPrompts(Protocol):
     """`cadenza_loadtest.workloads.prompts.Prompts`."""
 
     def token_ids(self, shape: RequestShape, history: Sequence[int] = ()) -> list[int]:
@@ -47,7 +47,7 @@ class PromptMaker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """The result of a run."""
 
     requests: RequestColumns
@@ -73,7 +73,7 @@ class Simulation:
         config: SchedulerConfig,
         traffic: Traffic,
         *,
-        prompts: PromptMaker | None = None,
+        prompts: TokenPrompts | None = None,
         keep_gaps: bool = False,
         keep_steps: bool = True,
         watch: Watch | None = None,
@@ -122,12 +122,12 @@ class Simulation:
         """When the scheduler, which makes one plan at a time, has finished the current one."""
         self._now = 0.0
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Run until all requests have ended. Call it once only."""
         with _calm_collector():
             self._run()
         steps = self._steps
-        return Outcome(
+        return RunOutcome(
             requests=self._request_log.columns(),
             steps=None if steps is None else steps.columns(),
             step_stride=1 if steps is None else steps.stride,

@@ -150,7 +150,8 @@ def page() -> str:
     """Return the contents of docs/metrics.md."""
     tables = "\n".join(f"{head}{''.join(_table(definitions))}" for head, definitions in PARTS)
     gauges = GAUGES_HEAD + "".join(f"| `{each.name}` | {each.unit} | {each.meaning} |\n" for each in GAUGES)
-    return f"{HEAD}{tables}{REFUSALS}{_rows(listener_counts.Refusal)}\n{FAULTS}{_rows(faults.Fault)}{gauges}{DRAFTS}"
+    refusals, kinds = _rows(listener_counts.RefusalReason), _rows(faults.FaultKind)
+    return f"{HEAD}{tables}{REFUSALS}{refusals}\n{FAULTS}{kinds}{gauges}{DRAFTS}"
 
 
 def _table(definitions: Iterable[Definition]) -> Iterator[str]:

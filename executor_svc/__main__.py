@@ -30,7 +30,7 @@ try:
     from cadenza_common.wire.transport import EXECUTOR_PORT, parse_address
     from executor_svc.config import ExecutorConfig
     from executor_svc.errors import StartError
-    from executor_svc.ranks.hosts.places import Place, PlaceError, read_place
+    from executor_svc.ranks.hosts.places import PlaceError, RankPlace, read_place
 except ModuleNotFoundError as missing:
     from cadenza_common.settings.extras import install_command
 
@@ -59,7 +59,7 @@ def read_config(arguments: list[str]) -> ExecutorConfig | None:
     return config
 
 
-def _place(config: ExecutorConfig) -> Place | None:
+def _place(config: ExecutorConfig) -> RankPlace | None:
     """Return which rank this process is, if something else starts the ranks. Raises StartError."""
     if config.distributed_executor_backend != "external":
         return None
@@ -82,7 +82,7 @@ def _start_elsewhere(config: ExecutorConfig) -> int:
     return 2
 
 
-def _follow(config: ExecutorConfig, place: Place) -> int:
+def _follow(config: ExecutorConfig, place: RankPlace) -> int:
     """Run another rank than 0; returns its exit code."""
     from executor_svc.startup.external import run_member
 

@@ -24,7 +24,7 @@ from cadenza_common.wire.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
-from executor_svc.ranks.hosts.places import Place
+from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.service.servicer import add_services
 from executor_svc.service.unreadable import limited_server
 from executor_svc.speculation.drafts import DraftSource
@@ -46,7 +46,7 @@ def build_executor(
     config: ExecutorConfig,
     described: Future[Description],
     drafts: DraftSource | None = None,
-    place: Place | None = None,
+    place: RankPlace | None = None,
 ) -> Executor:
     """Load the model and build its executor, or the simulated one. Runs on the device thread.
 
@@ -59,7 +59,7 @@ def build_executor(
 
 
 def _build_without_collections(
-    config: ExecutorConfig, described: Future[Description], drafts: DraftSource | None, place: Place | None
+    config: ExecutorConfig, described: Future[Description], drafts: DraftSource | None, place: RankPlace | None
 ) -> Executor:
     """Build as `build_executor` does, and exempt the modules from garbage collection; for the service's own process.
 
@@ -76,7 +76,7 @@ def _build_without_collections(
     return build_executor(config, described, drafts, place)
 
 
-def _build(config: ExecutorConfig, drafts: DraftSource | None, place: Place | None) -> tuple[Executor, Description]:
+def _build(config: ExecutorConfig, drafts: DraftSource | None, place: RankPlace | None) -> tuple[Executor, Description]:
     # Imported here: the simulated executor needs no torch.
     if config.simulate is not None:
         from executor_svc.simulated.build import build_simulated
@@ -91,7 +91,7 @@ async def serve(
     config: ExecutorConfig,
     report: Callable[[str], None],
     drafts: DraftSource | None = None,
-    place: Place | None = None,
+    place: RankPlace | None = None,
 ) -> tuple[int, bool]:
     """Serve until a signal arrives; `report` prints an error for the user, in one line.
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from gateway_svc.http.reading import read_body
 from gateway_svc.parsing.output import Reading
 from gateway_svc.requests.request import GatewayRequest
-from gateway_svc.scheduler.generation import Generation, Job
+from gateway_svc.scheduler.generation import Generation, GenerationJob
 from gateway_svc.state import STATE
 from gateway_svc.streaming import GatewayAnswer, answer_with
 from gateway_svc.tools.preparing import prepare
@@ -34,7 +34,7 @@ async def answer_chat(
     chosen, formats = state.names.choose(asked.model, info), state.formats.of(info)
     prepared = await prepare(caller, asked, formats)
     with_text_ends = asked.splits_logprobs or not prepared.reading.is_plain
-    job = Job(asked.prompts, prepared.params, chosen.adapter, with_text_ends=with_text_ends)
+    job = GenerationJob(asked.prompts, prepared.params, chosen.adapter, with_text_ends=with_text_ends)
     generation = Generation(caller, job, is_streamed=asked.is_streamed)
     answer = answer_of(asked, prepared.reading, chosen.name)
     return await answer_with(request, generation, answer, is_streamed=asked.is_streamed, errors=prepared.errors())

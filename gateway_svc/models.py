@@ -9,7 +9,7 @@ from cadenza.errors import FailedPreconditionError, PermissionDeniedError, Unsup
 from cadenza.info import ModelInfo
 from gateway_svc.fields.sampling import utf8
 from gateway_svc.http.errors import ApiError
-from gateway_svc.scheduler.caller import Caller
+from gateway_svc.scheduler.caller import SchedulerCaller
 
 _MAX_NAME = 128
 
@@ -50,7 +50,7 @@ class Names:
         return Chosen(given, utf8(given, "model"))
 
 
-async def check_model(names: Names, given: str | None, caller: Caller) -> ModelInfo:
+async def check_model(names: Names, given: str | None, caller: SchedulerCaller) -> ModelInfo:
     """The served model; raises ApiError for a name that is neither its own nor that of an adapter.
 
     For a call that generates nothing, where the scheduler sees no adapter's name. Tenants that may not list adapters

@@ -16,7 +16,7 @@ from gateway_svc.http.sites import Sites
 from gateway_svc.metrics import Counts
 from gateway_svc.models import Names
 from gateway_svc.parsing.formats import KnownFormats
-from gateway_svc.scheduler.caller import Caller
+from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.scheduler.link import SchedulerLink
 
 _RETRY_S = 1.0
@@ -54,17 +54,17 @@ class State:
         if refusal is not None and self.sites.is_local and self.keys is None and not await self.link.has_tenants():
             raise refusal
 
-    async def caller(self, request: web.Request) -> Caller:
+    async def caller(self, request: web.Request) -> SchedulerCaller:
         """Who a request is from; raises ApiError and CadenzaError."""
         return await self.caller_with(api_key(request))
 
-    async def caller_with(self, key: str | None) -> Caller:
+    async def caller_with(self, key: str | None) -> SchedulerCaller:
         """Who has a key; raises ApiError and CadenzaError."""
         if self.keys is not None:
             self.keys.check(key)
         return await self.link.caller(key)
 
-    async def watcher_with(self, key: str | None) -> Caller:
+    async def watcher_with(self, key: str | None) -> SchedulerCaller:
         """Who may see, and empty, the caches that all share; raises as `caller_with`.
 
         Where clients need keys of the gateway's, a key of its admins; of tenants the scheduler knows the admins.
@@ -76,11 +76,11 @@ class State:
         self.keys.check(key)
         raise ApiError(403, "what the caches hold is for a key of --http-admin-key-file")
 
-    async def generating(self, request: web.Request) -> Caller:
+    async def generating(self, request: web.Request) -> SchedulerCaller:
         """The same for a request that generates: raises ApiError while none can be served."""
         return await self.generating_with(api_key(request))
 
-    async def generating_with(self, key: str | None) -> Caller:
+    async def generating_with(self, key: str | None) -> SchedulerCaller:
         """The same for a key."""
         if self.is_stopping:
             raise ApiError(503, "the gateway is stopping", code="unavailable", retry_after_s=_RETRY_S)

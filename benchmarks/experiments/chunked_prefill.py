@@ -26,7 +26,7 @@ from benchmarks.experiments.experiment import (
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, about, drawn, fixed, h200_8b, poisson
 from benchmarks.experiments.simulated import run as run_case
-from cadenza_loadtest.measures.metrics import Group, Metrics, Spread, measure
+from cadenza_loadtest.measures.metrics import Metrics, RequestGroup, Spread, measure
 from cadenza_simulator.executor_profiles import ExecutorProfile
 
 BUDGET = "tokens of a step"
@@ -177,7 +177,7 @@ def _chunked(runs: Sequence[Metrics]) -> Chunked:
     )
 
 
-def _over(groups: Sequence[Group], latency: str, quantile: str) -> Repeated:
+def _over(groups: Sequence[RequestGroup], latency: str, quantile: str) -> Repeated:
     values = []
     for group in groups:
         spread: Spread | None = getattr(group, latency)

@@ -29,7 +29,7 @@ from cadenza_loadtest.workloads.workloads import WorkloadSpec, make_workload
 from cadenza_simulator.executor_profiles import ExecutorProfile
 from cadenza_simulator.lanes import TOKEN, SimulatedLane
 from cadenza_simulator.published import PUBLISHED
-from cadenza_simulator.run import Outcome, Simulation
+from cadenza_simulator.run import RunOutcome, Simulation
 from cadenza_simulator.traffic import Traffic
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policies.policies import Policies
@@ -61,7 +61,7 @@ class Ran:
     """The results of a case."""
 
     case: Case
-    outcome: Outcome
+    outcome: RunOutcome
 
     @property
     def requests(self) -> RequestColumns:

@@ -18,7 +18,7 @@ from cadenza.sampling_params import SamplingParams
 from cadenza.steps.schedule import build_schedule, executor_indices, summarize
 from cadenza.steps.watch import StepWatch, watch_steps
 from cadenza_cli.demo.schedule_picture import draw_schedule
-from cadenza_cli.demo.view import Answer, answers_table, live_table, plain_line, summary_lines
+from cadenza_cli.demo.view import DemoAnswer, answers_table, live_table, plain_line, summary_lines
 from cadenza_cli.text import printable
 from cadenza_launcher.local import LocalServices
 
@@ -99,14 +99,14 @@ async def _run(console: Console, target: str, max_num_seqs: int) -> None:
             f"{len(PROMPTS)} prompts at once for {max_num_seqs} batch slots\n",
             soft_wrap=True,
         )
-        answers = [Answer(index, prompt) for index, prompt in enumerate(PROMPTS, start=1)]
+        answers = [DemoAnswer(index, prompt) for index, prompt in enumerate(PROMPTS, start=1)]
         async with watch_steps(client) as watch:
             await _answer_all(console, client, answers)
             await watch.wait_left(len(answers), _RECORDS_TIMEOUT_S)
         _report(console, answers, watch, executor.block_size, max_num_seqs)
 
 
-async def _answer_all(console: Console, client: AsyncClient, answers: list[Answer]) -> None:
+async def _answer_all(console: Console, client: AsyncClient, answers: list[DemoAnswer]) -> None:
     """Send all prompts at once, and show the answers as they arrive."""
     if not console.is_terminal:
         await _send_all(client, answers, lambda answer: console.print(plain_line(answer), markup=False, soft_wrap=True))
@@ -122,8 +122,8 @@ async def _answer_all(console: Console, client: AsyncClient, answers: list[Answe
     console.print(answers_table(answers, console.width), "")
 
 
-async def _send_all(client: AsyncClient, answers: list[Answer], on_end: Callable[[Answer], None]) -> None:
-    async def send(answer: Answer) -> None:
+async def _send_all(client: AsyncClient, answers: list[DemoAnswer], on_end: Callable[[DemoAnswer], None]) -> None:
+    async def send(answer: DemoAnswer) -> None:
         await _send(client, answer)
         on_end(answer)
 
@@ -133,7 +133,7 @@ async def _send_all(client: AsyncClient, answers: list[Answer], on_end: Callable
             raise outcome
 
 
-async def _send(client: AsyncClient, answer: Answer) -> None:
+async def _send(client: AsyncClient, answer: DemoAnswer) -> None:
     params = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
     answer.sent_s = time.monotonic()
     deltas = client.stream_chat([{"role": "user", "content": answer.prompt}], params, _request_id(answer))
@@ -148,11 +148,11 @@ async def _send(client: AsyncClient, answer: Answer) -> None:
                 answer.finish = sample.finish_detail or answer.finish
 
 
-def _request_id(answer: Answer) -> str:
+def _request_id(answer: DemoAnswer) -> str:
     return f"demo-{answer.index}"
 
 
-def _report(console: Console, answers: list[Answer], watch: StepWatch, block_size: int, max_num_seqs: int) -> None:
+def _report(console: Console, answers: list[DemoAnswer], watch: StepWatch, block_size: int, max_num_seqs: int) -> None:
     labels = {_request_id(answer): f"{answer.index:2} {answer.prompt}" for answer in answers}
     executors: list[int | None] = [*executor_indices(watch.records)] or [None]
     for index in executors:

@@ -16,7 +16,7 @@ _PROMPT_CELLS = 32
 
 
 @dataclass(slots=True)
-class Answer:
+class DemoAnswer:
     """The answer to one prompt as it arrives; times are on the client's monotonic clock, in seconds."""
 
     index: int  # from 1
@@ -46,7 +46,7 @@ class Answer:
         return self.finish or ("answering" if self.num_tokens else "waiting")
 
 
-def live_table(answers: Sequence[Answer], width: int) -> Table:
+def live_table(answers: Sequence[DemoAnswer], width: int) -> Table:
     """All answers, a line each; of long answers the newest part."""
     prompt_cells = min(_PROMPT_CELLS, width // 3)
     table = Table(box=None, padding=(0, 1), width=width)
@@ -62,7 +62,7 @@ def live_table(answers: Sequence[Answer], width: int) -> Table:
     return table
 
 
-def answers_table(answers: Sequence[Answer], width: int) -> Table:
+def answers_table(answers: Sequence[DemoAnswer], width: int) -> Table:
     """All answers in full; Chinese has no spaces to break at, so full lines are folded."""
     table = Table(box=None, padding=(0, 1), width=width)
     table.add_column("", justify="right", style="bright_black", no_wrap=True)
@@ -73,7 +73,7 @@ def answers_table(answers: Sequence[Answer], width: int) -> Table:
     return table
 
 
-def plain_line(answer: Answer) -> str:
+def plain_line(answer: DemoAnswer) -> str:
     """One finished answer on one line."""
     text = " ".join(answer.text.split())
     return f"[{answer.index:2}] {answer.prompt} -> {text} ({answer.num_tokens} tokens, {answer.state})"
@@ -91,7 +91,7 @@ def tail(text: str, width: int) -> str:
     return "…" + text[start:]
 
 
-def summary_lines(answers: Sequence[Answer], stats: ScheduleStats, num_slots: int) -> list[tuple[str, str]]:
+def summary_lines(answers: Sequence[DemoAnswer], stats: ScheduleStats, num_slots: int) -> list[tuple[str, str]]:
     """Names and values of all measurements: steps and memory from the records, latencies from the client's clock."""
     occupancy = stats.mean_occupancy / num_slots
     more = stats.num_static_steps - stats.num_steps

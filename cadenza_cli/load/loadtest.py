@@ -57,7 +57,7 @@ def loadtest(
     """Run the command; raises CadenzaError."""
     require_loadtest("the load test")
     from cadenza_cli.load.results import check_outputs, check_whole, nothing_counted, write_outputs
-    from cadenza_cli.load.server import Place, reached_at, rerun_place
+    from cadenza_cli.load.server import ServerPlace, reached_at, rerun_place
     from cadenza_cli.load.view import LoadView
     from cadenza_loadtest.campaign import run_campaign
     from cadenza_loadtest.results.results import LoadTestFile, Reached, read_again
@@ -66,7 +66,7 @@ def loadtest(
 
     load_names = {option.name for option in load_fields()}
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
-    place = Place(target, model, config, {name: value for name, value in options.items() if value is not None})
+    place = ServerPlace(target, model, config, {name: value for name, value in options.items() if value is not None})
     was = read_again(rerun, "loadtest") if rerun is not None else None
     before = {} if was is None or rerun is None else settings_of(was, rerun, elsewhere=place.is_named)
     settings = make_settings(merged_values(before, given))

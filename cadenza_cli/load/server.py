@@ -18,7 +18,7 @@ _NOT_AGAIN = ("record",)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ServerPlace:
     """A running server (`target`), or one to be started for `model`; with neither, the default address."""
 
     target: str | None
@@ -33,7 +33,7 @@ class Place:
         return self.target is not None or named_model(self.model, self.config) is not None
 
 
-def rerun_place(place: Place, before: Reached | None) -> Place:
+def rerun_place(place: ServerPlace, before: Reached | None) -> ServerPlace:
     """The server of the earlier result, overridden by `place`: another target, model or options.
 
     The environment sets only what neither of them does. Raises OptionError.
@@ -42,12 +42,14 @@ def rerun_place(place: Place, before: Reached | None) -> Place:
         return place
     model = named_model(place.model, place.config) or before.model
     if model is None:
-        return Place(before.target, None, place.config, place.options)
+        return ServerPlace(before.target, None, place.config, place.options)
     given = route_options(check_model(model), place.options, config=place.config, environment={}).settings
-    return Place(None, model, None, {**before.options, **{name: setting.value for name, setting in given.items()}})
+    return ServerPlace(
+        None, model, None, {**before.options, **{name: setting.value for name, setting in given.items()}}
+    )
 
 
-def reached_at(place: Place, address: str) -> Reached:
+def reached_at(place: ServerPlace, address: str) -> Reached:
     """How the server at `address` was reached, for the result file. Raises OptionError."""
     from cadenza_loadtest.results.results import Reached
 

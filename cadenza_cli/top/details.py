@@ -8,9 +8,9 @@ from rich.text import Text
 
 from cadenza_cli.text import number, printable, size
 from cadenza_cli.top.adapters import loaded_adapters
-from cadenza_cli.top.figures import TIMES, ExecutorFigures, Snapshot
+from cadenza_cli.top.figures import TIMES, ExecutorFigures, ServerFigures
 from cadenza_cli.top.lanes import share, tokens_per_step
-from cadenza_cli.top.rows import Row, elide, named
+from cadenza_cli.top.rows import LineGroup, elide, named
 from cadenza_cli.wrapping import wrap
 
 _NAME_CELLS = 14
@@ -19,10 +19,10 @@ _SERVER_KEEP = 90
 _REASON_LINES = 3
 
 
-def detail_rows(snapshot: Snapshot, width: int, height: int, *, ascii_only: bool = False) -> list[Row]:
+def detail_rows(snapshot: ServerFigures, width: int, height: int, *, ascii_only: bool = False) -> list[LineGroup]:
     """The rows for a terminal of `height` lines: the server's most important ones, then a line for each executor that
     fits, then what else there is room for."""
-    make = _Rows(width, ascii_only)
+    make = _DetailRows(width, ascii_only)
     server = make.server(snapshot)
     needed = sum(len(row.lines) for row in server if row.keep >= _SERVER_KEEP)
     executors = snapshot.executors
@@ -37,18 +37,20 @@ def detail_rows(snapshot: Snapshot, width: int, height: int, *, ascii_only: bool
     return rows
 
 
-class _Rows:
+class _DetailRows:
     """Makes the rows for one terminal."""
 
     def __init__(self, width: int, ascii_only: bool) -> None:
         self._width = width
         self._ascii_only = ascii_only
 
-    def row(self, name: str, parts: Sequence[str], keep: float) -> Row:
+    def row(self, name: str, parts: Sequence[str], keep: float) -> LineGroup:
         """A row of parts."""
-        return Row(named(name, parts, name_cells=_NAME_CELLS, width=self._width, ascii_only=self._ascii_only), keep)
+        return LineGroup(
+            named(name, parts, name_cells=_NAME_CELLS, width=self._width, ascii_only=self._ascii_only), keep
+        )
 
-    def server(self, snapshot: Snapshot) -> list[Row]:
+    def server(self, snapshot: ServerFigures) -> list[LineGroup]:
         """What concerns all executors; `_SERVER_KEEP` and more is the most important."""
         load = snapshot.info.load
         ages = {"waiting": snapshot.waiting_s, "running": snapshot.running_s, "swapped": snapshot.swapped_s}
@@ -76,7 +78,7 @@ class _Rows:
             rows.append(self.row("lost", [f"{snapshot.num_dropped:,} step records"], 97))
         return rows
 
-    def executor(self, place: int, figures: ExecutorFigures, max_num_seqs: int | None) -> list[Row]:
+    def executor(self, place: int, figures: ExecutorFigures, max_num_seqs: int | None) -> list[LineGroup]:
         """One executor's rows; of an executor that comes later, rows are left out first."""
         info = figures.info
         later = place / 1000
@@ -89,7 +91,7 @@ class _Rows:
         parts = _drafts(figures)
         drafts = [self.row("  drafts", parts, 58 - later)] if parts else []
         adapters = [loaded_adapters([info])] if info.max_loaded_adapters else []
-        reason = [Row(self._indented(info.reason), 84 - later)] if info.reason else []
+        reason = [LineGroup(self._indented(info.reason), 84 - later)] if info.reason else []
         return [
             self.row(f"executor {info.index}", [f"{target}, {head}"], 85 - later),
             *reason,

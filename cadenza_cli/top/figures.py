@@ -54,7 +54,7 @@ class TenantFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ServerFigures:
     """A server at the end of an interval, and over the window that ends there."""
 
     info: ServerInfo
@@ -111,18 +111,18 @@ def percentiles(values: Sequence[float]) -> Percentiles:
     return Percentiles(marks[49], marks[98])
 
 
-def json_line(observation: Snapshot | Lost, *, target: str, time_s: float) -> str:
+def json_line(observation: ServerFigures | Lost, *, target: str, time_s: float) -> str:
     """One line without its end; `time_s` is the time of day in seconds since 1970."""
-    head = {"time_s": time_s, "target": target, "connected": isinstance(observation, Snapshot)}
+    head = {"time_s": time_s, "target": target, "connected": isinstance(observation, ServerFigures)}
     rest = (
         _snapshot_fields(observation)
-        if isinstance(observation, Snapshot)
+        if isinstance(observation, ServerFigures)
         else {"error": str(observation.error), "lost_s": observation.lost_s}
     )
     return json.dumps(head | rest)
 
 
-def _snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
+def _snapshot_fields(snapshot: ServerFigures) -> dict[str, Any]:
     fields = asdict(snapshot)
     info = fields.pop("info")
     executors = [_executor_fields(each) for each in fields.pop("executors")]

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from cadenza_cli.text import number, printable
 from cadenza_cli.top.figures import ExecutorFigures
-from cadenza_cli.top.rows import Row, elide
+from cadenza_cli.top.rows import LineGroup, elide
 
 _KEEP = 83.0
 """Below the totals, above what a user can do without: the device, the start time, the prefix hit rate of all."""
@@ -49,7 +49,7 @@ def tokens_per_step(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def lane_rows(executors: Sequence[ExecutorFigures], width: int, num_lines: int, *, ascii_only: bool) -> list[Row]:
+def lane_rows(executors: Sequence[ExecutorFigures], width: int, num_lines: int, *, ascii_only: bool) -> list[LineGroup]:
     """A heading, and a line for each executor, in at most `num_lines` lines; nothing for a single executor."""
     if len(executors) < 2 or num_lines < 2:
         return []
@@ -68,7 +68,7 @@ def lane_rows(executors: Sequence[ExecutorFigures], width: int, num_lines: int, 
         line.stylize("" if figures.info.state == "serving" else "red")
     if num_shown < len(executors):
         lines.append(Text(elide(f"{len(executors) - num_shown} more executors", width, ascii_only=ascii_only)))
-    return [Row([line], _KEEP - place / 1000) for place, line in enumerate(lines)]
+    return [LineGroup([line], _KEEP - place / 1000) for place, line in enumerate(lines)]
 
 
 def _fitting(executors: Sequence[ExecutorFigures], width: int) -> list[list[str]]:

@@ -11,11 +11,11 @@ from cadenza.steps.prompt_counter import PromptCounter
 from cadenza.steps.schedule import ran
 from cadenza.v1 import admin_pb2, execution_pb2
 from cadenza_cli.top.ages import Ages
-from cadenza_cli.top.figures import TIMES, ExecutorFigures, Percentiles, Snapshot, TenantFigures, percentiles
+from cadenza_cli.top.figures import TIMES, ExecutorFigures, Percentiles, ServerFigures, TenantFigures, percentiles
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _MeteredStep:
     """The kept part of a record."""
 
     at_s: float
@@ -52,7 +52,7 @@ class Meter:
         self._window_s = window_s
         self._infos = deque([info])
         self._begin_s = info.uptime_s
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_MeteredStep] = deque()
         self._num_dropped = 0
         self._ages, self._prompts = Ages(), PromptCounter()
 
@@ -65,7 +65,7 @@ class Meter:
             self._steps.append(self._step(record))
             self._ages.add(record)
 
-    def snapshot(self, info: ServerInfo) -> Snapshot:
+    def snapshot(self, info: ServerInfo) -> ServerFigures:
         """The figures over the window that ends at `info`."""
         now_s, infos = info.uptime_s, self._infos
         newest = infos[-1]
@@ -81,7 +81,7 @@ class Meter:
         waiting_s, running_s, swapped_s = self._ages.look(info.load, now_s)
         queries = info.load.num_prefix_queries - base.load.num_prefix_queries
         before = {executor.index: executor for executor in base.executors}
-        return Snapshot(
+        return ServerFigures(
             info=info,
             model=self._model,
             watched_s=now_s - self._begin_s,
@@ -116,10 +116,10 @@ class Meter:
             tenants=_tenants(info, base, window_s),
         )
 
-    def _step(self, record: admin_pb2.StepRecord) -> _Step:
+    def _step(self, record: admin_pb2.StepRecord) -> _MeteredStep:
         timings, at_s = record.timings, record.applied_ns / 1e9
         num_prompt_tokens, decoded = self._prompts.count(record)
-        return _Step(
+        return _MeteredStep(
             at_s=at_s if at_s < self._begin_s else max(at_s, self._infos[-1].uptime_s),
             executor=record.executor_index,
             ran=bool(ran([record])),
@@ -136,7 +136,9 @@ class Meter:
         )
 
 
-def _executor(info: ExecutorInfo, base: ExecutorInfo | None, steps: list[_Step], window_s: float) -> ExecutorFigures:
+def _executor(
+    info: ExecutorInfo, base: ExecutorInfo | None, steps: list[_MeteredStep], window_s: float
+) -> ExecutorFigures:
     """`base`: the executor at the window's begin; None: it joined later, and its counts began at 0."""
     tokens, queries, hits = (
         getattr(info, name) - (getattr(base, name) if base is not None else 0)
@@ -180,7 +182,7 @@ def _acceptance(now: _Drafts, before: _Drafts | None) -> float | None:
     return num_accepted / num_drafts if num_drafts > 0 else None
 
 
-def _tokens_per_step(now: _Drafts, before: _Drafts | None, steps: list[_Step]) -> float | None:
+def _tokens_per_step(now: _Drafts, before: _Drafts | None, steps: list[_MeteredStep]) -> float | None:
     """Tokens that a decoding sequence gets in a step, where there were drafts since `before`; None: there were none."""
     num_decodes = sum(step.num_decodes for step in steps)
     if _acceptance(now, before) is None or not num_decodes:
@@ -188,12 +190,12 @@ def _tokens_per_step(now: _Drafts, before: _Drafts | None, steps: list[_Step]) -
     return sum(step.num_decoded for step in steps) / num_decodes
 
 
-def _ttft(steps: list[_Step]) -> Percentiles | None:
+def _ttft(steps: list[_MeteredStep]) -> Percentiles | None:
     values = [value for step in steps for value in step.ttfts_s]
     return percentiles(values) if values else None
 
 
-def _times(steps: list[_Step]) -> dict[str, Percentiles]:
+def _times(steps: list[_MeteredStep]) -> dict[str, Percentiles]:
     columns = dict(zip(TIMES, zip(*(step.times_s for step in steps), strict=True), strict=False))
     return {name: percentiles(values) for name, values in columns.items() if any(values)}
 

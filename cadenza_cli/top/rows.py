@@ -10,14 +10,14 @@ from rich.text import Text
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LineGroup:
     """Lines that are shown together; if the terminal is too low, those with the smallest `keep` are left out."""
 
     lines: Sequence[Text]
     keep: float
 
 
-def fit(rows: Sequence[Row], height: int) -> list[Text]:
+def fit(rows: Sequence[LineGroup], height: int) -> list[Text]:
     """The lines of the rows that fit into `height` lines, in the given order."""
     chosen, free = set(), height
     for index in sorted(range(len(rows)), key=lambda index: -rows[index].keep):

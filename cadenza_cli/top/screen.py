@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.live import Live
 
 from cadenza_cli.keyboard import Keyboard, has_keyboard
-from cadenza_cli.top.figures import Lost, Snapshot
-from cadenza_cli.top.view import Page, TopView
+from cadenza_cli.top.figures import Lost, ServerFigures
+from cadenza_cli.top.view import Screen, TopView
 
 
 class TopScreen:
@@ -20,11 +20,11 @@ class TopScreen:
     def __init__(self, console: Console, view: TopView) -> None:
         self._console = console
         self._view = view
-        self._page = Page.OVERVIEW
+        self._page = Screen.OVERVIEW
         self._quit = asyncio.Event()
         self._live = Live(console=console, screen=True, auto_refresh=False)
 
-    def show(self, observation: Snapshot | Lost) -> None:
+    def show(self, observation: ServerFigures | Lost) -> None:
         """Draw one more interval."""
         self._view.add(observation)
         self._draw()
@@ -56,13 +56,13 @@ class TopScreen:
         if key in "qQ":
             self._quit.set()
         elif key in "dD":
-            self._turn_to(Page.DETAILS)
+            self._turn_to(Screen.DETAILS)
         elif key in "tT":
-            self._turn_to(Page.TENANTS)
+            self._turn_to(Screen.TENANTS)
 
-    def _turn_to(self, page: Page) -> None:
+    def _turn_to(self, page: Screen) -> None:
         """Show a page, or the first one again if it is shown."""
-        self._page = Page.OVERVIEW if self._page is page else page
+        self._page = Screen.OVERVIEW if self._page is page else page
         self._draw()
 
     def _draw(self) -> None:
@@ -72,6 +72,6 @@ class TopScreen:
     def _foot(self) -> str:
         if not has_keyboard():
             return "Ctrl-C quits"
-        details = "overview" if self._page is Page.DETAILS else "details"
-        tenants = "overview" if self._page is Page.TENANTS else "tenants, faults"
+        details = "overview" if self._page is Screen.DETAILS else "details"
+        tenants = "overview" if self._page is Screen.TENANTS else "tenants, faults"
         return f"q quit  d {details}  t {tenants}"

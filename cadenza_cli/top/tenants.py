@@ -9,8 +9,8 @@ from rich.text import Text
 
 from cadenza.info import FaultCount
 from cadenza_cli.text import number, printable
-from cadenza_cli.top.figures import Snapshot, TenantFigures
-from cadenza_cli.top.rows import Row, elide
+from cadenza_cli.top.figures import ServerFigures, TenantFigures
+from cadenza_cli.top.rows import LineGroup, elide
 
 _GAP = "  "
 _NAME_CELLS = 12
@@ -21,13 +21,15 @@ _NUM_SHORT = 2
 _UNITS = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
-def tenant_rows(snapshot: Snapshot, width: int, height: int, *, ascii_only: bool = False) -> list[Row]:
+def tenant_rows(snapshot: ServerFigures, width: int, height: int, *, ascii_only: bool = False) -> list[LineGroup]:
     """A line for each tenant and for each kind of fault, in at most `height` lines; the newest faults first."""
     faults, tenants = _newest_first(snapshot.info.faults), snapshot.tenants
     num_fault_lines = min(len(faults) + 1, max(2, height // 2))
     num_tenant_lines = max(0, height - num_fault_lines - 1)
     lines = _tenant_table(tenants, width, num_tenant_lines, ascii_only=ascii_only)
-    return [Row([line], 50) for line in (*lines, Text(), *_fault_table(faults, width, num_fault_lines, ascii_only))]
+    return [
+        LineGroup([line], 50) for line in (*lines, Text(), *_fault_table(faults, width, num_fault_lines, ascii_only))
+    ]
 
 
 def fault_parts(faults: Sequence[FaultCount]) -> list[str]:

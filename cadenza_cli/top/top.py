@@ -17,7 +17,7 @@ from cadenza_cli.generate import Target
 from cadenza_cli.service_args import serving
 
 if TYPE_CHECKING:
-    from cadenza_cli.top.figures import Lost, Snapshot
+    from cadenza_cli.top.figures import Lost, ServerFigures
 
 HELP = """Watch a running server.
 
@@ -37,7 +37,7 @@ EPILOG = "Exit codes: 0 success (q, --once), 1 no server or not a Cadenza server
 _LIVE_WINDOW_S = 5.0
 _INTERVALS_S = (0.1, 600.0)
 
-Show = Callable[["Snapshot | Lost"], None]
+Show = Callable[["ServerFigures | Lost"], None]
 
 
 def top(
@@ -80,7 +80,7 @@ async def follow(
 def _lines(target: str) -> Show:
     from cadenza_cli.top.figures import json_line
 
-    def show(observation: Snapshot | Lost) -> None:
+    def show(observation: ServerFigures | Lost) -> None:
         sys.stdout.write(json_line(observation, target=target, time_s=time.time()) + "\n")
         sys.stdout.flush()
 
@@ -101,7 +101,7 @@ def _pictures(target: str, interval_s: float, *, once: bool) -> None:
         asyncio.run(screen.run(observing))
         return
 
-    def show(observation: Snapshot | Lost) -> None:
+    def show(observation: ServerFigures | Lost) -> None:
         view.add(observation)
         console.print(view.whole(console.width), "", sep="\n")
 

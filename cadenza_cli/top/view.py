@@ -14,9 +14,9 @@ from rich.text import Text
 from cadenza_cli.text import number, printable
 from cadenza_cli.top.adapters import adapter_parts
 from cadenza_cli.top.details import detail_rows
-from cadenza_cli.top.figures import Lost, Percentiles, Snapshot
+from cadenza_cli.top.figures import Lost, Percentiles, ServerFigures
 from cadenza_cli.top.lanes import duration, lane_rows, share, tokens_per_step
-from cadenza_cli.top.rows import Row, elide, fit, named
+from cadenza_cli.top.rows import LineGroup, elide, fit, named
 from cadenza_cli.top.sparkline import sparkline
 from cadenza_cli.top.tenants import fault_parts, tenant_rows
 from cadenza_cli.wrapping import wrap
@@ -34,7 +34,7 @@ _FAULTS_KEEP = 83.5
 _ADAPTERS_KEEP = 83.4
 
 
-class Page(Enum):
+class Screen(Enum):
     """The screens."""
 
     OVERVIEW = auto()
@@ -50,8 +50,8 @@ class _Figure:
     name: str
     keep: float
     shown: Callable[[float | None], str]
-    value: Callable[[Snapshot], float | None]  # over the window
-    bar: Callable[[Snapshot], float | None]  # over the newest interval
+    value: Callable[[ServerFigures], float | None]  # over the window
+    bar: Callable[[ServerFigures], float | None]  # over the newest interval
     top: float | None = None  # the highest bar; None: the largest value
     optional: bool = False  # not shown without a value
 
@@ -64,56 +64,56 @@ class TopView:
         self._target = target
         self._ascii_only = ascii_only
         self._now = now
-        self._seen: deque[Snapshot | Lost] = deque(maxlen=_HISTORY)
+        self._seen: deque[ServerFigures | Lost] = deque(maxlen=_HISTORY)
 
-    def add(self, observation: Snapshot | Lost) -> None:
+    def add(self, observation: ServerFigures | Lost) -> None:
         """Take one more interval."""
         self._seen.append(observation)
 
-    def screen(self, width: int, height: int, *, page: Page, foot: str) -> Text:
+    def screen(self, width: int, height: int, *, page: Screen, foot: str) -> Text:
         """Exactly `height` lines of at most `width` cells; `foot` is the last."""
         lines = self._lines(width, height - 1, page)
         lines += [Text()] * (height - 1 - len(lines))
         return _joined([*lines, Text(foot, style="reverse")])
 
-    def picture(self, width: int, height: int, *, page: Page) -> Text:
+    def picture(self, width: int, height: int, *, page: Screen) -> Text:
         """What `screen` shows, as a text that stays in the terminal."""
         return _joined(self._lines(width, height - 1, page))
 
     def whole(self, width: int) -> Text:
         """Everything, one below the other, for a pipe."""
         latest = self._seen[-1]
-        lines = self._lines(width, 1000, Page.OVERVIEW)
-        if isinstance(latest, Snapshot):
+        lines = self._lines(width, 1000, Screen.OVERVIEW)
+        if isinstance(latest, ServerFigures):
             for rows in (detail_rows, tenant_rows):
                 lines += [Text(), *fit(rows(latest, width, 1000, ascii_only=self._ascii_only), 1000)]
         return _joined(lines)
 
-    def _lines(self, width: int, height: int, page: Page) -> list[Text]:
+    def _lines(self, width: int, height: int, page: Screen) -> list[Text]:
         if not self._seen:
             connecting = elide(f"connecting to {self._target}", width, ascii_only=self._ascii_only)
-            return fit([Row([Text(connecting)], 100)], height)
+            return fit([LineGroup([Text(connecting)], 100)], height)
         latest = self._seen[-1]
-        rows = [Row([self._head(latest, width)], 100)]
+        rows = [LineGroup([self._head(latest, width)], 100)]
         if isinstance(latest, Lost):
             rows += self._lost_rows(latest, width)
-        elif page is Page.DETAILS:
+        elif page is Screen.DETAILS:
             rows += detail_rows(latest, width, height - 1, ascii_only=self._ascii_only)
-        elif page is Page.TENANTS:
+        elif page is Screen.TENANTS:
             rows += tenant_rows(latest, width, height - 1, ascii_only=self._ascii_only)
         else:
             rows += self._about_rows(latest, width)
-        if isinstance(latest, Lost) or page is Page.OVERVIEW:
+        if isinstance(latest, Lost) or page is Screen.OVERVIEW:
             for group in _FIGURES:
                 figures = [self._figure_row(figure, width) for figure in group if self._has(figure)]
-                rows += [Row([Text()], 1), *figures] if figures else []
-        if isinstance(latest, Snapshot) and page is Page.OVERVIEW:
+                rows += [LineGroup([Text()], 1), *figures] if figures else []
+        if isinstance(latest, ServerFigures) and page is Screen.OVERVIEW:
             free = height - sum(len(row.lines) for row in rows if row.keep >= _TOTALS_KEEP)
             lanes = lane_rows(latest.executors, width, free, ascii_only=self._ascii_only)
-            rows += [Row([Text()], 1), *lanes] if lanes else []
+            rows += [LineGroup([Text()], 1), *lanes] if lanes else []
         return fit(rows, height)
 
-    def _head(self, latest: Snapshot | Lost, width: int) -> Text:
+    def _head(self, latest: ServerFigures | Lost, width: int) -> Text:
         state = ""
         if isinstance(latest, Lost):
             state = f"lost for {latest.lost_s:.0f} s"
@@ -123,11 +123,14 @@ class TopView:
         head = Text.assemble(("cadenza top", "bold"), f"  {target}")
         return head.append(f"  {state}", style="bold red") if state else head
 
-    def _lost_rows(self, lost: Lost, width: int) -> list[Row]:
+    def _lost_rows(self, lost: Lost, width: int) -> list[LineGroup]:
         error = wrap(printable(str(lost.error)), width).splitlines()[:_ERROR_LINES]
-        return [Row([Text(line, style="red") for line in error], 99), Row([Text("Retrying.", style="red")], 98)]
+        return [
+            LineGroup([Text(line, style="red") for line in error], 99),
+            LineGroup([Text("Retrying.", style="red")], 98),
+        ]
 
-    def _about_rows(self, snapshot: Snapshot, width: int) -> list[Row]:
+    def _about_rows(self, snapshot: ServerFigures, width: int) -> list[LineGroup]:
         executors = snapshot.executors
         devices = list(dict.fromkeys(printable(each.info.device) for each in executors))
         if len(executors) > 1:
@@ -148,9 +151,9 @@ class TopView:
             rows.append(self._about("faults", fault_parts(snapshot.info.faults), _FAULTS_KEEP, width))
         return rows
 
-    def _about(self, name: str, parts: list[str], keep: float, width: int) -> Row:
+    def _about(self, name: str, parts: list[str], keep: float, width: int) -> LineGroup:
         lines = named(name, parts, name_cells=_NAME_CELLS, width=width, ascii_only=self._ascii_only)
-        return Row(lines, keep)
+        return LineGroup(lines, keep)
 
     def _up_since(self, uptime_s: float) -> str:
         now = datetime.fromtimestamp(self._now())
@@ -160,15 +163,15 @@ class TopView:
 
     def _has(self, figure: _Figure) -> bool:
         """Whether to show it: an optional one is shown if an interval has a value."""
-        seen = [each for each in self._seen if isinstance(each, Snapshot)]
+        seen = [each for each in self._seen if isinstance(each, ServerFigures)]
         return not figure.optional or any(figure.value(each) is not None for each in seen)
 
-    def _figure_row(self, figure: _Figure, width: int) -> Row:
+    def _figure_row(self, figure: _Figure, width: int) -> LineGroup:
         """The figure's value over the window, and a bar for each interval."""
         latest = self._seen[-1]
-        value = figure.value(latest) if isinstance(latest, Snapshot) else None
+        value = figure.value(latest) if isinstance(latest, ServerFigures) else None
         line = Text.assemble((f"{figure.name:{_NAME_CELLS}}", "cyan"), f"{figure.shown(value):<{_VALUE_CELLS}}")
-        bars = [figure.bar(each) if isinstance(each, Snapshot) else None for each in self._seen]
+        bars = [figure.bar(each) if isinstance(each, ServerFigures) else None for each in self._seen]
         known = [each for each in bars if each is not None]
         room = width - _NAME_CELLS - _VALUE_CELLS - (_MAXIMUM_CELLS if width >= _WIDTH_WITH_MAXIMUM else 0)
         if len(bars) > 1 and known and room > 0:
@@ -177,7 +180,7 @@ class TopView:
             if width >= _WIDTH_WITH_MAXIMUM and most and figure.top is None:
                 line.append(f"  max {figure.shown(most)}", style="bright_black")
         line.rstrip()
-        return Row([line], figure.keep)
+        return LineGroup([line], figure.keep)
 
 
 def _joined(lines: list[Text]) -> Text:
@@ -195,19 +198,19 @@ def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def _running(snapshot: Snapshot) -> float:
+def _running(snapshot: ServerFigures) -> float:
     return snapshot.info.load.num_running
 
 
-def _waiting(snapshot: Snapshot) -> float:
+def _waiting(snapshot: ServerFigures) -> float:
     return snapshot.info.load.num_waiting
 
 
-def _kv_use(snapshot: Snapshot) -> float:
+def _kv_use(snapshot: ServerFigures) -> float:
     return snapshot.kv_use
 
 
-def _hit_rate(snapshot: Snapshot) -> float | None:
+def _hit_rate(snapshot: ServerFigures) -> float | None:
     return snapshot.prefix_hit_rate
 
 

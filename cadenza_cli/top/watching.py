@@ -17,7 +17,7 @@ from cadenza.errors import (
     UnsupportedError,
 )
 from cadenza.steps.watch import StepWatch, watch_steps
-from cadenza_cli.top.figures import Lost, Snapshot
+from cadenza_cli.top.figures import Lost, ServerFigures
 from cadenza_cli.top.meter import Meter
 
 _ANSWER_S = 5.0
@@ -26,7 +26,7 @@ _TAKE_S = 1.0
 """Interval of processing records: a full record is large, so few are kept."""
 
 
-async def observe(target: str, *, interval_s: float, window_s: float) -> AsyncGenerator[Snapshot | Lost, None]:
+async def observe(target: str, *, interval_s: float, window_s: float) -> AsyncGenerator[ServerFigures | Lost, None]:
     """Observe a server forever: a snapshot for each interval, or `Lost`, after which the connection is retried.
 
     Figures are over at least `window_s`; 0: over one interval. Raises UnsupportedError if the server is not a Cadenza
@@ -49,7 +49,7 @@ async def observe(target: str, *, interval_s: float, window_s: float) -> AsyncGe
         await asyncio.sleep(interval_s)
 
 
-async def _snapshots(client: AsyncClient, interval_s: float, window_s: float) -> AsyncGenerator[Snapshot, None]:
+async def _snapshots(client: AsyncClient, interval_s: float, window_s: float) -> AsyncGenerator[ServerFigures, None]:
     async with contextlib.AsyncExitStack() as stack:
         async with _in_time(client.target):
             watch = await stack.enter_async_context(watch_steps(client))

@@ -14,7 +14,7 @@ LOG_INTERVAL_S = 60.0
 """Each reason has one log line in this time: whoever is refused could fill the disk otherwise."""
 
 
-class Refusal(StrEnum):
+class RefusalReason(StrEnum):
     """Why a call was refused before its message was read."""
 
     NO_TOKEN = "no_token"
@@ -40,12 +40,20 @@ class Refusal(StrEnum):
 
 
 _OF_LIMITS = (
-    Refusal.METADATA_SIZE, Refusal.CALLS_OF_PEER, Refusal.STREAMS_OF_PEER, Refusal.LATE_MESSAGE, Refusal.NO_MESSAGE
-)  # fmt: skip
+    RefusalReason.METADATA_SIZE,
+    RefusalReason.CALLS_OF_PEER,
+    RefusalReason.STREAMS_OF_PEER,
+    RefusalReason.LATE_MESSAGE,
+    RefusalReason.NO_MESSAGE,
+)
 SCHEDULER_REFUSALS = (
-    Refusal.NO_TOKEN, Refusal.UNKNOWN_TOKEN, Refusal.REVOKED_TOKEN, Refusal.NO_ADMIN, *_OF_LIMITS
-)  # fmt: skip
-EXECUTOR_REFUSALS = (Refusal.WRONG_CERTIFICATE, *_OF_LIMITS)
+    RefusalReason.NO_TOKEN,
+    RefusalReason.UNKNOWN_TOKEN,
+    RefusalReason.REVOKED_TOKEN,
+    RefusalReason.NO_ADMIN,
+    *_OF_LIMITS,
+)
+EXECUTOR_REFUSALS = (RefusalReason.WRONG_CERTIFICATE, *_OF_LIMITS)
 
 
 class PeerContext(Protocol):
@@ -58,12 +66,12 @@ class PeerContext(Protocol):
 class ListenerCounts:
     """Counts since the start; those of connections are set by the thread that counts them."""
 
-    def __init__(self, refusals: Iterable[Refusal] = ()) -> None:
+    def __init__(self, refusals: Iterable[RefusalReason] = ()) -> None:
         """refusals: every kind that can occur; each is counted from 0."""
         self._refused = Counter(dict.fromkeys(refusals, 0))
-        self._unlogged: dict[Refusal, int] = {}
+        self._unlogged: dict[RefusalReason, int] = {}
         """By refusals that were logged less than LOG_INTERVAL_S ago: how many there were since."""
-        self._last_peer: dict[Refusal, str] = {}
+        self._last_peer: dict[RefusalReason, str] = {}
         self.num_connections: int | None = None
         """Open connections; None where they cannot be counted."""
         self.num_closed = 0
@@ -81,7 +89,7 @@ class ListenerCounts:
         other.num_connections, other.num_closed = self.num_connections, self.num_closed
         return other
 
-    def refuse(self, reason: Refusal, context: PeerContext) -> None:
+    def refuse(self, reason: RefusalReason, context: PeerContext) -> None:
         """Count a refused call, and log it unless its reason was logged shortly before. No metadata is logged."""
         self._refused[reason] += 1
         self._last_peer[reason] = context.peer().rpartition(":")[0]
@@ -91,11 +99,11 @@ class ListenerCounts:
         _LOG.warning("refused a call of %s: %s", self._last_peer[reason], reason)
         self._wait(reason)
 
-    def _wait(self, reason: Refusal) -> None:
+    def _wait(self, reason: RefusalReason) -> None:
         self._unlogged[reason] = 0
         asyncio.get_running_loop().call_later(LOG_INTERVAL_S, self._log_more, reason)
 
-    def _log_more(self, reason: Refusal) -> None:
+    def _log_more(self, reason: RefusalReason) -> None:
         count = self._unlogged.pop(reason)
         if count:
             text = "refused %d more calls within %g s: %s; the last of %s"

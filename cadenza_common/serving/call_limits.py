@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from cadenza_common.metrics.listener_counts import ListenerCounts, Refusal
+from cadenza_common.metrics.listener_counts import ListenerCounts, RefusalReason
 from cadenza_common.wire.transport import MAX_METADATA_BYTES
 
 MESSAGE_TIMEOUT_S = 30.0
@@ -51,8 +51,8 @@ class CallLimits(grpc.aio.ServerInterceptor):
         counts = counts or ListenerCounts()
         self._counts = counts
         self._unfinished = UnfinishedMessages(message_timeout_s, counts=counts)
-        self._streams = _PeerCounts(max_streams_per_peer, "streams of messages", Refusal.STREAMS_OF_PEER, counts)
-        self._calls = _PeerCounts(max_calls_per_peer, "calls", Refusal.CALLS_OF_PEER, counts)
+        self._streams = _PeerCounts(max_streams_per_peer, "streams of messages", RefusalReason.STREAMS_OF_PEER, counts)
+        self._calls = _PeerCounts(max_calls_per_peer, "calls", RefusalReason.CALLS_OF_PEER, counts)
         self._limited: dict[str, _Handler] = {}
 
     async def intercept_service(
@@ -128,7 +128,7 @@ class CallLimits(grpc.aio.ServerInterceptor):
 class _PeerCounts:
     """Counts open calls by the peer's address, for which there is a limit."""
 
-    def __init__(self, limit: int, what: str, refusal: Refusal, counts: ListenerCounts) -> None:
+    def __init__(self, limit: int, what: str, refusal: RefusalReason, counts: ListenerCounts) -> None:
         self._limit = limit
         self._what = what
         self._refusal = refusal
@@ -180,11 +180,11 @@ class UnfinishedMessages:
                 raise
             self._late.discard(task)
             task.uncancel()
-            self._counts.refuse(Refusal.LATE_MESSAGE, context)
+            self._counts.refuse(RefusalReason.LATE_MESSAGE, context)
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
         except StopAsyncIteration:
             if not context.cancelled():  # else the client has left, or gRPC has ended the call
-                self._counts.refuse(Refusal.NO_MESSAGE, context)
+                self._counts.refuse(RefusalReason.NO_MESSAGE, context)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
         raise AssertionError("abort returned")
 
@@ -215,6 +215,6 @@ def metadata_bytes(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
 
 
 async def _refuse_metadata(counts: ListenerCounts, _messages: AsyncIterator[Any], context: _Context) -> None:
-    counts.refuse(Refusal.METADATA_SIZE, context)
+    counts.refuse(RefusalReason.METADATA_SIZE, context)
     message = f"the call has over {MAX_METADATA_BYTES} bytes of metadata"
     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)

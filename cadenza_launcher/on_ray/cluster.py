@@ -30,7 +30,7 @@ class Machine:
     num_gpus: float
 
 
-class Cluster:
+class RayCluster:
     """Places actors. One for each process at a time, as Ray has it."""
 
     def __init__(self, address: str | None) -> None:
@@ -69,11 +69,11 @@ class Cluster:
             if node["Alive"]
         ]
 
-    def place(self, bundle: dict[str, float], count: int, strategy: str) -> Group:
+    def place(self, bundle: dict[str, float], count: int, strategy: str) -> PlacementGroup:
         """Ask for `count` places with these resources each, and do not wait for them."""
         group = self._ray.util.placement_group([dict(bundle) for _ in range(count)], strategy=strategy)
         self._groups.append(group)
-        return Group(self, group, bundle)
+        return PlacementGroup(self, group, bundle)
 
     def release(self, group: Any) -> None:
         """Take a placement group away, and the actors in it."""
@@ -90,10 +90,10 @@ class Cluster:
                 self._ray.shutdown()
 
 
-class Group:
+class PlacementGroup:
     """A placement group."""
 
-    def __init__(self, cluster: Cluster, group: Any, bundle: dict[str, float]) -> None:
+    def __init__(self, cluster: RayCluster, group: Any, bundle: dict[str, float]) -> None:
         self._cluster, self._group, self._bundle = cluster, group, bundle
 
     def actor(self, index: int) -> Any:

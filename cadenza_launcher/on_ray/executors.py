@@ -15,9 +15,9 @@ from pathlib import Path
 from cadenza.errors import LocalServiceError
 from cadenza_common.wire.tls import TLS
 from cadenza_launcher.on_ray.certificates import make_link_certificates
-from cadenza_launcher.on_ray.cluster import Cluster, all_on_loopback
+from cadenza_launcher.on_ray.cluster import RayCluster, all_on_loopback
 from cadenza_launcher.on_ray.executor_list import ExecutorList
-from cadenza_launcher.on_ray.launch import Launch
+from cadenza_launcher.on_ray.launch import RayLaunch
 from cadenza_launcher.on_ray.load import LoadReader
 from cadenza_launcher.on_ray.places import Places
 from cadenza_launcher.on_ray.replica import Replica, ReplicaLife
@@ -52,7 +52,7 @@ class RayExecutors:
             up, down = values.get("scale_up_after_s", 5.0), values.get("scale_down_after_s", 120.0)
             self._scaling = Scaling(least, most, up, down)
         try:
-            cluster = Cluster(values.get("ray_address"))
+            cluster = RayCluster(values.get("ray_address"))
             self._kept.callback(cluster.close)
             machines = cluster.machines()
             share = rank_share(values, machines, most)
@@ -67,7 +67,7 @@ class RayExecutors:
         links = self._links
         own = () if links is None else links.executor_arguments
         arguments_of_all = [*command.arguments, *share.arguments, *own]
-        self._launch = Launch(
+        self._launch = RayLaunch(
             command.program, arguments_of_all, placement.num_actors, {} if links is None else links.files
         )
         for index in range(least):

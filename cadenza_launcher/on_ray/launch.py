@@ -17,7 +17,7 @@ _SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class RayLaunch:
     """How executors are started where Ray has placed them."""
 
     program: Sequence[str]

@@ -11,7 +11,7 @@ from cadenza.credentials import authorized, call_metadata, chosen_token
 from cadenza.v1 import generation_pb2, generation_pb2_grpc
 from cadenza_common.wire.tls import TLS
 from cadenza_common.wire.transport import sync_channel
-from cadenza_launcher.on_ray.scaling import Load
+from cadenza_launcher.on_ray.scaling import ReportedLoad
 
 _TIMEOUT_S = 2.0
 
@@ -20,7 +20,7 @@ _TIMEOUT_S = 2.0
 class Report:
     """What the scheduler says of itself and of its executors."""
 
-    load: Load
+    load: ReportedLoad
     targets: frozenset[str]
     """Addresses of the executors that it has."""
 
@@ -46,4 +46,4 @@ class LoadReader:
         num_requests = info.load.num_running + info.load.num_waiting + info.load.num_swapped
         most = max(each.max_num_seqs for each in info.executors)
         targets = frozenset(each.target for each in info.executors)
-        return Report(Load(num_requests, info.load.num_waiting, most), targets)
+        return Report(ReportedLoad(num_requests, info.load.num_waiting, most), targets)

@@ -6,7 +6,7 @@ from collections.abc import Container
 from functools import partial
 from typing import Any
 
-from cadenza_launcher.on_ray.cluster import Cluster, Group
+from cadenza_launcher.on_ray.cluster import PlacementGroup, RayCluster
 from cadenza_launcher.on_ray.replica import Replica
 from cadenza_launcher.on_ray.shares import Placement
 
@@ -19,10 +19,10 @@ class Places:
     for each of these.
     """
 
-    def __init__(self, cluster: Cluster, placement: Placement, least: int) -> None:
+    def __init__(self, cluster: RayCluster, placement: Placement, least: int) -> None:
         self._cluster, self._placement, self._least = cluster, placement, least
         self._base = self._group(least) if placement.num_actors == 1 else None
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, PlacementGroup] = {}
         self._kept: set[str] = set()
 
     def take(self, name: str) -> Replica:
@@ -49,7 +49,7 @@ class Places:
         if group is not None:
             group.release()
 
-    def _group(self, count: int) -> Group:
+    def _group(self, count: int) -> PlacementGroup:
         return self._cluster.place(self._placement.bundle, count, self._placement.strategy)
 
     @property

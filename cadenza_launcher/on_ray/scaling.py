@@ -10,7 +10,7 @@ FULL = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ReportedLoad:
     """What the scheduler says."""
 
     num_requests: int
@@ -36,7 +36,7 @@ class Scaling:
         self._more_since: float | None = None
         self._fewer_since: float | None = None
 
-    def wanted(self, count: int, num_starting: int, load: Load, now: float) -> int:
+    def wanted(self, count: int, num_starting: int, load: ReportedLoad, now: float) -> int:
         """Return how many executors there should be. `count`: how many run or start now."""
         asked = self._asked(count, num_starting, load)
         self._more_since = _since(self._more_since, asked > count, now)
@@ -49,7 +49,7 @@ class Scaling:
             return count - 1
         return count
 
-    def _asked(self, count: int, num_starting: int, load: Load) -> int:
+    def _asked(self, count: int, num_starting: int, load: ReportedLoad) -> int:
         """Return the number for the load, within the limits; `count` while nothing is known."""
         if not load.max_num_seqs:
             return count

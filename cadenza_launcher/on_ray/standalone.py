@@ -16,8 +16,8 @@ from cadenza.credentials import is_loopback
 from cadenza.errors import OptionError
 from cadenza_common.settings.arguments import to_arguments
 from cadenza_common.wire.transport import EXECUTOR_PORT, format_address, parse_address
-from cadenza_launcher.on_ray.cluster import Cluster
-from cadenza_launcher.on_ray.launch import Launch
+from cadenza_launcher.on_ray.cluster import RayCluster
+from cadenza_launcher.on_ray.launch import RayLaunch
 from cadenza_launcher.on_ray.places import Places
 from cadenza_launcher.on_ray.replica import ReplicaLife
 from cadenza_launcher.on_ray.shares import placement_of, rank_share
@@ -36,7 +36,7 @@ def run(values: Mapping[str, Any], report: Callable[[str], None]) -> int:
     values: those that were set, by name; `report` prints an error for the user, in one line.
     """
     try:
-        cluster = Cluster(values.get("ray_address"))
+        cluster = RayCluster(values.get("ray_address"))
     except OptionError as error:
         report(str(error))
         return EXIT_OPTIONS
@@ -49,13 +49,13 @@ def run(values: Mapping[str, Any], report: Callable[[str], None]) -> int:
         cluster.close()
 
 
-def _run(cluster: Cluster, values: Mapping[str, Any], report: Callable[[str], None]) -> int:
+def _run(cluster: RayCluster, values: Mapping[str, Any], report: Callable[[str], None]) -> int:
     share = rank_share(values, cluster.machines(), 1)
     placement = placement_of(values, share)
     places = Places(cluster, placement, 1)
     listen = values.get("listen", f"127.0.0.1:{EXECUTOR_PORT}")
     own = to_arguments({name: value for name, value in values.items() if name not in _OWN})
-    launch = Launch(["-m", "executor_svc"], [*own, *share.arguments], placement.num_actors, listen=listen)
+    launch = RayLaunch(["-m", "executor_svc"], [*own, *share.arguments], placement.num_actors, listen=listen)
     stopped = threading.Event()
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -12,10 +12,10 @@ from cadenza_common.wire.tls import TLS
 from cadenza_launcher.services.child_process import ChildService, LogSink, StartedService
 from cadenza_launcher.services.executor_shares import ExecutorShare
 from cadenza_launcher.services.ports import reserve_port
-from cadenza_launcher.services.supervisor import Child
+from cadenza_launcher.services.supervisor import SupervisedChild
 
 
-class ExecutorChild(Child, StartedService, Protocol):
+class ExecutorChild(SupervisedChild, StartedService, Protocol):
     """One life of an executor."""
 
     def begin_stop(self) -> None:

@@ -46,7 +46,7 @@ class RestartPolicy:
         return min(self.max_delay_s, self.first_delay_s * 2.0 ** min(num_deaths - 1, _MAX_DOUBLINGS))
 
 
-class Child(Protocol):
+class SupervisedChild(Protocol):
     """The process of a service, such as `ChildService`."""
 
     @property
@@ -82,10 +82,10 @@ class SupervisedService:
     def __init__(
         self,
         name: str,
-        child: Child,
+        child: SupervisedChild,
         now: float,
         *,
-        spawn: Callable[[], Child],
+        spawn: Callable[[], SupervisedChild],
         policy: RestartPolicy,
         start_timeout_s: float,
         completed_step: Callable[[], bool],

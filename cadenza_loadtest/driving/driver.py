@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cadenza_loadtest.driving.live import CANCELLED, SKIPPED, TIMEOUT, LiveRequest, Recorder
-from cadenza_loadtest.driving.pacing import PreparedUnits, Unit, units
+from cadenza_loadtest.driving.live import CANCELLED, SKIPPED, TIMEOUT, Recorder, RequestInFlight
+from cadenza_loadtest.driving.pacing import DueUnit, PreparedUnits, units
 from cadenza_loadtest.driving.target import Clock, Target
 from cadenza_loadtest.driving.timer import Timer
 from cadenza_loadtest.measures.columns import RequestColumns
@@ -157,7 +157,7 @@ class _Driver:
         elapsed_s = self.clock() - self.start_s
         return Progress(elapsed_s, self.num_started, self.num_ended, self.num_failed, self.num_output_tokens)
 
-    async def _run(self, unit: Unit, due_s: float) -> None:
+    async def _run(self, unit: DueUnit, due_s: float) -> None:
         """Run a request, or a session turn by turn."""
         prompt, later = unit.prompt, unit.shapes[1:]
         live = await self._send(unit.shapes[0], prompt, due_s, keep_output=bool(later))
@@ -165,7 +165,7 @@ class _Driver:
             ended_s = live.last_s if live.num_output_tokens else self.clock()
             if live.error:
                 for skipped in later[place:]:
-                    self._end(LiveRequest(skipped, self.clock(), skipped.num_prompt_tokens, error=SKIPPED))
+                    self._end(RequestInFlight(skipped, self.clock(), skipped.num_prompt_tokens, error=SKIPPED))
                 return
             due_s = ended_s + shape.think_s
             if self._is_over(due_s):
@@ -177,9 +177,9 @@ class _Driver:
 
     async def _send(
         self, shape: RequestShape, prompt: list[int] | str, due_s: float, *, keep_output: bool
-    ) -> LiveRequest:
+    ) -> RequestInFlight:
         num_prompt_tokens = len(prompt) if isinstance(prompt, list) else shape.num_prompt_tokens
-        live = LiveRequest(shape, due_s, num_prompt_tokens, self.keep_gaps, keep_output)
+        live = RequestInFlight(shape, due_s, num_prompt_tokens, self.keep_gaps, keep_output)
         try:
             left_s = None if self.timeout_s is None else due_s + self.timeout_s - self.clock()
             async with asyncio.timeout(left_s):
@@ -193,7 +193,7 @@ class _Driver:
             self._end(live)
         return live
 
-    def _end(self, live: LiveRequest) -> None:
+    def _end(self, live: RequestInFlight) -> None:
         self.recorder.add(live)
         self.num_ended += live.error != SKIPPED
         self.num_output_tokens += live.num_output_tokens
@@ -213,7 +213,7 @@ def undo_cancellation() -> None:
     task.uncancel()
 
 
-def _history(prompt: list[int] | str, live: LiveRequest) -> list[int] | str:
+def _history(prompt: list[int] | str, live: RequestInFlight) -> list[int] | str:
     """The start of a session's next prompt: this turn's prompt and its answer.
 
     If the server does not send the answer's token ids, as many ids of the prompt stand in for them: the lengths are

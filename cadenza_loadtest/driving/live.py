@@ -22,7 +22,7 @@ SKIPPED = "SKIPPED"
 
 
 @dataclass(slots=True)
-class LiveRequest:
+class RequestInFlight:
     """A request in flight. Times are readings of the run's clock, in seconds; NaN: not yet."""
 
     shape: RequestShape
@@ -101,7 +101,7 @@ class Recorder:
         self._adapters: list[str] = []
         self._errors: list[str] = []
 
-    def add(self, live: LiveRequest) -> None:
+    def add(self, live: RequestInFlight) -> None:
         """Add a request that has ended or will never be sent."""
         gaps = np.diff(live.times).astype(np.float32)
         self._gaps.frombytes(gaps.tobytes())
@@ -151,7 +151,7 @@ class Recorder:
         )
 
 
-def collect(requests: Iterable[LiveRequest], start_s: float) -> RequestColumns:
+def collect(requests: Iterable[RequestInFlight], start_s: float) -> RequestColumns:
     """Columns of requests that have ended, by index; times in seconds since `start_s`."""
     recorder = Recorder()
     for live in requests:

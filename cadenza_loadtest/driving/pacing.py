@@ -19,7 +19,7 @@ _LATER_S = 0.0005
 
 
 @dataclass(slots=True)
-class Unit:
+class DueUnit:
     """A request, or a session with its later turns, which is due as one."""
 
     due_s: float
@@ -29,11 +29,11 @@ class Unit:
     """The prompt of the first turn."""
 
 
-def units(schedule: Iterable[tuple[float, RequestShape]]) -> Iterator[Unit]:
+def units(schedule: Iterable[tuple[float, RequestShape]]) -> Iterator[DueUnit]:
     """The schedule as units, lazily; the turns of one session, which follow each other, form one unit."""
     for _, group in groupby(schedule, key=_unit_key):
         entries = list(group)
-        yield Unit(entries[0][0], [shape for _, shape in entries])
+        yield DueUnit(entries[0][0], [shape for _, shape in entries])
 
 
 def _unit_key(entry: tuple[float, RequestShape]) -> tuple[int, int]:
@@ -47,10 +47,10 @@ class PreparedUnits:
     An error in preparing a unit is raised when that unit is taken.
     """
 
-    def __init__(self, schedule: Iterator[Unit], make: Callable[[RequestShape], list[int] | str]) -> None:
+    def __init__(self, schedule: Iterator[DueUnit], make: Callable[[RequestShape], list[int] | str]) -> None:
         self._schedule = schedule
         self._make = make
-        self._ready: deque[Unit] = deque()
+        self._ready: deque[DueUnit] = deque()
         self._num_tokens = 0
         self._error: Exception | None = None
         self._over = False
@@ -61,7 +61,7 @@ class PreparedUnits:
         while self._make_one(burst=True):
             pass
 
-    def take(self) -> Unit | None:
+    def take(self) -> DueUnit | None:
         """The next unit; None at the end. Raises what the schedule or the prompt maker raised."""
         if not self._ready:
             self._make_one()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.requests import RequestShape
 
 Clock = Callable[[], float]
@@ -64,7 +64,7 @@ class Target(Protocol):
         If the server has no such feature (OpenAI's API), the tokens of the prompts must differ.
         """
 
-    async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
+    async def run(self, shape: RequestShape, prompt: list[int] | str, live: RequestInFlight) -> None:
         """Send one request and fill `live` until it has ended; a failed request raises no exception.
 
         `live.sent_s` is set just before the request goes to the transport. Cancellation aborts the request at the

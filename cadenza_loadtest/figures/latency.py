@@ -23,7 +23,7 @@ from cadenza_loadtest.figures.style import (
     say,
     styled,
 )
-from cadenza_loadtest.figures.thinning import Running, cdf_points, running
+from cadenza_loadtest.figures.thinning import RunningQuantiles, cdf_points, running
 from cadenza_loadtest.figures.ticks import clock_unit, seconds_unit, set_scale, wants_log
 from cadenza_loadtest.requests import Floats
 
@@ -105,7 +105,7 @@ def latency_over_time(sample: Sample) -> Figure:
         due_s, failed_due_s, window = np.arange(1.0, len(due_s) + 1), failed_due_s[:0], None
         label = f"completed request, in order; all were due at {sample.due_s[0]:g} s"
     factor = unit.factor if due_s is sample.due_s else 1.0
-    ran: Running | None = None
+    ran: RunningQuantiles | None = None
     for axes, name in zip(panels, ("ttft_s", "e2e_s"), strict=True):
         axes.set_title(TITLES[name])
         values = sample.latencies[name].astype(np.float64)
@@ -124,7 +124,7 @@ def latency_over_time(sample: Sample) -> Figure:
     return figure
 
 
-def _handles(ran: Running | None, num_failed: int) -> list[Artist]:
+def _handles(ran: RunningQuantiles | None, num_failed: int) -> list[Artist]:
     handles: list[Artist] = [line_handle("request", look(0).colour, linestyle="", marker="o", markersize=3)]
     if ran is not None:
         handles.append(line_handle(f"median of {ran.width:,} neighbours", INK))
@@ -134,7 +134,7 @@ def _handles(ran: Running | None, num_failed: int) -> list[Artist]:
     return handles
 
 
-def _dots(axes: Axes, times: Floats, values: Floats, ran: Running | None, factor: float) -> None:
+def _dots(axes: Axes, times: Floats, values: Floats, ran: RunningQuantiles | None, factor: float) -> None:
     unit, log = seconds_unit([values]), wants_log([values])
     many = len(values) > _MANY_DOTS
     axes.plot(

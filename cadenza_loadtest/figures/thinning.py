@@ -70,7 +70,7 @@ def bin_starts(times: Floats, num_bins: int) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningQuantiles:
     """Running quantiles: over `width` neighbours each, at `at` [m]."""
 
     width: int
@@ -81,7 +81,7 @@ class Running:
     """Which quantile `tail` is: 99, or 90 where fewer than 100 neighbours leave none."""
 
 
-def running(times: Floats, values: Floats) -> Running | None:
+def running(times: Floats, values: Floats) -> RunningQuantiles | None:
     """Running median and tail of values [n] in the order of their times; None for fewer than 20 known values.
 
     A window is a twentieth of the values, at least 20 and at most 2,000; windows overlap.
@@ -97,4 +97,4 @@ def running(times: Floats, values: Floats) -> Running | None:
     percent = 99 if width >= 100 else 90
     marks = np.array([np.quantile(values[start : start + width], (0.5, percent / 100)) for start in starts])
     at = np.array([times[start : start + width].mean() for start in starts])
-    return Running(width, at, marks[:, 0], marks[:, 1], percent)
+    return RunningQuantiles(width, at, marks[:, 0], marks[:, 1], percent)

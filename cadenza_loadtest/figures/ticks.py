@@ -18,24 +18,24 @@ _LOG_DECADES = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class TickUnit:
     """A unit: a value in base units times `factor` is a value in this unit."""
 
     name: str
     factor: float
 
 
-def seconds_unit(values: Iterable[npt.ArrayLike]) -> Unit:
+def seconds_unit(values: Iterable[npt.ArrayLike]) -> TickUnit:
     """The unit for latencies in seconds: milliseconds if all are below one second."""
-    return Unit("ms", 1e3) if _greatest(values) < 1 else Unit("s", 1)
+    return TickUnit("ms", 1e3) if _greatest(values) < 1 else TickUnit("s", 1)
 
 
-def clock_unit(values: Iterable[npt.ArrayLike]) -> Unit:
+def clock_unit(values: Iterable[npt.ArrayLike]) -> TickUnit:
     """The unit for a run's time in seconds: minutes from 20 minutes on, hours from 3 hours on."""
     greatest = _greatest(values)
     if greatest < 1200:
-        return Unit("s", 1)
-    return Unit("min", 1 / 60) if greatest < 3 * 3600 else Unit("h", 1 / 3600)
+        return TickUnit("s", 1)
+    return TickUnit("min", 1 / 60) if greatest < 3 * 3600 else TickUnit("h", 1 / 3600)
 
 
 def wants_log(values: Iterable[npt.ArrayLike]) -> bool:

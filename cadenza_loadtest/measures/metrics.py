@@ -65,7 +65,7 @@ class Spread(_Frozen):
     max: float
 
 
-class Group(_Frozen):
+class RequestGroup(_Frozen):
     """The requests of one kind or tenant that were due within the window: counts, and latencies in seconds."""
 
     num_requests: int
@@ -155,10 +155,10 @@ class Metrics(_Frozen):
     kept_up: bool | None = None
     """Whether about as many requests ended as arrived in the second half of the window; None without a window, and in
     files from before this was recorded."""
-    by_kind: dict[str, Group]
+    by_kind: dict[str, RequestGroup]
     """Empty if all requests have the same unnamed kind; by_tenant and by_adapter likewise."""
-    by_tenant: dict[str, Group]
-    by_adapter: dict[str, Group] = Field(default_factory=dict)
+    by_tenant: dict[str, RequestGroup]
+    by_adapter: dict[str, RequestGroup] = Field(default_factory=dict)
     """Also empty with more than MAX_ADAPTERS adapters."""
     num_adapters: int | None = None
     """Distinct LoRA adapters that requests due within the window named; None if none did."""
@@ -298,15 +298,15 @@ def _share(good: Rows | None, due: Rows) -> float | None:
 
 def _groups(
     columns: RequestColumns, due: Rows, names: npt.NDArray[np.str_], good: Rows | None, most: float = math.inf
-) -> dict[str, Group]:
+) -> dict[str, RequestGroup]:
     present = [str(name) for name in np.unique(names[due])]
     if present in ([], [""]) or len(present) > most:
         return {}
     return {name: _group(columns, due & (names == name), good) for name in present}
 
 
-def _group(columns: RequestColumns, due: Rows, good: Rows | None) -> Group:
+def _group(columns: RequestColumns, due: Rows, good: Rows | None) -> RequestGroup:
     spreads = _spreads(columns, due & columns.ok)
     latencies = {name: spreads[name] for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")}
     num_ok = int((due & columns.ok).sum())
-    return Group(num_requests=int(due.sum()), num_ok=num_ok, slo_share=_share(good, due), **latencies)
+    return RequestGroup(num_requests=int(due.sum()), num_ok=num_ok, slo_share=_share(good, due), **latencies)

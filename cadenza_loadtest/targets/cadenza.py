@@ -13,7 +13,7 @@ from cadenza.async_client import AsyncClient
 from cadenza.credentials import chosen_token
 from cadenza.v1 import generation_pb2, types_pb2
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
-from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.driving.target import Clock, ExecutorFacts, ServerFacts
 from cadenza_loadtest.requests import LoadTestError, RequestShape
 
@@ -102,7 +102,7 @@ class CadenzaTarget:
         return next(self._turns_of[shape.tenant])
 
     def _request(
-        self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest
+        self, shape: RequestShape, prompt: list[int] | str, live: RequestInFlight
     ) -> generation_pb2.GenerateRequest:
         if isinstance(prompt, str):
             part = types_pb2.PromptPart(text=prompt)
@@ -130,7 +130,7 @@ class CadenzaTarget:
         )
 
 
-def take_response(live: LiveRequest, response: generation_pb2.GenerateResponse, now_s: float) -> bool:
+def take_response(live: RequestInFlight, response: generation_pb2.GenerateResponse, now_s: float) -> bool:
     """Apply a response received at `now_s` to its request; returns whether it was the last one."""
     count = 0
     for output in response.outputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
-from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.requests import RequestShape
 from cadenza_loadtest.targets.cadenza import INCOMPLETE, TOO_LARGE, CadenzaTarget, take_response
 
@@ -15,7 +15,7 @@ class GenerateTarget(CadenzaTarget):
 
     api = "generate"
 
-    async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
+    async def run(self, shape: RequestShape, prompt: list[int] | str, live: RequestInFlight) -> None:
         """See Target."""
         request = self._request(shape, prompt, live)
         if request.ByteSize() > MAX_REQUEST_BYTES:

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from cadenza.errors import CadenzaError, UnavailableError
-from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.driving.target import Clock, ServerFacts
 from cadenza_loadtest.requests import LoadTestError, RequestShape
-from cadenza_loadtest.targets.openai_answer import BAD_RESPONSE, Answer, message_of
+from cadenza_loadtest.targets.openai_answer import BAD_RESPONSE, StreamedAnswer, message_of
 from cadenza_loadtest.targets.sse import EventParser
 
 _CONNECTION = "CONNECTION"
@@ -103,7 +103,7 @@ class OpenAITarget:
         """Set a new cache salt: only requests with the same salt share blocks, if the server supports it."""
         self._cache_salt = uuid.uuid4().hex
 
-    async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
+    async def run(self, shape: RequestShape, prompt: list[int] | str, live: RequestInFlight) -> None:
         """See Target."""
         if shape.beam_width or (self._endpoint == "chat" and not isinstance(prompt, str)):
             live.failed(_UNSUPPORTED, "this API has no beam search, and its chat takes no token ids")
@@ -111,7 +111,7 @@ class OpenAITarget:
         async with self._free:
             await self._send(json.dumps(self._body(shape, prompt)).encode(), live)
 
-    async def _send(self, body: bytes, live: LiveRequest) -> None:
+    async def _send(self, body: bytes, live: RequestInFlight) -> None:
         assert self._http is not None
         live.sent_s = self._clock()
         try:
@@ -127,9 +127,9 @@ class OpenAITarget:
         except (aiohttp.ClientError, OSError) as error:
             live.failed(_CONNECTION, str(error) or type(error).__name__)
 
-    async def _read(self, response: aiohttp.ClientResponse, live: LiveRequest) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, live: RequestInFlight) -> None:
         """Read the stream to its end; raises aiohttp.ClientError or OSError if the connection breaks."""
-        answer, parser = Answer(live), EventParser()
+        answer, parser = StreamedAnswer(live), EventParser()
         async for chunk in response.content.iter_any():
             now_s = self._clock()
             for data in parser.feed(chunk):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.driving.live import RequestInFlight
 
 INCOMPLETE = "INCOMPLETE"
 """The stream ended before the answer was complete."""
@@ -16,10 +16,10 @@ SERVER_ERROR = "SERVER_ERROR"
 """An error event without an HTTP status."""
 
 
-class Answer:
+class StreamedAnswer:
     """Applies the events of one stream to its request."""
 
-    def __init__(self, live: LiveRequest) -> None:
+    def __init__(self, live: RequestInFlight) -> None:
         self._live = live
         self._usage: Mapping[str, Any] = {}
         self._now_s = 0.0

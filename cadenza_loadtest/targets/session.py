@@ -10,7 +10,7 @@ import grpc
 from cadenza.calls.session import DrivenRequest, SessionDriver, size_error
 from cadenza.errors import CadenzaError, DamagedStreamError, UnavailableError
 from cadenza.v1 import generation_pb2
-from cadenza_loadtest.driving.live import CANCELLED, LiveRequest
+from cadenza_loadtest.driving.live import CANCELLED, RequestInFlight
 from cadenza_loadtest.driving.target import ServerFacts
 from cadenza_loadtest.requests import RequestShape
 from cadenza_loadtest.targets.cadenza import INCOMPLETE, TOO_LARGE, CadenzaTarget, take_response
@@ -36,7 +36,7 @@ class SessionTarget(CadenzaTarget):
             session.open()
         return facts
 
-    async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
+    async def run(self, shape: RequestShape, prompt: list[int] | str, live: RequestInFlight) -> None:
         """See Target."""
         request = self._request(shape, prompt, live)
         if size_error(request) is not None:
@@ -64,7 +64,7 @@ class _Sent(DrivenRequest):
 
     __slots__ = ("_live", "ended")
 
-    def __init__(self, request: generation_pb2.GenerateRequest, live: LiveRequest) -> None:
+    def __init__(self, request: generation_pb2.GenerateRequest, live: RequestInFlight) -> None:
         super().__init__(request)
         self._live = live
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

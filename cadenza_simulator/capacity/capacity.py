@@ -9,7 +9,7 @@ import numpy as np
 
 from cadenza_loadtest.measures.latencies import per_request
 from cadenza_loadtest.settings import LoadSettings
-from cadenza_simulator.run import Outcome
+from cadenza_simulator.run import RunOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RateTrial:
     held: bool
     ended_early: bool
     settings: LoadSettings
-    outcomes: tuple[tuple[int, Outcome], ...]
+    outcomes: tuple[tuple[int, RunOutcome], ...]
     """Seed and run of each repetition; empty if the trial ended early."""
     kept_up: bool = True
     """Whether about as many requests ended as arrived; not known of a trial that ended early."""

@@ -18,7 +18,7 @@ from cadenza_loadtest.settings import LoadSettings
 from cadenza_simulator.capacity.capacity import RateTrial
 from cadenza_simulator.capacity.time_budget import TimeBudget
 from cadenza_simulator.request_log import Watch
-from cadenza_simulator.run import Outcome
+from cadenza_simulator.run import RunOutcome
 
 FEWEST_REQUESTS = 1000
 """Minimum of a trial whose length is not given: with a share of 99%, 10 requests may miss the SLO."""
@@ -26,7 +26,7 @@ _AT_ONCE = 300
 """Requests per executor, at most 1000, of the burst that measures the peak throughput: the search starts near it."""
 _REPORT_EVERY_S = 0.1
 
-RunAt = Callable[[LoadSettings, int, Watch | None], Outcome]
+RunAt = Callable[[LoadSettings, int, Watch | None], RunOutcome]
 """Runs the settings with a seed and, if given, a watch that may end the run."""
 OnProgress = Callable[[float, float | None], None]
 """Receives the share of the trial that has run, and the share of the judged requests that kept the SLO so far; None:
@@ -137,7 +137,7 @@ class TrialRunner:
 
         Raises BudgetSpentError if the time budget ends it before it is decided.
         """
-        outcomes: list[tuple[int, Outcome]] = []
+        outcomes: list[tuple[int, RunOutcome]] = []
         limits, rate = limits_of(settings), settings.request_rate
         for index in range(settings.repetitions):
             seed = settings.seed + index
@@ -165,7 +165,7 @@ class TrialRunner:
             kept_up=found.kept_up,
         )
 
-    def _run(self, settings: LoadSettings, seed: int, watch: Supervised) -> Outcome:
+    def _run(self, settings: LoadSettings, seed: int, watch: Supervised) -> RunOutcome:
         began = self.budget.elapsed_s
         if began >= self.budget.seconds:
             raise BudgetSpentError

@@ -57,7 +57,7 @@ class TrialProgress:
     """Estimate of the real seconds that are left."""
 
 
-class SearchView(Protocol):
+class SearchProgress(Protocol):
     """Shows the progress of a search."""
 
     def say(self, text: str) -> None:
@@ -94,7 +94,7 @@ class CapacitySearch:
         self,
         settings: LoadSettings,
         runs: Mapping[int, RunAt],
-        view: SearchView,
+        view: SearchProgress,
         *,
         budget: TimeBudget | None = None,
         tolerance: float = TOLERANCE,

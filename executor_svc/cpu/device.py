@@ -20,7 +20,7 @@ from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding
 from executor_svc.cpu.kernels.probe import probe_linear, rows_with_drafts
-from executor_svc.cpu.kernels.quantized.launches import PackedPart
+from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
 from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
 from executor_svc.cpu.weight_readers import WeightReaders
 from executor_svc.device.dense_rows import DenseRows
@@ -52,7 +52,7 @@ def _resolve_dtype(option: str, checkpoint: str) -> torch.dtype:
     return torch.bfloat16 if chosen == "bfloat16" else torch.float32
 
 
-def _form(source: QuantRows, part: PackedPart) -> Form:
+def _form(source: QuantRows, part: PackedWeightPart) -> Form:
     """Return how a packed weight is multiplied."""
     if part.int8 is None:
         return "weights alone"
@@ -200,7 +200,7 @@ class CpuDevice:
 
     def _prepare_stored(self, name: str, weight: StoredLinear, bias: Tensor | None) -> CpuStoredLinear:
         linear = self._read_stored(name, weight, bias)
-        formats = [part.layout.kind if isinstance(part, PackedPart) else None for part in linear.parts]
+        formats = [part.layout.kind if isinstance(part, PackedWeightPart) else None for part in linear.parts]
         self._linears.setdefault((*weight.shape, bias is not None, *formats), (name, linear))
         return linear
 
@@ -209,7 +209,7 @@ class CpuDevice:
         for source, part in zip(weight.parts, linear.parts, strict=True):
             if not isinstance(source, QuantRows):
                 continue
-            if isinstance(part, PackedPart):
+            if isinstance(part, PackedWeightPart):
                 self.few_bits.add(source, self.dtype, _form(source, part), part.packed.nbytes)
             else:
                 self.few_bits.add_dense(source)

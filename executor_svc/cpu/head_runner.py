@@ -8,7 +8,7 @@ from torch import Tensor
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.models.heads.head import Head
+from executor_svc.models.heads.head import DraftHead
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.limits import Limits
 
@@ -16,7 +16,7 @@ from executor_svc.plan.limits import Limits
 class CpuHeadRunner:
     """Implements `worker.head_source.HeadRunner`; for use by one thread. It returns views of its own memory."""
 
-    def __init__(self, head: Head, device: Device, kv_cache: KVCache, limits: Limits, states: Tensor) -> None:
+    def __init__(self, head: DraftHead, device: Device, kv_cache: KVCache, limits: Limits, states: Tensor) -> None:
         """Record the head for steps of max_num_batched_tokens rows and logits of max_num_seqs.
 
         states: those of the target's runner, [max_num_batched_tokens, layers * hidden].

@@ -13,7 +13,7 @@ from executor_svc.cpu.kernels.linear import BLOCK_BYTES
 from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.panels import new_panels
 from executor_svc.cpu.kernels.quantized.int8_choice import QuantizedActivations, int8_rows
-from executor_svc.cpu.kernels.quantized.launches import DensePart, PackedPart, Part
+from executor_svc.cpu.kernels.quantized.launches import DensePart, PackedWeightPart, Part
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout, is_supported
 from executor_svc.cpu.kernels.quantized.many_rows import MOST_STEPS
 from executor_svc.cpu.kernels.quantized.packing import QuantPanelWriter, new_packed
@@ -53,7 +53,7 @@ class CpuStoredLinear:
         self._writers = {
             part.layout: QuantPanelWriter(kernels.code, part.layout)
             for part in self.parts
-            if isinstance(part, PackedPart)
+            if isinstance(part, PackedWeightPart)
         }
 
     def _part(self, name: str, source: QuantRows | WeightRows) -> tuple[Part, QuantRows | WeightRows]:
@@ -64,7 +64,9 @@ class CpuStoredLinear:
                 layout, order = PackedLayout(source.format, columns), source.column_order
                 packed = new_packed(rows, layout)
                 int8 = int8_rows(self._kernels.isa, layout, source.whole_row_activations, self._quantized_activations)
-                return PackedPart(layout, packed, rows, None if order is None else order.contiguous(), int8), source
+                return PackedWeightPart(
+                    layout, packed, rows, None if order is None else order.contiguous(), int8
+                ), source
             _log.warning("%s: no kernel for %s, kept in %s", name, source.format.name, self.dtype)
             source = DequantizedRows(source, self.dtype, torch.device("cpu"))
         return DensePart(new_panels(rows, columns, self.dtype), rows), source
@@ -74,7 +76,7 @@ class CpuStoredLinear:
         for part, source in zip(self.parts, self._sources, strict=True):
             first = 0
             for block in source.blocks(BLOCK_BYTES, PANEL):
-                if isinstance(part, PackedPart):
+                if isinstance(part, PackedWeightPart):
                     assert isinstance(block, QuantBlock)
                     self._writers[part.layout].write(part.packed, first, block)
                 else:

@@ -46,7 +46,7 @@ class RankKernels(Protocol):
         """
         ...
 
-    def embed(self, table: Embedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
+    def embed(self, table: RankEmbedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
         """Return the tokens' rows [T, hidden] on every rank; table: of this rank, for tokens first to first + count."""
         ...
 
@@ -70,7 +70,7 @@ class RankKernels(Protocol):
         ...
 
 
-class Embedding(Protocol):
+class RankEmbedding(Protocol):
     """As `device.kernels.Embedding`."""
 
     def __call__(self, token_ids: Tensor, scale: float) -> Tensor: ...

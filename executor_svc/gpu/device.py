@@ -20,7 +20,7 @@ from executor_svc.device.kv_cache import DraftLayers, KVCache, KVGroup
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
-from executor_svc.gpu.linear import GpuLinear, Quantization, Workspace, make_linear
+from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
 from executor_svc.gpu.stored_linear import FewBitsEmbedding, GpuStoredLinear, has_kernel
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions, TorchFunctions
@@ -84,7 +84,7 @@ class GpuDevice:
         assert config.quantization != "int4"
         self._quantization: Quantization = config.quantization
         self._kernels = GpuKernels(self.torch_device, arch, num_sms)
-        self._workspace = Workspace(self.torch_device)
+        self._workspace = SumsWorkspace(self.torch_device)
         self.few_bits = FewBits()
 
     @property

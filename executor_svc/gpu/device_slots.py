@@ -25,7 +25,7 @@ from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepBuffers, StepInputs, StepSizes
 from executor_svc.gpu.kernels.slots.step_inputs import build_step
 from executor_svc.gpu.slot_changes import Applied, ChangeLog
-from executor_svc.gpu.staging import Changes, Download, Fetched, Upload, Words
+from executor_svc.gpu.staging import Download, Fetched, StagedChanges, Upload, Words
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.limits import Limits
 
@@ -171,7 +171,7 @@ class DeviceSlots:
             raise ValueError(f"staging_words must be at least {least} for such steps, is {staging_words}")
         self._upload = Upload(staging_words, device)
         self._download = Download(most.num_results, device)
-        self._changes = Changes()
+        self._changes = StagedChanges()
         self._log = ChangeLog(limits, self.state, admitted)
         self._staged: _Staged | None = None
         self._adapter_places = np.zeros(limits.num_slots, np.int64)
@@ -302,7 +302,7 @@ class DeviceSlots:
 
     def _send(self, scheduled: Scheduled | None, sizes: StepSizes | None, most_drafts: int = 0) -> None:
         """Send the changes in as many pieces as necessary, with the step's words at the beginning of the last one."""
-        changes, self._changes = self._changes, Changes()
+        changes, self._changes = self._changes, StagedChanges()
         step_words = 0 if sizes is None else sizes.num_words
         pieces = list(changes.split(self._upload.num_words - step_words))
         for piece in pieces[:-1]:
@@ -312,9 +312,9 @@ class DeviceSlots:
             buffer = self._upload.take()
             if scheduled is not None and sizes is not None:
                 _write_step(buffer, scheduled, sizes, most_drafts)
-            self._send_piece(pieces[-1] if pieces else Changes(), buffer, step_words)
+            self._send_piece(pieces[-1] if pieces else StagedChanges(), buffer, step_words)
 
-    def _send_piece(self, piece: Changes, buffer: Words, first: int) -> None:
+    def _send_piece(self, piece: StagedChanges, buffer: Words, first: int) -> None:
         if not piece:
             self._upload.send(first)
             return

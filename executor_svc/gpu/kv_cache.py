@@ -123,7 +123,7 @@ class CudaStreams:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StagingPart:
     """A part of the staging buffer."""
 
     blocks: Tensor
@@ -145,7 +145,7 @@ class _Moves:
         self._parts = self._staging(staging_bytes)
         self._next_part = 0
 
-    def _staging(self, staging_bytes: int) -> list[_Part]:
+    def _staging(self, staging_bytes: int) -> list[_StagingPart]:
         host = self._host
         num_blocks, block = len(host), host.shape[1:]
         blocks = staging_blocks(num_blocks, block.numel() * host.element_size(), staging_bytes)
@@ -153,7 +153,7 @@ class _Moves:
             return []
         staging = torch.empty(_NUM_PARTS, blocks // _NUM_PARTS, *block, dtype=host.dtype, device=self._device.device)
         new_event = self._streams.new_event
-        return [_Part(part, part.transpose(0, 1), new_event(), new_event()) for part in staging.unbind(0)]
+        return [_StagingPart(part, part.transpose(0, 1), new_event(), new_event()) for part in staging.unbind(0)]
 
     def warm_up(self) -> None:
         """As in `KVCache`."""
@@ -198,7 +198,7 @@ class _Moves:
             self._move(part.by_layer, self._device, None, device_ids[start:stop], stop - start)
             self._streams.record_compute(part.free)
 
-    def _in_parts(self, ids: Tensor) -> Iterator[tuple[_Part, int, int]]:
+    def _in_parts(self, ids: Tensor) -> Iterator[tuple[_StagingPart, int, int]]:
         """Split pairs into ranges, each with the least recently used part of the staging buffer."""
         start = 0
         while start < len(ids):

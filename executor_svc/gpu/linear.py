@@ -24,7 +24,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(slots=True)
-class Workspace:
+class SumsWorkspace:
     """Memory for partial sums, shared by the linears of one stream.
 
     Grows only at their creation, before any capture.
@@ -74,7 +74,7 @@ class W8Linear:
     """x @ weight.T + bias with 8-bit weights and 16-bit rows; only the quantized weight is kept."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, quantization: Literal["int8", "fp8"], workspace: Workspace
+        self, weight: Tensor, bias: Tensor | None, quantization: Literal["int8", "fp8"], workspace: SumsWorkspace
     ) -> None:
         """Quantize weight [out_features, in_features]; bias [out_features] or None."""
         self.out_features, self.in_features = weight.shape
@@ -154,7 +154,7 @@ class Fp8Linear:
 GpuLinear = PlainLinear | W8Linear | Fp8Linear
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization, workspace: Workspace) -> GpuLinear:
+def make_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization, workspace: SumsWorkspace) -> GpuLinear:
     """Prepare weight [out_features, in_features] and bias for use, on their device.
 
     Raises DeviceError naming the option if it does not support this GPU, dtype or shape, and ValueError for weights

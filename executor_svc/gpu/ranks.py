@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor_svc.device.ranks import Embedding, Share
+from executor_svc.device.ranks import RankEmbedding, Share
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kernels.rank_rows import own_ids, pick_rows, sum_parts
 from executor_svc.gpu.kernels.rows import copy_columns
@@ -59,7 +59,7 @@ class GpuRanks:
         parts = self._own.new("rank parts", (self.share.size * x.numel(),), x.dtype)
         return self._own.run(y, lambda n: sum_parts(self._gathered(x[:n], parts), bias, y[:n]))
 
-    def embed(self, table: Embedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
+    def embed(self, table: RankEmbedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
         """As in `RankKernels`."""
         own, size = self._own, self.share.size
         ids = own.new("rank ids", tuple(token_ids.shape), torch.int64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from cadenza_common.plan.plan import AdmittedSequence, StepPlan
 from executor_svc.gpu.kernels.sampling.state import MAX_INT32
 from executor_svc.gpu.kernels.slots.slots import DRAFTS_END, MAX_DRAFTS, MAX_LEN, NUM_NUMBERS, SlotState, padded
-from executor_svc.gpu.staging import Changes
+from executor_svc.gpu.staging import StagedChanges
 from executor_svc.plan.arrays import IntArray, ints
 from executor_svc.plan.limits import Limits
 
@@ -35,9 +35,9 @@ class ChangeLog:
         n = state.num_slots
         self._limits = limits
         self._numbers = int(state.numbers.storage_offset()) + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
-        self._token_ids = _Rows(int(state.token_ids.storage_offset()), state.token_ids.stride(0))
-        self._tables = _Rows(int(state.block_tables.storage_offset()), state.block_tables.stride(0))
-        self._stop_bits = _Rows(int(state.stop_bits.storage_offset()), state.stop_bits.stride(0))
+        self._token_ids = _RowPlaces(int(state.token_ids.storage_offset()), state.token_ids.stride(0))
+        self._tables = _RowPlaces(int(state.block_tables.storage_offset()), state.block_tables.stride(0))
+        self._stop_bits = _RowPlaces(int(state.stop_bits.storage_offset()), state.stop_bits.stride(0))
         # The ends of block tables, for appended blocks, and the words of stop ids that an admission must clear.
         self._num_blocks = np.zeros(n, np.int64)
         self._max_drafts = np.zeros(n, np.int64)
@@ -50,7 +50,7 @@ class ChangeLog:
         """Return the words of the state for the list of admitted slots."""
         return padded(num_slots)
 
-    def add_plan(self, plan: StepPlan, changes: Changes) -> Applied:
+    def add_plan(self, plan: StepPlan, changes: StagedChanges) -> Applied:
         """Add a plan's admissions, appended blocks and given tokens; changes: without those of any other plan."""
         if plan.admitted:
             self._admit(plan.admitted, changes)
@@ -64,7 +64,7 @@ class ChangeLog:
         """Return the places in the state of these slots' tokens at these positions, [n] each."""
         return self._token_ids.place + slots * self._token_ids.stride + positions
 
-    def _admit(self, sequences: Sequence[AdmittedSequence], changes: Changes) -> None:
+    def _admit(self, sequences: Sequence[AdmittedSequence], changes: StagedChanges) -> None:
         slots = np.array([sequence.slot for sequence in sequences], np.int64)
         # In the order of the rows of `SlotState.numbers` before the last, with all flags 0.
         numbers = np.array(
@@ -94,7 +94,7 @@ class ChangeLog:
             self._num_blocks[slot] = len(sequence.block_ids)
             self._set_stop_ids(slot, ints(sequence.sampling.stop_token_ids), changes)
 
-    def _set_stop_ids(self, slot: int, token_ids: IntArray, changes: Changes) -> None:
+    def _set_stop_ids(self, slot: int, token_ids: IntArray, changes: StagedChanges) -> None:
         """Clear the words of the slot's earlier stop ids, and set the bits of the new ones."""
         earlier = self._stop_words[slot]
         if not len(token_ids) and not len(earlier):
@@ -105,7 +105,7 @@ class ChangeLog:
         changes.write_singles(self._stop_bits.start(slot) + words, values)
         self._stop_words[slot] = words[values != 0]
 
-    def _append_blocks(self, slots: IntArray, block_ids: IntArray, changes: Changes) -> None:
+    def _append_blocks(self, slots: IntArray, block_ids: IntArray, changes: StagedChanges) -> None:
         if not len(slots):
             return
         order = np.argsort(slots, kind="stable")
@@ -115,7 +115,7 @@ class ChangeLog:
         changes.write_singles(self._tables.place + slots * self._tables.stride + places, block_ids[order])
         self._num_blocks[slots[first]] += counts
 
-    def _end_drafts(self, plan: StepPlan, changes: Changes) -> None:
+    def _end_drafts(self, plan: StepPlan, changes: StagedChanges) -> None:
         """Set the end of drafts of slots with new blocks, as `speculation.drafting` bounds them.
 
         A slot that plans behind a step may not let grow in time keeps a place for one token of each of them.
@@ -130,7 +130,7 @@ class ChangeLog:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _RowPlaces:
     """The places of a matrix's rows in the state."""
 
     place: int

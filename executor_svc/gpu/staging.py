@@ -140,7 +140,7 @@ class Fetched:
 
 
 @dataclass(slots=True)
-class Changes:
+class StagedChanges:
     """Writes to the state of the slots, in any order; no word is written twice."""
 
     runs: list[tuple[int, NDArray[Any]]] = field(default_factory=list)
@@ -177,23 +177,23 @@ class Changes:
         singles = sum(map(len, self.places)) + sum(map(len, self.given_slots))
         return sum(_run_words(len(words)) for _, words in self.runs) + _SINGLE_COLUMNS * singles
 
-    def split(self, max_words: int) -> Iterator[Changes]:
+    def split(self, max_words: int) -> Iterator[StagedChanges]:
         """Split into parts of at most `max_words` words each, more than RUN_WORDS; an empty log has no parts."""
         if not self or self.num_words() <= max_words:
             yield from [self] if self else []
             return
         most = max_words // _SINGLE_COLUMNS
         for places, values in _slices(self.places, self.values, most):
-            yield Changes(places=[places], values=[values])
+            yield StagedChanges(places=[places], values=[values])
         for slots, tokens in _slices(self.given_slots, self.given_tokens, most):
-            yield Changes(given_slots=[slots], given_tokens=[tokens])
-        part, left = Changes(), max_words
+            yield StagedChanges(given_slots=[slots], given_tokens=[tokens])
+        part, left = StagedChanges(), max_words
         for place, words in self.runs:
             while len(words):
                 taken = min(len(words), _longest_run(left))
                 if not taken:
                     yield part
-                    part, left = Changes(), max_words
+                    part, left = StagedChanges(), max_words
                     continue
                 part.write(place, words[:taken])
                 left -= _run_words(taken)

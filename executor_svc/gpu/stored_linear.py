@@ -19,7 +19,7 @@ from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsWeight, is_sup
 from executor_svc.gpu.kernels.few_bits.linear import MOST_ROWS, linear_few_bits, workspace_size
 from executor_svc.gpu.kernels.few_bits.widening import widen
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
-from executor_svc.gpu.linear import PlainLinear, Workspace, multiprocessors, new_out, result_dtype
+from executor_svc.gpu.linear import PlainLinear, SumsWorkspace, multiprocessors, new_out, result_dtype
 
 _BLOCK_BYTES = 1 << 22
 """Of a weight's rows that are read at a time."""
@@ -49,7 +49,7 @@ class PackedRows:
 
     @classmethod
     def of(
-        cls, weight: FewBitsWeight, bias: Tensor | None, order: Tensor | None, workspace: Workspace, num_sms: int
+        cls, weight: FewBitsWeight, bias: Tensor | None, order: Tensor | None, workspace: SumsWorkspace, num_sms: int
     ) -> Self:
         """Reserve the workspace that any number of rows needs."""
         workspace.reserve(workspace_size(weight, num_sms))
@@ -88,7 +88,7 @@ class GpuStoredLinear:
         name: str,
         weight: StoredLinear,
         bias: Tensor | None,
-        workspace: Workspace,
+        workspace: SumsWorkspace,
         few_bits: FewBits,
     ) -> None:
         """Read the weight; bias: [out_features] in the model's dtype, or None. Parts are noted in few_bits."""

@@ -20,7 +20,7 @@ from executor_svc.plan.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _RecordedStep:
     """A recorded step and its results, and the recorded logits of requested rows."""
 
     hidden: Tensor
@@ -145,7 +145,7 @@ class RecordedModel:
             tiles[rows.name] = rows.num_tiles
         self._current.logits.run(**{self._requested: num_requested}, **tiles)
 
-    def _record(self, tables: AdapterTables | None) -> _Step:
+    def _record(self, tables: AdapterTables | None) -> _RecordedStep:
         kernels, model = self._kernels, self._model
         with kernels.recording() as recording:
             recording.rows = self._rows
@@ -161,7 +161,7 @@ class RecordedModel:
             with self._with(None if tables is None else tables.requested):
                 requested_logits = model.logits(kernels.take_rows(hidden, self.requested))
             logits = recording.program()
-        return _Step(hidden, states, sampled_logits, best, forward, requested_logits, logits)
+        return _RecordedStep(hidden, states, sampled_logits, best, forward, requested_logits, logits)
 
     def _record_forward(self) -> tuple[Tensor, Tensor | None]:
         model, ropes = self._model, self.ropes

@@ -10,7 +10,7 @@ from typing import Any
 
 from executor_svc.errors import StartError
 from executor_svc.ranks.hosts.exchange_links import LeaderExchanges
-from executor_svc.ranks.hosts.handshake import Purpose
+from executor_svc.ranks.hosts.handshake import ConnectionPurpose
 from executor_svc.ranks.hosts.introduction import difference
 from executor_svc.ranks.hosts.listener import Listener
 from executor_svc.ranks.hosts.places import PlaceError
@@ -39,7 +39,7 @@ class ConnectedRanks(Members):
         deadline = time.monotonic() + timeout_s
         self._peers = [self._meet(rank, size, own, deadline) for rank in range(1, size)]
         for rank in self.ranks:
-            adapters, _ = self._take(rank, size, Purpose.ADAPTERS, deadline)
+            adapters, _ = self._take(rank, size, ConnectionPurpose.ADAPTERS, deadline)
             self.adapter_links.append(adapters)
 
     def meet(self, num_bytes: int) -> None:
@@ -68,7 +68,7 @@ class ConnectedRanks(Members):
 
     def _meet(self, rank: int, size: int, own: dict[str, Any], deadline: float) -> str:
         """Take a rank's first connections, and check that it is like this one; returns where it is."""
-        link, peer = self._take(rank, size, Purpose.STEPS, deadline)
+        link, peer = self._take(rank, size, ConnectionPurpose.STEPS, deadline)
         try:
             link.limit(max(0.001, deadline - time.monotonic()))  # nobody watches the rank yet
             kind, content = link.receive()
@@ -82,13 +82,13 @@ class ConnectedRanks(Members):
             link.limit(None)
         except LinkClosed as error:
             raise StartError(f"rank {rank} at {peer} ended while it started: {error}") from None
-        watched, _ = self._take(rank, size, Purpose.WATCH, deadline)
+        watched, _ = self._take(rank, size, ConnectionPurpose.WATCH, deadline)
         self.links.append(link)
         self._watched.append(watched)
         watch(watched, lambda how: self._gone(rank, f"at {peer}, {how}"))
         return peer
 
-    def _take(self, rank: int, size: int, purpose: Purpose, deadline: float) -> tuple[Link, str]:
+    def _take(self, rank: int, size: int, purpose: ConnectionPurpose, deadline: float) -> tuple[Link, str]:
         try:
             return self._listener.take(rank, purpose, deadline)
         except TimeoutError:

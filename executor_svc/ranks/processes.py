@@ -38,7 +38,7 @@ class RankProcesses(Members):
         super().__init__()
         memory = os.memfd_create("cadenza ranks")
         self.exchanges = SharedMemory(memory)
-        self._children: list[Child] = []
+        self._children: list[ChildProcess] = []
         self._stopped = threading.Event()
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
@@ -46,7 +46,7 @@ class RankProcesses(Members):
             with theirs, their_adapters:
                 ends = theirs.fileno(), their_adapters.fileno(), memory
                 command = [sys.executable, "-m", MODULE, *map(str, (rank, *ends, os.getpid()))]
-                child = Child(f"rank {rank}", command, ends, environment(rank))
+                child = ChildProcess(f"rank {rank}", command, ends, environment(rank))
             link = Link(ours)
             self.adapter_links.append(Link(our_adapters))
             link.send(Frame.CONFIG, json.dumps(options).encode())
@@ -63,7 +63,7 @@ class RankProcesses(Members):
         # Not this object, which keeps the links: the others end once nothing keeps them.
         once, stopped = threading.Lock(), self._stopped
 
-        def ended(rank: int, child: Child) -> None:
+        def ended(rank: int, child: ChildProcess) -> None:
             if child.ended.result() and not stopped.is_set() and once.acquire(blocking=False):
                 on_death(rank, child.how())
 
@@ -84,7 +84,7 @@ class RankProcesses(Members):
         return child.how()
 
 
-class Child:
+class ChildProcess:
     """A process that is killed when this one ends. It has a thread, which waits for its end.
 
     The thread starts it, too: the system kills it when the thread that started it ends, and a thread that stops in

@@ -30,7 +30,7 @@ from executor_svc.replay.checks import contradictions, first_difference, numeric
 from executor_svc.replay.recorded_drafts import RecordedDrafts, late_slots
 from executor_svc.service.description import description_to_wire
 from executor_svc.worker.adapters import AdapterRefused
-from executor_svc.worker.session import RejectedPlan, Session
+from executor_svc.worker.session import PlanSession, RejectedPlan
 from executor_svc.worker.worker import Worker
 
 _STOP_S = 10.0
@@ -44,7 +44,7 @@ class ReplayError(Exception):
 class _Executor:
     """One incarnation of an executor on its device thread. `open` must be called before `run`."""
 
-    _session: Session
+    _session: PlanSession
 
     def __init__(self, config: ExecutorConfig) -> None:
         """Build the executor as the service does; raises StartError."""

@@ -33,7 +33,7 @@ MIX_1 = _signed(0xBF58476D1CE4E5B9)
 MIX_2 = _signed(0x94D049BB133111EB)
 
 
-class Purpose(IntEnum):
+class DrawPurpose(IntEnum):
     """The purpose of a draw: draws for different purposes are independent."""
 
     SAMPLE = 0
@@ -53,7 +53,7 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
 
 
 def row_keys(
-    seeds: NDArray[np.uint64], sample_indices: NDArray[np.int64], positions: NDArray[np.int64], purpose: Purpose
+    seeds: NDArray[np.uint64], sample_indices: NDArray[np.int64], positions: NDArray[np.int64], purpose: DrawPurpose
 ) -> NDArray[np.int64]:
     """Return a 64-bit key per row, [n] int64, of seed, sample index, the new token's absolute position and purpose."""
     counter = np.zeros((4, len(seeds)), np.uint64)

@@ -26,7 +26,7 @@ from executor_svc.sampling.floors import row_floors
 from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.logprobs import row_logprobs
-from executor_svc.sampling.noise import Purpose, row_keys
+from executor_svc.sampling.noise import DrawPurpose, row_keys
 from executor_svc.sampling.row_math import are_all, argmax, chunks, fold_sum, source_rows, top_ids
 
 # Numbers of candidates to try, in order; a row's number depends on its own parameters and logits only.
@@ -92,7 +92,7 @@ def _draw(
 
     best: [n] ids of their largest logits; columns: those of these n rows.
     """
-    drawn = _Rows.of(logits, rows, best, columns, functions)
+    drawn = _LogitsRows.of(logits, rows, best, columns, functions)
     top_k, vocab = columns["top_k"], logits.shape[1]
     limited = (top_k > 0) & (top_k < vocab)
     nucleus = columns["top_p"] < 1
@@ -115,7 +115,7 @@ def _draw(
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _LogitsRows:
     """n rows of logits, and the parameters to filter and draw from them, as [n, 1] tensors."""
 
     source: Tensor
@@ -138,13 +138,13 @@ class _Rows:
     @classmethod
     def of(
         cls, logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns, functions: RowFunctions
-    ) -> _Rows:
+    ) -> _LogitsRows:
         device, vocab = logits.device, logits.shape[1]
 
         def column(values: IntArray | FloatArray) -> Tensor:
             return torch.from_numpy(values[:, None]).to(device)
 
-        key = row_keys(columns["seed"], columns["sample_index"], columns.position, Purpose.SAMPLE)
+        key = row_keys(columns["seed"], columns["sample_index"], columns.position, DrawPurpose.SAMPLE)
         index = column(rows)[:, 0]
         peak = logits[index, column(best)[:, 0]][:, None]
         return cls(
@@ -159,12 +159,12 @@ class _Rows:
             functions,
         )
 
-    def take(self, rows: IntArray) -> _Rows:
+    def take(self, rows: IntArray) -> _LogitsRows:
         """Return a subset of the n rows; rows: ascending."""
         if len(rows) == len(self.peak):
             return self
         index = torch.from_numpy(rows).to(self.peak.device)
-        return _Rows(
+        return _LogitsRows(
             self.source,
             index if self.index is None else self.index.index_select(0, index),
             self.peak.index_select(0, index),
@@ -191,7 +191,7 @@ class _Rows:
         return self.functions.exp(scaled, torch.zeros_like(self.peak))
 
 
-def _race_all(rows: _Rows) -> Tensor:
+def _race_all(rows: _LogitsRows) -> Tensor:
     """Draw a token [n] int64 from the whole vocabulary, in tiles of token ids that stay in cache."""
     n, vocab = len(rows.peak), rows.source.shape[1]
     device = rows.source.device
@@ -209,7 +209,7 @@ def _race_all(rows: _Rows) -> Tensor:
     return tokens
 
 
-def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
+def _race_prefix(rows: _LogitsRows, size: int) -> tuple[IntArray, BoolArray]:
     """Draw from the candidates that top_k and top_p leave among each row's `size` most likely tokens.
 
     Returns tokens [n], and whether `size` was enough [n]; otherwise the token is undefined.
@@ -236,6 +236,6 @@ def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
     return tokens.cpu().numpy(), enough | (size >= vocab)
 
 
-def _total_mass(rows: _Rows, logits: Tensor) -> Tensor:
+def _total_mass(rows: _LogitsRows, logits: Tensor) -> Tensor:
     """Return the sum [n, 1] float64 of p / p of the most likely token, in an order that depends only on the width."""
     return fold_sum(rows.exp(rows.scaled(logits)))

@@ -12,7 +12,7 @@ from google.rpc import status_pb2
 
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.worker.adapters import AdapterLoader, AdapterRefused, LoadedAdapter
-from executor_svc.worker.session import Session
+from executor_svc.worker.session import PlanSession
 from executor_svc.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class AdapterDesk:
         """Return the loaded adapters for SessionOpened."""
         return [] if self._loader is None else [_loaded(each) for each in self._loader.loaded]
 
-    def take(self, request: pb.ExecuteRequest, session: Session, send: Send) -> str:
+    def take(self, request: pb.ExecuteRequest, session: PlanSession, send: Send) -> str:
         """Begin a load or an unload, which is answered by `send`; returns why it is refused, and the stream ends."""
         is_load = request.HasField("load_adapter")
         index = request.load_adapter.adapter_index if is_load else request.unload_adapter.adapter_index
@@ -88,7 +88,7 @@ class AdapterDesk:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, loader: AdapterLoader, message: pb.LoadAdapter, session: Session, send: Send) -> None:
+    def _load(self, loader: AdapterLoader, message: pb.LoadAdapter, session: PlanSession, send: Send) -> None:
         assert self._pool is not None
         index, name, loop = message.adapter_index, message.name, asyncio.get_running_loop()
         load = self._pool.submit(loader.load, index, name, message.path)
@@ -103,7 +103,7 @@ class AdapterDesk:
 
         load.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(answer))
 
-    def _unload(self, loader: AdapterLoader, index: int, session: Session, send: Send) -> None:
+    def _unload(self, loader: AdapterLoader, index: int, session: PlanSession, send: Send) -> None:
         loop = asyncio.get_running_loop()
 
         def answer() -> None:

@@ -22,7 +22,7 @@ _MAX_EPOCH = 2**63
 _MAX_PROCESSES = 64
 
 
-class Refusal(Exception):
+class SessionRefusal(Exception):
     """Ends a stream with a status code, a message, and what a refused scheduler needs to know."""
 
     def __init__(self, code: grpc.StatusCode, message: str, detail: pb.SessionRefusal | None = None) -> None:
@@ -41,7 +41,7 @@ class Lease:
         self.epoch = opening.epoch
         self.peer = peer
         self.silence = PeerSilence(silence_s, clock())
-        self.refusal: Refusal | None = None
+        self.refusal: SessionRefusal | None = None
         """Why the lease ended before its stream; None: it has not."""
         self.serving: asyncio.Task[None] | None = None
         self.announce_stop: Callable[[], None] = lambda: None
@@ -64,7 +64,7 @@ class Lease:
         """Nanoseconds since the scheduler's last message."""
         return round((self._clock() - self._renewed_at) * 1e9)
 
-    def end(self, refusal: Refusal) -> None:
+    def end(self, refusal: SessionRefusal) -> None:
         """End the stream with this status, even while a message waits for a scheduler that reads nothing."""
         self.refusal = refusal
         if self.serving is not None:
@@ -80,7 +80,7 @@ class Leases:
         self._clock = clock
         self._current: Lease | None = None
         self._last_epoch = 0
-        self._closed: Refusal | None = None
+        self._closed: SessionRefusal | None = None
         self.num_granted = 0
         """Number of sessions that were granted the executor."""
         self.num_refused = 0
@@ -92,7 +92,7 @@ class Leases:
         """The lease of the scheduler that holds the executor."""
         return self._current
 
-    def close(self, refusal: Refusal) -> None:
+    def close(self, refusal: SessionRefusal) -> None:
         """Refuse every opening from now on."""
         self._closed = refusal
 
@@ -103,7 +103,7 @@ class Leases:
         """
         try:
             self._check(opening)
-        except Refusal:
+        except SessionRefusal:
             self.num_refused += 1
             raise
         self.num_granted += 1
@@ -111,7 +111,7 @@ class Leases:
         if current is not None:
             by = "this process" if current.scheduler_incarnation == opening.scheduler_incarnation else "another process"
             message = f"{by} of scheduler {opening.scheduler_id}, at {peer}, has opened a newer session"
-            current.end(Refusal(grpc.StatusCode.ABORTED, message))
+            current.end(SessionRefusal(grpc.StatusCode.ABORTED, message))
         process = (opening.scheduler_id, opening.scheduler_incarnation)
         if process not in self._processes:
             self._processes.append(process)
@@ -131,21 +131,21 @@ class Leases:
             raise self._closed
         if opening.protocol_version != PROTOCOL_VERSION:
             message = f"protocol version {opening.protocol_version} is not supported, {PROTOCOL_VERSION} is"
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
+            raise SessionRefusal(grpc.StatusCode.FAILED_PRECONDITION, message)
         if not 0 < len(opening.scheduler_id.encode()) <= _MAX_ID_BYTES:
             message = f"open.scheduler_id must have 1 to {_MAX_ID_BYTES} bytes"
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, message)
+            raise SessionRefusal(grpc.StatusCode.INVALID_ARGUMENT, message)
         if opening.epoch > _MAX_EPOCH:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"open.epoch {opening.epoch} is over {_MAX_EPOCH}")
+            raise SessionRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"open.epoch {opening.epoch} is over {_MAX_EPOCH}")
         next_epoch = self._last_epoch + 1
         if self._is_fenced(opening):
             # Its successor may have lost this executor meanwhile, but it is the successor that has the requests.
             message = f"a newer process of scheduler {opening.scheduler_id} has taken this executor over"
-            raise Refusal(grpc.StatusCode.ABORTED, message, pb.SessionRefusal(next_epoch=next_epoch))
+            raise SessionRefusal(grpc.StatusCode.ABORTED, message, pb.SessionRefusal(next_epoch=next_epoch))
         current = self._current
         if current is not None and current.scheduler_id != opening.scheduler_id:
             silent_ns = current.silent_ns
-            raise Refusal(
+            raise SessionRefusal(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"scheduler {current.scheduler_id} at {current.peer} holds this executor, in epoch {current.epoch}; "
                 f"its last message came {silent_ns / 1e9:.1f} s ago",
@@ -153,7 +153,7 @@ class Leases:
             )
         if opening.epoch < next_epoch:
             message = f"epoch {opening.epoch} is not larger than the last, {self._last_epoch}"
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message, pb.SessionRefusal(next_epoch=next_epoch))
+            raise SessionRefusal(grpc.StatusCode.FAILED_PRECONDITION, message, pb.SessionRefusal(next_epoch=next_epoch))
 
     def _is_fenced(self, opening: pb.OpenSession) -> bool:
         """Whether a newer process with the same scheduler id has held the executor."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from cadenza_common.metrics.listener_counts import ListenerCounts, Refusal
+from cadenza_common.metrics.listener_counts import ListenerCounts, RefusalReason
 
 _OURS = "/cadenza.v1."
 _NAMES = ("x509_subject_alternative_name", "x509_common_name")
@@ -40,7 +40,7 @@ class SchedulerOnly(grpc.aio.ServerInterceptor):
     async def _call(self, behaviour: Callable[[Any, Any], Awaitable[Any]], request: Any, context: _Context) -> Any:
         names = names_of(context)
         if self._name not in names:
-            self._counts.refuse(Refusal.WRONG_CERTIFICATE, context)
+            self._counts.refuse(RefusalReason.WRONG_CERTIFICATE, context)
             shown = ", ".join(names) or "none"
             await context.abort(
                 grpc.StatusCode.PERMISSION_DENIED,

@@ -33,10 +33,10 @@ from cadenza_common.wire.transport import STATUS_DETAILS_KEY, make_status
 from executor_svc.plan.description import Description
 from executor_svc.service.adapters import AdapterDesk
 from executor_svc.service.description import description_to_wire
-from executor_svc.service.lease import Lease, Leases, Refusal
+from executor_svc.service.lease import Lease, Leases, SessionRefusal
 from executor_svc.service.pieces import request_in_slices
 from executor_svc.service.step_traces import StepTraces
-from executor_svc.worker.session import Activity, RejectedPlan, Session
+from executor_svc.worker.session import Activity, PlanSession, RejectedPlan
 from executor_svc.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class _EndOfPlans:
     """The end of a stream's plans: the scheduler has half-closed after num_plans, or a message is invalid."""
 
     num_plans: int
-    refusal: Refusal | None = None
+    refusal: SessionRefusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             lease = self.leases.take(await self._opening(request_iterator), context.peer())
             lease.serving = asyncio.create_task(self._serve(lease, request_iterator, context))
             await lease.serving
-        except Refusal as refusal:
+        except SessionRefusal as refusal:
             await _abort(context, refusal)
         except asyncio.CancelledError:
             if lease is None or lease.refusal is None:
@@ -124,7 +124,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         answer. The scheduler closes the session: it must not write to a stream that has ended, for gRPC would then
         give it an error in place of the status.
         """
-        refusal = Refusal(grpc.StatusCode.UNAVAILABLE, "the executor stops")
+        refusal = SessionRefusal(grpc.StatusCode.UNAVAILABLE, "the executor stops")
         self.leases.close(refusal)
         self._adapters.close()
         finished = asyncio.wrap_future(self._worker.finish())
@@ -144,7 +144,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 return await _first(requests)
         except TimeoutError as exc:
             message = f"no session was opened for {self._silence_s:g} s"
-            raise Refusal(grpc.StatusCode.UNAVAILABLE, message) from exc
+            raise SessionRefusal(grpc.StatusCode.UNAVAILABLE, message) from exc
 
     async def _serve(self, lease: Lease, requests: AsyncIterator[bytes], context: _Context) -> None:
         """Serve one session, from its opening to the last result."""
@@ -175,13 +175,13 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _answer_opening(
-        self, lease: Lease, session: Session, opened: asyncio.Future[int], outbox: asyncio.Queue[_Outgoing]
+        self, lease: Lease, session: PlanSession, opened: asyncio.Future[int], outbox: asyncio.Queue[_Outgoing]
     ) -> None:
         """Confirm the session once the running step has ended and the slots are clear."""
         try:
             last_completed = await opened
         except Exception as exc:
-            lease.end(Refusal(grpc.StatusCode.INTERNAL, f"the slots cannot be cleared: {exc}"))
+            lease.end(SessionRefusal(grpc.StatusCode.INTERNAL, f"the slots cannot be cleared: {exc}"))
             return
         _log.info(
             "scheduler %s at %s: session of epoch %d open, last completed step %d",
@@ -199,7 +199,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
 
     async def _read(
         self,
-        session: Session,
+        session: PlanSession,
         requests: AsyncIterator[bytes],
         outbox: asyncio.Queue[_Outgoing],
         lease: Lease,
@@ -222,7 +222,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                             extra={"epoch": lease.epoch},
                         )  # fmt: skip
                         # Not through the outbox: its writer may be blocked.
-                        lease.end(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message))
+                        lease.end(SessionRefusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message))
                         return
                     plan = await _plan_or_rejection(request.plan)
                     self._worker.submit(session, plan, received_ns)
@@ -236,7 +236,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         except Exception as exc:
             # An undecodable message ends the reading; an open stream would then wait for ever.
             problem = f"a message cannot be read: {exc}"
-        refusal = Refusal(grpc.StatusCode.INVALID_ARGUMENT, problem) if problem else None
+        refusal = SessionRefusal(grpc.StatusCode.INVALID_ARGUMENT, problem) if problem else None
         outbox.put_nowait(_EndOfPlans(num_plans, refusal))
 
     async def _beat(self, outbox: asyncio.Queue[_Outgoing], opened: asyncio.Future[int]) -> None:
@@ -287,10 +287,10 @@ async def _end_when_silent(lease: Lease) -> None:
         extra={"epoch": lease.epoch},
     )  # fmt: skip
     # A scheduler that receives UNAVAILABLE opens a new session; ABORTED would stop it.
-    lease.end(Refusal(grpc.StatusCode.UNAVAILABLE, f"no message from the scheduler for {silent_s:.1f} s"))
+    lease.end(SessionRefusal(grpc.StatusCode.UNAVAILABLE, f"no message from the scheduler for {silent_s:.1f} s"))
 
 
-async def _abort(context: _Context, refusal: Refusal) -> NoReturn:
+async def _abort(context: _Context, refusal: SessionRefusal) -> NoReturn:
     """End a stream with a refusal's status and detail; sends nothing to a scheduler that has disconnected."""
     details = [] if refusal.detail is None else [refusal.detail]
     status = make_status(refusal.code, refusal.message, details)
@@ -314,8 +314,8 @@ async def _first(requests: AsyncIterator[bytes]) -> pb.OpenSession:
                 return request.open
             break
     except DecodeError as exc:
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"a message cannot be read: {exc}") from exc
-    raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message must open the session")
+        raise SessionRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"a message cannot be read: {exc}") from exc
+    raise SessionRefusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message must open the session")
 
 
 async def _plan_or_rejection(message: pb.StepPlan) -> StepPlan | RejectedPlan:

@@ -13,7 +13,7 @@ from executor_svc.simulated.hashing import U64, contributions, position_keys, to
 from executor_svc.simulated.memory import DigestPools
 
 
-class Attention:
+class SimulatedAttention:
     """Reads and writes the digest pools through the block tables of slots."""
 
     def __init__(self, slots: Slots, pools: DigestPools) -> None:

@@ -18,7 +18,7 @@ from executor_svc.plan.arrays import BoolArray
 from executor_svc.plan.limits import Limits
 from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.simulated.adapters import SimulatedAdapters
-from executor_svc.simulated.attention import Attention
+from executor_svc.simulated.attention import SimulatedAttention
 from executor_svc.simulated.clock import sleep_until
 from executor_svc.simulated.costs import StepCosts, StepWork
 from executor_svc.simulated.hashing import U64, draw_hashes, logits_hashes
@@ -57,7 +57,7 @@ class SimulatedStepExecutor:
         self.slots = Slots(limits)
         self.pools = DigestPools(limits.num_device_blocks, limits.num_host_blocks, limits.block_size)
         self._drafting = Drafting(self.slots, drafts)
-        self._attention = Attention(self.slots, self.pools)
+        self._attention = SimulatedAttention(self.slots, self.pools)
         self._costs = costs or StepCosts()
         self._wait = wait
         self._injection = injection

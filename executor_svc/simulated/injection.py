@@ -35,7 +35,7 @@ class InjectedDeviceError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Fault:
+class InjectedFault:
     """It happens once, in the first step from this number on that can have it."""
 
     kind: str
@@ -48,7 +48,7 @@ class Fault:
 class Injection:
     """The faults of one process. An executor calls it at the places of a step where its device could fail."""
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
+    def __init__(self, faults: Sequence[InjectedFault]) -> None:
         self.faults = tuple(faults)
         self._num_steps = 0
 
@@ -78,7 +78,7 @@ class Injection:
                 rows.append(found[0])
         return rows
 
-    def _due(self, *kinds: str) -> list[Fault]:
+    def _due(self, *kinds: str) -> list[InjectedFault]:
         return [
             each for each in self.faults if each.kind in kinds and not each.happened and each.step <= self._num_steps
         ]
@@ -94,13 +94,13 @@ def read_injection(text: str) -> Injection:
     return injection
 
 
-def _read_fault(text: str, part: str) -> Fault:
+def _read_fault(text: str, part: str) -> InjectedFault:
     kind, _, place = part.partition("@")
     step, colon, argument = place.partition(":")
     try:
-        fault = Fault(kind, int(step), _read_argument(kind, argument) if colon else None)
+        fault = InjectedFault(kind, int(step), _read_argument(kind, argument) if colon else None)
     except ValueError:
-        fault = Fault("", 0)
+        fault = InjectedFault("", 0)
     if kind not in _KINDS or fault.step < 1:
         raise InjectionError(f"--inject {text}: {part!r} must be one of {', '.join(FORMS)}")
     return fault

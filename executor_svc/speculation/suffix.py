@@ -23,7 +23,7 @@ from executor_svc.speculation.suffix_automaton import ROOT, SuffixAutomaton
 _MATCHED = 16
 
 
-class _Sequence:
+class _SequenceText:
     """The automaton of a sequence's own text, and its place in the shared ones."""
 
     __slots__ = ("own", "shared", "state")
@@ -80,7 +80,7 @@ class SuffixSource:
         self._min_probability = min_probability
         self._max_indexed = max_indexed
         self._always = limits.max_drafts + 1
-        self._sequences: list[_Sequence | None] = [None] * limits.num_slots
+        self._sequences: list[_SequenceText | None] = [None] * limits.num_slots
         self._num_indexed = np.zeros(limits.num_slots, np.int64)
         # The number of tokens that the shared automaton has, the prompt's included; -1: it is not known yet.
         self._num_shared = np.zeros(limits.num_slots, np.int64)
@@ -92,7 +92,7 @@ class SuffixSource:
     def admitted(self, slot: int, scope: int) -> None:
         """As in `DraftSource`."""
         shared = SharedSequence(self._shared, scope) if scope and self._shared is not None else None
-        self._sequences[slot] = _Sequence(shared)
+        self._sequences[slot] = _SequenceText(shared)
         self._num_indexed[slot] = 0
         self._num_shared[slot] = -1
 
@@ -128,7 +128,7 @@ class SuffixSource:
                 drafts += found
         return Drafts(counts, np.array(drafts, np.int64))
 
-    def _index(self, slots: Slots, rows: IntArray, sequences: list[_Sequence]) -> None:
+    def _index(self, slots: Slots, rows: IntArray, sequences: list[_SequenceText]) -> None:
         """Add the new tokens of these slots to the automata, own and shared."""
         num_tokens, start = slots.num_tokens[rows], self._num_indexed[rows]
         taken = tokens_to_index(num_tokens - start, self._always, self._max_indexed)
@@ -152,7 +152,7 @@ class SuffixSource:
                 shared.extend(slots.token_ids[slot], begin, tokens)
         self._num_shared[rows] = start + taken
 
-    def _drafts(self, sequence: _Sequence, last_tokens: list[int] | None, most: int) -> list[int]:
+    def _drafts(self, sequence: _SequenceText, last_tokens: list[int] | None, most: int) -> list[int]:
         """Return the drafts of a sequence; last_tokens: of a text that is not wholly indexed."""
         own = sequence.own
         if last_tokens is None:

@@ -14,7 +14,7 @@ from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.plan.description import Description, ModelGeometry, describe, limits_of
 from executor_svc.plan.limits import Limits
-from executor_svc.ranks.hosts.places import Place
+from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, with_adapters
 from executor_svc.startup.device import make_device
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_model(
-    config: ExecutorConfig, drafts: DraftSource | None = None, place: Place | None = None
+    config: ExecutorConfig, drafts: DraftSource | None = None, place: RankPlace | None = None
 ) -> tuple[Executor, Description]:
     """Load the model and build its executor. drafts: in place of the source of the options. place: of rank 0 among
     ranks that something else has started.

@@ -16,9 +16,9 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.ranks.hosts.connecting import Connector
 from executor_svc.ranks.hosts.credentials import read_credentials
 from executor_svc.ranks.hosts.exchange_links import MemberExchanges
-from executor_svc.ranks.hosts.handshake import Purpose
+from executor_svc.ranks.hosts.handshake import ConnectionPurpose
 from executor_svc.ranks.hosts.introduction import introduction
-from executor_svc.ranks.hosts.places import Place
+from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.ranks.hosts.watching import watch
 from executor_svc.ranks.joined import Joined
 from executor_svc.ranks.links import Frame, Link
@@ -29,7 +29,7 @@ _log = logging.getLogger("executor_svc.rank")
 _AFTER_DRAIN_S = 5.0
 
 
-def run_member(config: ExecutorConfig, place: Place) -> int:
+def run_member(config: ExecutorConfig, place: RankPlace) -> int:
     """Join rank 0, and follow it until it is gone; returns the exit code. Raises StartError."""
     from executor_svc.startup.member import run
     from executor_svc.startup.rank_checks import threads_of
@@ -52,18 +52,18 @@ def run_member(config: ExecutorConfig, place: Place) -> int:
     return told.code
 
 
-def _join(config: ExecutorConfig, place: Place) -> tuple[Joined, Link]:
+def _join(config: ExecutorConfig, place: RankPlace) -> tuple[Joined, Link]:
     """Return the connections to rank 0, once it has welcomed this rank, and the one to be watched."""
     connector, timeout_s = Connector(place, read_credentials(config)), config.rank_connect_timeout_s
-    link = connector.connect(Purpose.STEPS, timeout_s)
+    link = connector.connect(ConnectionPurpose.STEPS, timeout_s)
     link.end.settimeout(timeout_s)  # rank 0 waits for others, too
     assert config.num_threads is not None
     link.send(Frame.CONFIG, json.dumps(introduction(config, config.num_threads)).encode())
     joined = Joined(place.rank, place.local_size, link, MemberExchanges(connector))
     joined.expect(Frame.WELCOME)
     link.end.settimeout(None)
-    watched = connector.connect(Purpose.WATCH, timeout_s)
-    return replace(joined, adapter_link=connector.connect(Purpose.ADAPTERS, timeout_s)), watched
+    watched = connector.connect(ConnectionPurpose.WATCH, timeout_s)
+    return replace(joined, adapter_link=connector.connect(ConnectionPurpose.ADAPTERS, timeout_s)), watched
 
 
 class ToldToStop:

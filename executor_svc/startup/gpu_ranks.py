@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Part:
+class _RankPart:
     """A rank's part of the model, and its memory for keys and values."""
 
     config: ExecutorConfig
@@ -102,7 +102,7 @@ def build_first_on_gpus(config: ExecutorConfig, device: Device, leader: Leader) 
     """Build the executor of rank 0, while the others build theirs. Raises StartError."""
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), leader.join)
-        part = _Part(config, device, loaded, leader.make_adapters(loaded))
+        part = _RankPart(config, device, loaded, leader.make_adapters(loaded))
         held = leader.agree(loaded, part.make_pools(), part.adapters)
         executor, pools = part.executor(held)
         executor.ranks.join(leader.begin(loaded))
@@ -129,7 +129,7 @@ def build_member_on_gpus(config: ExecutorConfig, device: Device, joined: Joined)
 
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), join)
-        part = _Part(config, device, loaded, make_adapters(config, device, loaded, joined.on_host))
+        part = _RankPart(config, device, loaded, make_adapters(config, device, loaded, joined.on_host))
         held = held_by(loaded, part.make_pools(), part.adapters, device)
         joined.link.send(Frame.HELD, json.dumps(held).encode())
         executor, _ = part.executor(read_held(json.loads(joined.expect(Frame.SIZES))))

@@ -14,7 +14,7 @@ from executor_svc.models.loading import LoadedModel
 from executor_svc.models.parallel.split import check_split
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.ranks.adapters import LeaderAdapters
-from executor_svc.ranks.hosts.places import Place
+from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.ranks.members import EXIT_RANK
 from executor_svc.ranks.steps import LeaderRanks
 from executor_svc.startup.adapters import max_loaded
@@ -28,7 +28,7 @@ from executor_svc.worker.model_adapters import ModelAdapterLoader
 class Leader:
     """Rank 0's side of the start."""
 
-    def __init__(self, config: ExecutorConfig, device: Device, place: Place | None) -> None:
+    def __init__(self, config: ExecutorConfig, device: Device, place: RankPlace | None) -> None:
         """Start the others, or wait for them; they load while this one does. place: of one that something else has
         started. Raises StartError."""
         check_ranks(config, device)

@@ -10,12 +10,12 @@ from executor_svc.ranks.connected import ConnectedRanks
 from executor_svc.ranks.hosts.credentials import read_credentials
 from executor_svc.ranks.hosts.introduction import introduction
 from executor_svc.ranks.hosts.listener import Listener
-from executor_svc.ranks.hosts.places import Place
+from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.ranks.members import Members
 from executor_svc.ranks.processes import RankProcesses
 
 
-def start_members(config: ExecutorConfig, device: Device, place: Place | None) -> Members:
+def start_members(config: ExecutorConfig, device: Device, place: RankPlace | None) -> Members:
     """Start the other ranks, or wait for those that something else starts. place: rank 0's, in that case.
 
     Raises StartError.

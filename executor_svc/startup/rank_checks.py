@@ -5,7 +5,7 @@ from __future__ import annotations
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device, cores
 from executor_svc.errors import StartError
-from executor_svc.ranks.hosts.places import Place
+from executor_svc.ranks.hosts.places import RankPlace
 
 
 class RanksError(StartError):
@@ -26,12 +26,12 @@ def check_ranks(config: ExecutorConfig, device: Device) -> None:
             raise RanksError(f"{option} is not possible with {name}")
 
 
-def ranks_on_host(config: ExecutorConfig, place: Place | None) -> int:
+def ranks_on_host(config: ExecutorConfig, place: RankPlace | None) -> int:
     """Return how many ranks share this machine; place: of one that something else has started."""
     return config.tensor_parallel_size if place is None else place.local_size
 
 
-def threads_of(config: ExecutorConfig, place: Place | None = None) -> ExecutorConfig:
+def threads_of(config: ExecutorConfig, place: RankPlace | None = None) -> ExecutorConfig:
     """Return the options of one rank of this machine: its share of the cores, unless an option says how many."""
     threads = config.num_threads or max(1, cores() // ranks_on_host(config, place))
     return config.model_copy(update={"num_threads": threads})

@@ -17,7 +17,7 @@ from executor_svc.models.parallel.split import check_split
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.ranks.drafts import LeaderDrafts, MemberDrafts
-from executor_svc.ranks.hosts.places import Place
+from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.ranks.joined import Joined
 from executor_svc.ranks.links import Frame
 from executor_svc.ranks.steps import MemberRanks
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_divided(
-    config: ExecutorConfig, drafts: DraftSource | None = None, place: Place | None = None
+    config: ExecutorConfig, drafts: DraftSource | None = None, place: RankPlace | None = None
 ) -> tuple[Executor, Description]:
     """Build the executor of rank 0, and start the others; arguments and errors as those of `build.build_model`."""
     config = threads_of(config, place)

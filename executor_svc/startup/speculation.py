@@ -16,7 +16,7 @@ from executor_svc.models.decoder_loading import open_checkpoint
 from executor_svc.models.heads.draft import LoadedDraft, load_draft, naming
 from executor_svc.models.heads.eagle3_loading import load_eagle3
 from executor_svc.models.heads.eagle3_spec import is_eagle3
-from executor_svc.models.heads.head import Head
+from executor_svc.models.heads.head import DraftHead
 from executor_svc.models.heads.mtp_loading import check_mtp, has_mtp, load_mtp
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.limits import Limits
@@ -30,7 +30,7 @@ from executor_svc.worker.step import Runner
 
 _log = logging.getLogger(__name__)
 
-Draft = LoadedDraft[Decoder] | LoadedDraft[Head]
+Draft = LoadedDraft[Decoder] | LoadedDraft[DraftHead]
 
 
 _NEEDS = {"draft": "the draft model", "eagle3": "the head"}

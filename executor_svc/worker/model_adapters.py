@@ -23,7 +23,7 @@ from executor_svc.worker.adapters import AdapterRefused, LoadedAdapter, find_fol
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldAdapter:
     adapter: LoadedAdapter
     packed: PackedAdapter
 
@@ -47,8 +47,8 @@ class ModelAdapterLoader:
         self._adapters = adapters
         self._roots = roots
         self._base_table = base_table
-        self._held: dict[int, _Held] = {}
-        self._dropped: dict[int, _Held] = {}
+        self._held: dict[int, _HeldAdapter] = {}
+        self._dropped: dict[int, _HeldAdapter] = {}
         """Adapters that `drop` was called for. They stay until a step finds that no slot uses them."""
         self._lock = threading.Lock()
         self._places: dict[int, int] = {}
@@ -144,7 +144,7 @@ class ModelAdapterLoader:
             self._adapters.clear(place)
             self._free.append(place)
 
-    def _check_room(self, name: str, new: _Held) -> None:
+    def _check_room(self, name: str, new: _HeldAdapter) -> None:
         """Raise AdapterRefused for an adapter that would take memory which was not set aside."""
         taken = sum(held.packed.num_bytes for held in self._held.values())
         left = max(0, self.max_bytes - taken)
@@ -155,7 +155,7 @@ class ModelAdapterLoader:
                 "adapters of --max-lora-rank",
             )
 
-    def _read(self, index: int, name: str, path: str) -> _Held:
+    def _read(self, index: int, name: str, path: str) -> _HeldAdapter:
         folder = find_folder(name, path, self._roots)
         limits = AdapterLimits(max_rank=self._adapters.sizes.max_rank)
         try:
@@ -164,4 +164,4 @@ class ModelAdapterLoader:
         except (LoaderError, ValueError) as error:
             raise AdapterRefused("invalid", f"{name}: {error}") from error
         loaded = LoadedAdapter(index, adapter.content_hash, packed.num_bytes, adapter.max_rank)
-        return _Held(loaded, packed)
+        return _HeldAdapter(loaded, packed)

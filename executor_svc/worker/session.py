@@ -15,7 +15,7 @@ _SENDING_S = 0.005
 """gRPC reports a message as written when it is about to pass it to the socket."""
 
 
-class Session:
+class PlanSession:
     """The session of one plan stream, opened and closed by the worker.
 
     Only the device thread changes failed, failed_running and last_step_id.

@@ -12,7 +12,7 @@ StartTrace = Callable[[], Callable[[], bytes]]
 
 
 @dataclass(slots=True)
-class _Request:
+class _TraceRequest:
     """A requested trace, with the number of steps still to record."""
 
     steps_left: int
@@ -25,7 +25,7 @@ class TraceRequests:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._request: _Request | None = None
+        self._request: _TraceRequest | None = None
 
     def request(self, num_steps: int) -> Future[bytes]:
         """Request a trace of the next steps; the future holds it once they have run. Cancelling the future cancels it.
@@ -37,7 +37,7 @@ class TraceRequests:
             if earlier is not None and not earlier.done.cancelled():
                 raise RuntimeError("a trace is being recorded already")
             # A cancelled trace ends only after its next step; this request continues it.
-            self._request = _Request(num_steps, Future(), earlier.stop if earlier else None)
+            self._request = _TraceRequest(num_steps, Future(), earlier.stop if earlier else None)
             return self._request.done
 
     def before_step(self, start: StartTrace) -> None:
@@ -61,7 +61,7 @@ class TraceRequests:
             except Exception as exc:
                 self._end(request, exc)
 
-    def _end(self, request: _Request, outcome: bytes | Exception) -> None:
+    def _end(self, request: _TraceRequest, outcome: bytes | Exception) -> None:
         with self._lock:
             if self._request is request:
                 self._request = None

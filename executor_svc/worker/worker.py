@@ -16,7 +16,7 @@ from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepStatus, StepTimings
 from executor_svc.plan.limits import Limits
 from executor_svc.worker.adapters import AdapterLoader
-from executor_svc.worker.session import Activity, RejectedPlan, Session
+from executor_svc.worker.session import Activity, PlanSession, RejectedPlan
 from executor_svc.worker.step_numbers import StepNumbers
 from executor_svc.worker.trace_requests import StartTrace, TraceRequests
 
@@ -81,14 +81,14 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    session: Session
+class _SessionOpening:
+    session: PlanSession
     last_completed_step_id: Future[int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    session: Session
+class _ReceivedPlan:
+    session: PlanSession
     plan: StepPlan | RejectedPlan
     received_ns: int
 
@@ -97,7 +97,7 @@ class _Step:
 class _Action:
     """Something that is done between two steps."""
 
-    session: Session
+    session: PlanSession
     act: Callable[[], None]
     done: Callable[[], None]
 
@@ -106,7 +106,7 @@ class _Action:
 class _LaunchedStep:
     """A step that has not been answered: its launch, or the reason that it was not launched."""
 
-    step: _Step
+    step: _ReceivedPlan
     started_ns: int
     launched: Launched | None
     status: StepStatus = StepStatus.OK
@@ -130,8 +130,8 @@ class Worker:
         self.lost: Future[BaseException] = Future()
         self._build = build
         self._changed = threading.Condition()
-        self._queue: deque[_Open | _Step | _Action] = deque()
-        self._session: Session | None = None
+        self._queue: deque[_SessionOpening | _ReceivedPlan | _Action] = deque()
+        self._session: PlanSession | None = None
         self._scheduler_id = ""
         self._stopping = False
         # Set to end the work: done when every launched step is answered.
@@ -171,14 +171,14 @@ class Worker:
         announce: Callable[[int], Future[None]] | None = None,
         *,
         scheduler_id: str = "",
-    ) -> tuple[Session, Future[int]]:
+    ) -> tuple[PlanSession, Future[int]]:
         """End the previous session, drop every queued plan, and clear the slots after the running step.
 
         Returns the session, and a future of the last completed step id, done once the slots are clear. on_result is
         called on the device thread, in the order of plans. announce sends a heartbeat that names a step; its future is
         done when the heartbeat is written.
         """
-        session, opened = Session(epoch, on_result, announce), Future[int]()
+        session, opened = PlanSession(epoch, on_result, announce), Future[int]()
         with self._changed:
             # Also the session of the running step, whose result must no longer be delivered.
             if self._session is not None:
@@ -187,14 +187,14 @@ class Worker:
                     session.sole_since_epoch = self._session.sole_since_epoch
             self._session, self._scheduler_id = session, scheduler_id
             for item in self._queue:
-                if isinstance(item, _Open):
+                if isinstance(item, _SessionOpening):
                     item.last_completed_step_id.cancel()
             self._queue.clear()
-            self._queue.append(_Open(session, opened))
+            self._queue.append(_SessionOpening(session, opened))
             self._changed.notify()
         return session, opened
 
-    def submit(self, session: Session, plan: StepPlan | RejectedPlan, received_ns: int) -> None:
+    def submit(self, session: PlanSession, plan: StepPlan | RejectedPlan, received_ns: int) -> None:
         """Queue a plan; drop it if its session has ended, or after `finish`.
 
         The answer to a plan over max_inflight_plans is INVALID_PLAN.
@@ -208,10 +208,10 @@ class Worker:
                     plan.step_id, f"over max_inflight_plans {limit}: {session.num_unanswered} in flight"
                 )
             session.num_unanswered += 1
-            self._queue.append(_Step(session, plan, received_ns))
+            self._queue.append(_ReceivedPlan(session, plan, received_ns))
             self._changed.notify()
 
-    def submit_action(self, session: Session, act: Callable[[], None], done: Callable[[], None]) -> None:
+    def submit_action(self, session: PlanSession, act: Callable[[], None], done: Callable[[], None]) -> None:
         """Queue what is done on the device thread after the plans so far, and before those that come; drop it if the
         session has ended. `done` is called after it; `done` may not raise.
         """
@@ -221,7 +221,7 @@ class Worker:
             self._queue.append(_Action(session, act, done))
             self._changed.notify()
 
-    def close_session(self, session: Session) -> None:
+    def close_session(self, session: PlanSession) -> None:
         """Drop the session's queued plans; results of its running steps are not delivered."""
         with self._changed:
             session.closed = True
@@ -257,11 +257,11 @@ class Worker:
         begun: deque[_LaunchedStep] = deque()
         ended_ns = 0
         while (item := self._next(begun)) is not None:
-            if isinstance(item, _Open):
+            if isinstance(item, _SessionOpening):
                 # The session of the launched steps has ended.
                 begun.clear()
                 self._open(executor, item.last_completed_step_id)
-            elif isinstance(item, _Step):
+            elif isinstance(item, _ReceivedPlan):
                 if executor.start_trace is not None:
                     self._tracing.before_step(executor.start_trace)
                 begun.append(self._begin(executor, item))
@@ -286,7 +286,7 @@ class Worker:
             item.session.failed = True
         item.done()
 
-    def _next(self, begun: deque[_LaunchedStep]) -> _Open | _Step | _Action | _LaunchedStep | None:
+    def _next(self, begun: deque[_LaunchedStep]) -> _SessionOpening | _ReceivedPlan | _Action | _LaunchedStep | None:
         """Wait for the next work: a step to finish, a step to launch, an action, or a session to open; None: stop."""
         with self._changed:
             while not self._stopping:
@@ -295,7 +295,7 @@ class Worker:
                 if self._queue and isinstance(self._queue[0], _Action) and begun:
                     # No step may run meanwhile.
                     return begun.popleft()
-                if self._queue and (len(begun) < _MAX_LAUNCHED_STEPS or isinstance(self._queue[0], _Open)):
+                if self._queue and (len(begun) < _MAX_LAUNCHED_STEPS or isinstance(self._queue[0], _SessionOpening)):
                     return self._queue.popleft()
                 if self._finished is not None and not begun and not self._finished.done():
                     self._finished.set_result(None)
@@ -318,14 +318,14 @@ class Worker:
         else:
             opened.set_result(self._last_completed)
 
-    def _answer(self, item: _Step, result: StepResult) -> None:
+    def _answer(self, item: _ReceivedPlan, result: StepResult) -> None:
         with self._changed:
             item.session.num_unanswered -= 1
             if item.session.closed:
                 return
         item.session.on_result(result)
 
-    def _begin(self, executor: Executor, item: _Step) -> _LaunchedStep:
+    def _begin(self, executor: Executor, item: _ReceivedPlan) -> _LaunchedStep:
         """Launch one plan; every failure becomes a result, and the session launches nothing more after it."""
         session, plan, started_ns = item.session, item.plan, time.monotonic_ns()
         if session.failed:
@@ -362,7 +362,7 @@ class Worker:
         timings = StepTimings(begun.started_ns - received_ns, 0, 0, ended_ns - begun.started_ns)
         return StepResult(step_id=step_id, status=status, error_message=message, timings=timings)
 
-    def _checked(self, session: Session, plan: StepPlan | RejectedPlan) -> StepPlan:
+    def _checked(self, session: PlanSession, plan: StepPlan | RejectedPlan) -> StepPlan:
         """Return the plan; raises InvalidPlan if it was unreadable, of another epoch or out of order."""
         if isinstance(plan, RejectedPlan):
             raise InvalidPlan(plan.message)

@@ -17,7 +17,7 @@ _RUNS = "None"
 _NO_LOGPROBS = b"null"
 
 
-class Answers:
+class KServeAnswers:
     """Makes the answers of one request, in order."""
 
     def __init__(self, request_id: str, asked: Asked) -> None:

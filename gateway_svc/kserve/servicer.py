@@ -18,7 +18,7 @@ from gateway_svc.kserve.model import VERSION, model_config, model_metadata, serv
 from gateway_svc.kserve.statistics import Statistics
 from gateway_svc.kserve.stream import InferStream
 from gateway_svc.rpc.calls import Context, abort_with, key_of
-from gateway_svc.scheduler.caller import Caller
+from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.state import State
 
 _Named = pb.ModelReadyRequest | pb.ModelMetadataRequest | pb.ModelConfigRequest | pb.ModelStatisticsRequest
@@ -117,7 +117,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         """The model's name, as given or its first; raises as `_check_name`, and for a key that may not ask."""
         return await self._check_name(request, await self._state.caller_with(key_of(context)))
 
-    async def _check_name(self, request: _Named, caller: Caller) -> str:
+    async def _check_name(self, request: _Named, caller: SchedulerCaller) -> str:
         """The same for a caller; raises ApiError and CadenzaError for a name that the model does not have."""
         names = self._state.names.of_model(await caller.model())
         if (request.name and request.name not in names) or request.version not in ("", VERSION):

@@ -9,12 +9,12 @@ from functools import partial
 from cadenza.outputs import RequestMetrics
 from cadenza.prompts import Prompt
 from gateway_svc.dialects import inference_pb2 as pb
-from gateway_svc.kserve.answers import Answers, failed
+from gateway_svc.kserve.answers import KServeAnswers, failed
 from gateway_svc.kserve.requests import read_request
 from gateway_svc.kserve.statistics import Statistics
 from gateway_svc.off_loop import off_loop
 from gateway_svc.rpc.calls import Context, SlowClientError, counted, explained, key_of, write
-from gateway_svc.scheduler.generation import Generation, Job
+from gateway_svc.scheduler.generation import Generation, GenerationJob
 from gateway_svc.state import State
 
 _PATH = "ModelStreamInfer"
@@ -79,8 +79,8 @@ class InferStream:
         caller = await state.generating_with(self._key)
         asked = await off_loop(request.ByteSize(), read_request, request)
         chosen = state.names.choose(asked.model, await caller.model())
-        job = Job([Prompt(text=asked.prompt)], asked.params, adapter=asked.adapter or chosen.adapter)
-        answers = Answers(request.id, asked)
+        job = GenerationJob([Prompt(text=asked.prompt)], asked.params, adapter=asked.adapter or chosen.adapter)
+        answers = KServeAnswers(request.id, asked)
         ends_empty = request.parameters[_EMPTY_FINAL].bool_param if _EMPTY_FINAL in request.parameters else False
         async with Generation(caller, job, is_streamed=asked.is_streamed) as generation:
             if not asked.is_streamed:
@@ -92,7 +92,7 @@ class InferStream:
             await self._write(answers.empty_final())
         return generation.total(0).metrics
 
-    async def _stream(self, generation: Generation, answers: Answers, *, ends_empty: bool) -> None:
+    async def _stream(self, generation: Generation, answers: KServeAnswers, *, ends_empty: bool) -> None:
         """Send what arrives; the last answer says that it is the last, unless an empty one follows."""
         while (taken := await generation.take()) is not None:
             deltas = [delta for _, delta in taken]

@@ -16,7 +16,7 @@ from gateway_svc.scheduler.generation import Generation
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AnswerHead:
     """The beginning of an answer, and of each chunk of it."""
 
     id: str
@@ -37,7 +37,7 @@ class Head:
 class Chunks:
     """The chunks of one streamed answer. A choice is a sample of a prompt."""
 
-    def __init__(self, head: Head, request: GatewayRequest) -> None:
+    def __init__(self, head: AnswerHead, request: GatewayRequest) -> None:
         self._prefix = head.prefix()
         self._head = head
         self._n = request.params.n

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from cadenza.outputs import CompletionOutput, RequestOutput
 from gateway_svc.answering import answer_chat
-from gateway_svc.openai.answers import ChunkEvents, Chunks, Head, prompt_size
+from gateway_svc.openai.answers import AnswerHead, ChunkEvents, Chunks, prompt_size
 from gateway_svc.openai.chat_message import delta_object, finish_with_calls, message_object
 from gateway_svc.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from gateway_svc.openai.usage import final_usage
@@ -26,10 +26,10 @@ from gateway_svc.scheduler.inbox import Taken
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
-    return await answer_chat(request, read_chat, _Chat)
+    return await answer_chat(request, read_chat, _ChatAnswer)
 
 
-class _Chat:
+class _ChatAnswer:
     """The answer to one request."""
 
     def __init__(self, request: GatewayRequest, reading: Reading, model: str) -> None:
@@ -39,9 +39,9 @@ class _Chat:
         self.echo = _echo(request, reading)
         """What the answer begins with."""
 
-    def head(self, kind: str) -> Head:
+    def head(self, kind: str) -> AnswerHead:
         """The beginning of an answer, or of a chunk."""
-        return Head(self.request.id, kind, self.model)
+        return AnswerHead(self.request.id, kind, self.model)
 
     @property
     def echoed(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _echo(request: GatewayRequest, reading: Reading) -> Message:
 class _ChatChunks(ChunkEvents):
     """Chunks of a streamed answer."""
 
-    def __init__(self, read: _Chat, generation: Generation) -> None:
+    def __init__(self, read: _ChatAnswer, generation: Generation) -> None:
         self._read = read
         self._generation = generation
         self._chunks = Chunks(read.head("chat.completion.chunk"), read.request)

@@ -14,13 +14,13 @@ from cadenza.prompts import Prompt
 from gateway_svc.fields.constraints import errors_of_constraint
 from gateway_svc.http.errors import bad_request
 from gateway_svc.http.reading import read_body
-from gateway_svc.openai.answers import ChunkEvents, Chunks, Head, prompt_size
+from gateway_svc.openai.answers import AnswerHead, ChunkEvents, Chunks, prompt_size
 from gateway_svc.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from gateway_svc.openai.usage import final_usage, finish_of
 from gateway_svc.requests.completions import read_completion
 from gateway_svc.requests.request import GatewayRequest
-from gateway_svc.scheduler.caller import Caller
-from gateway_svc.scheduler.generation import Generation, Job
+from gateway_svc.scheduler.caller import SchedulerCaller
+from gateway_svc.scheduler.generation import Generation, GenerationJob
 from gateway_svc.scheduler.inbox import Taken
 from gateway_svc.state import STATE
 from gateway_svc.streaming import answer_with
@@ -42,13 +42,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
     asked = await read_body(request, read_completion)
     chosen = state.names.choose(asked.model, await caller.model())
     prompts, echoes = await _prepared(caller, asked)
-    answer = _Completion(asked, Head(asked.id, "text_completion", chosen.name), echoes)
-    generation = Generation(caller, Job(prompts, asked.params, chosen.adapter), is_streamed=asked.is_streamed)
+    answer = _CompletionAnswer(asked, AnswerHead(asked.id, "text_completion", chosen.name), echoes)
+    generation = Generation(caller, GenerationJob(prompts, asked.params, chosen.adapter), is_streamed=asked.is_streamed)
     errors = errors_of_constraint(asked.constrained_by)
     return await answer_with(request, generation, answer, is_streamed=asked.is_streamed, errors=errors)
 
 
-async def _prepared(caller: Caller, request: GatewayRequest) -> tuple[list[Prompt], list[_Echo]]:
+async def _prepared(caller: SchedulerCaller, request: GatewayRequest) -> tuple[list[Prompt], list[_Echo]]:
     """The prompts as they are run, and what repeats them if they are to be repeated."""
     prompts, echoes = list(request.prompts), list[_Echo]()
     for index, prompt in enumerate(prompts):
@@ -71,11 +71,11 @@ async def _prepared(caller: Caller, request: GatewayRequest) -> tuple[list[Promp
 
 
 @dataclass(frozen=True, slots=True)
-class _Completion:
+class _CompletionAnswer:
     """The answer to one request."""
 
     request: GatewayRequest
-    head: Head
+    head: AnswerHead
     echoes: Sequence[_Echo]
     """Of the prompts; empty: they are not repeated."""
 
@@ -119,7 +119,7 @@ class _Completion:
 class _Parts:
     """The parts of one choice, of which the first has the prompt if it is to be repeated."""
 
-    def __init__(self, read: _Completion, prompt: int) -> None:
+    def __init__(self, read: _CompletionAnswer, prompt: int) -> None:
         self._echo = read.echoes[prompt] if read.echoes else None
         self._is_first = True
         request = read.request
@@ -146,7 +146,7 @@ class _Parts:
 class _CompletionChunks(ChunkEvents):
     """Chunks of a streamed answer."""
 
-    def __init__(self, read: _Completion, generation: Generation) -> None:
+    def __init__(self, read: _CompletionAnswer, generation: Generation) -> None:
         self._read = read
         self._generation = generation
         self._chunks = Chunks(read.head, read.request)

@@ -12,7 +12,7 @@ from gateway_svc.http.errors import ApiError
 from gateway_svc.http.reading import api_key, read_body
 from gateway_svc.models import unknown_model
 from gateway_svc.requests.adapters import read_load, read_unload
-from gateway_svc.scheduler.caller import Caller
+from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.state import STATE, State
 
 _STARTED = int(time.time())
@@ -36,7 +36,7 @@ async def show_model(request: web.Request) -> web.Response:
     raise unknown_model(name)
 
 
-async def _models(state: State, caller: Caller) -> list[dict[str, Any]]:
+async def _models(state: State, caller: SchedulerCaller) -> list[dict[str, Any]]:
     info = await caller.model()
     names = state.names.of_model(info)
     models = [_model(name, info.model, None, info.max_model_len) for name in names]
@@ -76,7 +76,7 @@ async def unload_adapter(request: web.Request) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter {name!a} removed successfully.")
 
 
-def _admin(request: web.Request) -> Caller:
+def _admin(request: web.Request) -> SchedulerCaller:
     """The gateway itself, for a caller with the admin's key; raises ApiError."""
     state = request.app[STATE]
     if state.admin_keys is None:

@@ -17,7 +17,7 @@ _NUM_REMEMBERED = 4096
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _SlotOwner:
     request_id: str
     num_prompt_tokens: int
     executor: int
@@ -39,7 +39,7 @@ class Board:
 
     def __init__(self) -> None:
         self._lanes: dict[int, _Lane] = {}
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _SlotOwner] = {}
         self._left: dict[int, None] = {}
         self._journeys: dict[str, Journey] = {}
         self._figures = Figures()
@@ -102,7 +102,7 @@ class Board:
         known = self._sequences.get(sequence_id)
         if known is not None and known.executor != record.executor_index:
             self._take_away(self._lane(known.executor), sequence_id)
-        self._sequences[sequence_id] = _Sequence(join.request_id, join.num_prompt_tokens, record.executor_index)
+        self._sequences[sequence_id] = _SlotOwner(join.request_id, join.num_prompt_tokens, record.executor_index)
         label = f"{join.request_id} #{join.sample_index}" if join.sample_index else join.request_id
         lane.running.add(sequence_id)
         lane.rows.join(sequence_id, label, join.num_prompt_tokens)

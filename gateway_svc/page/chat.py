@@ -18,7 +18,7 @@ from gateway_svc.http.sending import EventStream
 from gateway_svc.page.feed import Feed
 from gateway_svc.page.journey import Journey
 from gateway_svc.requests.prompts import chat_prompt
-from gateway_svc.scheduler.generation import Generation, Job
+from gateway_svc.scheduler.generation import Generation, GenerationJob
 from gateway_svc.scheduler.inbox import Taken
 from gateway_svc.state import STATE
 
@@ -36,7 +36,7 @@ async def chat(request: web.Request, feed: Feed) -> web.StreamResponse:
     if not (await caller.model()).has_chat_template:  # then the last message's text alone
         assert prompt.messages is not None
         prompt = Prompt(text=prompt.messages[-1].content or "")
-    generation = Generation(caller, Job([prompt], params), is_streamed=True)
+    generation = Generation(caller, GenerationJob([prompt], params), is_streamed=True)
     (request_id,) = generation.request_ids
     journey = feed.board.follow(request_id)
     stream = EventStream(request, state.config.http_write_timeout_s)

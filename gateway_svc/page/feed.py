@@ -28,7 +28,7 @@ _RECORDS_AT_ONCE = 8
 """Records that are taken before other tasks run: under 2 ms at 1,024 sequences."""
 
 
-class View:
+class OpenPage:
     """One open page: its events, encoded once for all pages."""
 
     def __init__(self, *, has_right: bool) -> None:
@@ -69,7 +69,7 @@ class Feed:
     def __init__(self, watching: Watching) -> None:
         """watching: with the right of an admin where the scheduler has tenants."""
         self.watching = watching
-        self._views: set[View] = set()
+        self._views: set[OpenPage] = set()
         self._task: asyncio.Task[None] | None = None
         self.board = Board()
         self.is_watching = False
@@ -81,9 +81,9 @@ class Feed:
         return len(self._views)
 
     @asynccontextmanager
-    async def view(self, *, has_right: bool) -> AsyncIterator[View]:
+    async def view(self, *, has_right: bool) -> AsyncIterator[OpenPage]:
         """An open page; the first event is a snapshot."""
-        view = View(has_right=has_right)
+        view = OpenPage(has_right=has_right)
         view.put(data_event(self.board.snapshot()))
         self._views.add(view)
         if self._task is None:

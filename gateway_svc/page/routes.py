@@ -20,7 +20,7 @@ _INDEX = "index.html"
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class PageContext:
     """What the page's handlers share."""
 
     files: dict[str, PageFile]
@@ -30,14 +30,14 @@ class Page:
     """Kills the executor at an address; None: nobody here can."""
 
 
-PAGE = web.AppKey("page", Page)
+PAGE = web.AppKey("page", PageContext)
 
 
 def add_page(app: web.Application, state: State) -> None:
     """Add the page's paths."""
     rights = state.page_rights
     doors = Doors(state, rights.token)
-    app[PAGE] = Page(page_files(), doors, Feed(state.link.watching()), rights.kill)
+    app[PAGE] = PageContext(page_files(), doors, Feed(state.link.watching()), rights.kill)
     app.add_routes(
         [
             web.get("/", show_file),

@@ -52,7 +52,7 @@ class ValueEnd:
         return len(text), False
 
 
-class _At(Enum):
+class _CallJsonState(Enum):
     """What comes next in the object."""
 
     KEY = "a key, or the end"
@@ -75,7 +75,7 @@ class CallObject:
         """needs_arguments: whether an object without them is no call; names: of the tools; None: any."""
         self._needs_arguments = needs_arguments
         self._names = names
-        self._at = _At.KEY
+        self._at = _CallJsonState.KEY
         self._key = ""
         self._value: list[str] = []
         """The pieces of the key or value at hand."""
@@ -108,7 +108,7 @@ class CallObject:
             index += 1
         while index < len(text) and not (self.is_done or self.is_bad):
             before = index
-            if self._at in (_At.IN_KEY, _At.IN_VALUE):
+            if self._at in (_CallJsonState.IN_KEY, _CallJsonState.IN_VALUE):
                 index = self._in_value(text, index)
             elif self._take(text[index]):
                 index += 1
@@ -126,9 +126,9 @@ class CallObject:
         """Read on in an object, list or string, or in a key; returns the index behind what was used."""
         end, is_last = self._end.find(text, index)
         (self._arguments if self._streams else self._value).append(text[index:end])
-        if is_last and self._at is _At.IN_KEY:
+        if is_last and self._at is _CallJsonState.IN_KEY:
             key = _decoded("".join(self._value))
-            self._key, self._at = str(key), _At.COLON
+            self._key, self._at = str(key), _CallJsonState.COLON
             self.is_bad = key is None
         elif is_last:
             self._value_ends()
@@ -137,25 +137,25 @@ class CallObject:
     def _take(self, char: str) -> bool:
         """Take a character; whether it is used: an error is not, nor the one behind a number."""
         match self._at:
-            case _At.IN_SCALAR:
+            case _CallJsonState.IN_SCALAR:
                 if char in _SPACE or char in ",}":
                     self._value_ends()
                     return False
                 self._value.append(char)
             case _ if char in _SPACE:
                 pass
-            case _At.KEY if char == '"':
-                self._at = _At.IN_KEY
+            case _CallJsonState.KEY if char == '"':
+                self._at = _CallJsonState.IN_KEY
                 self._open(char)
-            case _At.KEY:
+            case _CallJsonState.KEY:
                 self._close_on(char, allowed="}")
-            case _At.COLON:
-                self._at = _At.VALUE
+            case _CallJsonState.COLON:
+                self._at = _CallJsonState.VALUE
                 self.is_bad = char != ":"
-            case _At.VALUE:
+            case _CallJsonState.VALUE:
                 self._begin_value(char)
-            case _At.COMMA:
-                self._at = _At.KEY
+            case _CallJsonState.COMMA:
+                self._at = _CallJsonState.KEY
                 self._close_on(char)
         return not self.is_bad
 
@@ -181,19 +181,19 @@ class CallObject:
 
     def _begin_value(self, char: str) -> None:
         if char in '{["':
-            self._at = _At.IN_VALUE
+            self._at = _CallJsonState.IN_VALUE
             self._open(char)
             if self._key in _ARGUMENT_KEYS and char == "{" and not self._has_arguments:
                 self._streams = self._has_arguments = True
                 self._arguments = [char]
                 self._know()
         elif char in _SCALAR_STARTS:
-            self._at, self._value = _At.IN_SCALAR, [char]
+            self._at, self._value = _CallJsonState.IN_SCALAR, [char]
         else:
             self.is_bad = True
 
     def _value_ends(self) -> None:
-        self._at = _At.COMMA
+        self._at = _CallJsonState.COMMA
         if self._streams:
             self._streams = False
             return

@@ -22,7 +22,7 @@ class CallParser(Protocol):
         """Give the rest; is_cut: the output has ended for its length, so that what has begun is no error."""
 
 
-class Answer:
+class AnswerBuilder:
     """Makes content and calls of what a parser has found. Whitespace next to a call is no content."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Answer:
 class ObjectReader:
     """Reads JSON objects that may be calls, each with what stands before it and belongs to it."""
 
-    def __init__(self, answer: Answer, *, needs_arguments: bool, names: Collection[str] | None = None) -> None:
+    def __init__(self, answer: AnswerBuilder, *, needs_arguments: bool, names: Collection[str] | None = None) -> None:
         """needs_arguments, names: see CallObject."""
         self._answer = answer
         self._needs_arguments = needs_arguments

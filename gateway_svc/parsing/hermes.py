@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 
-from gateway_svc.parsing.calls import CLOSING, Answer, ObjectReader, shown_of
+from gateway_svc.parsing.calls import CLOSING, AnswerBuilder, ObjectReader, shown_of
 from gateway_svc.parsing.parts import Mark, Part, Piece, Role
 
 
-class _At(Enum):
+class _HermesState(Enum):
     CONTENT = "content"
     OPENED = "behind the marker, before the object"
     OBJECT = "in the object"
@@ -20,9 +20,9 @@ class HermesParser:
     """Reads one answer."""
 
     def __init__(self) -> None:
-        self._answer = Answer()
+        self._answer = AnswerBuilder()
         self._objects = ObjectReader(self._answer, needs_arguments=False)
-        self._at = _At.CONTENT
+        self._at = _HermesState.CONTENT
         self._behind = ""
         """What stands behind the object of a call."""
         self._is_closed = True
@@ -46,9 +46,9 @@ class HermesParser:
         is_known = self._objects.is_known or not self._is_closed
         yield from self._objects.give_back()
         if mark.role is Role.CALL:
-            self._at, self._objects.before = _At.OPENED, mark.shown
+            self._at, self._objects.before = _HermesState.OPENED, mark.shown
         else:
-            self._at = _At.CONTENT
+            self._at = _HermesState.CONTENT
             if not is_known:
                 yield from self._answer.text(mark.shown)
         self._is_closed = True
@@ -57,27 +57,27 @@ class HermesParser:
         index = 0
         while index < len(text):
             match self._at:
-                case _At.CONTENT:
+                case _HermesState.CONTENT:
                     yield from self._answer.text(text[index:])
                     return
-                case _At.OPENED if text[index].isspace():
+                case _HermesState.OPENED if text[index].isspace():
                     self._objects.before += text[index]
                     index += 1
-                case _At.OPENED if text[index] == "{":
+                case _HermesState.OPENED if text[index] == "{":
                     self._objects.open()
-                    self._at = _At.OBJECT
-                case _At.OPENED:
+                    self._at = _HermesState.OBJECT
+                case _HermesState.OPENED:
                     yield from self._objects.give_back()
-                    self._at = _At.CONTENT
-                case _At.OBJECT:
+                    self._at = _HermesState.CONTENT
+                case _HermesState.OBJECT:
                     index, parts, is_call = self._objects.feed(text, index)
                     yield from parts
                     if not self._objects.is_open:
-                        self._at = _At.BEHIND if is_call else _At.CONTENT
+                        self._at = _HermesState.BEHIND if is_call else _HermesState.CONTENT
                         self._behind, self._is_closed = "", not is_call
-                case _At.BEHIND if text[index].isspace() or text[index] in CLOSING:
+                case _HermesState.BEHIND if text[index].isspace() or text[index] in CLOSING:
                     self._behind += text[index]
                     index += 1
-                case _At.BEHIND:
+                case _HermesState.BEHIND:
                     yield from self._answer.text(self._behind)
-                    self._at = _At.CONTENT
+                    self._at = _HermesState.CONTENT

@@ -12,7 +12,7 @@ from gateway_svc.parsing.parts import Mark, Marker, Piece
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _MarkerPlace:
     """Where a marker's token stands in the text, in code points."""
 
     marker: Marker
@@ -34,7 +34,7 @@ class PieceReader:
         self._by_text = {marker.text: marker for marker in markers if marker.token_id is None}
         self._pattern = re.compile("|".join(map(re.escape, self._by_text))) if self._by_text else None
         self._skips_special = skips_special
-        self._places: deque[_Place] = deque()
+        self._places: deque[_MarkerPlace] = deque()
         self.text_ends: list[int] = []
         """Where the text of each token ends."""
         self._text = ""
@@ -55,7 +55,7 @@ class PieceReader:
             if marker is not None:
                 is_hidden = marker.is_special and self._skips_special
                 start = end if is_hidden else end - len(marker.text)
-                self._places.append(_Place(marker, start, end, len(self.text_ends)))
+                self._places.append(_MarkerPlace(marker, start, end, len(self.text_ends)))
         self._text += text
         self._end += len(text)
         pieces: list[Piece] = []
@@ -73,7 +73,7 @@ class PieceReader:
         self._pass_text(self._end, pieces, is_last=True)
         return pieces
 
-    def _pass_place(self, place: _Place, pieces: list[Piece]) -> None:
+    def _pass_place(self, place: _MarkerPlace, pieces: list[Piece]) -> None:
         start, end = (max(min(each, self._end), self._start) for each in (place.start, place.end))
         shown = self._text[start - self._start : end - self._start]
         if shown != place.marker.text:  # left out, or cut

@@ -37,7 +37,7 @@ _STRING_ENDS = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
-class _At(Enum):
+class _PythonCallState(Enum):
     """What comes next."""
 
     KEY = "a key, or the end"
@@ -48,7 +48,7 @@ class _At(Enum):
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenBracket:
     """A bracket that has not been closed."""
 
     bracket: str
@@ -62,10 +62,10 @@ class PythonArguments:
     """The arguments of one call, from its opening bracket on. They come in pieces."""
 
     def __init__(self) -> None:
-        self._at = _At.KEY
+        self._at = _PythonCallState.KEY
         self._json = ["{"]
         """The pieces of the arguments as JSON."""
-        self._open = [_Open("call", 0)]
+        self._open = [_OpenBracket("call", 0)]
         self._keys = set[str]()
         self._word = ""
         """The number, word or key at hand."""
@@ -132,11 +132,11 @@ class PythonArguments:
 
     def _end_word(self) -> None:
         word, self._word = self._word, ""
-        if self._at is _At.KEY:
+        if self._at is _PythonCallState.KEY:
             self.is_bad = KEY.fullmatch(word) is None or word in self._keys
             self._keys.add(word)
             self._json.append(f"{json_string(word)}: ")
-            self._at = _At.EQUALS
+            self._at = _PythonCallState.EQUALS
             return
         value = WORDS.get(word) or _number(word)
         if value is None:
@@ -147,11 +147,11 @@ class PythonArguments:
     def _put(self, value: str, *, is_string: bool = False) -> None:
         """A value has ended that is no list; or a key of a dictionary."""
         top = self._open[-1]
-        if self._at is _At.KEY and top.bracket == "{":
+        if self._at is _PythonCallState.KEY and top.bracket == "{":
             self.is_bad = not is_string
             self._json.append(f"{value}: ")
-            self._at = _At.EQUALS
-        elif self._at in (_At.VALUE, _At.FIRST):
+            self._at = _PythonCallState.EQUALS
+        elif self._at in (_PythonCallState.VALUE, _PythonCallState.FIRST):
             self._json.append(value)
             self._value_ends()
         else:
@@ -159,27 +159,31 @@ class PythonArguments:
 
     def _value_ends(self) -> None:
         self._open[-1].num_values += 1
-        self._at = _At.COMMA
+        self._at = _PythonCallState.COMMA
 
     def _take(self, char: str) -> None:
         """Take a character that is no part of a word; one that opens a string, too."""
         top = self._open[-1]
-        can_begin = self._at in (_At.VALUE, _At.FIRST)
+        can_begin = self._at in (_PythonCallState.VALUE, _PythonCallState.FIRST)
         if char.isspace():
             return
-        if char in "'\"" and (can_begin or (self._at is _At.KEY and top.bracket == "{")):
+        if char in "'\"" and (can_begin or (self._at is _PythonCallState.KEY and top.bracket == "{")):
             self._quote = char
         elif char in _CLOSING and can_begin:
-            self._open.append(_Open(char, len(self._json)))
+            self._open.append(_OpenBracket(char, len(self._json)))
             self._json.append("{" if char == "{" else "[")
-            self._at = _At.KEY if char == "{" else _At.FIRST
-        elif self._at is _At.EQUALS and char == ("=" if top.bracket == "call" else ":"):
-            self._at = _At.VALUE
-        elif self._at is _At.COMMA and char == ",":
+            self._at = _PythonCallState.KEY if char == "{" else _PythonCallState.FIRST
+        elif self._at is _PythonCallState.EQUALS and char == ("=" if top.bracket == "call" else ":"):
+            self._at = _PythonCallState.VALUE
+        elif self._at is _PythonCallState.COMMA and char == ",":
             top.has_comma = True
             self._json.append(", ")
-            self._at = _At.KEY if top.bracket in ("call", "{") else _At.FIRST
-        elif self._at in (_At.COMMA, _At.FIRST, _At.KEY) and char == _CLOSING.get(top.bracket, ")"):
+            self._at = _PythonCallState.KEY if top.bracket in ("call", "{") else _PythonCallState.FIRST
+        elif self._at in (
+            _PythonCallState.COMMA,
+            _PythonCallState.FIRST,
+            _PythonCallState.KEY,
+        ) and char == _CLOSING.get(top.bracket, ")"):
             self._close()
         else:
             self.is_bad = True
@@ -187,7 +191,7 @@ class PythonArguments:
     def _close(self) -> None:
         """A bracket is closed, perhaps behind a comma."""
         top = self._open.pop()
-        if self._at is not _At.COMMA and top.has_comma:
+        if self._at is not _PythonCallState.COMMA and top.has_comma:
             self._json.pop()
         if top.bracket == "(" and top.num_values == 1 and not top.has_comma:  # one value in brackets
             self._json[top.place] = ""

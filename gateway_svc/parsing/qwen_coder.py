@@ -22,7 +22,7 @@ from enum import Enum
 
 from gateway_svc.parsing.argument_kinds import TEXT, Kinds, fits
 from gateway_svc.parsing.call_json import MAX_NAME
-from gateway_svc.parsing.calls import Answer, shown_of
+from gateway_svc.parsing.calls import AnswerBuilder, shown_of
 from gateway_svc.parsing.parts import Mark, Part, Piece, Role
 from gateway_svc.parsing.pieces import num_begun
 from gateway_svc.parsing.python_call import WORDS, PythonArguments, json_string
@@ -35,7 +35,7 @@ ArgumentKinds = Mapping[str, Mapping[str, Kinds]]
 """By the name of a tool and that of its argument."""
 
 
-class _At(Enum):
+class _QwenCoderState(Enum):
     CONTENT = "content"
     OPENED = "behind the marker, before the name"
     BODY = "between arguments"
@@ -49,8 +49,8 @@ class QwenCoderParser:
 
     def __init__(self, kinds: ArgumentKinds) -> None:
         self._kinds = kinds
-        self._answer = Answer()
-        self._at = _At.CONTENT
+        self._answer = AnswerBuilder()
+        self._at = _QwenCoderState.CONTENT
         self._buffer = ""
         """What has been read and is not certain."""
         self._raw = ""
@@ -85,23 +85,23 @@ class QwenCoderParser:
     def _mark(self, mark: Mark) -> Iterator[Part]:
         yield from self._end()
         if mark.role is Role.CALL:
-            self._at, self._raw = _At.OPENED, mark.shown
+            self._at, self._raw = _QwenCoderState.OPENED, mark.shown
         elif self._is_closed:
             yield from self._answer.text(mark.shown)
         self._is_closed = True
 
     def _end(self) -> Iterator[Part]:
         """What has begun ends here: a call that is known is completed, all else is given back."""
-        if self._at is _At.TEXT:
+        if self._at is _QwenCoderState.TEXT:
             yield from self._end_text(self._buffer)
-        elif self._at is _At.LITERAL:
+        elif self._at is _QwenCoderState.LITERAL:
             self._value.append(self._buffer)
             yield from self._end_literal()
-        if self._at is _At.BODY:
+        if self._at is _QwenCoderState.BODY:
             yield from self._answer.arguments("}")
-        elif self._at in (_At.CONTENT, _At.OPENED):
+        elif self._at in (_QwenCoderState.CONTENT, _QwenCoderState.OPENED):
             yield from self._answer.text(self._raw + self._buffer)
-        self._at, self._raw, self._buffer = _At.CONTENT, "", ""
+        self._at, self._raw, self._buffer = _QwenCoderState.CONTENT, "", ""
 
     def _read(self) -> Iterator[Part]:
         """Read as far as it is certain."""
@@ -109,32 +109,32 @@ class QwenCoderParser:
         while self._buffer and before != (self._at, len(self._buffer)):
             before = self._at, len(self._buffer)
             match self._at:
-                case _At.CONTENT:
+                case _QwenCoderState.CONTENT:
                     text, self._buffer = self._buffer, ""
                     yield from self._answer.text(text)
-                case _At.OPENED:
+                case _QwenCoderState.OPENED:
                     yield from self._opened()
-                case _At.BODY:
+                case _QwenCoderState.BODY:
                     yield from self._body()
-                case _At.TEXT:
+                case _QwenCoderState.TEXT:
                     yield from self._text()
-                case _At.LITERAL:
+                case _QwenCoderState.LITERAL:
                     yield from self._in_literal()
-                case _At.BEHIND:
+                case _QwenCoderState.BEHIND:
                     self._buffer = self._buffer.lstrip()
                     if self._buffer:
-                        self._at = _At.CONTENT
+                        self._at = _QwenCoderState.CONTENT
 
     def _opened(self) -> Iterator[Part]:
         text = self._buffer.lstrip()
         name, closing, rest = text.removeprefix(FUNCTION).partition(">")
         if text.startswith(FUNCTION) and closing and 0 < len(name) <= MAX_NAME and name.isprintable():
             self._buffer, self._raw = rest, ""
-            self._at, self._name, self._num_arguments, self._is_closed = _At.BODY, name, 0, False
+            self._at, self._name, self._num_arguments, self._is_closed = _QwenCoderState.BODY, name, 0, False
             yield from self._answer.begin(name)
             yield from self._answer.arguments("{")
         elif not (FUNCTION.startswith(text) or (text.startswith(FUNCTION) and not closing and len(name) <= MAX_NAME)):
-            text, self._raw, self._buffer, self._at = self._raw + self._buffer, "", "", _At.CONTENT
+            text, self._raw, self._buffer, self._at = self._raw + self._buffer, "", "", _QwenCoderState.CONTENT
             yield from self._answer.text(text)
 
     def _body(self) -> Iterator[Part]:
@@ -143,7 +143,7 @@ class QwenCoderParser:
         text = self._buffer = "" if found is None else self._buffer[found.start() :]
         key, closing, rest = text.removeprefix(PARAMETER).partition(">")
         if text.startswith(FUNCTION_END):
-            self._buffer, self._at = text.removeprefix(FUNCTION_END), _At.BEHIND
+            self._buffer, self._at = text.removeprefix(FUNCTION_END), _QwenCoderState.BEHIND
             yield from self._answer.arguments("}")
         elif text.startswith(PARAMETER) and closing:
             self._buffer = rest
@@ -155,7 +155,7 @@ class QwenCoderParser:
         yield from self._answer.arguments(f"{comma}{json_string(key)}: ")
         self._of_value = self._kinds.get(self._name, {}).get(key, frozenset()) or TEXT
         self._begins, self._value = True, []
-        self._at = _At.TEXT if "string" in self._of_value else _At.LITERAL
+        self._at = _QwenCoderState.TEXT if "string" in self._of_value else _QwenCoderState.LITERAL
         if self._of_value == TEXT:
             yield from self._answer.arguments('"')
         self._literal = PythonArguments()
@@ -180,7 +180,7 @@ class QwenCoderParser:
     def _end_text(self, rest: str) -> Iterator[Part]:
         """A value ends that may be a string; of several types, it is the one that JSON says."""
         rest = rest.removesuffix("\n")
-        self._at = _At.BODY
+        self._at = _QwenCoderState.BODY
         if self._of_value == TEXT:
             yield from self._answer.arguments(_escaped(rest) + '"')
             return
@@ -208,7 +208,7 @@ class QwenCoderParser:
         self._buffer = text[index:]
 
     def _end_literal(self) -> Iterator[Part]:
-        self._at = _At.BODY
+        self._at = _QwenCoderState.BODY
         text = "".join(self._value).removeprefix("\n").removesuffix("\n")
         found = ""
         if self._is_literal:

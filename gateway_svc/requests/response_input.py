@@ -27,7 +27,7 @@ def response_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
     """The prompt of a request; raises ApiError."""
     given = values["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    chat = _Chat()
+    chat = _TurnBuilder()
     if "instructions" in values:
         chat.messages.append({"role": "system", "content": values["instructions"]})
     for index, item in enumerate(items):
@@ -42,7 +42,7 @@ def response_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
         raise bad_request(error.message.replace("messages", "input", 1), "input") from None
 
 
-class _Chat:
+class _TurnBuilder:
     """Makes messages of items: a thought, a text and calls that follow each other are one turn of the assistant."""
 
     def __init__(self) -> None:

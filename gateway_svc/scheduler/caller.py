@@ -33,7 +33,7 @@ _POLL_S = 0.1
 _FILES_S = 120.0
 
 
-class Caller:
+class SchedulerCaller:
     """Calls with one key, or with none."""
 
     def __init__(
@@ -213,6 +213,6 @@ class Caller:
         return await self._calls.repeated(lambda: method(request, timeout=_CALL_TIMEOUT_S))
 
 
-async def close_all(callers: Sequence[Caller]) -> None:
+async def close_all(callers: Sequence[SchedulerCaller]) -> None:
     """End their sessions."""
     await asyncio.gather(*(each.close() for each in callers))

@@ -16,13 +16,13 @@ from cadenza.outputs import RequestOutput
 from cadenza.prompts import CallOptions, Prompt
 from cadenza.sampling_params import SamplingParams
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
-from gateway_svc.scheduler.caller import Caller
+from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.scheduler.inbox import Inbox, Taken
 from gateway_svc.scheduler.session import PromptRun
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerationJob:
     """What to run: prompts with the same parameters."""
 
     prompts: Sequence[Prompt]
@@ -39,7 +39,7 @@ class Generation:
     Raises InvalidRequestError for a prompt that is too large for a message.
     """
 
-    def __init__(self, caller: Caller, job: Job, *, is_streamed: bool) -> None:
+    def __init__(self, caller: SchedulerCaller, job: GenerationJob, *, is_streamed: bool) -> None:
         self._caller = caller
         self._inbox = Inbox(len(job.prompts))
         self._runs = [

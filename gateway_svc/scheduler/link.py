@@ -20,7 +20,7 @@ from cadenza.credentials import MAX_TOKEN_CHARS, is_loopback
 from cadenza.errors import CadenzaError, OptionError, UnauthenticatedError, UnavailableError
 from cadenza.tls_client import client_files, client_tls
 from cadenza_common.wire.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
-from gateway_svc.scheduler.caller import Caller, close_all
+from gateway_svc.scheduler.caller import SchedulerCaller, close_all
 from gateway_svc.scheduler.calls import Calls
 from gateway_svc.scheduler.session import GatewaySession
 from gateway_svc.scheduler.watching import Watching
@@ -57,14 +57,14 @@ class SchedulerLink:
         self._timeout_s = reconnect_timeout_s
         self._channel = aio_channel(self.target, files)
         self._own_token = own_token
-        self._callers: OrderedDict[str | None, Caller] = OrderedDict()
-        self._own: Caller | None = None
+        self._callers: OrderedDict[str | None, SchedulerCaller] = OrderedDict()
+        self._own: SchedulerCaller | None = None
         self._has_tenants: bool | None = None
         """As far as is known."""
         self._is_sure = False
         self._is_shared = False
         """Whether the gateway's own session carries the requests of all keys."""
-        self._retired: list[Caller] = []
+        self._retired: list[SchedulerCaller] = []
         """Those of before that changed."""
         self._calls = Calls(self.target, self._tls, reconnect_timeout_s, lambda: not self.is_away)
         self._watching: asyncio.Task[None] | None = None
@@ -107,13 +107,13 @@ class SchedulerLink:
         return sum(each.num_own_requests for each in (*self._callers.values(), *self._retired, *own))
 
     @property
-    def own(self) -> Caller:
+    def own(self) -> SchedulerCaller:
         """The gateway itself."""
         if self._own is None:
             self._own = self._make(self._own_token)
         return self._own
 
-    async def caller(self, key: str | None) -> Caller:
+    async def caller(self, key: str | None) -> SchedulerCaller:
         """Who a request with this key is from.
 
         Raises UnauthenticatedError for a key that the scheduler does not know, UnavailableError without a scheduler.
@@ -184,8 +184,8 @@ class SchedulerLink:
             self._retired += self._callers.values()
             self._callers.clear()
 
-    def _make(self, key: str | None, shared: GatewaySession | None = None) -> Caller:
-        return Caller(
+    def _make(self, key: str | None, shared: GatewaySession | None = None) -> SchedulerCaller:
+        return SchedulerCaller(
             self._channel,
             self.target,
             key,
@@ -196,7 +196,7 @@ class SchedulerLink:
             shared=shared,
         )
 
-    def _keep(self, key: str | None, caller: Caller) -> None:
+    def _keep(self, key: str | None, caller: SchedulerCaller) -> None:
         self._callers[key] = caller
         if len(self._callers) > _MAX_CALLERS:
             idle = (name for name, each in self._callers.items() if not each.num_own_requests and each is not caller)

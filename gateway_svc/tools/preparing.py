@@ -18,7 +18,7 @@ from gateway_svc.parsing.output import Reading
 from gateway_svc.parsing.parts import Role
 from gateway_svc.parsing.reasoning import Opening, opening_of_ids, opening_of_text, opening_of_turn
 from gateway_svc.requests.request import GatewayRequest
-from gateway_svc.scheduler.caller import Caller
+from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.tools.answers import behind_thought, schema_beside
 from gateway_svc.tools.grammars import grammar_of, tool_of_line
 from gateway_svc.tools.xml_arguments import argument_kinds
@@ -60,7 +60,7 @@ class Prepared:
         return bad_request(f"tools[{index}]: {found[2]}"[:500], "tools")
 
 
-async def prepare(caller: Caller, request: GatewayRequest, formats: Formats) -> Prepared:
+async def prepare(caller: SchedulerCaller, request: GatewayRequest, formats: Formats) -> Prepared:
     """Prepare the request of a chat; raises ApiError and CadenzaError."""
     use, params, name = request.use, request.params, request.constrained_by
     if use.callable and formats.tools is None:
@@ -92,7 +92,7 @@ async def prepare(caller: Caller, request: GatewayRequest, formats: Formats) -> 
     return Prepared(reading, params, name)
 
 
-async def _opening(caller: Caller, prompt: Prompt, formats: Formats, *, is_needed: bool) -> Opening | None:
+async def _opening(caller: SchedulerCaller, prompt: Prompt, formats: Formats, *, is_needed: bool) -> Opening | None:
     """How the prompt ends, if that must be known before the request runs; else None: its first output says."""
     if formats.reasoning is None:
         return None

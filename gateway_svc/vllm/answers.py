@@ -9,7 +9,7 @@ from cadenza.sampling_params import SamplingParams
 from gateway_svc.dialects import vllm_engine_pb2 as pb
 
 
-class Answers:
+class VllmAnswers:
     """Makes the messages of one request."""
 
     def __init__(self, params: SamplingParams) -> None:

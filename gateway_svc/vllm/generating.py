@@ -10,11 +10,11 @@ from gateway_svc.dialects import vllm_engine_pb2 as pb
 from gateway_svc.http.errors import ApiError, bad_request
 from gateway_svc.off_loop import off_loop
 from gateway_svc.rpc.calls import Context, key_of, write
-from gateway_svc.scheduler.generation import Generation, Job
+from gateway_svc.scheduler.generation import Generation, GenerationJob
 from gateway_svc.state import State
-from gateway_svc.vllm.answers import Answers
+from gateway_svc.vllm.answers import VllmAnswers
 from gateway_svc.vllm.params import sampling_params
-from gateway_svc.vllm.running import AbortedError, Running
+from gateway_svc.vllm.running import AbortedError, RunningRequests
 
 _REFUSED = {
     "kv_transfer_params": "prefill and decode are not split",
@@ -24,7 +24,7 @@ _REFUSED = {
 }
 
 
-async def generate(state: State, running: Running, request: pb.GenerateRequest, context: Context) -> None:
+async def generate(state: State, running: RunningRequests, request: pb.GenerateRequest, context: Context) -> None:
     """Answer one request; raises ApiError and CadenzaError."""
     key = key_of(context)
     caller = await state.generating_with(key)
@@ -35,8 +35,8 @@ async def generate(state: State, running: Running, request: pb.GenerateRequest, 
     if num_bytes > MAX_REQUEST_BYTES:
         raise bad_request(f"the request has {num_bytes} bytes, and can have {MAX_REQUEST_BYTES} at most")
     params = await off_loop(num_bytes, sampling_params, request.sampling_params)
-    job = Job([_prompt(request)], params)
-    answers = Answers(params)
+    job = GenerationJob([_prompt(request)], params)
+    answers = VllmAnswers(params)
     async with Generation(caller, job, is_streamed=request.stream) as generation:
         with running.kept(key, request.request_id, generation):
             try:
@@ -50,7 +50,7 @@ async def generate(state: State, running: Running, request: pb.GenerateRequest, 
                 await _write_all(state, context, ends)
 
 
-async def _stream(state: State, generation: Generation, answers: Answers, context: Context) -> None:
+async def _stream(state: State, generation: Generation, answers: VllmAnswers, context: Context) -> None:
     while (taken := await generation.take()) is not None:
         state.counts.num_deltas += len(taken)
         for _, delta in taken:

@@ -14,7 +14,7 @@ class AbortedError(CadenzaError):
     """Another call has aborted the request."""
 
 
-class Running:
+class RunningRequests:
     """Those of all callers. A caller sees its own alone."""
 
     def __init__(self) -> None:

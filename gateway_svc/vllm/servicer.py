@@ -13,12 +13,12 @@ from gateway_svc.dialects import smg_common_pb2 as common
 from gateway_svc.dialects import vllm_engine_pb2 as pb
 from gateway_svc.dialects import vllm_engine_pb2_grpc as pb_grpc
 from gateway_svc.rpc.calls import Context, abort_with, counted, key_of, write
-from gateway_svc.scheduler.caller import Caller
+from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.state import State
 from gateway_svc.vllm.descriptions import Loads, model_info, server_info
 from gateway_svc.vllm.generating import generate
 from gateway_svc.vllm.kv_events import kv_batch
-from gateway_svc.vllm.running import Running
+from gateway_svc.vllm.running import RunningRequests
 from gateway_svc.vllm.tokenizer_archive import archive, pieces
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -31,7 +31,7 @@ class EngineServicer(pb_grpc.VllmEngineServicer):
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._running = Running()
+        self._running = RunningRequests()
         self._loads = Loads()
         self._last_request_at = 0.0
 
@@ -119,11 +119,11 @@ class EngineServicer(pb_grpc.VllmEngineServicer):
         except Exception as error:
             await abort_with(context, error, "SubscribeKvEvents")
 
-    async def _caller(self, context: Context) -> Caller:
+    async def _caller(self, context: Context) -> SchedulerCaller:
         return await self._state.caller_with(key_of(context))
 
 
-async def _flush(caller: Caller, timeout_s: float) -> None:
+async def _flush(caller: SchedulerCaller, timeout_s: float) -> None:
     """Empty the prefix caches; raises FailedPreconditionError if requests run for so long."""
     until = time.monotonic() + min(max(timeout_s, 0.0), _MAX_FLUSH_S)
     while True:

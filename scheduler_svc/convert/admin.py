@@ -8,7 +8,7 @@ from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
 from cadenza_common.serving.slices import SLICE_ITEMS, Work
 from scheduler_svc.core.adapters.lane_adapters import AdapterState
-from scheduler_svc.engine.adapters.adapters import AdapterInfo
+from scheduler_svc.engine.adapters.adapters import NamedAdapter
 from scheduler_svc.plan_loop.ports import ExecutorState, Load, SequenceBlockTable, StepRecord
 
 _COLUMNS = 6
@@ -105,7 +105,7 @@ def _load(load: Load) -> pb.StepLoad:
     )
 
 
-def adapter_info(info: AdapterInfo, executors: Sequence[ExecutorState]) -> pb.AdapterInfo:
+def adapter_info(info: NamedAdapter, executors: Sequence[ExecutorState]) -> pb.AdapterInfo:
     """An adapter, with its state on each executor that has adapters."""
     targets = {executor.index: executor.target for executor in executors}
     return pb.AdapterInfo(

@@ -14,11 +14,11 @@ from scheduler_svc.core.errors import (
     DrainingError,
     ModelChangedError,
     PreconditionError,
-    QueueFullError,
     RequestExistsError,
     RequestRejectedError,
     UnknownAdapterError,
     UnknownRequestError,
+    WaitingQueueFullError,
 )
 from scheduler_svc.engine.adapters.names import AdapterExistsError
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
@@ -26,8 +26,8 @@ from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.tenants.errors import (
     AdapterForbiddenError,
     AdminNeededError,
+    InvalidTokenError,
     NamingForbiddenError,
-    UnauthenticatedError,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     RequestRejectedError: grpc.StatusCode.INVALID_ARGUMENT,
     PreconditionError: grpc.StatusCode.FAILED_PRECONDITION,
     UnreadableMessageError: grpc.StatusCode.INVALID_ARGUMENT,
-    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    WaitingQueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RequestExistsError: grpc.StatusCode.ALREADY_EXISTS,
     DrainingError: grpc.StatusCode.UNAVAILABLE,
     NotServingError: grpc.StatusCode.UNAVAILABLE,
@@ -76,7 +76,7 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     AdapterExistsError: grpc.StatusCode.ALREADY_EXISTS,
     UnknownExecutorError: grpc.StatusCode.NOT_FOUND,
     ExecutorExistsError: grpc.StatusCode.ALREADY_EXISTS,
-    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    InvalidTokenError: grpc.StatusCode.UNAUTHENTICATED,
     AdminNeededError: grpc.StatusCode.PERMISSION_DENIED,
     AdapterForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     NamingForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
@@ -97,7 +97,7 @@ def status_of(exc: Exception) -> status_pb2.Status:
             return make_status(code, f"{exc.field}: {message}", [field_violation(exc.field, message)])
         case UnreadableMessageError():
             return make_status(code, f"the message cannot be read: {message}")
-        case QueueFullError():
+        case WaitingQueueFullError():
             return make_status(code, message, [retry_info(exc.retry_after_s)])
         case DrainingError() | NotServingError():
             return make_status(code, message, [retry_info(_RETRY_AFTER_S)])

@@ -16,7 +16,7 @@ from scheduler_svc.convert.grammars import grammar_fields, grammar_without_eos
 from scheduler_svc.core.types import Finish, FinishDetail
 from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.reader import Chunk, SampleChunk
+from scheduler_svc.engine.reader import OutputChunk, SampleChunk
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import ExecutorState, Load
 from scheduler_svc.requests.fields import OutputMode, PromptFields, RequestFields
@@ -138,7 +138,9 @@ def prompt_in_slices(parts: Iterable[types_pb2.PromptPart]) -> Work[tuple[Prompt
     return tuple(fields)
 
 
-def fill_response(message: pb.GenerateResponse, live: LiveRequest, chunk: Chunk, *, with_prompt_ids: bool) -> None:
+def fill_response(
+    message: pb.GenerateResponse, live: LiveRequest, chunk: OutputChunk, *, with_prompt_ids: bool
+) -> None:
     """Fill in a chunk of output; the first response includes info, the last one stats."""
     message.request_id = live.request.spec.request_id
     token_text = live.samples[0].text.token_text if live.samples[0].text is not None else None
@@ -168,7 +170,7 @@ def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
 
 
 def fault_counts(faults: Faults) -> list[pb.FaultCount]:
-    """Return the kinds of faults that have occurred, in the order of `Fault`."""
+    """Return the kinds of faults that have occurred, in the order of `FaultKind`."""
     return [
         pb.FaultCount(
             kind=pb.FaultKind.Value(f"FAULT_KIND_{fault.name}"),

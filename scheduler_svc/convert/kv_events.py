@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from cadenza.v1 import admin_pb2 as pb
 from cadenza_common.serving.slices import Work
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, block_hashes, owner_of, token_ids_of
-from scheduler_svc.engine.kv_events.events import Batch, Event, Removed, Stored
+from scheduler_svc.engine.kv_events.events import Event, KvEventBatch, Removed, Stored
 
 EVENTS_PER_SLICE = 64
 """Events that are made before the event loop runs other callbacks. An event costs as much as tens of blocks."""
 _TIERS = {Tier.DEVICE: pb.KV_TIER_DEVICE, Tier.HOST: pb.KV_TIER_HOST}
 
 
-def kv_batch(batch: Batch, adapters: Mapping[bytes, str]) -> Work[pb.SubscribeKvEventsResponse]:
+def kv_batch(batch: KvEventBatch, adapters: Mapping[bytes, str]) -> Work[pb.SubscribeKvEventsResponse]:
     """A batch; adapters: names by the hash of their content."""
     response = pb.SubscribeKvEventsResponse(sequence_number=batch.number, time_ns=batch.time_ns)
     for index, event in enumerate(batch.events):

@@ -97,14 +97,14 @@ class _SizeReader:
 def path_of_bad_string(raw: bytes, message: type[Message]) -> str:
     """Path of the first string that is not UTF-8 in a message of this type; empty if none is found."""
     try:
-        return _Reader().bad_string(raw, message.DESCRIPTOR, "")
+        return _FieldReader().bad_string(raw, message.DESCRIPTOR, "")
     except UnparsableError:
         return ""
 
 
 def string_at(raw: bytes, *numbers: int) -> str:
     """The string at a path of field numbers; empty if it cannot be read."""
-    reader, content = _Reader(), raw
+    reader, content = _FieldReader(), raw
     try:
         for number in numbers:
             content = next((content for found, content in reader.fields(content) if found == number), b"")
@@ -113,7 +113,7 @@ def string_at(raw: bytes, *numbers: int) -> str:
         return ""
 
 
-class _Reader:
+class _FieldReader:
     """Reads at most _MAX_FIELDS fields from bytes."""
 
     def __init__(self) -> None:

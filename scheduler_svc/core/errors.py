@@ -35,7 +35,7 @@ class ModelChangedError(SchedulerError):
     """The executor came back with another model or other numerics, under which the request cannot go on."""
 
 
-class QueueFullError(SchedulerError):
+class WaitingQueueFullError(SchedulerError):
     """The waiting queue is full; try again after `retry_after_s` seconds."""
 
     limit = "max_queued_requests"

@@ -16,7 +16,7 @@ from collections.abc import Collection, Generator, Mapping
 
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult
-from scheduler_svc.core.adapters.events import AdapterCommands, AdapterError, AdapterEvent, AdapterLoaded
+from scheduler_svc.core.adapters.events import AdapterCommands, AdapterEvent, AdapterFailure, AdapterLoaded
 from scheduler_svc.core.adapters.table import AdapterTable
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
@@ -297,7 +297,7 @@ class Scheduler:
         """All adapters, and the requests that wait for theirs."""
         return self._requests.adapters
 
-    def adapter_refusal(self, index: int, content_hash: bytes = b"") -> AdapterError | None:
+    def adapter_refusal(self, index: int, content_hash: bytes = b"") -> AdapterFailure | None:
         """Why no executor can ever run requests with a known adapter, or one with this content; None: one may."""
         return adapter_changes.refusal(self._requests, index, content_hash) if index else None
 

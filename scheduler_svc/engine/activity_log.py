@@ -10,7 +10,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.metrics.numbers import EngineNumbers
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 from scheduler_svc.plan_loop.ports import Load
 
 _LOG = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class ActivityLog:
         self._log_requests = config.log_requests
         self._numbers = numbers
         self._base_prompt_tokens = 0
-        self._timer: Timer | None = None
+        self._timer: ScheduledCall | None = None
         self._base = Load()
         self._base_ns = 0
 

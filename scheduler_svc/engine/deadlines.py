@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from scheduler_svc.core.types import RequestKey
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 from scheduler_svc.plan_loop.ports import EngineRequest
 
 
@@ -17,7 +17,7 @@ class Deadlines:
         """`end(tenant, request_id)` ends a request."""
         self._clock = clock
         self._end = end
-        self._timers: dict[RequestKey, Timer] = {}
+        self._timers: dict[RequestKey, ScheduledCall] = {}
 
     def set(self, request: EngineRequest) -> None:
         """End the request at its deadline, at once if that has passed."""

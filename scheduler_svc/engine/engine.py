@@ -24,7 +24,7 @@ from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.adapters.adapters import Adapters
 from scheduler_svc.engine.apply_outputs import apply_outputs
 from scheduler_svc.engine.deadlines import Deadlines
-from scheduler_svc.engine.faults import Fault, Faults
+from scheduler_svc.engine.faults import FaultKind, Faults
 from scheduler_svc.engine.fleet.executor_set import ExecutorSet
 from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
 from scheduler_svc.engine.gauges import current_load, num_queued
@@ -37,7 +37,7 @@ from scheduler_svc.engine.model_events import ModelEvents
 from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import ServedModel
 from scheduler_svc.engine.step_records import StepRecords
-from scheduler_svc.engine.step_watch import StepWatch
+from scheduler_svc.engine.step_watch import StepRecordWatch
 from scheduler_svc.engine.tracing.request_traces import request_traces
 from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.plan_loop.clock import Clock
@@ -312,7 +312,7 @@ class Engine:
         """The block tables of a request's unfinished sequences; None if the request is unknown."""
         return block_tables(self._core, (tenant, request_id))
 
-    def watch(self, *, include_block_tables: bool = False) -> StepWatch:
+    def watch(self, *, include_block_tables: bool = False) -> StepRecordWatch:
         """A watch that yields the records of all steps from now on."""
         return self.records.watch(include_block_tables=include_block_tables)
 
@@ -354,7 +354,7 @@ class Engine:
             self.quotas.on_started(live.request.spec.key)
             self.journal.on_started(live)
         if moved:
-            self.faults.record(Fault.REQUEST_MOVED, count=len(moved))
+            self.faults.record(FaultKind.REQUEST_MOVED, count=len(moved))
 
     def on_applied(
         self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
@@ -379,7 +379,7 @@ class Engine:
         self._traces.on_ended(live)
         self.numbers.requests.on_ended(live.request.spec, live.times, live.num_completion_tokens, live.detail)
         if live.failed:
-            self.faults.record(Fault.REQUEST_FAILED)
+            self.faults.record(FaultKind.REQUEST_FAILED)
         if not self.kept.on_finished(live):
             self._on_forgotten(live)
         if not self._live:

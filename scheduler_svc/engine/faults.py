@@ -1,10 +1,10 @@
 """Counts of faults: what went wrong since the start, by kind, and when it last did.
 
 This is the one place where faults are counted. The engine creates a `Faults` (`Engine.faults`) and gives it to its
-parts. To count a fault, call `faults.record(Fault.KIND)` on the event loop, with the executor's address where the fault
-is about one. To add a kind, add a member to `Fault` here and to FaultKind in generation.proto. To read the counts, from
-any thread, use `faults[Fault.KIND].count`: every kind is there from the start, and a count never goes back.
-GetServerInfo, `cadenza top` and the metrics show them.
+parts. To count a fault, call `faults.record(FaultKind.NAME)` on the event loop, with the executor's address where the
+fault is about one. To add a kind, add a member to `FaultKind` here and to the one in generation.proto. To read the
+counts, from any thread, use `faults[FaultKind.NAME].count`: every kind is there from the start, and a count never goes
+back. GetServerInfo, `cadenza top` and the metrics show them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import StrEnum
 from scheduler_svc.plan_loop.clock import Clock
 
 
-class Fault(StrEnum):
+class FaultKind(StrEnum):
     """The kinds of faults; the value is the name in metrics and in logs."""
 
     EXECUTOR_LOST = "executor_lost"
@@ -42,7 +42,7 @@ class Fault(StrEnum):
 
 
 @dataclass(slots=True)
-class FaultCount:
+class KindCount:
     """How often a kind of fault occurred, and the last one."""
 
     count: int = 0
@@ -57,21 +57,21 @@ class Faults:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._counts = {fault: FaultCount() for fault in Fault}
+        self._counts = {fault: KindCount() for fault in FaultKind}
 
-    def record(self, fault: Fault, executor: str = "", *, count: int = 1) -> None:
+    def record(self, fault: FaultKind, executor: str = "", *, count: int = 1) -> None:
         """Count a fault, or several of a kind at once. `executor`: the address of the executor that it is about."""
         each = self._counts[fault]
         each.last_ns, each.last_executor = self._clock.monotonic_ns(), executor
         each.count += count
 
-    def __getitem__(self, fault: Fault) -> FaultCount:
+    def __getitem__(self, fault: FaultKind) -> KindCount:
         return self._counts[fault]
 
-    def __iter__(self) -> Iterator[tuple[Fault, FaultCount]]:
-        """All kinds, in the order of `Fault`, also those that never occurred."""
+    def __iter__(self) -> Iterator[tuple[FaultKind, KindCount]]:
+        """All kinds, in the order of `FaultKind`, also those that never occurred."""
         return iter(self._counts.items())
 
-    def last_age_s(self, fault: Fault) -> float:
+    def last_age_s(self, fault: FaultKind) -> float:
         """Seconds since a kind of fault last occurred."""
         return (self._clock.monotonic_ns() - self._counts[fault].last_ns) / 1e9

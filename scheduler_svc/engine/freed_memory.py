@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import RequestSpec
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 
 MIN_FREED_TOKENS = 250_000
 """Prompt tokens, 15 MB or more: freeing less is not worth a pause."""
@@ -33,7 +33,7 @@ class FreedMemory:
         self._release = release
         self._num_tokens = 0
         self._peak = 0
-        self._timer: Timer | None = None
+        self._timer: ScheduledCall | None = None
         self._released_at = clock.monotonic()
 
     def on_arrival(self, spec: RequestSpec) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from scheduler_svc.core.types import RequestKey
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 
 _REQUEST_BYTES = 4096
 _SAMPLE_BYTES = 512
@@ -41,7 +41,7 @@ class KeptRequests:
         self._max_grace_s = max_grace_s
         self._abort = abort
         self._on_forgotten = on_forgotten
-        self._timers: dict[RequestKey, Timer] = {}
+        self._timers: dict[RequestKey, ScheduledCall] = {}
         self._finished: dict[RequestKey, LiveRequest] = {}
         """In the order in which they finished."""
         self._handed_over: dict[RequestKey, None] = {}

@@ -44,7 +44,7 @@ class SampleChunk:
 
 
 @dataclass(slots=True)
-class Chunk:
+class OutputChunk:
     """New output of one request, as much as fits one response."""
 
     samples: list[SampleChunk] = field(default_factory=list)
@@ -139,14 +139,14 @@ class RequestReader:
         )
         return self._cursors[0] if is_plain else None
 
-    def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> Chunk | None:
+    def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> OutputChunk | None:
         """New output of about `max_bytes` at most, but at least a token; None if there is none, or after the end.
 
         Raises DataLossError if a request that was to catch up has ended by itself before the client's position.
         """
         if self.done or self.live.hidden:
             return None
-        chunk = Chunk()
+        chunk = OutputChunk()
         self._take_prompt(chunk, max_bytes)
         if chunk.is_whole:
             self._take_samples(chunk, max_bytes)
@@ -161,7 +161,7 @@ class RequestReader:
         chunk.is_last = self.done
         return chunk
 
-    def _take_prompt(self, chunk: Chunk, max_bytes: int) -> None:
+    def _take_prompt(self, chunk: OutputChunk, max_bytes: int) -> None:
         """Take new prompt logprobs; output follows only after all of them."""
         known = self.live.prompt_logprobs
         if known is None or (self._final_only and all(sample.shown_finish is None for sample in self.live.returned)):
@@ -176,7 +176,7 @@ class RequestReader:
         chunk.is_whole = end == known.end
         self._prompt_end = end
 
-    def _take_samples(self, chunk: Chunk, max_bytes: int) -> None:
+    def _take_samples(self, chunk: OutputChunk, max_bytes: int) -> None:
         """Take new output of the samples; sets `done` after the finish of the last sample."""
         if not self.live.returned:
             return

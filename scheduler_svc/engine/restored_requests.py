@@ -8,7 +8,7 @@ from functools import partial
 from scheduler_svc.core.types import RequestKey
 from scheduler_svc.engine.kept_requests import KeptRequests
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 
 
 class RestoredRequests:
@@ -25,7 +25,7 @@ class RestoredRequests:
         self._abort = abort
         self._unfinished: dict[RequestKey, LiveRequest] = {}
         self._ended: dict[RequestKey, Callable[[], LiveRequest]] = {}
-        self._timers: dict[RequestKey, Timer] = {}
+        self._timers: dict[RequestKey, ScheduledCall] = {}
 
     def add_unfinished(self, live: LiveRequest, grace_s: float) -> None:
         """A request that the engine runs again; `grace_s`: seconds for its stream to come back."""

@@ -36,7 +36,7 @@ class PreparedModel:
     """Checks and tokenizes new requests for this model from now on, under this model number."""
 
 
-class ModelFront(Protocol):
+class ModelPreparation(Protocol):
     """What the front holds of the model: the tokenizer, and the checks of requests."""
 
     async def prepare(self, change: ModelChange) -> PreparedModel:
@@ -52,7 +52,7 @@ class ServedModel:
     def __init__(self, core: Scheduler, *, allow_fingerprint_change: bool) -> None:
         self._core = core
         self._allows_other_numerics = allow_fingerprint_change
-        self.front: ModelFront | None = None
+        self.front: ModelPreparation | None = None
         """None while the front has not opened."""
         self.number = 0
         """Number of changes so far."""

@@ -13,7 +13,7 @@ from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import RequestKey
 from scheduler_svc.engine.lane_views import step_load
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
+from scheduler_svc.engine.step_watch import StepRecorder, StepRecordWatch
 from scheduler_svc.engine.tracing.request_traces import NoTraces
 from scheduler_svc.metrics.numbers import EngineNumbers
 
@@ -36,9 +36,9 @@ class StepRecords:
         self._traces = traces
         self.recorder = StepRecorder(partial(step_load, core), started_ns)
 
-    def watch(self, *, include_block_tables: bool) -> StepWatch:
+    def watch(self, *, include_block_tables: bool) -> StepRecordWatch:
         """A watch that yields the records of all steps from now on."""
-        return StepWatch(self.recorder.watches, include_block_tables=include_block_tables)
+        return StepRecordWatch(self.recorder.watches, include_block_tables=include_block_tables)
 
     def on_planned(self, step: PlannedStep, now_ns: int) -> None:
         """A step was planned."""

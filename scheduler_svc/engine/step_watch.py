@@ -22,13 +22,13 @@ _MAX_AT_ONCE = 64
 """Maximum records per message: writing thousands would block the event loop and delay steps."""
 
 
-class StepWatch:
+class StepRecordWatch:
     """The records of one watch. A slow reader loses the newest ones and gets their number; steps never wait for it.
 
     Use it as an async context manager, then iterate: each item is (records, number lost so far), the first at once.
     """
 
-    def __init__(self, watches: set[StepWatch], *, include_block_tables: bool) -> None:
+    def __init__(self, watches: set[StepRecordWatch], *, include_block_tables: bool) -> None:
         self.include_block_tables = include_block_tables
         self._watches = watches
         self._records: deque[StepRecord] = deque()
@@ -36,14 +36,14 @@ class StepWatch:
         self._outputs = asyncio.Event()
         self._outputs.set()
 
-    async def __aenter__(self) -> StepWatch:
+    async def __aenter__(self) -> StepRecordWatch:
         self._watches.add(self)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._watches.discard(self)
 
-    def __aiter__(self) -> StepWatch:
+    def __aiter__(self) -> StepRecordWatch:
         return self
 
     async def __anext__(self) -> tuple[list[StepRecord], int]:
@@ -71,7 +71,7 @@ class StepRecorder:
     """Turns planned steps and their results into records while there are watches."""
 
     def __init__(self, load: Callable[[], Load], started_ns: int) -> None:
-        self.watches: set[StepWatch] = set()
+        self.watches: set[StepRecordWatch] = set()
         self._load = load
         self._started_ns = started_ns
         self._loads: dict[tuple[int, int], Load] = {}

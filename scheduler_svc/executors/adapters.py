@@ -9,7 +9,7 @@ from google.rpc import status_pb2
 from cadenza.v1 import execution_pb2 as pb
 from scheduler_svc.core.adapters.events import (
     AdapterCommands,
-    AdapterError,
+    AdapterFailure,
     AdapterLoaded,
     AdapterRegistered,
     AdapterUnloaded,
@@ -42,9 +42,9 @@ def loaded_adapter(message: pb.AdapterLoaded) -> AdapterLoaded:
     """Return an executor's answer to a load, or an entry of SessionOpened."""
     error = None
     if message.HasField("error"):
-        error = AdapterError(message.error.code, message.error.message[:_MAX_MESSAGE])
+        error = AdapterFailure(message.error.code, message.error.message[:_MAX_MESSAGE])
     elif not 0 < len(message.content_hash) <= _MAX_HASH_BYTES:
-        error = AdapterError(_INTERNAL, f"the executor's content hash has {len(message.content_hash)} bytes")
+        error = AdapterFailure(_INTERNAL, f"the executor's content hash has {len(message.content_hash)} bytes")
     content_hash = message.content_hash if error is None else b""
     return AdapterLoaded(message.adapter_index, content_hash, message.num_bytes, message.rank, error)
 

@@ -19,7 +19,7 @@ from cadenza_common.wire.transport import format_address
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.executors.addresses import ExecutorEntries, ServiceName, addresses_in
 from scheduler_svc.executors.daemon_thread import in_daemon_thread
-from scheduler_svc.executors.kubernetes import Cluster, Endpoints
+from scheduler_svc.executors.kubernetes import Endpoints, KubernetesApi
 
 _LOG = logging.getLogger(__name__)
 RESOLVE_S = 5.0
@@ -35,7 +35,7 @@ Watch = Callable[[ServiceName, str], Awaitable[Endpoints]]
 """Gives the endpoints of a service once they may differ from those of a version, at once for ""; raises OSError."""
 
 
-class Executors(Protocol):
+class ListedExecutors(Protocol):
     """The set of executors that the list changes."""
 
     def has(self, target: str) -> bool:
@@ -56,7 +56,7 @@ class Discovery:
 
     def __init__(
         self,
-        executors: Executors,
+        executors: ListedExecutors,
         entries: ExecutorEntries,
         *,
         resolve: Resolve | None = None,
@@ -66,7 +66,7 @@ class Discovery:
         self._executors = executors
         self._entries = entries
         self._resolve = resolve or resolve_name
-        self._watch = watch or Cluster().endpoints
+        self._watch = watch or KubernetesApi().endpoints
         self._sleep = sleep
         self._listed: dict[str, None] = {}
         """In the order of the entries."""

@@ -42,7 +42,7 @@ class Endpoints:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class KubernetesApi:
     """The API server, as a pod reaches it, and the folder of the pod's service account."""
 
     host: str = "kubernetes.default.svc"

@@ -14,7 +14,7 @@ from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
-from scheduler_svc.engine.adapters.adapters import AdapterInfo
+from scheduler_svc.engine.adapters.adapters import NamedAdapter
 from scheduler_svc.executors.addresses import executor_address, is_same_listener
 from scheduler_svc.front.adapter_paths import adapter_name, adapter_path
 from scheduler_svc.front.front import Front, abort_with
@@ -192,7 +192,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         if not self._front.caller_of(context).tenant().may_load_adapter(name):
             raise AdapterForbiddenError(name, "name")
 
-    def _adapter(self, info: AdapterInfo) -> pb.AdapterInfo:
+    def _adapter(self, info: NamedAdapter) -> pb.AdapterInfo:
         return convert.adapter_info(info, self._front.engine.executor_infos())
 
     async def _watch(self, include_block_tables: bool, min_interval_s: float, caller: Caller, context: Any) -> None:

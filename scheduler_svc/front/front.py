@@ -17,7 +17,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.errors import NotServingError, StreamReplacedError, code_of, status_of
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.faults import Fault
+from scheduler_svc.engine.faults import FaultKind
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.process_memory import leave_out_long_prompt
@@ -120,7 +120,7 @@ class Front:
 
     def log_refused(self, request_id: str, exc: Exception) -> None:
         """Count a request that never ran, and log its status code and field: its message may quote the prompt."""
-        self.engine.faults.record(Fault.REQUEST_REFUSED)
+        self.engine.faults.record(FaultKind.REQUEST_REFUSED)
         self.engine.numbers.refusals[code_of(exc).name] += 1
         if self.config.log_requests:
             field = f", {exc.field}" if isinstance(exc, RequestRejectedError | PreconditionError) else ""

@@ -20,11 +20,11 @@ from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced, within
 from scheduler_svc.front.server_info import server_info
-from scheduler_svc.front.session import TURN_BYTES, Session
+from scheduler_svc.front.session import TURN_BYTES, SessionStream
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.fields import RequestFields
-from scheduler_svc.tenants.errors import UnauthenticatedError
+from scheduler_svc.tenants.errors import InvalidTokenError
 
 _PIECE_BYTES = 256 * 1024
 """Of a tokenizer's file, in one message."""
@@ -67,7 +67,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         """Serve many requests over one stream."""
         try:
             self._front.check_serving()
-            await Session(self._front, context, self._front.caller_of(context)).run(request_iterator)
+            await SessionStream(self._front, context, self._front.caller_of(context)).run(request_iterator)
         except Exception as exc:
             await abort_with(context, exc)
 
@@ -79,7 +79,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             check_limits(request)
             aborted = self._front.engine.abort(self._front.caller_of(context).name, request.request_id)
             await self._front.engine.journal.flushed()
-        except (RequestRejectedError, JournalUnavailableError, UnauthenticatedError) as exc:
+        except (RequestRejectedError, JournalUnavailableError, InvalidTokenError) as exc:
             await abort_with(context, exc)
         return pb.AbortResponse(aborted=aborted)
 
@@ -96,7 +96,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         builder = await self._builder(context)
         try:
             tenant = self._front.caller_of(context).tenant()
-        except UnauthenticatedError as exc:
+        except InvalidTokenError as exc:
             await abort_with(context, exc)
         return server_info(self._front, builder, tenant)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from cadenza.v1 import admin_pb2 as pb
 from cadenza_common.serving.slices import run_in_slices
 from scheduler_svc.convert.kv_events import kv_batch
-from scheduler_svc.engine.kv_events.events import Batch
+from scheduler_svc.engine.kv_events.events import KvEventBatch
 
 _MAX_KEPT = 16
 """Messages that are kept for other subscribers: with MAX_BATCH_TOKENS in each, a few MB."""
@@ -24,7 +24,7 @@ class KvMessages:
         self._kept: dict[int, pb.SubscribeKvEventsResponse] = {}
         """By the number of the batch, the latest last."""
 
-    async def message(self, batch: Batch) -> pb.SubscribeKvEventsResponse:
+    async def message(self, batch: KvEventBatch) -> pb.SubscribeKvEventsResponse:
         """The message of a batch, not to be changed. Parts of a state are one subscriber's alone, and not kept."""
         if batch.part is not None:
             return await self._made(batch)
@@ -36,5 +36,5 @@ class KvMessages:
                     del self._kept[next(iter(self._kept))]
         return message
 
-    async def _made(self, batch: Batch) -> pb.SubscribeKvEventsResponse:
+    async def _made(self, batch: KvEventBatch) -> pb.SubscribeKvEventsResponse:
         return await run_in_slices(kv_batch(batch, self._adapter_names()))

@@ -13,7 +13,7 @@ from cadenza_common.metrics.listener_counts import ListenerCounts
 from cadenza_common.metrics.loop_lag import LoopLag
 from cadenza_common.wire.tls.files import ExpiringFiles
 from scheduler_svc.front.front import Front
-from scheduler_svc.metrics.snapshot import ServiceFigures, Snapshot, take_snapshot
+from scheduler_svc.metrics.snapshot import ScrapeSnapshot, ServiceFigures, take_snapshot
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -63,7 +63,7 @@ class SchedulerMetrics:
             self._server.stop()
             self._server = None
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ScrapeSnapshot:
         """A copy of all numbers at this moment."""
         front = self._front
         engine = front.engine
@@ -89,7 +89,7 @@ class SchedulerMetrics:
         return partial(_families, self.snapshot(), self._links)
 
 
-def _families(snapshot: Snapshot, links: Mapping[str, ExpiringFiles | None]) -> Iterable[Metric]:
+def _families(snapshot: ScrapeSnapshot, links: Mapping[str, ExpiringFiles | None]) -> Iterable[Metric]:
     from cadenza_common.metrics.common import add_expiries
     from scheduler_svc.metrics.export import scrape
 
@@ -98,7 +98,7 @@ def _families(snapshot: Snapshot, links: Mapping[str, ExpiringFiles | None]) -> 
     return result.families()
 
 
-def _text(snapshot: Snapshot, links: Mapping[str, ExpiringFiles | None]) -> str:
+def _text(snapshot: ScrapeSnapshot, links: Mapping[str, ExpiringFiles | None]) -> str:
     from cadenza_common.metrics.server import text_of
 
     return text_of(_families(snapshot, links))

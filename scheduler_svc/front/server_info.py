@@ -5,7 +5,7 @@ from __future__ import annotations
 from cadenza.v1 import generation_pb2 as pb
 from cadenza_common.wire.transport import PROTOCOL_VERSION
 from scheduler_svc.convert import generation as convert
-from scheduler_svc.engine.adapters.adapters import AdapterUse
+from scheduler_svc.engine.adapters.adapters import AdapterRequests
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.process_memory import resident_bytes
 from scheduler_svc.requests.builder import RequestBuilder
@@ -50,7 +50,7 @@ def _own_load(load: TenantLoad) -> pb.SchedulerLoad:
     )
 
 
-def _adapter_use(use: AdapterUse) -> pb.AdapterUse:
+def _adapter_use(use: AdapterRequests) -> pb.AdapterUse:
     return pb.AdapterUse(name=use.name, num_running=use.num_running, num_waiting=use.num_waiting)
 
 

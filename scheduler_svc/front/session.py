@@ -22,7 +22,7 @@ from scheduler_svc.front.front import Front, open_reader, stream_replaced, withi
 from scheduler_svc.front.unreadable import Unreadable
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.fields import RequestFields
-from scheduler_svc.tenants.errors import NamingForbiddenError, UnauthenticatedError
+from scheduler_svc.tenants.errors import InvalidTokenError, NamingForbiddenError
 from scheduler_svc.tenants.registry import Caller
 
 _LOG = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class _Entry:
 
     __slots__ = ("fields", "plain", "reader", "request_id", "session", "task", "token_digest")
 
-    def __init__(self, session: Session, fields: RequestFields, token_digest: bytes = b"") -> None:
+    def __init__(self, session: SessionStream, fields: RequestFields, token_digest: bytes = b"") -> None:
         self.session = session
         self.fields = fields
         self.token_digest = token_digest
@@ -75,7 +75,7 @@ class _Entry:
             self.session.mark(self)
 
 
-class Session:
+class SessionStream:
     """Reads requests in one task and writes outputs in another; all outputs of one step share one message."""
 
     def __init__(self, front: Front, context: Any, caller: Caller) -> None:
@@ -145,7 +145,7 @@ class Session:
         try:
             tenant = self._caller.named(request.tenant_token_sha256)
             check_limits(request.generate)
-        except (RequestRejectedError, UnauthenticatedError, NamingForbiddenError):
+        except (RequestRejectedError, InvalidTokenError, NamingForbiddenError):
             return None
         return await run_in_slices(convert.fields_in_slices(request.generate, tenant))
 
@@ -230,7 +230,7 @@ class Session:
                 tenant = entry.fields.tenant
             else:
                 tenant = self._caller.named(token_digest).name if token_digest else self._caller.name
-        except (RequestRejectedError, UnauthenticatedError, NamingForbiddenError) as exc:
+        except (RequestRejectedError, InvalidTokenError, NamingForbiddenError) as exc:
             # Without an id, so that it is not mistaken for the end of the request.
             self._report("", exc, done=True)
             return

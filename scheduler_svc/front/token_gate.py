@@ -14,7 +14,7 @@ import grpc
 
 from cadenza_common.metrics.listener_counts import ListenerCounts
 from scheduler_svc.front.front import abort_with
-from scheduler_svc.tenants.errors import AdminNeededError, UnauthenticatedError
+from scheduler_svc.tenants.errors import AdminNeededError, InvalidTokenError
 from scheduler_svc.tenants.registry import Registry
 
 _OURS = "/cadenza.v1."
@@ -42,13 +42,13 @@ class TokenGate(grpc.aio.ServerInterceptor):
                     caller.check_loader()
                 elif details.method.startswith(_ADMIN):
                     caller.check_admin()
-            except (UnauthenticatedError, AdminNeededError) as exc:
+            except (InvalidTokenError, AdminNeededError) as exc:
                 # Serves methods of every kind: it reads no message and sends none.
                 return grpc.stream_stream_rpc_method_handler(functools.partial(self._refuse, exc))
         return await continuation(details)
 
     async def _refuse(
-        self, exc: UnauthenticatedError | AdminNeededError, _requests: Any, context: grpc.aio.ServicerContext[Any, Any]
+        self, exc: InvalidTokenError | AdminNeededError, _requests: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         self._counts.refuse(exc.refusal, context)
         await abort_with(context, exc)

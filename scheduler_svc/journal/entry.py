@@ -17,14 +17,14 @@ from scheduler_svc.journal.records import (
     pack_prompt_logprobs,
     pack_tokens,
 )
-from scheduler_svc.journal.store import Batch
+from scheduler_svc.journal.store import JournalBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class EntrySnapshot:
     """What of a request a batch holds; once the batch is durable, it is the request's recorded state."""
 
-    entry: Entry
+    entry: JournalEntry
     num_tokens: list[int]
     finished: list[bool]
     ended: bool
@@ -34,7 +34,7 @@ class Snapshot:
     rewritten: tuple[bytes, int] | None
 
 
-class Entry:
+class JournalEntry:
     """A request in the journal. Each field `recorded_…` lags behind its state until a batch is durable."""
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Entry:
                 sample.hides_finish = is_new = True
         return is_new
 
-    def add_to(self, batch: Batch) -> Snapshot:
+    def add_to(self, batch: JournalBatch) -> EntrySnapshot:
         """Add what is not recorded yet to a batch."""
         live, number = self.live, self.number
         if self.admission is not None:
@@ -107,9 +107,9 @@ class Entry:
         if ended and not self.recorded_ended:
             batch.ends.append(self._end())
             self.add_whole_tokens(batch)
-        return Snapshot(self, num_tokens, finished, ended, self.admission, self.started, self.rewritten)
+        return EntrySnapshot(self, num_tokens, finished, ended, self.admission, self.started, self.rewritten)
 
-    def add_whole_tokens(self, batch: Batch) -> None:
+    def add_whole_tokens(self, batch: JournalBatch) -> None:
         """Add all tokens of unfinished samples, for which no rows with logprobs are there."""
         if self.shows_at_end or not self.stores_tokens:
             return
@@ -117,7 +117,7 @@ class Entry:
             if sample.finish is None and sample.token_ids and not sample.logprobs:
                 batch.whole_tokens.append((self.number, index, 0, list(sample.token_ids), b""))
 
-    def record(self, snapshot: Snapshot) -> None:
+    def record(self, snapshot: EntrySnapshot) -> None:
         """A batch is durable: show what it holds. New output since then stays hidden."""
         if self.admission is snapshot.admission:
             self.admission = None

@@ -7,7 +7,7 @@ import logging
 import sqlite3
 
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.faults import Fault
+from scheduler_svc.engine.faults import FaultKind
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.journal.directory import JournalDirectory
 from scheduler_svc.journal.errors import JournalError
@@ -88,7 +88,7 @@ def connect(writer: JournalWriter, engine: Engine) -> None:
 
     def report_health() -> None:
         if not writer.healthy:
-            engine.faults.record(Fault.JOURNAL_FAILED)
+            engine.faults.record(FaultKind.JOURNAL_FAILED)
         engine.report_health()
 
     writer.refuse_request = refuse

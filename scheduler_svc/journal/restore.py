@@ -14,8 +14,8 @@ from scheduler_svc.core.errors import (
     DataLossError,
     ModelChangedError,
     PreconditionError,
-    QueueFullError,
     SchedulerError,
+    WaitingQueueFullError,
 )
 from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.engine import Engine
@@ -134,7 +134,7 @@ class Restorer:
         now = self._engine.clock.monotonic()
         try:
             request = await self._builder.build_off_loop(fields, now=now, time_left_s=None)
-        except QueueFullError:
+        except WaitingQueueFullError:
             # The earlier process has compiled its grammar, which this one had no time for.
             request = self._builder.build(fields, now=now, time_left_s=None)
         request = self._engine.adapters.restored(self._as_admitted(request, stored))

@@ -58,7 +58,7 @@ CREATE TABLE probe (number INTEGER PRIMARY KEY, content BLOB NOT NULL);
 
 
 @dataclass(slots=True)
-class Batch:
+class JournalBatch:
     """Changes that are committed together, in this order."""
 
     deleted: list[int] = field(default_factory=list)
@@ -112,7 +112,7 @@ class JournalStore:
         """Read the names and paths of operators' adapters, in the order in which they were loaded."""
         return self._thread.submit(self._in_transaction, _load_adapters)
 
-    def commit(self, batch: Batch) -> Future[None]:
+    def commit(self, batch: JournalBatch) -> Future[None]:
         """Make a batch durable; the result is an sqlite3.Error if that failed, and then nothing of it is there."""
         return self._thread.submit(self._commit, batch)
 
@@ -160,7 +160,7 @@ class JournalStore:
         if found != "ok":
             raise JournalError(f"{self._path}: is damaged ({' '.join(found.split())}); {_MOVE_AWAY}")
 
-    def _commit(self, batch: Batch) -> None:
+    def _commit(self, batch: JournalBatch) -> None:
         if batch.probe and self._database is not None:
             # The log itself may be what fills the disk: what it holds moves into the database, and it becomes empty.
             with suppress(sqlite3.Error):
@@ -187,7 +187,7 @@ class JournalStore:
             self._database = None
 
 
-def _write(database: sqlite3.Connection, batch: Batch) -> None:
+def _write(database: sqlite3.Connection, batch: JournalBatch) -> None:
     for number in batch.deleted:
         for table in ("requests", "tokens", "samples", "ends"):
             database.execute(f"DELETE FROM {table} WHERE number = ?", (number,))
@@ -211,7 +211,7 @@ def _write(database: sqlite3.Connection, batch: Batch) -> None:
         database.execute("DELETE FROM probe")
 
 
-def _write_tokens(database: sqlite3.Connection, batch: Batch) -> None:
+def _write_tokens(database: sqlite3.Connection, batch: JournalBatch) -> None:
     plain = [row for row in batch.tokens if row[4] == b""]
     if batch.drops_steps:
         database.execute("DELETE FROM steps")

@@ -13,10 +13,10 @@ from heapq import heappop, heappush
 from scheduler_svc.core.types import RequestKey
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.journal.entry import Entry, Snapshot, was_abandoned
+from scheduler_svc.journal.entry import EntrySnapshot, JournalEntry, was_abandoned
 from scheduler_svc.journal.records import NewTokens, RequestRecord, pack_tokens
-from scheduler_svc.journal.store import Batch, JournalStore
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.journal.store import JournalBatch, JournalStore
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 from scheduler_svc.plan_loop.ports import ModelDescription
 
 _LOG = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class JournalWriter:
         self.is_kept: Callable[[RequestKey], bool] = _is_not_kept
         """Whether the engine still keeps the results of an ended request."""
         self._next_number = 1
-        self._entries: dict[LiveRequest, Entry] = {}
-        self._changed: dict[Entry, None] = {}
+        self._entries: dict[LiveRequest, JournalEntry] = {}
+        self._changed: dict[JournalEntry, None] = {}
         self._deleted: list[int] = []
         self._adapters: list[Mapping[str, str]] = []
         """The newest change of operators' adapters, if it is not recorded yet."""
@@ -59,7 +59,7 @@ class JournalWriter:
         """Tokens of unfinished requests that do not run here, to be written whole."""
         self._closed = False
         self._failure: JournalUnavailableError | None = None
-        self._timers: dict[str, Timer] = {}
+        self._timers: dict[str, ScheduledCall] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -86,7 +86,7 @@ class JournalWriter:
         if replaced is not None:
             self._deleted.append(replaced)
         admission = self._admission(live, model, number)
-        entry = Entry(live, number, stores_tokens=admission.stores_tokens, admission=admission)
+        entry = JournalEntry(live, number, stores_tokens=admission.stores_tokens, admission=admission)
         self._entries[live] = entry
         entry.hide_output()
         self._change(entry)
@@ -149,7 +149,7 @@ class JournalWriter:
 
     def on_restored(self, live: LiveRequest, number: int, *, stores_tokens: bool, started: bool) -> None:
         """Go on recording a request of an earlier process; its output so far is durable."""
-        entry = Entry(live, number, stores_tokens=stores_tokens, admission=None)
+        entry = JournalEntry(live, number, stores_tokens=stores_tokens, admission=None)
         entry.started = entry.recorded_started = started
         for index, sample in enumerate(live.samples):
             entry.recorded_tokens[index] = len(sample.token_ids)
@@ -192,7 +192,7 @@ class JournalWriter:
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
-    def _change(self, entry: Entry) -> None:
+    def _change(self, entry: JournalEntry) -> None:
         self._changed[entry] = None
         self._schedule()
 
@@ -206,7 +206,7 @@ class JournalWriter:
         self._is_scheduled = False
         if self._is_committing or self._closed:
             return
-        batch = Batch(probe=self._failure is not None)
+        batch = JournalBatch(probe=self._failure is not None)
         changed, self._changed = self._changed, {}
         deleted, self._deleted = self._deleted, []
         waiters, self._waiters = self._waiters, []
@@ -238,7 +238,7 @@ class JournalWriter:
 
     def _on_committed(
         self,
-        snapshots: list[Snapshot],
+        snapshots: list[EntrySnapshot],
         others: _Others,
         waiters: list[asyncio.Future[None]],
         error: BaseException | None,
@@ -258,7 +258,7 @@ class JournalWriter:
 
     def _on_failure(
         self,
-        snapshots: list[Snapshot],
+        snapshots: list[EntrySnapshot],
         others: _Others,
         waiters: list[asyncio.Future[None]],
         error: BaseException,

@@ -10,7 +10,7 @@ _LEAST_STEPS = 4
 """Steps without drafts from which their mean is used."""
 
 
-class _Mean:
+class _PlainSteps:
     """Steps without drafts of one number of sequences."""
 
     __slots__ = ("num_steps", "num_tokens", "seconds")
@@ -34,7 +34,7 @@ class DraftGain:
     """Time of the compared steps with drafts, without block moves."""
     seconds_without: float = 0.0
     """Time that steps without drafts take for the tokens of the compared ones, by the mean of the latest of them."""
-    _means: dict[int, _Mean] = field(default_factory=dict)
+    _means: dict[int, _PlainSteps] = field(default_factory=dict)
     """By number of sequences: at most one for each up to max_num_seqs."""
 
     def observe(self, num_sequences: int, num_drafts: int, num_tokens: int, seconds: float) -> None:
@@ -46,7 +46,7 @@ class DraftGain:
                 self.seconds_without += num_tokens * mean.seconds / mean.num_tokens
             return
         if mean is None:
-            mean = self._means[num_sequences] = _Mean()
+            mean = self._means[num_sequences] = _PlainSteps()
         mean.num_steps += 1
         mean.num_tokens = mean.num_tokens * _DECAY + num_tokens
         mean.seconds = mean.seconds * _DECAY + seconds

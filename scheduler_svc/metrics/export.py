@@ -14,7 +14,7 @@ from scheduler_svc.metrics import buckets
 from scheduler_svc.metrics.definitions import DEFINITIONS
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.request_numbers import FAILED, TenantNumbers
-from scheduler_svc.metrics.snapshot import Snapshot
+from scheduler_svc.metrics.snapshot import ScrapeSnapshot
 from scheduler_svc.plan_loop.ports import ExecutorState
 from scheduler_svc.tenants.quotas import TenantLoad
 
@@ -33,7 +33,7 @@ _VLLM_LIMITS = {"max_queued_requests": _QUEUE_LIMIT, "max_queued_tokens": "max_n
 """vLLM's names of limits. Others keep their own."""
 
 
-def scrape(snapshot: Snapshot) -> Scrape:
+def scrape(snapshot: ScrapeSnapshot) -> Scrape:
     """All families of the scheduler."""
     result = Scrape(DEFINITIONS)
     _add_vllm(result, snapshot)
@@ -67,7 +67,7 @@ def _by_target(lanes: Iterable[LaneNumbers]) -> dict[str, LaneNumbers]:
     return found
 
 
-def _add_vllm(result: Scrape, snapshot: Snapshot) -> None:
+def _add_vllm(result: Scrape, snapshot: ScrapeSnapshot) -> None:
     model, load, tenants = snapshot.service.model, snapshot.load, snapshot.tenants.values()
     engine = ("" if model is None else model.name, _ENGINE)
 
@@ -122,7 +122,7 @@ def _add_vllm_drafts(add: Callable[..., None], lanes: Iterable[DraftCounts]) -> 
         add("spec_decode_num_accepted_tokens_per_pos_total", count, str(position))
 
 
-def _add_vllm_adapters(result: Scrape, snapshot: Snapshot) -> None:
+def _add_vllm_adapters(result: Scrape, snapshot: ScrapeSnapshot) -> None:
     """Readers split the lists at commas, which no name has, and take the sample with the newest time."""
     uses = snapshot.adapter_uses
     most = sum(state.max_loras for state in snapshot.executors if state.connected)
@@ -131,7 +131,7 @@ def _add_vllm_adapters(result: Scrape, snapshot: Snapshot) -> None:
     result.add("vllm:lora_requests_info", snapshot.service.wall_time_s, str(most), running, waiting)
 
 
-def _add_vllm_histograms(result: Scrape, snapshot: Snapshot, engine: tuple[str, str]) -> None:
+def _add_vllm_histograms(result: Scrape, snapshot: ScrapeSnapshot, engine: tuple[str, str]) -> None:
     def add(names: str, histogram: Histogram, bounds: tuple[float, ...]) -> None:
         for name in names.split():
             result.add_histogram(f"vllm:{name}", histogram, *engine, bounds=bounds)
@@ -157,7 +157,7 @@ def _add_vllm_histograms(result: Scrape, snapshot: Snapshot, engine: tuple[str, 
         result.add_histogram(name, histogram, *engine, bounds=exported)
 
 
-def _add_service(result: Scrape, snapshot: Snapshot) -> None:
+def _add_service(result: Scrape, snapshot: ScrapeSnapshot) -> None:
     service = snapshot.service
     values = {
         "healthy": snapshot.healthy,

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 
-class Timer(Protocol):
+class ScheduledCall(Protocol):
     """A scheduled call."""
 
     def cancel(self) -> None:
@@ -29,7 +29,7 @@ class Clock(ABC):
         """Nanoseconds since 1970-01-01 UTC."""
 
     @abstractmethod
-    def call_later(self, delay_s: float, callback: Callable[[], object]) -> Timer:
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> ScheduledCall:
         """Call `callback` on the event loop after `delay_s` seconds; at or below 0, as soon as the loop is free."""
 
     def monotonic(self) -> float:
@@ -69,6 +69,6 @@ class SystemClock(Clock):
         """As time.time_ns."""
         return time.time_ns()
 
-    def call_later(self, delay_s: float, callback: Callable[[], object]) -> Timer:
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> ScheduledCall:
         """As the running loop's call_later."""
         return asyncio.get_running_loop().call_later(delay_s, callback)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 from scheduler_svc.plan_loop.step_bound import StepBound
 
 _LOG = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class ProgressWatch:
         self._num_ended = 0
         """Steps of this incarnation that have ended."""
         self._running: _Running | None = None
-        self._timer: Timer | None = None
+        self._timer: ScheduledCall | None = None
         self._due = 0.0
 
     def session_opened(self, incarnation: int) -> None:

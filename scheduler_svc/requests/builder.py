@@ -20,7 +20,7 @@ from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.requests.chats.checks import check_chat, rejected
 from scheduler_svc.requests.chats.errors import ChatError
-from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import StoppedText
 from scheduler_svc.requests.field_rules import PATH, finite
 from scheduler_svc.requests.fields import PromptFields, RequestFields
 from scheduler_svc.requests.grammar_door import GRAMMAR_PATH, NO_COMPILER, GrammarDoor
@@ -341,11 +341,11 @@ class RequestBuilder:
         # The model never generates tokens outside of its vocabulary, so these words need no ban.
         return tuple(word for word in words if max(word) < self._model.vocab_size)
 
-    def _text_maker(self, sampling: SamplingFields, prompt: Sequence[int]) -> Callable[[], TextStream] | None:
+    def _text_maker(self, sampling: SamplingFields, prompt: Sequence[int]) -> Callable[[], StoppedText] | None:
         if self.tokenizer is None or not sampling.detokenize:
             return None
         return functools.partial(
-            TextStream,
+            StoppedText,
             self.tokenizer,
             stop=sampling.stop,
             min_tokens=sampling.min_tokens or 0,

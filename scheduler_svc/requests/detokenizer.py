@@ -138,7 +138,7 @@ class IncrementalDecoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
 
-class TextStream:
+class StoppedText:
     """The text of one sample (see ports.TextStream), truncated at the first stop string.
 
     Among several stop strings the one that starts first wins, then the one listed first. As in vLLM, a match must be

@@ -22,7 +22,7 @@ from cadenza_common.grammar.bounded_cache import BoundedCache
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.grammar.table import GrammarEngine, TableSource
 from cadenza_common.grammar.tenant_turns import TenantTurns
-from scheduler_svc.core.errors import PreconditionError, QueueFullError, RequestRejectedError, SchedulerError
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, SchedulerError, WaitingQueueFullError
 from scheduler_svc.requests.compiling_child import ChildStartError, CompilingChild
 from scheduler_svc.requests.field_rules import PATH
 
@@ -165,7 +165,7 @@ class GrammarDoor:
             what = f"{requests} requests wait for constraints to be compiled"
         else:
             return
-        raise QueueFullError(f"{what} already, too many of them this tenant's", max(1.0, waiting * self._mean_s))
+        raise WaitingQueueFullError(f"{what} already, too many of them this tenant's", max(1.0, waiting * self._mean_s))
 
     # ------------------------------------------------------------ the work
 
@@ -291,7 +291,7 @@ class GrammarDoor:
 
     def _exceeds(self, job: _Job, message: str) -> None:
         """Tell all callers that a constraint exceeds a bound of its process. Another time it may fit."""
-        error = QueueFullError(f"{GRAMMAR_PATH}.{job.spec.kind}: {message}", self._compile_s)
+        error = WaitingQueueFullError(f"{GRAMMAR_PATH}.{job.spec.kind}: {message}", self._compile_s)
         self._finish(job, error)
 
     def _finish(self, job: _Job, verdict: str | SchedulerError) -> None:

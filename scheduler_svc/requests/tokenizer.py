@@ -108,7 +108,7 @@ def _load_from_gguf(path: Path, source: str, *, required: bool, chats: ChatSetti
 
 
 @dataclass(frozen=True, slots=True)
-class AddedToken:
+class TokenizerAddedToken:
     """A token that stands for exactly one text."""
 
     token_id: int
@@ -261,10 +261,12 @@ def _check_count(num_tokens: int) -> None:
         raise TooManyTokensError(f"has {num_tokens} tokens; at most {MAX_PROMPT_TOKENS} are allowed")
 
 
-def _added_tokens(inner: Any) -> tuple[AddedToken, ...]:
+def _added_tokens(inner: Any) -> tuple[TokenizerAddedToken, ...]:
     added = getattr(inner, "added_tokens_decoder", None) or {}
     ids = sorted(map(int, added))[:MAX_ADDED_TOKENS]
-    return tuple(AddedToken(token_id, str(added[token_id].content), bool(added[token_id].special)) for token_id in ids)
+    return tuple(
+        TokenizerAddedToken(token_id, str(added[token_id].content), bool(added[token_id].special)) for token_id in ids
+    )
 
 
 def _special_tokens(inner: Any) -> dict[str, Any]:

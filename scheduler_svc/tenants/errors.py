@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from cadenza_common.metrics.listener_counts import Refusal
-from scheduler_svc.core.errors import QueueFullError
+from cadenza_common.metrics.listener_counts import RefusalReason
+from scheduler_svc.core.errors import WaitingQueueFullError
 
 
 class TenantsFileError(ValueError):
     """The tenants file cannot be read or has invalid contents; the message names the file, the table and the key."""
 
 
-class UnauthenticatedError(Exception):
+class InvalidTokenError(Exception):
     """The call has no valid token. Its message is the same for every reason; `refusal` is for the operator."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: RefusalReason) -> None:
         self.refusal = refusal
         super().__init__("this service needs a valid token, in the call's metadata: authorization: Bearer TOKEN")
 
@@ -21,7 +21,7 @@ class UnauthenticatedError(Exception):
 class AdminNeededError(Exception):
     """The call's token is that of a tenant without admin."""
 
-    refusal = Refusal.NO_ADMIN
+    refusal = RefusalReason.NO_ADMIN
 
     def __init__(self) -> None:
         super().__init__("this call needs the token of a tenant with admin = true")
@@ -49,7 +49,7 @@ class AdapterForbiddenError(Exception):
         self.field = field
 
 
-class TenantLimitError(QueueFullError):
+class TenantLimitError(WaitingQueueFullError):
     """A limit of the tenant is reached; try again after `retry_after_s` seconds."""
 
     def __init__(self, limit: str, message: str, retry_after_s: float) -> None:

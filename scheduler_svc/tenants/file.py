@@ -22,7 +22,7 @@ _MAX_PATTERN = 128
 """Characters, as in an adapter's name."""
 
 
-class _Table(BaseModel):
+class _TenantTable(BaseModel):
     """One tenant's table."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -118,14 +118,14 @@ def parse_tenants(content: bytes, path: str) -> Tenants:
     return Tenants(by_name, by_digest)
 
 
-def _checked(name: str, table: object, path: str) -> _Table:
+def _checked(name: str, table: object, path: str) -> _TenantTable:
     where = f"{path}: [tenants.{name}]"
     if not _NAME.fullmatch(name):
         raise TenantsFileError(f"{path}: [tenants.{name!r:.80}]: this is no name of a tenant: {_NAME_RULE}")
     if not isinstance(table, dict):
         raise TenantsFileError(f"{where}: must be a table")
     try:
-        return _Table.model_validate(_with_floats(table))
+        return _TenantTable.model_validate(_with_floats(table))
     except ValidationError as exc:
         problem = exc.errors()[0]
         key = str(problem["loc"][0]) if problem["loc"] else ""
@@ -141,7 +141,7 @@ def _with_floats(table: dict[str, Any]) -> dict[str, Any]:
 def _reason(problem: ErrorDetails, key: str) -> str:
     """Return what is wrong; a value of `tokens` is never shown."""
     if problem["type"] == "extra_forbidden":
-        return f"there is no such key; keys are {', '.join(_Table.model_fields)}"
+        return f"there is no such key; keys are {', '.join(_TenantTable.model_fields)}"
     if problem["type"] == "value_error":
         return problem["msg"].removeprefix("Value error, ")
     return problem["msg"] if key == "tokens" else f"{problem['msg']}, not {problem['input']!r:.60}"

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from scheduler_svc.core.errors import QueueFullError, RequestRejectedError
+from scheduler_svc.core.errors import RequestRejectedError, WaitingQueueFullError
 from scheduler_svc.core.outputs import StepOutputs, count_by_tenant
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import RequestKey, RequestSpec
@@ -133,7 +133,7 @@ class Quotas:
         try:
             self._check_queue(usage, num_waiting, retry_after_s)
             self._check_limits(spec, tenant, usage, retry_after_s)
-        except QueueFullError as exc:
+        except WaitingQueueFullError as exc:
             usage.rejections[exc.limit] += 1
             raise
 
@@ -223,9 +223,9 @@ class Quotas:
         """
         if self.registry.is_open:
             if num_waiting >= self._max_queued:
-                raise QueueFullError(f"{num_waiting} requests wait already (max_queued_requests)", retry_after_s)
+                raise WaitingQueueFullError(f"{num_waiting} requests wait already (max_queued_requests)", retry_after_s)
         elif len(usage.queued) >= self._max_queued - num_waiting:
-            raise QueueFullError(
+            raise WaitingQueueFullError(
                 f"waiting requests of this tenant: {len(usage.queued)}, its share of the queue (max_queued_requests)",
                 retry_after_s,
             )

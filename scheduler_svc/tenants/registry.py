@@ -11,14 +11,14 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-from cadenza_common.metrics.listener_counts import Refusal
+from cadenza_common.metrics.listener_counts import RefusalReason
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.tenants.errors import (
     AdminNeededError,
+    InvalidTokenError,
     LoaderNeededError,
     NamingForbiddenError,
     TenantsFileError,
-    UnauthenticatedError,
 )
 from scheduler_svc.tenants.file import Tenants, parse_tenants
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
@@ -90,7 +90,9 @@ class Registry:
             return ONLY_TENANT
         name = self._tenants.by_digest.get(digest)
         if name is None:
-            raise UnauthenticatedError(Refusal.REVOKED_TOKEN if digest in self._revoked else Refusal.UNKNOWN_TOKEN)
+            raise InvalidTokenError(
+                RefusalReason.REVOKED_TOKEN if digest in self._revoked else RefusalReason.UNKNOWN_TOKEN
+            )
         return self._tenants.by_name[name]
 
     # --- the file ----------------------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ class Caller:
             tenant = registry.tenant_of(self._digest)
             if tenant.name != self._tenant.name:
                 # The token has moved to another tenant: this stream's requests are not that one's.
-                raise UnauthenticatedError(Refusal.REVOKED_TOKEN)
+                raise InvalidTokenError(RefusalReason.REVOKED_TOKEN)
             self._tenant, self._number = tenant, registry.number
         return self._tenant
 

@@ -10,8 +10,8 @@ import hashlib
 import hmac
 from collections.abc import Collection, Iterable, Mapping
 
-from cadenza_common.metrics.listener_counts import Refusal
-from scheduler_svc.tenants.errors import UnauthenticatedError
+from cadenza_common.metrics.listener_counts import RefusalReason
+from scheduler_svc.tenants.errors import InvalidTokenError
 
 HASH_PREFIX = "sha256:"
 METADATA_KEY = "authorization"
@@ -43,10 +43,10 @@ def known_digest(token: str | None, digests: Mapping[bytes, bytes], revoked: Col
     takes the same time wherever two digests differ.
     """
     if not token:
-        raise UnauthenticatedError(Refusal.NO_TOKEN)
+        raise InvalidTokenError(RefusalReason.NO_TOKEN)
     if len(token) > MAX_TOKEN_CHARS:
-        raise UnauthenticatedError(Refusal.UNKNOWN_TOKEN)
+        raise InvalidTokenError(RefusalReason.UNKNOWN_TOKEN)
     digest = digest_of(token)
     if not hmac.compare_digest(digests.get(digest, _NO_DIGEST), digest):
-        raise UnauthenticatedError(Refusal.REVOKED_TOKEN if digest in revoked else Refusal.UNKNOWN_TOKEN)
+        raise InvalidTokenError(RefusalReason.REVOKED_TOKEN if digest in revoked else RefusalReason.UNKNOWN_TOKEN)
     return digest

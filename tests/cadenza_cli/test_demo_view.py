@@ -13,7 +13,7 @@ from cadenza.steps.schedule import summarize
 from cadenza.steps.watch import StepWatch
 from cadenza.v1 import admin_pb2, execution_pb2
 from cadenza_cli.demo.demo import _report
-from cadenza_cli.demo.view import Answer, answers_table, summary_lines, tail
+from cadenza_cli.demo.view import DemoAnswer, answers_table, summary_lines, tail
 from cadenza_cli.text import printable
 
 
@@ -33,7 +33,7 @@ def test_the_tail_of_wide_text_fits():
 def test_answers_are_shown_in_full(width):
     text = "很久很久以前，大海边有一个小小的小马，大家都叫它飞飞。" * 5
     console = Console(file=io.StringIO(), width=width)
-    console.print(answers_table([Answer(1, "给我讲一个故事，主角是小猫" * 3, text=text)], width))
+    console.print(answers_table([DemoAnswer(1, "给我讲一个故事，主角是小猫" * 3, text=text)], width))
     lines = console.file.getvalue().splitlines()
     assert max(map(cell_len, lines)) <= width
     shown = "".join(lines)
@@ -52,7 +52,7 @@ def test_the_demo_draws_the_schedule_of_each_executor():
             joined=[admin_pb2.SequenceJoined(sequence_id=executor, request_id=request, num_prompt_tokens=2)],
         )  # fmt: skip
 
-    answers = [Answer(1, "first"), Answer(2, "second")]
+    answers = [DemoAnswer(1, "first"), DemoAnswer(2, "second")]
     drawn = []
     for records in ([step(0, "demo-1"), step(3, "demo-2")], [step(0, "demo-1")], []):
         console = Console(file=io.StringIO(), width=80)
@@ -78,7 +78,7 @@ def test_the_summary_has_drafts_if_there_were_any():
 
 
 def test_summary_of_nothing():
-    lines = dict(summary_lines([Answer(1, "p")], summarize([], block_size=16, batch_size=4), 4))
+    lines = dict(summary_lines([DemoAnswer(1, "p")], summarize([], block_size=16, batch_size=4), 4))
     assert lines["TTFT"] == "not measured"
-    answer = Answer(1, "p", num_tokens=5, sent_s=1.0, first_s=1.5, last_s=2.5)
+    answer = DemoAnswer(1, "p", num_tokens=5, sent_s=1.0, first_s=1.5, last_s=2.5)
     assert (answer.ttft_s, answer.tpot_s) == (0.5, 0.25)

@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.errors import OptionError
 from cadenza_cli.app import run
-from cadenza_cli.load.server import Place, reached_at, rerun_place
+from cadenza_cli.load.server import ServerPlace, reached_at, rerun_place
 from cadenza_loadtest.results.results import Reached, read, write
 from cadenza_loadtest.settings import settings_of
 from tests.helpers.loadtest.loadtest_runs import made_up_file
@@ -19,8 +19,10 @@ RAN = Reached(target="127.0.0.1:51151")
 STARTED = Reached(model="an/id", options={"max_num_seqs": "16", "simulate": "costs.json"})
 
 
-def place(target: str | None = None, model: str | None = None, config: str | None = None, **options: Any) -> Place:
-    return Place(target, model, config, options)
+def place(
+    target: str | None = None, model: str | None = None, config: str | None = None, **options: Any
+) -> ServerPlace:
+    return ServerPlace(target, model, config, options)
 
 
 def test_what_was_reached_is_reached_again() -> None:

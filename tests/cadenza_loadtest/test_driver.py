@@ -13,7 +13,7 @@ import pytest
 
 from cadenza_loadtest.driving import timer
 from cadenza_loadtest.driving.driver import drive
-from cadenza_loadtest.driving.live import LiveRequest, collect
+from cadenza_loadtest.driving.live import RequestInFlight, collect
 from cadenza_loadtest.driving.timer import Timer
 from tests.helpers.loadtest.driver_target import FakePrompts, FakeTarget, at, shape
 
@@ -179,14 +179,14 @@ async def test_a_closed_loop_ends_with_its_duration() -> None:
 
 
 def test_columns_are_by_index_and_keep_their_gaps() -> None:
-    first = LiveRequest(shape(5, kind="long", tenant="a", n=2), 100.5, 7)
+    first = RequestInFlight(shape(5, kind="long", tenant="a", n=2), 100.5, 7)
     first.sent_s = 100.75
     for now_s in (101.0, 101.5, 103.5):
         first.tokens(now_s, 2)
-    second = LiveRequest(shape(3, session=4, turn=2), 100.0, 2)
+    second = RequestInFlight(shape(3, session=4, turn=2), 100.0, 2)
     second.failed("TIMEOUT")
     second.failed("CANCELLED")
-    third = LiveRequest(shape(4), 100.25, 2)
+    third = RequestInFlight(shape(4), 100.25, 2)
     third.tokens(100.5, 1)
     third.tokens(100.75, 1)
     third.num_cached_tokens, third.queue_s = 16, 0.125
@@ -214,7 +214,7 @@ def test_columns_are_by_index_and_keep_their_gaps() -> None:
 
 
 def test_gaps_may_be_left_out() -> None:
-    live = LiveRequest(shape(0), 0.0, 2, keep_gaps=False)
+    live = RequestInFlight(shape(0), 0.0, 2, keep_gaps=False)
     live.tokens(1.0, 1)
     live.tokens(2.0, 1)
     columns = collect([live], 0.0)

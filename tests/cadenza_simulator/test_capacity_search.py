@@ -21,7 +21,7 @@ from cadenza_simulator.capacity.rate_trials import RunAt, TrialRunner
 from cadenza_simulator.capacity.search import TRIAL_S, CapacitySearch, TrialProgress
 from cadenza_simulator.capacity.time_budget import DEFAULT_S, TimeBudget, read_time_budget
 from cadenza_simulator.request_log import Watch
-from cadenza_simulator.run import Outcome
+from cadenza_simulator.run import RunOutcome
 from tests.helpers.loadtest.load_views import SilentView
 from tests.helpers.loadtest.loadtest_runs import columns
 from tests.helpers.loadtest.simulations import shape
@@ -46,7 +46,7 @@ class MadeUpSystem:
         return {count: self._run_of(count) for count in counts}
 
     def _run_of(self, count: int) -> RunAt:
-        def run(settings: LoadSettings, seed: int, watch: Watch | None) -> Outcome:
+        def run(settings: LoadSettings, seed: int, watch: Watch | None) -> RunOutcome:
             rate, capacity = settings.request_rate, count * self._rate_each
             due_s = np.array([due for due, _ in make_schedule(settings, seed)])
             late_s = 0.1 if rate <= capacity or rate == math.inf else 9.0
@@ -59,7 +59,7 @@ class MadeUpSystem:
             self.lengths.append((count, rate, len(due_s)))
             done = columns(due_s=due_s, first_s=due_s + late_s, last_s=due_s + late_s)
             lasting_s = len(due_s) / capacity if rate == math.inf else float(due_s[-1]) + late_s
-            return Outcome(done, None, 1, lasting_s, 1, 0, ended)
+            return RunOutcome(done, None, 1, lasting_s, 1, 0, ended)
 
         return run
 

@@ -10,7 +10,7 @@ import pytest
 from cadenza_loadtest.requests import LoadTestError
 from cadenza_loadtest.results.results import LoadTestFile
 from cadenza_simulator.compatibility_check import check_compatible
-from cadenza_simulator.recordings import Recording
+from cadenza_simulator.recordings import RecordedRun
 from tests.helpers.loadtest.loadtest_runs import made_up_file
 from tests.helpers.loadtest.made_recordings import COSTS, recording
 
@@ -18,7 +18,7 @@ SERVER = {"model": "toy", "executors": [{"device": "cpu"}]}
 
 
 @pytest.fixture(scope="module")
-def made() -> Recording:
+def made() -> RecordedRun:
     """Of 200 requests with prompts of 10 tokens, and a warm-up; begun before the runs of `made_up_file`."""
     return replace(recording(COSTS, count=30), started_unix_s=1.7e9 - 5, prompt_lens=(3,) * 4 + (10,) * 200)
 
@@ -28,14 +28,14 @@ def of(**more: Any) -> LoadTestFile:
 
 
 @pytest.mark.slow
-def test_its_own_load_test_is_taken(made: Recording) -> None:
+def test_its_own_load_test_is_taken(made: RecordedRun) -> None:
     check_compatible(made, of(), "a.json")
     check_compatible(made, of(server=None), "a.json")
     check_compatible(replace(made, started_unix_s=1.7e9 + 5), of(), "a.json")
 
 
 @pytest.mark.slow
-def test_another_ones_is_not(made: Recording) -> None:
+def test_another_ones_is_not(made: RecordedRun) -> None:
     cases = [
         (made, of(server={**SERVER, "model": "demo"}), "its server had the model demo, the recording has toy"),
         (

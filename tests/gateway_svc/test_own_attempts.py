@@ -14,7 +14,7 @@ from cadenza.errors import AlreadyExistsError, CadenzaError, InvalidRequestError
 from cadenza.prompts import Prompt
 from cadenza.v1 import admin_pb2
 from cadenza.v1 import generation_pb2 as pb
-from gateway_svc.scheduler.caller import Caller
+from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.scheduler.calls import Calls
 from gateway_svc.scheduler.inbox import Inbox
 from gateway_svc.scheduler.session import GatewaySession, PromptRun
@@ -156,7 +156,7 @@ async def test_a_load_that_is_tried_again_looks_at_what_is_loaded(monkeypatch, t
     calls.was_reached = True
     async with grpc.aio.insecure_channel("127.0.0.1:9") as channel:
         nothing = lambda: None  # noqa: E731
-        caller = Caller(channel, "t", None, timeout_s=30.0, calls=calls, on_response=nothing, on_loss=nothing)
+        caller = SchedulerCaller(channel, "t", None, timeout_s=30.0, calls=calls, on_response=nothing, on_loss=nothing)
 
         class Admin:
             async def LoadAdapter(self, request):

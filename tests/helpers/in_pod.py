@@ -20,11 +20,11 @@ RESOLVE_S = 0.1
 def main() -> None:
     cluster = json.loads(Path(os.environ.pop("TEST_CLUSTER")).read_text())
     from scheduler_svc.executors import discovery
-    from scheduler_svc.executors.kubernetes import Cluster
+    from scheduler_svc.executors.kubernetes import KubernetesApi
 
     discovery.RESOLVE_S = RESOLVE_S
     host, port, account = cluster["api"]
-    discovery.Cluster = lambda: Cluster(host, port, Path(account))  # type: ignore[assignment,misc]
+    discovery.Cluster = lambda: KubernetesApi(host, port, Path(account))  # type: ignore[assignment,misc]
     resolve = socket.getaddrinfo
 
     def in_cluster(name: Any, port: Any, *args: Any, **named: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from scheduler_svc.executors.kubernetes import Cluster
+from scheduler_svc.executors.kubernetes import KubernetesApi
 from tests.helpers.certificates import certificates
 
 _PATH = re.compile(r"/apis/discovery\.k8s\.io/v1/namespaces/([^/]+)/endpointslices")
@@ -44,8 +44,8 @@ class FakeKubernetes:
     port: int = 0
 
     @property
-    def cluster(self) -> Cluster:
-        return Cluster("localhost", self.port, self.account)
+    def cluster(self) -> KubernetesApi:
+        return KubernetesApi("localhost", self.port, self.account)
 
     def set_token(self, token: str) -> None:
         """The token that is asked for from now on, and that the pod finds in its folder."""
@@ -150,7 +150,7 @@ def kubernetes_api(
     listen: tuple[str, int] = ("127.0.0.1", 0),
 ) -> Iterator[FakeKubernetes]:
     """A running one, by localhost and by its name in a cluster, and the folder of a service account beside it."""
-    own = certificates(folder / "api", hosts=[Cluster().host]).folder / "scheduler"
+    own = certificates(folder / "api", hosts=[KubernetesApi().host]).folder / "scheduler"
     account = folder / "account"
     account.mkdir()
     (account / "ca.crt").write_bytes((own / "ca.pem").read_bytes())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scheduler_svc.executors.kubernetes import Cluster
+from scheduler_svc.executors.kubernetes import KubernetesApi
 from tests.helpers.manifests import PodTemplate, environment_of, matches, of_kind
 
 Service = dict[str, Any]
@@ -60,7 +60,7 @@ def compose_service(overlay: str, pod: PodInstance, storage: Storage, gateway: s
     bound, scratch = _volumes(pod.template, storage)
     asks_api = spec["automountServiceAccountToken"]
     if asks_api:
-        bound.append(f"{storage.account}:{Cluster().account}:ro")
+        bound.append(f"{storage.account}:{KubernetesApi().account}:ro")
     environment = environment_of(overlay, pod.template) | pod.variables
     return {
         "image": container["image"],
@@ -74,7 +74,7 @@ def compose_service(overlay: str, pod: PodInstance, storage: Storage, gateway: s
         "tmpfs": scratch,
         "restart": "always" if pod.is_restarted else "no",
         "networks": {"default": {"aliases": [*_names(overlay, pod.template), *pod.names]}},
-        "extra_hosts": [f"{Cluster().host}:{gateway}"] if asks_api else [],
+        "extra_hosts": [f"{KubernetesApi().host}:{gateway}"] if asks_api else [],
         "ports": [f"{pod.published}:{container['ports'][0]['containerPort']}"] if pod.published else [],
         **_limits(container["resources"]["limits"]),
     }

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import StoppedText
 from tests.helpers.models.toy_tokenizers import byte_fallback, byte_level, unigram
 
 ALPHABET = "aHhel lo.\n你好世界🏳️‍🌈👨‍👩‍👧😀e\u0301é€\ufffd"
@@ -24,7 +24,7 @@ def in_pieces(ids, cuts):
 
 def stream(tokenizer, ids, cuts=(1,), **options):
     """Push ids in pieces; checks what holds after each push. Returns the stream and the match."""
-    text = TextStream(tokenizer, **options)
+    text = StoppedText(tokenizer, **options)
     before = ""
     for piece in in_pieces(list(ids), cuts):
         match = text.push(piece)

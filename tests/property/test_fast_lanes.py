@@ -29,9 +29,9 @@ from cadenza_common.plan.sampling import Grammar, SequenceSampling
 from cadenza_common.plan_wire import columns, reading, results, writing
 from cadenza_common.serving import slices
 from cadenza_common.serving.slices import run_at_once
-from gateway_svc.openai.answers import Head
-from gateway_svc.openai.chat import _Chat
-from gateway_svc.openai.completions import _Completion
+from gateway_svc.openai.answers import AnswerHead
+from gateway_svc.openai.chat import _ChatAnswer
+from gateway_svc.openai.completions import _CompletionAnswer
 from gateway_svc.requests.request import GatewayRequest
 from scheduler_svc.convert import plain_output
 from scheduler_svc.core.adapters.events import AdapterLoaded, AdapterRegistered
@@ -275,8 +275,10 @@ GENERATION = SimpleNamespace(prompt_token_ids=lambda prompt: [], total=lambda pr
 PLAIN = SimpleNamespace(is_plain=True, opening=None)
 """How a chat's output is read where it is text alone."""
 ANSWERS = {
-    "chat": lambda asked: _Chat(asked, PLAIN, "model").events(GENERATION),
-    "completions": lambda asked: _Completion(asked, Head(asked.id, "text_completion", "model"), ()).events(GENERATION),
+    "chat": lambda asked: _ChatAnswer(asked, PLAIN, "model").events(GENERATION),
+    "completions": lambda asked: _CompletionAnswer(asked, AnswerHead(asked.id, "text_completion", "model"), ()).events(
+        GENERATION
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from cadenza import AsyncClient, LocalServices, SamplingParams
 from cadenza_loadtest.arrivals import make_arrivals
 from cadenza_loadtest.driving.driver import drive
-from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.measures.columns import RequestColumns
 from cadenza_loadtest.requests import RequestShape
 from cadenza_loadtest.targets.generate import GenerateTarget
@@ -206,7 +206,7 @@ async def test_a_client_that_falls_behind_says_so() -> None:
     """The client's own stall is lag, and counts as latency: the clock started when the request was due."""
 
     class Stalling(SessionTarget):
-        async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
+        async def run(self, shape: RequestShape, prompt: list[int] | str, live: RequestInFlight) -> None:
             if shape.index == 10:
                 time.sleep(0.4)  # noqa: ASYNC251 - the whole client stands still
             await super().run(shape, prompt, live)

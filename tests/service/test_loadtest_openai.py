@@ -12,7 +12,7 @@ from aiohttp import web
 
 from cadenza.errors import CadenzaError, UnavailableError
 from cadenza_loadtest.driving.driver import drive
-from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.requests import LoadTestError
 from cadenza_loadtest.settings import make_settings
 from cadenza_loadtest.targets import make_target
@@ -284,7 +284,7 @@ async def test_time_is_taken_when_a_chunk_is_here() -> None:
 
     server.answer = answer
     async with served(server) as target:
-        live = LiveRequest(shape(0), time.perf_counter(), 4)
+        live = RequestInFlight(shape(0), time.perf_counter(), 4)
         running = asyncio.create_task(target.run(shape(0), [1, 2, 3, 4], live))
         await until(lambda: live.num_output_tokens == 1)
         held.set()

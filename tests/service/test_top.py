@@ -14,7 +14,7 @@ import pytest
 from cadenza.calls.loop_thread import LoopThread
 from cadenza.errors import DeadlineError, UnavailableError, UnsupportedError
 from cadenza_cli.app import run
-from cadenza_cli.top.figures import Lost, Snapshot, json_line, percentiles
+from cadenza_cli.top.figures import Lost, ServerFigures, json_line, percentiles
 from cadenza_cli.top.top import follow
 from cadenza_cli.top.watching import observe
 from tests.helpers.client import scripted_server
@@ -98,7 +98,7 @@ async def test_a_server_that_goes_and_comes_back() -> None:
     async with contextlib.AsyncExitStack() as stack:
         gone = await stack.enter_async_context(world())
         outputs = await stack.enter_async_context(observed(gone.target))
-        assert isinstance(await anext(outputs), Snapshot)
+        assert isinstance(await anext(outputs), ServerFigures)
         await gone.service.stop()
         *_, first = await until(outputs, lambda each: isinstance(each, Lost))
         lost = await anext(outputs)
@@ -106,7 +106,7 @@ async def test_a_server_that_goes_and_comes_back() -> None:
         assert "no service at" in str(lost.error)
         assert 0 < first.lost_s < lost.lost_s
         again = await stack.enter_async_context(world(listen=gone.target))
-        *_, back = await until(outputs, lambda each: isinstance(each, Snapshot))
+        *_, back = await until(outputs, lambda each: isinstance(each, ServerFigures))
         await collect(again.stub.Generate(request(ids=[5] * 20)))
         *_, busy = await until(outputs, lambda each: each.info.load.num_output_tokens == 8)
     assert back.info.uptime_s < 30
@@ -131,7 +131,7 @@ async def test_an_executor_that_is_away_is_seen() -> None:
 async def test_a_server_that_falls_silent_is_lost(monkeypatch) -> None:
     monkeypatch.setattr("cadenza_cli.top.watching._ANSWER_S", 0.3)
     async with world() as w, relay(w.target) as between, observed(between.address) as outputs:
-        assert isinstance(await anext(outputs), Snapshot)
+        assert isinstance(await anext(outputs), ServerFigures)
         between.silent = True
         *_, lost = await until(outputs, lambda each: isinstance(each, Lost))
     assert isinstance(lost.error, DeadlineError)
@@ -155,7 +155,7 @@ async def test_a_watch_that_ends_is_a_server_that_is_lost() -> None:
 
 
 async def test_once_shows_one_and_ends() -> None:
-    shown: list[Snapshot | Lost] = []
+    shown: list[ServerFigures | Lost] = []
     async with world() as w:
         async with asyncio.timeout(10):
             await follow(w.target, shown.append, interval_s=INTERVAL_S, window_s=0.0, once=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from scheduler_svc.core.adapters import turns
-from scheduler_svc.core.adapters.events import AdapterError, AdapterLoaded, AdapterRegistered
+from scheduler_svc.core.adapters.events import AdapterFailure, AdapterLoaded, AdapterRegistered
 from tests.helpers.core.known import adapter_hash
 
 CONTENTS = (1, 2, 3)
@@ -188,9 +188,9 @@ class AdapterLoads:
         self._timer, self.ended_at = None, self._loop.time()
         index, content = registered.index, self._files.contents[registered.path]
         if fault.fails:
-            answer(AdapterLoaded(index, error=AdapterError(_INTERNAL, FAILED)))
+            answer(AdapterLoaded(index, error=AdapterFailure(_INTERNAL, FAILED)))
         elif not content:
-            answer(AdapterLoaded(index, error=AdapterError(_INVALID_ARGUMENT, f"{registered.name} {INVALID}")))
+            answer(AdapterLoaded(index, error=AdapterFailure(_INVALID_ARGUMENT, f"{registered.name} {INVALID}")))
         else:
             self.loaded[index] = content
             self._on_loaded(index, content)

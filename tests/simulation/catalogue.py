@@ -20,7 +20,7 @@ from executor_svc.simulated.expected_tokens import expected_candidates, expected
 from executor_svc.simulated.hashing import mix
 from executor_svc.simulated.tokens import SimulatedContext
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec
-from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import StoppedText
 from tests.helpers.core.core_sampling import core_sampling, for_executor
 from tests.helpers.core.known import (
     VOCAB_SIZE,
@@ -51,9 +51,9 @@ class Entry:
     stem: int = 0
     """Entries of one stem have prompts that begin alike."""
 
-    def text_stream(self) -> TextStream:
+    def text_stream(self) -> StoppedText:
         """A detokenizer for one sample."""
-        return TextStream(LettersDecoder(), stop=self.stop, min_tokens=self.spec.sampling.min_tokens)
+        return StoppedText(LettersDecoder(), stop=self.stop, min_tokens=self.spec.sampling.min_tokens)
 
 
 class LettersDecoder:

@@ -10,14 +10,14 @@ from cadenza_common.plan.result import TokenLogprobs
 from scheduler_svc.core.errors import (
     DrainingError,
     PreconditionError,
-    QueueFullError,
     RequestExistsError,
     RequestRejectedError,
     UnknownAdapterError,
+    WaitingQueueFullError,
 )
 from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.reader import Chunk, RequestReader
+from scheduler_svc.engine.reader import OutputChunk, RequestReader
 from scheduler_svc.plan_loop.ports import EngineRequest
 from tests.simulation.catalogue import Entry, catalogue
 from tests.simulation.scenario import ClientPlan
@@ -103,7 +103,7 @@ class Client:
                 if self.plan.adapter in world.adapters.names:
                     world.fail(Violation(f"{self.plan.name} is refused: {exc}"))
                 return None
-            except (QueueFullError, DrainingError) as exc:
+            except (WaitingQueueFullError, DrainingError) as exc:
                 world.counts[f"turned away: {type(exc).__name__}"] += 1
                 if engine.failure is not None or (self.deadline or 1e9) < world.clock.monotonic():
                     self.refusal = exc
@@ -170,7 +170,7 @@ class Client:
         if self.aborted_at is not None and not live.ended:
             world.fail(Violation(f"{plan.name} goes on without a reader"))
 
-    def _take(self, chunk: Chunk) -> None:
+    def _take(self, chunk: OutputChunk) -> None:
         """Add a message; nothing may be missing before it, or come twice."""
         if chunk.prompt_logprobs is not None:
             start = chunk.prompt_logprobs.start

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 
 START_S = 1.0
 """A time of 0 means "not yet" in a request's times."""
@@ -118,6 +118,6 @@ class LoopClock(Clock):
     def wall_time_ns(self) -> int:
         return round((self._loop.time() + self.wall_offset_s) * 1e9)
 
-    def call_later(self, delay_s: float, callback: Callable[[], object]) -> Timer:
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> ScheduledCall:
         # A delay that rounds to nothing would never let time pass.
         return self._loop.call_later(max(1e-9, delay_s) if delay_s > 0 else 0.0, callback)

@@ -24,7 +24,7 @@ from benchmarks.gpu.kernels.attention import (
 )
 from benchmarks.gpu.kernels.attention_launch import Inputs, Sizes, arch_and_sms, check, launch, make_inputs
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, DECODE_ROWS, AttentionConfig
-from executor_svc.gpu.kernels.attention.segments import SEGMENTS, Scratch, Segments
+from executor_svc.gpu.kernels.attention.segments import SEGMENTS, Segments, SegmentScratch
 
 if TYPE_CHECKING:
     from executor_svc.gpu.kernels.attention.call import AttentionCall
@@ -112,7 +112,7 @@ def tuned_launch(
     call = _tuned_call(sizes, inputs, config)
     if not segments.wants_split(sizes.batch, sizes.num_kv_heads, sizes.num_tokens, sizes.context, num_sms):
         return lambda: attention(call, arch), call.out
-    scratch = Scratch.of(shape.num_heads, shape.num_kv_heads, sizes.head_size, num_sms, bench.device, segments)
+    scratch = SegmentScratch.of(shape.num_heads, shape.num_kv_heads, sizes.head_size, num_sms, bench.device, segments)
     return lambda: split_attention(call, arch, scratch, num_sms, segments), call.out
 
 

@@ -36,11 +36,11 @@ def _case(kind: Quantization, layer: str, in_features: int, out_features: int, r
 
 
 def _time(bench: Bench, kind: Quantization, in_features: int, out_features: int, rows: int) -> Metrics:
-    from executor_svc.gpu.linear import Workspace, make_linear
+    from executor_svc.gpu.linear import SumsWorkspace, make_linear
 
     weight = (torch.randn(out_features, in_features, device=bench.device) * 0.02).to(torch.bfloat16)
     x = torch.randn(rows, in_features, device=bench.device).to(torch.bfloat16)
-    workspace = Workspace(bench.device)
+    workspace = SumsWorkspace(bench.device)
     plain = make_linear(weight, None, "none", workspace)
     narrow = make_linear(weight, None, kind, workspace)
     outs = [torch.empty(rows, out_features, dtype=torch.bfloat16, device=bench.device) for _ in range(2)]
@@ -87,7 +87,7 @@ def _few_bits_case(kind: str, layer: str, in_features: int, out_features: int, r
 def _time_few_bits(bench: Bench, name: str, in_features: int, out_features: int, rows: int) -> Metrics:
     from executor_svc.device.dequantize import dequantize
     from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
-    from executor_svc.gpu.linear import Workspace, multiprocessors
+    from executor_svc.gpu.linear import SumsWorkspace, multiprocessors
     from executor_svc.gpu.stored_linear import PackedRows
 
     kind = _format(name)
@@ -95,7 +95,7 @@ def _time_few_bits(bench: Bench, name: str, in_features: int, out_features: int,
     weight = FewBitsWeight(kind, out_features, in_features, bench.device)
     weight.write(0, block)
     wide = dequantize(block, kind).to(torch.bfloat16)
-    num_sms, workspace = multiprocessors(bench.device), Workspace(bench.device)
+    num_sms, workspace = multiprocessors(bench.device), SumsWorkspace(bench.device)
     packed = PackedRows.of(weight, None, None, workspace, num_sms)
 
     def narrow(x: Tensor, out: Tensor) -> None:

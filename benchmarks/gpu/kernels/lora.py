@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu.cases import Bench, Case, Group, Metrics
 
 if TYPE_CHECKING:
-    from executor_svc.gpu.kernels.lora.places import LoraPlaces, Pair
+    from executor_svc.gpu.kernels.lora.places import LoraPair, LoraPlaces
 
 _LAYERS = {
     "qkv": (4096, 6144, (0, 4096, 5120)),
@@ -86,15 +86,16 @@ def _time(bench: Bench, sizes: tuple[int, int, tuple[int, ...]], rows: int, adap
     }
 
 
-def _load(places: LoraPlaces, place: int) -> list[Pair]:
-    from executor_svc.gpu.kernels.lora.places import Pair, Taker
+def _load(places: LoraPlaces, place: int) -> list[LoraPair]:
+    from executor_svc.gpu.kernels.lora.places import LoraPair, Taker
 
     def random(*shape: int) -> Tensor:
         return (torch.randn(*shape, device=places.a.device) * 0.05).to(torch.bfloat16)
 
     shape = places.shape
     pairs = [
-        Pair(random(_RANK, shape.in_features), random(end - first, _RANK), _SCALE, first) for first, end in shape.parts
+        LoraPair(random(_RANK, shape.in_features), random(end - first, _RANK), _SCALE, first)
+        for first, end in shape.parts
     ]
     size, on_gpu = places.packed_bytes([_RANK] * len(pairs)), places.a.device.type == "cuda"
     memory = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
@@ -102,7 +103,7 @@ def _load(places: LoraPlaces, place: int) -> list[Pair]:
     return pairs
 
 
-def _check(x: Tensor, y: Tensor, found: Tensor, of_rows: Tensor, pairs: Sequence[Sequence[Pair]]) -> None:
+def _check(x: Tensor, y: Tensor, found: Tensor, of_rows: Tensor, pairs: Sequence[Sequence[LoraPair]]) -> None:
     """Beside products in float64, of at most some 16 rows."""
     some = slice(None, None, max(1, len(x) // 16))
     expected = y[some].double()

@@ -18,7 +18,7 @@ from cadenza_common.plan.result import StepResult, StepStatus
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.limits import Limits
-from executor_svc.worker.session import Session
+from executor_svc.worker.session import PlanSession
 from executor_svc.worker.worker import Executor, Worker
 
 _IN_FLIGHT = 2
@@ -38,7 +38,7 @@ class PlanDriver:
         self._worker = Worker(self._build)
         self._worker.ready.add_done_callback(lambda _: self._loaded.set())
         self._worker.start()
-        self._session: Session | None = None
+        self._session: PlanSession | None = None
         self._step_id = 0
         self._admitted: list[int] = []
         self._rng = random.Random(0)

@@ -15,7 +15,7 @@ import grpc
 from cadenza_common.wire.tls.connection import ChannelFiles
 
 
-class _Generation:
+class _ChannelGeneration:
     """The channel of one state of the files, and the number of its open calls."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -69,15 +69,15 @@ class TlsChannel(grpc.aio.Channel):
         self._files = files
         self._connect = connect
         self._version = files.version
-        self._generations = [_Generation(connect(files.credentials()))]
+        self._generations = [_ChannelGeneration(connect(files.credentials()))]
 
-    def newest(self) -> _Generation:
+    def newest(self) -> _ChannelGeneration:
         """The channel for a new call; made anew if the files have changed."""
         if self._files.look() != self._version:
             self._version = self._files.version
             self._generations = [each for each in self._generations if each.closing is None]
             self._generations[-1].retire()
-            self._generations.append(_Generation(self._connect(self._files.credentials())))
+            self._generations.append(_ChannelGeneration(self._connect(self._files.credentials())))
         return self._generations[-1]
 
     async def __aenter__(self) -> TlsChannel:

@@ -29,7 +29,7 @@ _COMPUTED = (*_DECODED, Cell.PREFILL)
 
 
 @dataclass(slots=True)
-class Row:
+class SequenceRow:
     """One sequence over all steps."""
 
     sequence_id: int
@@ -43,7 +43,7 @@ class Row:
 class Schedule:
     """Rows in the order of joining; columns are steps."""
 
-    rows: list[Row]
+    rows: list[SequenceRow]
     step_ids: list[int]
     occupancy: list[int]  # sequences computed in each step
 
@@ -97,7 +97,7 @@ def build_schedule(
     joined = {join.sequence_id: join for record in records for join in record.joined}
     left = {leave.sequence_id: leave.num_output_tokens for record in records for leave in record.left}
     steps = [step for step in ran(records) if executor_index in (None, step.executor_index)]
-    rows: dict[int, Row] = {}
+    rows: dict[int, SequenceRow] = {}
     for record in steps:
         for sequence_id in record.sequence_ids:
             if sequence_id not in rows:
@@ -146,17 +146,17 @@ def computed_cell(record: admin_pb2.StepRecord, index: int, num_prompt_tokens: i
 
 def _new_row(
     sequence_id: int, join: admin_pb2.SequenceJoined | None, labels: Mapping[str, str], left: Mapping[int, int]
-) -> Row:
+) -> SequenceRow:
     num_output_tokens = left.get(sequence_id, 0)
     if join is None:  # it joined before the watch began, or that record was lost
-        return Row(sequence_id, f"sequence {sequence_id}", 0, num_output_tokens)
+        return SequenceRow(sequence_id, f"sequence {sequence_id}", 0, num_output_tokens)
     label = labels.get(join.request_id, join.request_id)
     if join.sample_index:
         label = f"{label} #{join.sample_index}"
-    return Row(sequence_id, label, join.num_prompt_tokens, num_output_tokens)
+    return SequenceRow(sequence_id, label, join.num_prompt_tokens, num_output_tokens)
 
 
-def _cells(row: Row, steps: Sequence[admin_pb2.StepRecord]) -> list[Cell]:
+def _cells(row: SequenceRow, steps: Sequence[admin_pb2.StepRecord]) -> list[Cell]:
     cells: list[Cell] = []
     resting = Cell.WAITING
     last = -1
@@ -172,7 +172,7 @@ def _cells(row: Row, steps: Sequence[admin_pb2.StepRecord]) -> list[Cell]:
     return cells[: last + 1] + [Cell.ABSENT] * (len(steps) - last - 1)
 
 
-def _cell(row: Row, record: admin_pb2.StepRecord) -> Cell | None:
+def _cell(row: SequenceRow, record: admin_pb2.StepRecord) -> Cell | None:
     for index, sequence_id in enumerate(record.sequence_ids):
         if sequence_id == row.sequence_id and record.num_tokens[index]:
             return computed_cell(record, index, row.num_prompt_tokens)

@@ -47,7 +47,7 @@ def attention(code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _QueryTile:
     """The query tile and KV heads of an item."""
 
     row: Int
@@ -67,7 +67,7 @@ class _Tile:
     """Address of the first KV head's keys in block 0."""
     values: Int
 
-    def of_head(self, index: Int, head_bytes: int) -> _Tile:
+    def of_head(self, index: Int, head_bytes: int) -> _QueryTile:
         """Return the tile with one of its KV heads."""
         one = index.emit.integer(1)
         keys, values = self.keys + index * head_bytes, self.values + index * head_bytes
@@ -78,8 +78,8 @@ class _Tile:
 class _Work:
     """A tile, the tile that this thread will probably process next, and memory."""
 
-    tile: _Tile
-    coming: _Tile
+    tile: _QueryTile
+    coming: _QueryTile
     first: Int
     """Position of the first stored score."""
     queries: Int
@@ -151,13 +151,13 @@ class _AttentionKernel:
         self._score(emit, work)
         emit.loop(0, tile.tokens, 1, lambda token, _: self._finish_token(emit, work, token, out + tile.head * group))
 
-    def _tile(self, emit: Emitter, item: Int, kv_layer: Int, table: Int) -> _Tile:
+    def _tile(self, emit: Emitter, item: Int, kv_layer: Int, table: Int) -> _QueryTile:
         all_heads, heads = self._shape.num_kv_heads, emit.load_int(table + 40)
         items = emit.integer(all_heads) // heads  # of a query tile
         record = emit.load_int(table) + item // items * (8 * TILE_FIELDS)
         row, tokens, position, sequence = (emit.load_int(record + 8 * field) for field in range(TILE_FIELDS))
         head, first_seen = item % items * heads, self._first_seen(emit, position)
-        return _Tile(
+        return _QueryTile(
             row=row,
             tokens=tokens,
             position=position,
@@ -254,7 +254,7 @@ class _AttentionKernel:
 
         emit.loop(begin, end, at_once, run)
 
-    def _following(self, emit: Emitter, block: Int, now: tuple[_Tile, Int], then: tuple[_Tile, Int]) -> Int:
+    def _following(self, emit: Emitter, block: Int, now: tuple[_QueryTile, Int], then: tuple[_QueryTile, Int]) -> Int:
         """Return the address of what to prefetch at a block: some blocks ahead of it, or at the start of `then`.
 
         now, then: a tile, and the address of its keys or values in block 0.

@@ -18,7 +18,7 @@ from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import Isa
-from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 from executor_svc.cpu.kernels.lora.launches import AdapterLaunches
 from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces, CpuEmbeddingPlaces
 from executor_svc.cpu.kernels.lora.rows import CpuAdapterRows
@@ -26,7 +26,7 @@ from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_ro
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.panels import PanelWriter, new_memory
 from executor_svc.cpu.kernels.quantized import embedding_rows
-from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host, PackedPart, Part, PartLaunches, RowForms
+from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host, PackedWeightPart, Part, PartLaunches, RowForms
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
@@ -35,12 +35,12 @@ from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms
 _HEAD_MULTIPLE = 16
 
 
-class Recording:
+class CpuRecording:
     """Implements `device.kernels.Recording`."""
 
     def __init__(self, team: Team) -> None:
         self.rows = "rows"
-        self.launches: list[Launch] = []
+        self.launches: list[KernelLaunch] = []
         self._team = team
         self._product: int | None = None
 
@@ -51,8 +51,8 @@ class Recording:
             self.launches[self._product] = replace(last, arguments=(*last.arguments[:-1], weight))
         self._product = len(self.launches)
 
-    def program(self) -> Program:
-        return Program(self._team, self.launches)
+    def program(self) -> LaunchProgram:
+        return LaunchProgram(self._team, self.launches)
 
 
 class CpuKernels:
@@ -65,7 +65,7 @@ class CpuKernels:
         self._code = Code(isa)
         self._team = Team(self._code, num_threads)
         self.panel_writer = PanelWriter(self._code)
-        self._recording: Recording | None = None
+        self._recording: CpuRecording | None = None
         self._workspace = Workspace()
 
     @property
@@ -86,13 +86,13 @@ class CpuKernels:
         return self._team.num_threads
 
     @contextmanager
-    def recording(self) -> Iterator[Recording]:
+    def recording(self) -> Iterator[CpuRecording]:
         """Record launches instead of running them.
 
         Results are in memory that is kept. The same operation on the same shape, with the same name of its rows, always
         has the same result memory.
         """
-        self._recording = Recording(self._team)
+        self._recording = CpuRecording(self._team)
         try:
             yield self._recording
         finally:
@@ -118,22 +118,22 @@ class CpuKernels:
     def take_rows(self, table: Tensor, ids: Tensor, name: str = "taken", scale: float = 1.0) -> Tensor:
         y = self._new(name, (ids.shape[0], table.shape[1]), table.dtype)
         kernel = rows.take_rows(self._code, _dtype(table), table.shape[1], scale)
-        self._launch(Launch(kernel, "rows", 1, 1, _addresses(table, ids, y)), ids.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(table, ids, y)), ids.shape[0])
         return y
 
     def embed_from_panels(self, panels: Tensor, hidden: int, token_ids: Tensor, scale: float) -> Tensor:
         """As `embed`, for the panels of a table [vocabulary, hidden]."""
         y = self._new("embedded", (token_ids.shape[0], hidden), panels.dtype)
         kernel = panel_rows.take_rows(self._code, _dtype(panels), hidden, scale)
-        self._launch(Launch(kernel, "rows", 1, 1, _addresses(panels, token_ids, y)), token_ids.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(panels, token_ids, y)), token_ids.shape[0])
         return y
 
-    def embed_from_packed(self, part: PackedPart, token_ids: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    def embed_from_packed(self, part: PackedWeightPart, token_ids: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         """As `embed`, for a table [vocabulary, hidden] in few bits, whose numbers are rounded to dtype."""
         hidden = part.layout.columns
         y = self._new("embedded", (token_ids.shape[0], hidden), dtype)
         kernel = embedding_rows.take_rows(self._code, part.layout, _dtype(y), scale)
-        self._launch(Launch(kernel, "rows", 1, 1, _addresses(part.packed, token_ids, y)), token_ids.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(part.packed, token_ids, y)), token_ids.shape[0])
         return y
 
     def new_rows(self, name: str, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -144,13 +144,13 @@ class CpuKernels:
         read, written = _addresses(source, target)
         size = source.element_size()
         arguments = (read + from_column * size, written + to_column * size)
-        self._launch(Launch(kernel, "rows", 1, 1, arguments), source.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments), source.shape[0])
         return target
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = self._new("normed", tuple(x.shape), x.dtype)
         kernel = norm.rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps)
-        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, y, weight)), x.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, y, weight)), x.shape[0])
         return y
 
     def add_rms_norm(
@@ -159,12 +159,12 @@ class CpuKernels:
         y = self._new("normed", tuple(x.shape), x.dtype)
         kernel = norm.add_rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps, scale)
         arguments = _addresses(x, residual, y, weight)
-        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
         return y, residual
 
     def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
         kernel = norm.add(self._code, _dtype(x), x.shape[1], scale)
-        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, residual)), x.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, residual)), x.shape[0])
         return residual
 
     def norm_heads(self, qkv: Tensor, norms: HeadNorms, shape: AttentionShape) -> Tensor:
@@ -173,7 +173,7 @@ class CpuKernels:
         sizes = (shape.head_size, shape.padded_head_size)
         kernel = norm.norm_heads(self._code, _dtype(qkv), _dtype(norms.q), heads, *sizes, norms.eps)
         arguments = _addresses(qkv, norms.q, norms.k)
-        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv
 
     def rope_write_kv(
@@ -192,7 +192,7 @@ class CpuKernels:
             qkv = self.norm_heads(qkv, norms, shape)
         kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rope.cos.shape[1], kv_layer.shape[3])
         arguments = (*_addresses(qkv, *rope), plan.slots.ctypes.data, kv_layer.data_ptr())
-        self._launch(Launch(kernel, "rows", rotary.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", rotary.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
 
     def attention(
@@ -205,7 +205,7 @@ class CpuKernels:
         kernel = cpu_attention.attention(self._code, _dtype(q), shape, block_size, plan.max_model_len)
         stride = q.stride(0) * q.element_size()
         arguments = (q.data_ptr(), stride, kv_layer.data_ptr(), out.data_ptr(), plan.table.ctypes.data)
-        self._launch(Launch(kernel, plan.name, 1, 1, arguments), plan.num_tiles)
+        self._launch(KernelLaunch(kernel, plan.name, 1, 1, arguments), plan.num_tiles)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class CpuKernels:
         width = gate_up.shape[1] // 2
         y = self._new("activated", (gate_up.shape[0], width), gate_up.dtype)
         kernel = activation.gated(self._code, name, _dtype(gate_up), width)
-        self._launch(Launch(kernel, "rows", activation.ROWS_AT_ONCE, 1, _addresses(gate_up, y)), gate_up.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", activation.ROWS_AT_ONCE, 1, _addresses(gate_up, y)), gate_up.shape[0])
         return y
 
     def linear(
@@ -250,7 +250,7 @@ class CpuKernels:
             tiles = self._new(f"tiles_{x.shape[1]}", row_tiles.padded(*x.shape), x.dtype)
             arguments = (x.data_ptr(), x.shape[1], tiles.data_ptr())
             kernel = row_tiles.row_tiles(self._code)
-            self._launch(Launch(kernel, "rows", row_tiles.GROUP, 1, arguments, row_tiles.LEAST_ROWS), x.shape[0])
+            self._launch(KernelLaunch(kernel, "rows", row_tiles.GROUP, 1, arguments, row_tiles.LEAST_ROWS), x.shape[0])
             return RowForms(x, x, tiles)
         return RowForms(x, x if has_pairs(self.isa, _dtype(x)) else self._widened(x), None)
 
@@ -264,7 +264,7 @@ class CpuKernels:
             arguments += (rows.tiles.data_ptr(), self._scratch(many_rows.scratch_bytes()).data_ptr())
         else:
             kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), with_bias)
-        launch = Launch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], (*arguments, panels.data_ptr()))
+        launch = KernelLaunch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], (*arguments, panels.data_ptr()))
         self._launch_product(launch, x.shape[0], panels.data_ptr())
 
     def _scratch(self, num_bytes: int) -> Tensor:
@@ -276,7 +276,7 @@ class CpuKernels:
         if x.dtype == torch.float32:
             return x
         wide = self._new(f"widened_{x.shape[1]}", (x.shape[0], x.shape[1] + x.shape[1] % 2), torch.float32)
-        self._launch(Launch(widen_rows(self._code), "rows", 1, 1, (*_addresses(x, wide), x.shape[1])), x.shape[0])
+        self._launch(KernelLaunch(widen_rows(self._code), "rows", 1, 1, (*_addresses(x, wide), x.shape[1])), x.shape[0])
         return wide
 
     # ------------------------------------------------------------------ adapters
@@ -323,7 +323,7 @@ class CpuKernels:
 
     def scale_rows(self, x: Tensor, scale: float) -> Tensor:
         kernel = rows.scale_rows(self._code, _dtype(x), x.shape[1], scale)
-        self._launch(Launch(kernel, "rows", 1, 1, _addresses(x)), x.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(x)), x.shape[0])
         return x
 
     # ------------------------------------------------------------------ logits
@@ -331,14 +331,14 @@ class CpuKernels:
     def argmax(self, logits: Tensor) -> Tensor:
         ids = self._new("best", (logits.shape[0],), torch.int64)
         kernel = argmax.argmax(self._code, logits.shape[1])
-        self._launch(Launch(kernel, "rows", 1, 1, _addresses(logits, ids)), logits.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(logits, ids)), logits.shape[0])
         return ids
 
     def finish_logits(self, logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
         if divisor != 1.0 or cap is not None:
             width = logits.shape[1]
             kernel = activation.finish_logits(self._code, DTYPES[dtype], width, divisor, cap)
-            self._launch(Launch(kernel, "rows", 1, 1, _addresses(logits)), logits.shape[0])
+            self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(logits)), logits.shape[0])
         return logits
 
     # ------------------------------------------------------------------
@@ -348,15 +348,15 @@ class CpuKernels:
             return torch.empty(shape, dtype=dtype)
         return self._workspace.take(f"{self._recording.rows} {name}", shape, dtype)
 
-    def _launch(self, launch: Launch, count: int) -> None:
+    def _launch(self, launch: KernelLaunch, count: int) -> None:
         if self._recording is None:
-            Program(self._team, [launch]).run(**{launch.count: count})
+            LaunchProgram(self._team, [launch]).run(**{launch.count: count})
         else:
             self._team.check(launch)
             rows = self._recording.rows if launch.count == "rows" else launch.count
             self._recording.launches.append(replace(launch, count=rows))
 
-    def _launch_product(self, launch: Launch, count: int, weight: int) -> None:
+    def _launch_product(self, launch: KernelLaunch, count: int, weight: int) -> None:
         """Launch a product with the weight at this address, whose last argument is `following` of `coming_panel`."""
         if self._recording is not None:
             self._recording.announce(weight)

@@ -12,7 +12,7 @@ from torch import Tensor
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.functions import exp, log, where
-from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 from executor_svc.portable_math import log as portable_log
 from executor_svc.sampling.noise import BELOW_ONE, GOLDEN_GAMMA, MIX_1, MIX_2
 
@@ -51,7 +51,7 @@ class CpuRowFunctions:
     def _run(self, kernel: str, shape: torch.Size, *arguments: int) -> None:
         rows, width = shape
         pieces = -(-width // _PIECE)
-        Program(self._team, [Launch(kernel, "rows", 1, pieces, (width, pieces, *arguments))]).run(rows=rows)
+        LaunchProgram(self._team, [KernelLaunch(kernel, "rows", 1, pieces, (width, pieces, *arguments))]).run(rows=rows)
 
 
 def _exp_kernel(code: Code) -> str:

@@ -22,7 +22,7 @@ from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class W8Tile:
     """Tiles of rows of x and of the weight, by the number of rows."""
 
     rows: int
@@ -35,10 +35,10 @@ class Tile:
 
 # At most 82 KiB of shared memory, so that a multiprocessor has two blocks or more: one converts while another waits.
 _TILES = (
-    Tile(rows=16, features=64, inner=128, num_warps=4, num_stages=5, may_split=True),
-    Tile(rows=32, features=64, inner=128, num_warps=4, num_stages=4, may_split=True),
-    Tile(rows=64, features=128, inner=64, num_warps=4, num_stages=4, may_split=True),
-    Tile(rows=128, features=128, inner=64, num_warps=8, num_stages=3, may_split=False),
+    W8Tile(rows=16, features=64, inner=128, num_warps=4, num_stages=5, may_split=True),
+    W8Tile(rows=32, features=64, inner=128, num_warps=4, num_stages=4, may_split=True),
+    W8Tile(rows=64, features=128, inner=64, num_warps=4, num_stages=4, may_split=True),
+    W8Tile(rows=128, features=128, inner=64, num_warps=8, num_stages=3, may_split=False),
 )
 TILE_ROWS = tuple(tile.rows for tile in _TILES)
 """Maximum rows of each kernel, ascending; the last kernel also serves more rows."""
@@ -51,7 +51,7 @@ _GROUP = 8
 class Configuration:
     """The launch of a product."""
 
-    tile: Tile
+    tile: W8Tile
     splits: int
     split_size: int
     """Inner dimension of each split; a multiple of the tile's."""
@@ -235,7 +235,7 @@ def variants() -> list[Variant]:
     return [*found, *odd]
 
 
-def _variant(tile: Tile, rows: str, weight: str, out: str, *, partial: bool = False, aligned: bool = True) -> Variant:
+def _variant(tile: W8Tile, rows: str, weight: str, out: str, *, partial: bool = False, aligned: bool = True) -> Variant:
     pointers = {"x": rows, "weight": weight, "scale": "fp32", "bias": "fp32", "out": out}
     sizes = ("rows", "out_features", "in_features", "split_size")
     constants = {

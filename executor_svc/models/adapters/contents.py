@@ -9,7 +9,7 @@ import torch
 
 from executor_svc.models.adapters.modules import EMBEDDING, HEAD, Module
 from executor_svc.models.adapters.paths import CONFIG_FILE
-from executor_svc.models.adapters.targets import Target, Targets
+from executor_svc.models.adapters.targets import LoraTarget, Targets
 from executor_svc.models.adapters.tensor_names import Kind, parse_name
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.safetensors_file import StoredTensor
@@ -31,10 +31,10 @@ class AdapterLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class FilePair:
     """A LoRA pair in the file; of an embedding a is [r, vocabulary]."""
 
-    target: Target
+    target: LoraTarget
     a: StoredTensor
     b: StoredTensor
 
@@ -43,7 +43,7 @@ class Pair:
 class Contents:
     """All tensors of a file, each with its use."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[FilePair, ...]
     """In the order of modules."""
     rows: Mapping[str, tuple[tuple[int, ...], StoredTensor]]
     """Token ids and their rows [n, hidden], by table."""
@@ -110,7 +110,7 @@ def _lacking(name: str, modules: Mapping[str, Module]) -> str:
     return f"the model has no linear or table {name} (its linears are named as in model.layers.0.self_attn.{fused})"
 
 
-def _pair(target: Target, left: dict[tuple[str, Kind], StoredTensor], limits: AdapterLimits) -> Pair:
+def _pair(target: LoraTarget, left: dict[tuple[str, Kind], StoredTensor], limits: AdapterLimits) -> FilePair:
     module, rank = target.module, target.rank
     kinds: tuple[Kind, Kind] = ("lora_A", "lora_B")
     outputs, inputs = module.shape
@@ -131,7 +131,7 @@ def _pair(target: Target, left: dict[tuple[str, Kind], StoredTensor], limits: Ad
         raise LoaderError(f"{there}there is no {lacking} of {module.name}{reason}")
     _check(a, (rank, inputs))
     _check(b, (outputs, rank))
-    return Pair(target, a, b)
+    return FilePair(target, a, b)
 
 
 def _rows(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from executor_svc.models.adapters.adapter import Adapter, EmbeddingPart, LoraPart, TokenRows
 from executor_svc.models.adapters.config import parse_config
-from executor_svc.models.adapters.contents import AdapterLimits, Contents, Pair, find_contents
+from executor_svc.models.adapters.contents import AdapterLimits, Contents, FilePair, find_contents
 from executor_svc.models.adapters.digest import content_hash
 from executor_svc.models.adapters.errors import naming
 from executor_svc.models.adapters.modules import EMBEDDING, HEAD, LinearName, decoder_modules
@@ -58,7 +58,7 @@ def read_adapter(
         before = _state(path)
         _check_header(path)
         contents = find_contents(tensors_of(path), targets, modules, spec.tied, limits)
-        adapter = _Reader(contents, targets, spec.tied, limits, base_table)
+        adapter = _TensorReader(contents, targets, spec.tied, limits, base_table)
         linears, embedding = adapter.pairs()
         embedding_rows, head_rows = adapter.rows()
         if _state(path) != before:
@@ -113,7 +113,7 @@ def _check_header(path: Path) -> None:
         raise LoaderError(f"{WEIGHTS_FILE}: a header of {size} bytes: at most {_MOST_HEADER_BYTES} are read")
 
 
-class _Reader:
+class _TensorReader:
     """Reads the tensors of a file, in the order of their bytes."""
 
     def __init__(
@@ -191,7 +191,7 @@ class _Reader:
         return TokenRows(torch.cat(ids), torch.cat(rows)) if count else None
 
 
-def _part(pair: Pair, a: Tensor, b: Tensor) -> LoraPart:
+def _part(pair: FilePair, a: Tensor, b: Tensor) -> LoraPart:
     module = pair.target.module
     return LoraPart(module.name, a, b, pair.target.scale, module.first_row)
 

@@ -24,7 +24,7 @@ _LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoraTarget:
     """A module with a LoRA pair."""
 
     module: Module
@@ -36,7 +36,7 @@ class Target:
 class Targets:
     """All that a config says of a model's modules."""
 
-    pairs: dict[str, Target]
+    pairs: dict[str, LoraTarget]
     saved: frozenset[str]
     """Tables that the adapter holds whole: of `EMBEDDING` and `HEAD`."""
     token_ids: dict[str, tuple[int, ...]]
@@ -96,10 +96,10 @@ class _Rules:
             return True
         return self._layer(name) in chosen
 
-    def target(self, module: Module) -> Target:
+    def target(self, module: Module) -> LoraTarget:
         rank = next((rank for key, rank in self._ranks if key.ends(module.name)), self._config.r)
         alpha = next((alpha for key, alpha in self._alphas if key.ends(module.name)), self._config.lora_alpha)
-        return Target(module, rank, self._config.scale(rank, alpha))
+        return LoraTarget(module, rank, self._config.scale(rank, alpha))
 
     def _layer(self, name: str) -> int | None:
         if not self._layers_patterns:

@@ -45,7 +45,7 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
             f"{file.paths[0]}: architecture {architecture[:100]!r} is not supported in GGUF files; supported: "
             f"{', '.join(_ARCHITECTURES)}"
         )
-    read = _Reader(file, architecture)
+    read = _KeyReader(file, architecture)
     heads, hidden = read.uniform("attention.head_count"), metadata.integer(f"{architecture}.embedding_length")
     head_size = metadata.integer(f"{architecture}.attention.key_length", max(1, hidden // heads))
     if metadata.integer(f"{architecture}.attention.value_length", head_size) != head_size:
@@ -89,7 +89,7 @@ def special_token_ids(file: GgufFile) -> tuple[list[int], int | None]:
     return sorted(eos), _SENTENCEPIECE_BOS if is_sentencepiece else None
 
 
-class _Reader:
+class _KeyReader:
     """Reads keys of one architecture."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
@@ -121,7 +121,7 @@ class _Reader:
         return table.shape[0]
 
 
-def _family_content(read: _Reader, content: dict[str, Any]) -> dict[str, Any]:
+def _family_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of one family."""
     window = read.file.metadata.integer(f"{read.architecture}.attention.sliding_window", 0, at_least=0) or None
     match read.architecture:
@@ -146,7 +146,7 @@ def _family_content(read: _Reader, content: dict[str, Any]) -> dict[str, Any]:
             return {}
 
 
-def _gemma_content(read: _Reader, content: dict[str, Any], window: int | None) -> dict[str, Any]:
+def _gemma_content(read: _KeyReader, content: dict[str, Any], window: int | None) -> dict[str, Any]:
     result: dict[str, Any] = {"query_pre_attn_scalar": content["head_dim"]}
     if content["num_hidden_layers"] == _LARGEST_GEMMA[read.architecture]:
         result["query_pre_attn_scalar"] = content["hidden_size"] // content["num_attention_heads"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Rope
 
 
-class Head(Protocol):
+class DraftHead(Protocol):
     """Row p of a sequence reads the target's states at position p and the token at p + 1; it predicts that at p + 2."""
 
     attention_shapes: tuple[AttentionShape, ...]

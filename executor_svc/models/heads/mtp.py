@@ -40,7 +40,7 @@ class MtpWeights:
 
 
 class MtpHead:
-    """Implements `heads.head.Head`; every operation is one of the device's kernels, so that it can be recorded."""
+    """Implements `heads.head.DraftHead`; every operation is one of the device's kernels, so that it can be recorded."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class MtpHead:
         self._rotary.fill(positions, rope_lens, ropes[0])
 
     def combine(self, states: Tensor) -> Tensor:
-        """As in `Head`: the states [T, hidden] as they are, in memory of their own."""
+        """As in `DraftHead`: the states [T, hidden] as they are, in memory of their own."""
         return self._copied(states, self._kernels.new_rows("mtp", len(states), self.hidden_size, states.dtype))
 
     def forward(
@@ -82,7 +82,7 @@ class MtpHead:
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
-        """As in `Head`; hidden must be in memory that nothing else uses."""
+        """As in `DraftHead`; hidden must be in memory that nothing else uses."""
         kernels, weights, size, eps = self._kernels, self._weights, self.hidden_size, self._spec.rms_norm_eps
         layer = weights.layer
         # Operations of one shape have one memory when they are recorded: each result is copied before the next one.
@@ -103,11 +103,11 @@ class MtpHead:
         return self._kernels.finish_logits(logits, hidden.dtype, 1.0, None)
 
     def to_target(self, ids: Tensor) -> Tensor:
-        """As in `Head`: they are the same ids."""
+        """As in `DraftHead`: they are the same ids."""
         return ids
 
     def spread(self, logits: Tensor) -> Tensor:
-        """As in `Head`."""
+        """As in `DraftHead`."""
         return logits
 
     def _copied(self, source: Tensor, target: Tensor) -> Tensor:

@@ -153,11 +153,11 @@ class _TensorFile:
         self._end = 0
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
 
-    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Place:
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _TensorPlace:
         """Return the place of a tensor."""
         begin, self._end = self._end, self._end + math.prod(shape) * dtype.itemsize
         self._entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, self._end]}
-        return _Place(self._path, self._file, LENGTH_BYTES + _HEADER_BYTES + begin)
+        return _TensorPlace(self._path, self._file, LENGTH_BYTES + _HEADER_BYTES + begin)
 
     def close(self) -> None:
         os.close(self._file)
@@ -178,7 +178,7 @@ def _write(file: int, left: memoryview, offset: int) -> None:
         offset, left = offset + count, left[count:]
 
 
-class _Place:
+class _TensorPlace:
     """Writes the blocks of a tensor, one after the other."""
 
     def __init__(self, path: Path, file: int, offset: int) -> None:
@@ -198,7 +198,7 @@ class _Place:
 class _SavedWeight:
     """Implements `models.base.StoredWeight`."""
 
-    def __init__(self, stored: StoredWeight, place: _Place, dtype: torch.dtype) -> None:
+    def __init__(self, stored: StoredWeight, place: _TensorPlace, dtype: torch.dtype) -> None:
         self._stored = stored
         self._place = place
         self._dtype = dtype
@@ -224,7 +224,7 @@ class _SavedRows:
     column_order: Tensor | None = None
     whole_row_activations: bool = False
 
-    def __init__(self, rows: QuantRows, packed: _Place, scale: _Place) -> None:
+    def __init__(self, rows: QuantRows, packed: _TensorPlace, scale: _TensorPlace) -> None:
         self.shape: tuple[int, int] = rows.shape
         self.format: QuantFormat = rows.format
         self._rows = rows

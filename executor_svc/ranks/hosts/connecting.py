@@ -6,9 +6,9 @@ import socket
 import ssl
 import time
 
-from executor_svc.ranks.hosts.credentials import Credentials
-from executor_svc.ranks.hosts.handshake import HandshakeError, Hello, Purpose, Timed, offer
-from executor_svc.ranks.hosts.places import Place, PlaceError
+from executor_svc.ranks.hosts.credentials import RankCredentials
+from executor_svc.ranks.hosts.handshake import ConnectionPurpose, HandshakeError, Hello, Timed, offer
+from executor_svc.ranks.hosts.places import PlaceError, RankPlace
 from executor_svc.ranks.hosts.sockets import find_address, pause, settle
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 
@@ -18,10 +18,10 @@ _TRY_S = 10.0
 class Connector:
     """Connects a rank to rank 0."""
 
-    def __init__(self, place: Place, credentials: Credentials) -> None:
+    def __init__(self, place: RankPlace, credentials: RankCredentials) -> None:
         self._place, self._credentials = place, credentials
 
-    def connect(self, purpose: Purpose, timeout_s: float) -> Link:
+    def connect(self, purpose: ConnectionPurpose, timeout_s: float) -> Link:
         """Return a connection that rank 0 has welcomed, as soon as it listens.
 
         Raises PlaceError or CredentialsError, whose message names the variable or the option.
@@ -41,7 +41,7 @@ class Connector:
                     ) from None
             pause()
 
-    def _try(self, purpose: Purpose, deadline: float) -> Link:
+    def _try(self, purpose: ConnectionPurpose, deadline: float) -> Link:
         family, address = find_address(self._place.host, self._place.port, deadline)
         self._credentials.check(address[0], f"MASTER_ADDR {self._place.host}")
         end = socket.socket(family, socket.SOCK_STREAM)

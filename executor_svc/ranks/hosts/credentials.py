@@ -63,7 +63,7 @@ class RankTls:
 
 
 @dataclass(frozen=True, slots=True)
-class Credentials:
+class RankCredentials:
     """What a rank shows, and asks for."""
 
     secret: bytes = b""
@@ -80,9 +80,9 @@ class Credentials:
         )
 
 
-def read_credentials(config: ExecutorConfig) -> Credentials:
+def read_credentials(config: ExecutorConfig) -> RankCredentials:
     """Return those of the options; raises CredentialsError."""
-    return Credentials(_secret(config.rank_secret_file), _tls(config))
+    return RankCredentials(_secret(config.rank_secret_file), _tls(config))
 
 
 def _secret(path: str | None) -> bytes:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from executor_svc.errors import StartError
 from executor_svc.ranks.hosts.connecting import Connector
-from executor_svc.ranks.hosts.handshake import Purpose
+from executor_svc.ranks.hosts.handshake import ConnectionPurpose
 from executor_svc.ranks.hosts.listener import Listener
 from executor_svc.ranks.links import Link, LinkClosed
 
@@ -50,7 +50,7 @@ class LeaderExchanges:
         found = self._links.get(rank)
         if found is None:
             with suppress(TimeoutError):
-                found, _ = self._listener.take(rank, Purpose.EXCHANGES, time.monotonic() + _RENEWAL_S)
+                found, _ = self._listener.take(rank, ConnectionPurpose.EXCHANGES, time.monotonic() + _RENEWAL_S)
         if found is None:
             raise LinkClosed("there is no connection for exchanges")
         with self._lock:
@@ -64,7 +64,7 @@ class LeaderExchanges:
         """As in `ExchangeLinks`."""
         self._close_taken()
         # Ranks that are ahead may wait in an exchange that this rank has not reached.
-        self._listener.drop(Purpose.EXCHANGES)
+        self._listener.drop(ConnectionPurpose.EXCHANGES)
 
     def renew(self) -> None:
         """As in `ExchangeLinks`; after `close`, as no other rank has connected since."""
@@ -102,6 +102,6 @@ class MemberExchanges:
         """As in `ExchangeLinks`."""
         self.close()
         try:
-            self._link = self._connector.connect(Purpose.EXCHANGES, _RENEWAL_S)
+            self._link = self._connector.connect(ConnectionPurpose.EXCHANGES, _RENEWAL_S)
         except StartError as error:
             raise LinkClosed(str(error)) from error

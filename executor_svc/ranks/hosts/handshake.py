@@ -32,7 +32,7 @@ _TLS_HANDSHAKE, _TLS_ALERT = 0x16, 0x15
 """First bytes of TLS records."""
 
 
-class Purpose(IntEnum):
+class ConnectionPurpose(IntEnum):
     """What a connection is for; a rank has one for each."""
 
     STEPS = 1
@@ -51,7 +51,7 @@ class HandshakeError(Exception):
 class Hello:
     """Who connects."""
 
-    purpose: Purpose
+    purpose: ConnectionPurpose
     rank: int
     size: int
 
@@ -95,7 +95,7 @@ def answer(stream: Timed, secret: bytes) -> Hello:
         raise HandshakeError(f"it is of another version of Cadenza: its links have version {protocol}")
     hello += stream.read(_HELLO.size)
     purpose, rank, size, _ = _HELLO.unpack_from(hello, _HEAD.size)
-    if purpose not in list(Purpose):
+    if purpose not in list(ConnectionPurpose):
         raise HandshakeError(f"rank {rank} asks for purpose {purpose}")
     nonce = secrets.token_bytes(_NONCE_BYTES)
     stream.write(_HEAD.pack(_MAGIC, PROTOCOL) + _ANSWER.pack(nonce, _proof(secret, b"rank 0", hello, nonce)))
@@ -105,7 +105,7 @@ def answer(stream: Timed, secret: bytes) -> Hello:
         raise HandshakeError(f"as rank {rank} it does not accept the secret of --rank-secret-file here") from None
     if not hmac.compare_digest(proof, _proof(secret, b"member", hello, nonce)):
         raise HandshakeError(f"as rank {rank} it does not know the secret of --rank-secret-file")
-    return Hello(Purpose(purpose), rank, size)
+    return Hello(ConnectionPurpose(purpose), rank, size)
 
 
 def offer(stream: Timed, secret: bytes, hello: Hello) -> None:

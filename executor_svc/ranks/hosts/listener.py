@@ -10,9 +10,9 @@ import time
 from collections import OrderedDict
 from contextlib import suppress
 
-from executor_svc.ranks.hosts.credentials import Credentials
-from executor_svc.ranks.hosts.handshake import HandshakeError, Hello, Purpose, Timed, answer
-from executor_svc.ranks.hosts.places import Place, PlaceError
+from executor_svc.ranks.hosts.credentials import RankCredentials
+from executor_svc.ranks.hosts.handshake import ConnectionPurpose, HandshakeError, Hello, Timed, answer
+from executor_svc.ranks.hosts.places import PlaceError, RankPlace
 from executor_svc.ranks.hosts.sockets import find_address, settle
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 
@@ -22,13 +22,13 @@ _HANDSHAKE_S = 10.0
 _MAX_UNKNOWN = 64
 """Connections that have not proved who they are; the oldest makes room for another."""
 _BETWEEN_WARNINGS_S = 1.0
-_Key = tuple[int, Purpose]
+_Key = tuple[int, ConnectionPurpose]
 
 
 class Listener:
     """Listens at a place; for use by rank 0."""
 
-    def __init__(self, place: Place, credentials: Credentials, deadline: float) -> None:
+    def __init__(self, place: RankPlace, credentials: RankCredentials, deadline: float) -> None:
         """Raise PlaceError or CredentialsError; deadline: until when the name of the place may be unknown."""
         self._place, self._credentials = place, credentials
         family, address = find_address(place.host, place.port, deadline)
@@ -43,7 +43,7 @@ class Listener:
         self.target = f"{address[0]}:{address[1]}"
         threading.Thread(target=self._accept, name="ranks", daemon=True).start()
 
-    def take(self, rank: int, purpose: Purpose, deadline: float) -> tuple[Link, str]:
+    def take(self, rank: int, purpose: ConnectionPurpose, deadline: float) -> tuple[Link, str]:
         """Wait for a rank's connection; returns it, and where it came from. Raises TimeoutError."""
         key = rank, purpose
         with self._changed:
@@ -53,7 +53,7 @@ class Listener:
             self._taken[key] = peer
             return link, peer
 
-    def drop(self, purpose: Purpose) -> None:
+    def drop(self, purpose: ConnectionPurpose) -> None:
         """End the connections for this purpose that nobody has taken."""
         with self._changed:
             for key in [each for each in self._arrived if each[1] is purpose]:
@@ -125,7 +125,7 @@ class Listener:
             return f"there RANK is {hello.rank}, and ranks 1 to {self._place.size - 1} are awaited"
         with self._changed:
             before = self._arrived.get(key)
-            if hello.purpose is not Purpose.EXCHANGES:
+            if hello.purpose is not ConnectionPurpose.EXCHANGES:
                 taken = self._taken.get(key, None if before is None else before[1])
                 if taken is not None:
                     return f"RANK={hello.rank} is there already, from {taken}: each rank needs a number of its own"
@@ -146,7 +146,7 @@ class Listener:
         _log.warning(text, *arguments)
 
 
-def _bound(family: int, address: tuple[str, int], place: Place) -> socket.socket:
+def _bound(family: int, address: tuple[str, int], place: RankPlace) -> socket.socket:
     found = socket.socket(family, socket.SOCK_STREAM)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -18,7 +18,7 @@ class PlaceError(StartError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """The place of a rank in its replica."""
 
     rank: int
@@ -37,7 +37,7 @@ class Place:
         return f"{self.host}:{self.port}"
 
 
-def read_place(environment: Mapping[str, str], size: int | None, port: int | None) -> Place:
+def read_place(environment: Mapping[str, str], size: int | None, port: int | None) -> RankPlace:
     """Return the place that the variables give.
 
     size, port: those of --tensor-parallel-size and --rank-port, where they are given. Raises PlaceError.
@@ -59,7 +59,7 @@ def read_place(environment: Mapping[str, str], size: int | None, port: int | Non
     if port is None:
         master = _number(environment, "MASTER_PORT", 1, 65534, _DEFAULT_PORT - 1)
         port = master + 1
-    return Place(rank, world, local_rank, local_size, environment[host_name], port)
+    return RankPlace(rank, world, local_rank, local_size, environment[host_name], port)
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, most: int, default: int | None = None) -> int:

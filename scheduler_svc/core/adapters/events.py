@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterError:
+class AdapterFailure:
     """Why an adapter cannot be loaded: a gRPC status code's number, and a message."""
 
     code: int
@@ -47,7 +47,7 @@ class AdapterLoaded:
     """Adapters with equal hashes give equal tokens; empty with an error."""
     num_bytes: int = 0
     rank: int = 0
-    error: AdapterError | None = None
+    error: AdapterFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)

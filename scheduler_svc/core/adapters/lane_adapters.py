@@ -6,13 +6,13 @@ from collections.abc import Collection, Container
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from scheduler_svc.core.adapters.events import AdapterError, AdapterLoaded
+from scheduler_svc.core.adapters.events import AdapterFailure, AdapterLoaded
 from scheduler_svc.core.adapters.turns import AdapterTurns
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 FAILED_PRECONDITION = 9
 """The number of the gRPC status code."""
-NO_ADAPTERS = AdapterError(
+NO_ADAPTERS = AdapterFailure(
     FAILED_PRECONDITION,
     "the executor has no LoRA adapters: --max-loras is 0, or was not given on a GPU, or the model runs through "
     "transformers' own code",
@@ -33,7 +33,7 @@ class LaneAdapter:
     """One adapter on one executor."""
 
     state: AdapterState
-    error: AdapterError | None = None
+    error: AdapterFailure | None = None
     """Why it is FAILED, or is so after its unload: the executor takes none of its requests."""
 
 
@@ -124,7 +124,7 @@ class LaneAdapters:
                 f"its files have changed: the executor loaded {answer.content_hash.hex()[:16]}, and the adapter is "
                 f"{known_hash.hex()[:16]}"
             )
-            found.error = AdapterError(FAILED_PRECONDITION, message)
+            found.error = AdapterFailure(FAILED_PRECONDITION, message)
             return False
         self.touch(answer.index)
         return True

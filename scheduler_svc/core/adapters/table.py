@@ -15,7 +15,7 @@ MAX_LOADING = 4
 
 
 @dataclass(slots=True)
-class Adapter:
+class KnownAdapter:
     """An adapter that has a name, or that an unfinished request uses."""
 
     registered: AdapterRegistered
@@ -38,7 +38,7 @@ class AdapterTable:
     """Adapters by index, and their requests."""
 
     def __init__(self) -> None:
-        self.adapters: dict[int, Adapter] = {}
+        self.adapters: dict[int, KnownAdapter] = {}
         self.users: dict[int, int] = {}
         """Number of unfinished groups by adapter, the adapter that was needed first first."""
         self._wanted: dict[int, None] = {}
@@ -62,7 +62,7 @@ class AdapterTable:
             raise InvariantError(f"adapter index {registered.index} is used again")
         self._last_index = registered.index
         self.num_changes += 1
-        self.adapters[registered.index] = Adapter(registered)
+        self.adapters[registered.index] = KnownAdapter(registered)
         if registered.wanted:
             self._wanted[registered.index] = None
 

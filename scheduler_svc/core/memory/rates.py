@@ -6,7 +6,7 @@ _DECAY = 0.9
 """Weight of earlier observations after each new one."""
 
 
-class _Mean:
+class _DecayingMean:
     """An exponentially weighted mean: each observation weighs a tenth less than the next."""
 
     __slots__ = ("_ns", "_size", "_weight")
@@ -38,9 +38,9 @@ class MeasuredRates:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, _Mean] = {}
+        self._steps: dict[int, _DecayingMean] = {}
         """By the number of bits of a step's tokens."""
-        self._moves: _Mean | None = None
+        self._moves: _DecayingMean | None = None
         self._line: tuple[float, float] | None = None
         """Cached slope and intercept; None: to be recomputed."""
 
@@ -53,12 +53,12 @@ class MeasuredRates:
         if num_tokens > 0 and device_ns > 0:
             size = num_tokens.bit_length()
             if size not in self._steps:
-                self._steps[size] = _Mean()
+                self._steps[size] = _DecayingMean()
             self._steps[size].add(num_tokens, device_ns)
             self._line = None
         if num_moved_blocks > 0 and moves_ns > 0:
             if self._moves is None:
-                self._moves = _Mean()
+                self._moves = _DecayingMean()
             self._moves.add(num_moved_blocks, moves_ns)
 
     @property

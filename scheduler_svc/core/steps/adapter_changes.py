@@ -8,8 +8,8 @@ from dataclasses import replace
 from scheduler_svc.core.adapters.events import (
     AdapterCommands,
     AdapterDue,
-    AdapterError,
     AdapterEvent,
+    AdapterFailure,
     AdapterLoaded,
     AdapterRegistered,
     AdapterRemoved,
@@ -72,7 +72,7 @@ def sort_waiting(requests: RequestTable) -> None:
         requests.unpark(group)
 
 
-def refusal(requests: RequestTable, index: int, wanted_hash: bytes = b"") -> AdapterError | None:
+def refusal(requests: RequestTable, index: int, wanted_hash: bytes = b"") -> AdapterFailure | None:
     """Why no executor can ever run requests with an adapter; None: one may.
 
     wanted_hash: the content that the adapter must have; empty: any.
@@ -83,7 +83,7 @@ def refusal(requests: RequestTable, index: int, wanted_hash: bytes = b"") -> Ada
     known = adapter.content_hash
     if wanted_hash and known and wanted_hash != known:
         message = f"its files have changed since the request began: {known.hex()[:16]} is not {wanted_hash.hex()[:16]}"
-        return AdapterError(FAILED_PRECONDITION, message)
+        return AdapterFailure(FAILED_PRECONDITION, message)
     lanes = requests.lanes.values()
     if not lanes or any(lane.adapters.may_have(index) for lane in lanes):
         return None

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.adapters.events import AdapterDue, AdapterError
+from scheduler_svc.core.adapters.events import AdapterDue, AdapterFailure
 from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION, AdapterState
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, SchedulerError, UnknownAdapterError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import RequestKey, SequenceState
 from scheduler_svc.engine.adapters.names import AdapterNames
-from scheduler_svc.engine.fleet.changes import Changes
+from scheduler_svc.engine.fleet.changes import ChangeSignal
 from scheduler_svc.engine.journal import Journal
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.tenants.errors import AdapterForbiddenError
 from scheduler_svc.tenants.registry import Registry
@@ -36,7 +36,7 @@ _ROUNDING_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterInfo:
+class NamedAdapter:
     """An adapter that has a name; fields as in admin.proto."""
 
     name: str
@@ -49,7 +49,7 @@ class AdapterInfo:
 
 
 @dataclass(slots=True)
-class AdapterUse:
+class AdapterRequests:
     """The unfinished requests of an adapter."""
 
     name: str
@@ -103,8 +103,8 @@ class Adapters:
         self._num_answers = 0
         self._lanes: list[Lane] = []
         """The executors at the last look at the requests."""
-        self._changes = Changes()
-        self._timers: dict[RequestKey, Timer] = {}
+        self._changes = ChangeSignal()
+        self._timers: dict[RequestKey, ScheduledCall] = {}
         """For the next look at each unfinished request that has an adapter."""
 
     # --- names -------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Adapters:
         if self._loaded.pop(name, None) is not None:
             self._journal.on_adapters(self._loaded)
 
-    async def loaded(self, name: str) -> AdapterInfo:
+    async def loaded(self, name: str) -> NamedAdapter:
         """Wait until an executor has loaded an adapter; raises RequestRejectedError if none can, and takes its name."""
         index = self.names.find(name)
         if index is None:
@@ -135,7 +135,7 @@ class Adapters:
             raise kind("path", error.message)
         return self._info(name, index)
 
-    def infos(self) -> list[AdapterInfo]:
+    def infos(self) -> list[NamedAdapter]:
         """The adapters that have names."""
         return [self._info(name, index) for name, index in self.names]
 
@@ -144,16 +144,16 @@ class Adapters:
         infos = self.infos() if len(self.names) else []
         return {info.content_hash: info.name for info in infos if info.content_hash}
 
-    def uses(self) -> list[AdapterUse]:
+    def uses(self) -> list[AdapterRequests]:
         """The adapters that unfinished requests use, the one with the most requests first, then by name."""
-        uses: dict[int, AdapterUse] = {}
+        uses: dict[int, AdapterRequests] = {}
         table = self._core.adapters
         if not table.users:
             return []
         for group in self._core.groups.values():
             index = group.spec.adapter_index
             if index:
-                use = uses.setdefault(index, AdapterUse(table.adapters[index].registered.name))
+                use = uses.setdefault(index, AdapterRequests(table.adapters[index].registered.name))
                 runs = any(each.state is SequenceState.RUNNING for each in group.sequences)
                 use.num_running += runs
                 use.num_waiting += not runs
@@ -258,7 +258,7 @@ class Adapters:
             and (are_others or index in refused or live.request.spec.adapter_hash)
         ]
 
-    def _refused(self, name: str, index: int, error: AdapterError) -> SchedulerError:
+    def _refused(self, name: str, index: int, error: AdapterFailure) -> SchedulerError:
         """The error of a request whose adapter no executor can load."""
         if error.code == NOT_FOUND and self.names.is_from_first_use(name, index):
             self.refusals["unknown"] += 1
@@ -313,13 +313,13 @@ class Adapters:
         # A loaded adapter may have given its place away at once.
         return adapter is None or bool(adapter.content_hash) or self._error(index) is not None
 
-    def _error(self, index: int) -> AdapterError | None:
+    def _error(self, index: int) -> AdapterFailure | None:
         """Why an adapter cannot be loaded by any executor."""
         if index not in self._core.adapters.adapters:
-            return AdapterError(0, "the adapter was unloaded")
+            return AdapterFailure(0, "the adapter was unloaded")
         return self._core.adapter_refusal(index)
 
-    def _info(self, name: str, index: int) -> AdapterInfo:
+    def _info(self, name: str, index: int) -> NamedAdapter:
         adapter = self._core.adapters.adapters[index]
         states = []
         for executor_id, lane in self._core.lanes.items():
@@ -328,7 +328,7 @@ class Adapters:
             if lane.adapters.max_loras:
                 states.append((executor_id, None if found is None else found.state, error))
         num_requests = self._core.adapters.users.get(index, 0)
-        return AdapterInfo(name, adapter.registered.path, index, adapter.content_hash, num_requests, states)
+        return NamedAdapter(name, adapter.registered.path, index, adapter.content_hash, num_requests, states)
 
 
 def _too_large(name: str, misfit: RequestRejectedError) -> PreconditionError:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Changes:
+class ChangeSignal:
     """Wakes those that wait for a condition; a change costs nothing while nobody waits."""
 
     def __init__(self) -> None:

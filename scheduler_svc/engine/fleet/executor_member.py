@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.gauges import lane_load
 from scheduler_svc.engine.request_trace import ExecutorIdentity
-from scheduler_svc.plan_loop.clock import Timer
+from scheduler_svc.plan_loop.clock import ScheduledCall
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
 from scheduler_svc.plan_loop.ports import ExecutorPort, ExecutorState, Load
 
@@ -59,7 +59,7 @@ class ExecutorMember:
     """When its requests may move, if it is lost."""
     given_up: bool = False
     """Whether its requests have moved since it was lost."""
-    timer: Timer | None = None
+    timer: ScheduledCall | None = None
     """Runs until `moves_at`."""
 
     @property

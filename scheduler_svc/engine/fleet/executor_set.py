@@ -13,7 +13,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.faults import Faults
-from scheduler_svc.engine.fleet.changes import Changes
+from scheduler_svc.engine.fleet.changes import ChangeSignal
 from scheduler_svc.engine.fleet.executor_member import (
     ExecutorExistsError,
     ExecutorMember,
@@ -68,7 +68,7 @@ class ExecutorSet:
         self._members: dict[int, ExecutorMember] = {}
         self._num_added = 0
         self._running = False
-        self._changes = Changes()
+        self._changes = ChangeSignal()
         self._moves = RequestMoves(clock, self._give_up, self._on_change)
         self.served = ServedExecutors(core, config, clock, models, self._members)
         self.started = asyncio.Event()

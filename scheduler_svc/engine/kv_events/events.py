@@ -49,7 +49,7 @@ class StatePart:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class KvEventBatch:
     """Events of one moment."""
 
     number: int

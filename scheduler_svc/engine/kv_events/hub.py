@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.kv_events.cache_view import CacheView
-from scheduler_svc.engine.kv_events.events import Batch, Change, Cleared, Event, StatePart, grouped, net
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.engine.kv_events.events import Change, Cleared, Event, KvEventBatch, StatePart, grouped, net
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 
 _LOG = logging.getLogger(__name__)
 _MAX_KEPT = 4096
@@ -39,7 +39,7 @@ class Subscription:
         """start: the first number that it has not seen; 0: it has seen none."""
         self._hub = hub
         self._start = start
-        self._pending: deque[Batch] = deque()
+        self._pending: deque[KvEventBatch] = deque()
         self._num_live = 0
         """How many of these are live batches, not parts of a state."""
         self._needs_state = False
@@ -49,7 +49,7 @@ class Subscription:
     def __aiter__(self) -> Subscription:
         return self
 
-    async def __anext__(self) -> Batch:
+    async def __anext__(self) -> KvEventBatch:
         """The next batch; raises StopAsyncIteration once the service stops."""
         while not self._pending:
             if self._hub.is_stopped:
@@ -75,14 +75,14 @@ class Subscription:
             for batch in batches:
                 self._add(batch)
 
-    def put(self, batch: Batch) -> None:
+    def put(self, batch: KvEventBatch) -> None:
         """Add a batch, or drop all of a subscriber that is too slow."""
         if self._has_begun and not self._needs_state:
             self._add(batch)
             if self._num_live > _MAX_PENDING:
                 self.begin_again()
 
-    def _add(self, batch: Batch) -> None:
+    def _add(self, batch: KvEventBatch) -> None:
         self._pending.append(batch)
         self._num_live += batch.part is None
         self._wake.set()
@@ -111,11 +111,11 @@ class KvEvents:
         self._number = 0
         """Of the last batch; 0: nobody has subscribed yet."""
         self._view = CacheView()
-        self._kept: deque[Batch] = deque()
+        self._kept: deque[KvEventBatch] = deque()
         self._num_kept_events = 0
         self._subscriptions: set[Subscription] = set()
         self._task: asyncio.Task[None] | None = None
-        self._linger: Timer | None = None
+        self._linger: ScheduledCall | None = None
         self._changed = asyncio.Event()
         self._collecting = asyncio.Lock()
         self._is_new = True
@@ -176,19 +176,21 @@ class KvEvents:
         async with self._collecting:
             yield
 
-    def kept_from(self, start: int) -> list[Batch] | None:
+    def kept_from(self, start: int) -> list[KvEventBatch] | None:
         """The batches from this number on; None if some of them are not kept."""
         first = self._kept[0].number if self._kept else self._number + 1
         if not start or not first <= start <= self._number + 1:
             return None
         return [batch for batch in self._kept if batch.number >= start]
 
-    async def state(self) -> list[Batch]:
+    async def state(self) -> list[KvEventBatch]:
         """The present state in parts, while `at_rest`; the last one has the number of the last batch."""
         parts = await asyncio.to_thread(_parts, self._view)
         now_ns, count = self._clock.wall_time_ns(), len(parts)
         return [
-            Batch(self._number - count + 1 + index, now_ns, events, StatePart(index, count, self._view.num_blocks))
+            KvEventBatch(
+                self._number - count + 1 + index, now_ns, events, StatePart(index, count, self._view.num_blocks)
+            )
             for index, events in enumerate(parts)
         ]
 
@@ -219,7 +221,7 @@ class KvEvents:
 
     def _publish(self, events: list[Event]) -> None:
         self._number += 1
-        batch = Batch(self._number, self._clock.wall_time_ns(), events)
+        batch = KvEventBatch(self._number, self._clock.wall_time_ns(), events)
         self._kept.append(batch)
         self._num_kept_events += len(events)
         while len(self._kept) > _MAX_KEPT or self._num_kept_events > _MAX_KEPT_EVENTS:

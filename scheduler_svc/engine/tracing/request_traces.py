@@ -14,7 +14,7 @@ from scheduler_svc.core.types import RequestKey
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.request_trace import ExecutorIdentity, RequestTrace, TracedStep
 from scheduler_svc.engine.tracing.request_spans import request_span
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
 from scheduler_svc.plan_loop.ports import ModelDescription
 
 _MAX_WAITING = 4096
@@ -27,7 +27,7 @@ _PAUSE_S = 0.002
 Lives = Mapping[RequestKey, LiveRequest]
 
 
-class Executors(Protocol):
+class TracedExecutors(Protocol):
     """What traces need of the executor set."""
 
     @property
@@ -66,12 +66,12 @@ class NoTraces:
 class RequestTraces(NoTraces):
     """The traces of all requests. Hundreds may end with one step; their spans are made a few at a time."""
 
-    def __init__(self, clock: Clock, sink: SpanSink, executors: Executors) -> None:
+    def __init__(self, clock: Clock, sink: SpanSink, executors: TracedExecutors) -> None:
         self._clock = clock
         self._sink = sink
         self._executors = executors
         self._ended: deque[LiveRequest] = deque(maxlen=_MAX_WAITING)
-        self._timer: Timer | None = None
+        self._timer: ScheduledCall | None = None
 
     def begin(self, live: LiveRequest) -> None:
         """As in NoTraces."""
@@ -155,6 +155,6 @@ class RequestTraces(NoTraces):
         self._sink.emit(span, trace.parent, root_ids)
 
 
-def request_traces(clock: Clock, sink: SpanSink | None, executors: Executors) -> NoTraces:
+def request_traces(clock: Clock, sink: SpanSink | None, executors: TracedExecutors) -> NoTraces:
     """The traces for a sink; without one, nothing is traced."""
     return NoTraces() if sink is None else RequestTraces(clock, sink, executors)

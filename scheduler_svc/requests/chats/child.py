@@ -17,7 +17,7 @@ from typing import BinaryIO
 import jinja2
 
 from scheduler_svc.requests.chats.errors import ChatError
-from scheduler_svc.requests.chats.job import Job, failed, rendered
+from scheduler_svc.requests.chats.job import ChatJob, failed, rendered
 from scheduler_svc.requests.chats.template import compile_template, render
 
 _LONGEST_S = 60
@@ -31,7 +31,7 @@ def main(arguments: list[str], jobs: BinaryIO, answers: BinaryIO) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _write(answers, b"")
     while len(prefix := jobs.read(4)) == 4:
-        job: Job = pickle.loads(jobs.read(int.from_bytes(prefix, "little")))
+        job: ChatJob = pickle.loads(jobs.read(int.from_bytes(prefix, "little")))
         # In case that nobody is left to end it: the signal's default ends the process, whatever it does.
         signal.alarm(_LONGEST_S)
         content = answer(job)
@@ -44,7 +44,7 @@ def _write(answers: BinaryIO, content: bytes) -> None:
     answers.flush()
 
 
-def answer(job: Job) -> bytes:
+def answer(job: ChatJob) -> bytes:
     """Return the text of a chat, or what is wrong with it."""
     try:
         return rendered(render(_compiled(job.template, job.field), job.chat, job.special_tokens))

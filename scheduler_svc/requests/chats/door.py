@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from scheduler_svc.requests.answering_child import AnsweringChild, ChildDiedError
 from scheduler_svc.requests.chats.errors import ChatError
-from scheduler_svc.requests.chats.job import Job, read_answer
+from scheduler_svc.requests.chats.job import ChatJob, read_answer
 
 START_S = 30.0
 """Longest time in which a child loads Jinja."""
@@ -35,7 +35,7 @@ class RenderDoor:
         self._is_used = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat door")
 
-    async def render(self, job: Job) -> str:
+    async def render(self, job: ChatJob) -> str:
         """Return a chat as text; raises ChatError."""
         self._is_used = True
         # If the call is cancelled meanwhile, the thread goes on, so that the child's answers stay in order.
@@ -50,7 +50,7 @@ class RenderDoor:
 
     # ------------------------------------------------------------ on the thread
 
-    def _render(self, job: Job) -> str:
+    def _render(self, job: ChatJob) -> str:
         """Return a chat as text. A child that dies may have been killed by something else: a fresh one tries again."""
         content = pickle.dumps(job, pickle.HIGHEST_PROTOCOL)
         for _ in range(2):

@@ -18,7 +18,7 @@ _RENDERED, _FAILED = "t", "e"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ChatJob:
     """A chat and the template to render it with."""
 
     template: str

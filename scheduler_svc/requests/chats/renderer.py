@@ -11,7 +11,7 @@ import jinja2
 from scheduler_svc.requests.chats.door import RenderDoor
 from scheduler_svc.requests.chats.errors import ChatError
 from scheduler_svc.requests.chats.fields import ChatFields
-from scheduler_svc.requests.chats.job import Job
+from scheduler_svc.requests.chats.job import ChatJob
 from scheduler_svc.requests.chats.template import compile_template, render
 
 INLINE_CHARS = 4096
@@ -76,8 +76,8 @@ class ChatRenderer:
         if self.is_short(chat):
             return self.render(chat)
         if self.brings_template(chat):
-            return await self._of_requests.render(Job(chat.template, "template", chat, self._special_tokens))
-        return await self._of_model.render(Job(self._source(chat), "", chat, self._special_tokens))
+            return await self._of_requests.render(ChatJob(chat.template, "template", chat, self._special_tokens))
+        return await self._of_model.render(ChatJob(self._source(chat), "", chat, self._special_tokens))
 
     def close(self) -> None:
         """End the child processes once the chats that wait are rendered."""

@@ -79,14 +79,14 @@ def _cut(text: str, content: str) -> str:
 def _environment() -> jinja2.Environment:
     """Return the environment that transformers documents for templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace)
     return environment
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationTag(jinja2.ext.Extension):
     """{% generation %}, which marks what a model is trained on: here it only has a scope of its own."""
 
     tags = {"generation"}  # noqa: RUF012

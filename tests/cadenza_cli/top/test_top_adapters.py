@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from cadenza.info import AdapterUse
-from cadenza_cli.top.figures import Snapshot, json_line
-from cadenza_cli.top.view import Page
+from cadenza_cli.top.figures import ServerFigures, json_line
+from cadenza_cli.top.view import Screen
 from tests.helpers.client.top_figures import SIZES, busy_interval, screen, view_of
 
 
-def adapting(*uses: AdapterUse, num_loaded: int = 3) -> Snapshot:
+def adapting(*uses: AdapterUse, num_loaded: int = 3) -> ServerFigures:
     """Two executors, the first of which has adapters."""
     snapshot = busy_interval()
     first, second = snapshot.executors
@@ -43,7 +43,7 @@ def test_what_is_not_there_is_not_shown() -> None:
 
 def test_details_have_the_adapters_of_each_executor_and_json_all() -> None:
     snapshot = adapting(AdapterUse("sql", 1, 2))
-    lines = screen(view_of(snapshot), (80, 40), page=Page.DETAILS)
+    lines = screen(view_of(snapshot), (80, 40), page=Screen.DETAILS)
     assert sum(line.startswith("  adapters") for line in lines) == 1, "the second executor has no adapters"
     data = json.loads(json_line(snapshot, target="host:1", time_s=5.0))
     assert data["adapters"] == [{"name": "sql", "num_running": 1, "num_waiting": 2}]

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from cadenza.info import FaultCount, ServerInfo, TenantInfo
-from cadenza_cli.top.figures import Snapshot, TenantFigures, json_line
+from cadenza_cli.top.figures import ServerFigures, TenantFigures, json_line
 from cadenza_cli.top.meter import Meter
 from cadenza_cli.top.tenants import age
-from cadenza_cli.top.view import Page
+from cadenza_cli.top.view import Screen
 from tests.helpers.client.top_figures import SIZES, busy_interval, info, screen, view_of
 
 
-def shared(*, num_tenants: int = 2, num_kinds: int = 2) -> Snapshot:
+def shared(*, num_tenants: int = 2, num_kinds: int = 2) -> ServerFigures:
     """A server with tenants, the second of which was refused something, and with faults."""
     tenants = [
         TenantFigures(TenantInfo(f"team-{place}", 1, 2 * place, 900, 5_000, 7 * place, 4.0), 12.5, place)
@@ -42,7 +42,7 @@ def shared(*, num_tenants: int = 2, num_kinds: int = 2) -> Snapshot:
 
 
 def test_tenants_and_faults_have_a_screen():
-    lines = screen(view_of(shared(num_kinds=3)), (80, 24), page=Page.TENANTS)
+    lines = screen(view_of(shared(num_kinds=3)), (80, 24), page=Screen.TENANTS)
     assert lines[1:10] == [
         "tenant  running  waiting  tokens/s  refused  queued tokens  weight",
         "team-0        0        1      12.5        0            900       4",
@@ -54,7 +54,7 @@ def test_tenants_and_faults_have_a_screen():
         "step failed         5    2 h ago    host:1",
         "",
     ]
-    red = [line.plain for line in view_of(shared())._lines(80, 23, Page.TENANTS) if "red" in str(line.spans)]
+    red = [line.plain for line in view_of(shared())._lines(80, 23, Screen.TENANTS) if "red" in str(line.spans)]
     assert [line.split("  ")[0] for line in red] == ["team-1", "request failed"], "refused lately, failed lately"
     assert [age(each) for each in (0.4, 59.9, 60.0, 3_600.0, 200_000.0)] == [
         "0 s ago", "59 s ago", "1 min ago", "1 h ago", "2 d ago"
@@ -63,7 +63,7 @@ def test_tenants_and_faults_have_a_screen():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_many_tenants_and_all_kinds_of_faults_share_a_screen(size):
-    lines = screen(view_of(shared(num_tenants=40, num_kinds=10)), size, page=Page.TENANTS)
+    lines = screen(view_of(shared(num_tenants=40, num_kinds=10)), size, page=Screen.TENANTS)
     shown = [line for line in lines if line.startswith("team-")]
     assert len(shown) >= 2
     assert any(line.startswith(f"{40 - len(shown)} more tenants") for line in lines)
@@ -72,7 +72,7 @@ def test_many_tenants_and_all_kinds_of_faults_share_a_screen(size):
 
 
 def test_a_server_without_tenants_and_faults_says_so():
-    lines = screen(view_of(busy_interval()), (80, 24), page=Page.TENANTS)
+    lines = screen(view_of(busy_interval()), (80, 24), page=Screen.TENANTS)
     assert lines[1:4] == ["tenants: the server has no tenants file", "", "no faults since the start"]
 
 

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from cadenza.info import ExecutorInfo, ServerLoad
-from cadenza_cli.top.figures import Percentiles, Snapshot
+from cadenza_cli.top.figures import Percentiles, ServerFigures
 from cadenza_cli.top.meter import Meter
-from cadenza_cli.top.rows import Row, elide, fit, named
-from cadenza_cli.top.view import Page
+from cadenza_cli.top.rows import LineGroup, elide, fit, named
+from cadenza_cli.top.view import Screen
 from tests.helpers.client.top_figures import LOST, SIZES, alone, busy_interval, drafting, info, record, screen, view_of
 
 
-def large(*, num_executors: int = 1, num_dropped: int = 0) -> Snapshot:
+def large(*, num_executors: int = 1, num_dropped: int = 0) -> ServerFigures:
     """A snapshot with the largest numbers and names that are likely."""
     one, load = busy_interval().executors[0], dict.fromkeys(ServerLoad.__dataclass_fields__, 1234567)
     about = replace(one.info, target="executor-7.inference.example.org:50052", device="cuda:0 (NVIDIA H100 80GB HBM3)")
@@ -50,7 +50,7 @@ def test_the_first_screen_is_in_users_words(size):
     assert sum("▃▃▃" in line for line in lines) == 2, "shares have the full height at 100%"
 
 
-def two_lanes() -> Snapshot:
+def two_lanes() -> ServerFigures:
     """An executor that serves, and one that is refused."""
     first, second = busy_interval().executors
     serving = replace(
@@ -73,11 +73,11 @@ def test_drafts_are_shown_where_there_are_any():
     assert heading.split()[-3:] == ["hits", "tokens/step", "accepted"]
     rows = [line.split() for line in wide if line.startswith("host:")]
     assert [row[-2:] for row in rows] == [["2.25", "62%"], ["-", "-"]]
-    details = screen(view_of(drafting()), (80, 40), page=Page.DETAILS)
+    details = screen(view_of(drafting()), (80, 40), page=Screen.DETAILS)
     assert [line for line in details if line.startswith("  drafts")] == [
         "  drafts      2.25 tokens a step, 62% accepted, 3 at most now"
     ]
-    for size, page in ((each, page) for each in ((120, 40), *SIZES) for page in Page):
+    for size, page in ((each, page) for each in ((120, 40), *SIZES) for page in Screen):
         text = " ".join(screen(view_of(two_lanes()), size, page=page))
         assert "draft" not in text
         assert "accepted" not in text
@@ -123,7 +123,7 @@ def test_several_executors_have_a_line_each_below_the_totals():
 
 
 def test_the_state_of_an_executor_and_its_reason_are_in_the_details():
-    lines = screen(view_of(two_lanes()), (80, 40), page=Page.DETAILS)
+    lines = screen(view_of(two_lanes()), (80, 40), page=Screen.DETAILS)
     at = lines.index("executor 1    host:1, cpu, refused")
     assert lines[at + 1] == "  it serves another model, models/b"
     assert "  batch         1.7 of 7, 2 at most" in lines or "  batch       1.7 of 7, 2 at most" in lines
@@ -137,7 +137,7 @@ def test_the_state_of_an_executor_and_its_reason_are_in_the_details():
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("page", list(Page))
+@pytest.mark.parametrize("page", list(Screen))
 @pytest.mark.parametrize("num_executors", [1, 2, 9])
 def test_every_screen_fits(size, page, num_executors):
     for observations in (
@@ -150,7 +150,7 @@ def test_every_screen_fits(size, page, num_executors):
         assert max(map(cell_len, text)) <= size[0], "no line is wrapped or cut"
         lines = screen(view, size, page=page)
         assert lines[0].startswith("cadenza top  127.0.0.1:50051")
-        if page is Page.DETAILS and observations == [large(num_executors=num_executors)]:
+        if page is Screen.DETAILS and observations == [large(num_executors=num_executors)]:
             shown = [line for line in lines if line.startswith("executor ")]
             assert shown, "an executor is shown"
             assert any(line.startswith("preemptions") for line in lines), "executors do not push it out"
@@ -161,7 +161,7 @@ def test_every_screen_fits(size, page, num_executors):
 @pytest.mark.parametrize("size", [(26, 8), (10, 3), (1, 1)])
 def test_a_terminal_too_small_for_it_is_no_error(size):
     for observations in ([large(num_executors=3)] * 3, [LOST], []):
-        for page in Page:
+        for page in Screen:
             console = Console(file=io.StringIO(), width=size[0], height=size[1])
             text = view_of(*observations).screen(*size, page=page, foot="q")
             console.print(text, no_wrap=True, overflow="crop")
@@ -171,7 +171,7 @@ def test_a_terminal_too_small_for_it_is_no_error(size):
 
 
 def test_details():
-    lines = screen(view_of(busy_interval()), (80, 24), page=Page.DETAILS)
+    lines = screen(view_of(busy_interval()), (80, 24), page=Screen.DETAILS)
     for line in (
         "KV blocks     2 of 8, 0 cached", "preemptions   1 in 2 s, 1 since the start",
         "swapped       1 now, 1 out, 0 in",
@@ -180,13 +180,13 @@ def test_details():
     ):  # fmt: skip
         assert line in lines
     with_host = info(12.0, num_host_blocks=64, num_used_host_blocks=3)
-    lines = screen(view_of(replace(busy_interval(), info=with_host)), (80, 24), page=Page.DETAILS)
+    lines = screen(view_of(replace(busy_interval(), info=with_host)), (80, 24), page=Screen.DETAILS)
     assert "swapped       0 now, 1 out, 0 in, host blocks 3 of 64" in lines
-    lines = screen(view_of(alone()), (80, 24), page=Page.DETAILS)
+    lines = screen(view_of(alone()), (80, 24), page=Screen.DETAILS)
     assert "  session     incarnation 8000000000000000, epoch 3" in lines
     assert "oldest        waiting 1.5 s, running 1.5 s, swapped 0.5 s" in lines
     assert not any(line.startswith("lost") for line in lines)
-    low = screen(view_of(replace(alone(), num_dropped=2)), (50, 12), page=Page.DETAILS)
+    low = screen(view_of(replace(alone(), num_dropped=2)), (50, 12), page=Screen.DETAILS)
     assert "lost          2 step records" in low
     assert "  p50/p99 ms  total 20.00/29.80" in low
 
@@ -195,7 +195,7 @@ def test_without_the_characters_for_bars():
     for observations in ([large()] * 50, [large(num_executors=3)], [busy_interval(), LOST]):
         view = view_of(*observations, ascii_only=True)
         for each in SIZES:
-            for page in Page:
+            for page in Screen:
                 assert "\n".join(screen(view, each, page=page)).isascii()
 
 
@@ -219,7 +219,7 @@ def test_the_picture_of_a_server_that_is_lost(size):
 
 
 def test_what_matters_most_is_kept():
-    rows = [Row([Text("a"), Text("b")], 1), Row([Text("c")], 3), Row([Text("d"), Text("e")], 2)]
+    rows = [LineGroup([Text("a"), Text("b")], 1), LineGroup([Text("c")], 3), LineGroup([Text("d"), Text("e")], 2)]
     assert [[line.plain for line in fit(rows, height)] for height in (1, 2, 3, 5)] == [
         ["c"], ["c"], ["c", "d", "e"], ["a", "b", "c", "d", "e"]
     ]  # fmt: skip

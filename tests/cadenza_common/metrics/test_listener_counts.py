@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from cadenza_common.metrics import listener_counts
-from cadenza_common.metrics.listener_counts import EXECUTOR_REFUSALS, SCHEDULER_REFUSALS, ListenerCounts, Refusal
+from cadenza_common.metrics.listener_counts import EXECUTOR_REFUSALS, SCHEDULER_REFUSALS, ListenerCounts, RefusalReason
 
 
 class Peer:
@@ -31,13 +31,13 @@ async def test_a_reason_has_one_line_in_its_interval_however_many_calls_there_ar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listener_counts, "LOG_INTERVAL_S", 0.2)
-    counts, handler = ListenerCounts([Refusal.NO_TOKEN, Refusal.LATE_MESSAGE]), Lines()
+    counts, handler = ListenerCounts([RefusalReason.NO_TOKEN, RefusalReason.LATE_MESSAGE]), Lines()
     logger = logging.getLogger(listener_counts.__name__)
     logger.addHandler(handler)
     try:
         for _ in range(1000):
-            counts.refuse(Refusal.NO_TOKEN, Peer())
-        counts.refuse(Refusal.UNKNOWN_TOKEN, Peer())
+            counts.refuse(RefusalReason.NO_TOKEN, Peer())
+        counts.refuse(RefusalReason.UNKNOWN_TOKEN, Peer())
         assert handler.lines.get_nowait() == "refused a call of ipv6:[::1]: no_token"
         assert handler.lines.get_nowait() == "refused a call of ipv6:[::1]: unknown_token"
         assert handler.lines.empty()
@@ -48,9 +48,9 @@ async def test_a_reason_has_one_line_in_its_interval_however_many_calls_there_ar
         logger.removeHandler(handler)
     assert counts.refused == {"no_token": 1000, "unknown_token": 1, "late_message": 0}
     copy = counts.copy()
-    counts.refuse(Refusal.NO_TOKEN, Peer())
+    counts.refuse(RefusalReason.NO_TOKEN, Peer())
     assert copy.refused["no_token"] == 1000
 
 
 def test_each_reason_belongs_to_a_service() -> None:
-    assert {*SCHEDULER_REFUSALS, *EXECUTOR_REFUSALS} == set(Refusal)
+    assert {*SCHEDULER_REFUSALS, *EXECUTOR_REFUSALS} == set(RefusalReason)

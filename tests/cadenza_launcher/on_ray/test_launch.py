@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from cadenza_launcher.on_ray.launch import Launch, rank_variables
+from cadenza_launcher.on_ray.launch import RayLaunch, rank_variables
 
 
 def test_an_executor_listens_at_any_port_of_its_machine() -> None:
-    launch = Launch(["-m", "x"], ["--model=m"], 1, {"ca.pem": "text"})
+    launch = RayLaunch(["-m", "x"], ["--model=m"], 1, {"ca.pem": "text"})
     (order,) = launch.orders("executor 1")(["10.0.0.7:4000"])
     assert (order.name, order.arguments) == ("executor 1", ["--model=m", "--listen=10.0.0.7:0"])
     assert (order.environment, order.files) == ({}, {"ca.pem": "text"})
-    fixed = Launch(["-m", "x"], [], 1, listen="0.0.0.0:50052")
+    fixed = RayLaunch(["-m", "x"], [], 1, listen="0.0.0.0:50052")
     assert fixed.orders("e")(["10.0.0.7:4000"])[0].arguments == ["--listen=0.0.0.0:50052"]
 
 
 def test_ranks_have_a_secret_that_is_on_no_command_line_and_in_no_other_life() -> None:
-    orders = Launch(["-m", "x"], ["--a"], 2, {"ca.pem": "text"}).orders("executor")
+    orders = RayLaunch(["-m", "x"], ["--a"], 2, {"ca.pem": "text"}).orders("executor")
     first, second = orders(["10.0.0.7:4000", "10.0.0.8:5000"])
     assert first.arguments[:2] == ["--a", "--listen=10.0.0.7:0"]
     assert second.arguments == ["--a", *first.arguments[2:]]

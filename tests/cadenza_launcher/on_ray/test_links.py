@@ -10,7 +10,7 @@ import pytest
 from cadenza.errors import OptionError
 from cadenza_common.settings.service import read_config
 from cadenza_launcher.on_ray.certificates import make_link_certificates
-from cadenza_launcher.on_ray.cluster import Cluster, _check_address
+from cadenza_launcher.on_ray.cluster import RayCluster, _check_address
 from cadenza_launcher.on_ray.executor_list import ExecutorList
 from cadenza_launcher.services.checks import check_scaling
 from cadenza_launcher.services.options import Setting
@@ -61,7 +61,7 @@ def test_the_certificates_of_a_server_know_each_other_and_leave_no_authority_beh
 def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(OptionError, match=r"distributed_executor_backend: ray: Ray is not installed here .*\[ray\]"):
-        Cluster(None)
+        RayCluster(None)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "a:b"])

@@ -6,12 +6,12 @@ import pytest
 
 from cadenza_launcher.on_ray.load import Report
 from cadenza_launcher.on_ray.scaler import Scaler
-from cadenza_launcher.on_ray.scaling import Load, Scaling
+from cadenza_launcher.on_ray.scaling import ReportedLoad, Scaling
 
 
-def load(num_requests: int, num_waiting: int = 0) -> Load:
+def load(num_requests: int, num_waiting: int = 0) -> ReportedLoad:
     """Of executors that run 8 sequences each, so 6 before another one is asked for."""
-    return Load(num_requests, num_waiting, 8)
+    return ReportedLoad(num_requests, num_waiting, 8)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_they_go_one_by_one_and_not_below_the_least() -> None:
 
 def test_nothing_changes_while_nothing_is_known_of_the_executors() -> None:
     scaling = Scaling(1, 4, up_after_s=0, down_after_s=0)
-    assert scaling.wanted(3, 0, Load(100, 100, 0), 0.0) == 3
+    assert scaling.wanted(3, 0, ReportedLoad(100, 100, 0), 0.0) == 3
 
 
 class FakeExecutors:

@@ -19,7 +19,7 @@ from executor_svc.gpu import staging as gpu_staging
 from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepSizes
-from executor_svc.gpu.staging import Changes, Download, Upload
+from executor_svc.gpu.staging import Download, StagedChanges, Upload
 from tests.executor_svc.gpu.slot_histories import LIMITS, MOST, History
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 
@@ -367,7 +367,7 @@ def test_changes_are_the_same_in_any_number_of_pieces(
 ) -> None:
     total = sum(lengths) + num_singles
     wanted = np.arange(1, total + 1)
-    changes = Changes()
+    changes = StagedChanges()
     ends = np.cumsum([0, *lengths])
     for start, end in itertools.pairwise(ends):
         changes.write(int(start), wanted[start:end])

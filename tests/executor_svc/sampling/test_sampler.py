@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cadenza_common.plan.result import SlotError
-from executor_svc.sampling.noise import Purpose, philox4x32, row_keys
+from executor_svc.sampling.noise import DrawPurpose, philox4x32, row_keys
 from executor_svc.sampling.row_math import fold_sum
 from tests.helpers.executor.cpu_sampling import FUNCTIONS, sample
 from tests.helpers.executor.sampling import columns, edits
@@ -69,7 +69,7 @@ def test_gumbel_matches_its_definition() -> None:
 def test_keys_depend_on_everything() -> None:
     def key(seed: int = 1, sample_index: int = 2, position: int = 3) -> int:
         arrays = np.array([seed], np.uint64), np.array([sample_index]), np.array([position])
-        return int(row_keys(*arrays, Purpose.SAMPLE)[0])
+        return int(row_keys(*arrays, DrawPurpose.SAMPLE)[0])
 
     keys = {key(), key(seed=2), key(seed=1 + 2**32), key(seed=2**64 - 1), key(sample_index=3), key(position=4)}
     assert len(keys) == 6

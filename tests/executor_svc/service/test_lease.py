@@ -7,7 +7,7 @@ import pytest
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza_common.serving.heartbeats import CHECK_S, SILENCE_S
-from executor_svc.service.lease import Lease, Leases, Refusal
+from executor_svc.service.lease import Lease, Leases, SessionRefusal
 
 
 class World:
@@ -23,8 +23,8 @@ class World:
         )
         return self.leases.take(opening, f"ipv4:10.0.0.{incarnation}:7000")
 
-    def refused(self, epoch: int, scheduler_id: str = "A", incarnation: int = 1) -> Refusal:
-        with pytest.raises(Refusal) as caught:
+    def refused(self, epoch: int, scheduler_id: str = "A", incarnation: int = 1) -> SessionRefusal:
+        with pytest.raises(SessionRefusal) as caught:
             self.open(epoch, scheduler_id, incarnation)
         return caught.value
 

@@ -17,7 +17,7 @@ from cadenza_common.plan.plan import AdmittedSequence, StepPlan
 from cadenza_common.plan.result import StepResult, StepStatus
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.simulated.executor import SimulatedStepExecutor
-from executor_svc.worker.session import RejectedPlan, Session
+from executor_svc.worker.session import PlanSession, RejectedPlan
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Worker
 from tests.helpers.scheduler.fake_executor import LIMITS, CountingRunner, RecordingPools
@@ -33,11 +33,11 @@ class Rig:
         self.worker.ready.result(10)
         self.results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
 
-    def open(self, epoch: int) -> tuple[Session, int]:
+    def open(self, epoch: int) -> tuple[PlanSession, int]:
         session, opened = self.worker.open_session(epoch, self.results.put)
         return session, opened.result(10)
 
-    def submit(self, session: Session, step_id: int, **fields: Any) -> None:
+    def submit(self, session: PlanSession, step_id: int, **fields: Any) -> None:
         plan = StepPlan(**{"epoch": session.epoch} | fields, step_id=step_id)
         self.worker.submit(session, plan, time.monotonic_ns())
 

@@ -15,7 +15,7 @@ from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepStatus
 from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
-from executor_svc.worker.session import Session
+from executor_svc.worker.session import PlanSession
 from executor_svc.worker.worker import Worker
 from tests.helpers.scheduler.fake_executor import LIMITS
 
@@ -86,7 +86,7 @@ class Rig:
         self.results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         self.session = self.open(1)
 
-    def open(self, epoch: int) -> Session:
+    def open(self, epoch: int) -> PlanSession:
         session, opened = self.worker.open_session(epoch, self.results.put)
         assert opened.result(10) is not None
         assert self.executor.launched.get(timeout=10) == "clear"

@@ -18,7 +18,7 @@ from gateway_svc.kv_events import publisher
 from scheduler_svc.convert.kv_events import kv_batch
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
-from scheduler_svc.engine.kv_events.events import Batch, Cleared, Event, Removed, Stored, grouped
+from scheduler_svc.engine.kv_events.events import Cleared, Event, KvEventBatch, Removed, Stored, grouped
 from scheduler_svc.engine.kv_events.hub import KvEvents
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.kv_exchange import RECORDED as EXCHANGE
@@ -41,7 +41,7 @@ def chain(root: tuple[str, bytes, bytes], *contents: tuple[int, ...]) -> list[Bl
     return blocks
 
 
-def batches() -> list[Batch]:
+def batches() -> list[KvEventBatch]:
     """One of each kind."""
     plain = chain(("", b"", b""), (1, 2, 3, 4), (5, 6, 7, 70_000), (9, 9, 9, 9))
     salted = chain(("team", b"salt", b"content"), (1, 2, 3, 4), (5, 6, 7, 8))
@@ -51,7 +51,7 @@ def batches() -> list[Batch]:
         [Stored(plain[2:], Tier.HOST), Removed(plain[:2], Tier.DEVICE)],
         [Stored(salted, Tier.DEVICE)],
     ]
-    return [Batch(number, 1_700_000_000_250_000_000 + number, events) for number, events in enumerate(kinds)]
+    return [KvEventBatch(number, 1_700_000_000_250_000_000 + number, events) for number, events in enumerate(kinds)]
 
 
 def payloads() -> list[bytes]:
@@ -81,7 +81,7 @@ def test_a_payload_of_many_events_is_made_in_slices() -> None:
 
     blocks = [block for index in range(1024) for block in chain(("", b"", b""), (index,) * 16)]
     (events,) = grouped((block, Tier.DEVICE, True) for block in blocks)
-    batch = run_at_once(kv_batch(Batch(1, 0, events), {}))
+    batch = run_at_once(kv_batch(KvEventBatch(1, 0, events), {}))
     assert len(list(kv_payload(batch))) + 1 == 1024 / EVENTS_PER_SLICE
     _, rows, _ = msgpack.unpackb(run_at_once(kv_payload(batch)))
     assert [row["block_hashes"][0] for row in rows] == [int.from_bytes(block.digest, "big") for block in blocks]

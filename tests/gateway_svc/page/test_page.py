@@ -11,7 +11,7 @@ import pytest
 
 from gateway_svc.access import PageRights
 from gateway_svc.page import feed as feeds
-from gateway_svc.page.feed import MAX_EVENTS, View
+from gateway_svc.page.feed import MAX_EVENTS, OpenPage
 from gateway_svc.page.files import page_files
 from tests.helpers.gateway.gateway import gateway, read_events
 from tests.helpers.scheduler.scheduler_world import script, world
@@ -278,7 +278,7 @@ async def test_a_page_without_a_token_is_asked_again_after_a_loss(w, p):
 
 
 async def test_a_page_that_does_not_read_is_closed_and_others_go_on():
-    slow, quick = View(has_right=True), View(has_right=True)
+    slow, quick = OpenPage(has_right=True), OpenPage(has_right=True)
     for number in range(MAX_EVENTS + 1):
         event = b"%d" % number
         slow.put(event)

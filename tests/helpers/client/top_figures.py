@@ -12,9 +12,9 @@ from cadenza.errors import UnavailableError
 from cadenza.info import ExecutorInfo, ServerInfo, ServerLoad
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
-from cadenza_cli.top.figures import Lost, Snapshot
+from cadenza_cli.top.figures import Lost, ServerFigures
 from cadenza_cli.top.meter import Meter
-from cadenza_cli.top.view import Page, TopView
+from cadenza_cli.top.view import Screen, TopView
 
 MS = 10**6
 NOON = datetime(2026, 11, 23, 12, 0).timestamp()
@@ -56,7 +56,7 @@ def record(
     )
 
 
-def busy_interval() -> Snapshot:
+def busy_interval() -> ServerFigures:
     """Two seconds of two sequences on one executor and one on another."""
     meter = Meter(info(10.0, num_executors=2, num_output_tokens=100), 0.0, model="models/a-model")
     records = [
@@ -72,7 +72,7 @@ def busy_interval() -> Snapshot:
     return meter.snapshot(info(12.0, num_executors=2, **counts, **now))
 
 
-def drafting() -> Snapshot:
+def drafting() -> ServerFigures:
     """Two executors over two seconds, the first of which drafts: 9 tokens of 4 sequences' steps, 5 of 8 drafts."""
 
     def server(now_s: float, num_drafts: int, num_accepted: int) -> ServerInfo:
@@ -93,19 +93,19 @@ def drafting() -> Snapshot:
     return meter.snapshot(server(12.0, 108, 55))
 
 
-def alone() -> Snapshot:
+def alone() -> ServerFigures:
     """The same server with its first executor alone."""
     return replace(busy_interval(), executors=busy_interval().executors[:1])
 
 
-def view_of(*observations: Snapshot | Lost, ascii_only: bool = False) -> TopView:
+def view_of(*observations: ServerFigures | Lost, ascii_only: bool = False) -> TopView:
     view = TopView("127.0.0.1:50051", ascii_only=ascii_only, now=lambda: NOON)
     for each in observations:
         view.add(each)
     return view
 
 
-def screen(view: TopView, size: tuple[int, int], *, page: Page = Page.OVERVIEW) -> list[str]:
+def screen(view: TopView, size: tuple[int, int], *, page: Screen = Screen.OVERVIEW) -> list[str]:
     """The lines that a terminal of this size shows."""
     console = Console(file=io.StringIO(), width=size[0], height=size[1])
     text = view.screen(*size, page=page, foot="q quit  d details")

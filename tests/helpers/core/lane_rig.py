@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from cadenza_common.plan.plan import StepPlan
-from scheduler_svc.core.adapters.events import AdapterError, AdapterLoaded, AdapterUnloaded
+from scheduler_svc.core.adapters.events import AdapterFailure, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.results import context_lens
@@ -59,7 +59,7 @@ class LaneRig:
             self.answers.append(AdapterUnloaded(index))
         for registered in commands.loads:
             if registered.path == BROKEN:
-                self.answers.append(AdapterLoaded(registered.index, error=AdapterError(3, "it is broken")))
+                self.answers.append(AdapterLoaded(registered.index, error=AdapterFailure(3, "it is broken")))
             else:
                 self.answers.append(AdapterLoaded(registered.index, adapter_hash(registered.index), 1, 1))
 

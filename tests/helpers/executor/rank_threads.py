@@ -31,10 +31,10 @@ from executor_svc.plan.limits import Limits
 from executor_svc.ranks.adapters import LeaderAdapters, serve_adapters
 from executor_svc.ranks.drafts import MemberDrafts
 from executor_svc.ranks.hosts.connecting import Connector
-from executor_svc.ranks.hosts.credentials import Credentials
+from executor_svc.ranks.hosts.credentials import RankCredentials
 from executor_svc.ranks.hosts.exchange_links import ExchangeLinks, LeaderExchanges, MemberExchanges
 from executor_svc.ranks.hosts.listener import Listener
-from executor_svc.ranks.hosts.places import Place
+from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.ranks.links import Link, LinkClosed
 from executor_svc.ranks.steps import LeaderRanks, MemberRanks
 from executor_svc.startup.device import make_device
@@ -86,15 +86,15 @@ class SharedMemory:
 class Connections:
     """Connections over TCP, as between machines."""
 
-    def __init__(self, credentials: Credentials | None = None) -> None:
-        self._credentials = credentials or Credentials()
+    def __init__(self, credentials: RankCredentials | None = None) -> None:
+        self._credentials = credentials or RankCredentials()
         self._host = new_address()
         self._listener: Listener | None = None
         self._links: list[ExchangeLinks] = []
 
     def ranks(self, share: Share, kernels: CpuKernels, sizes: ExchangeSizes) -> LinkedRanks:
         """Return a rank's exchanges, of a session that has begun."""
-        place = Place(share.rank, share.size, share.rank, share.size, self._host, 50053)
+        place = RankPlace(share.rank, share.size, share.rank, share.size, self._host, 50053)
         links: ExchangeLinks
         if share.rank:
             links = MemberExchanges(Connector(place, self._credentials))

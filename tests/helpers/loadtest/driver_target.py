@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cadenza.errors import UnavailableError
-from cadenza_loadtest.driving.live import LiveRequest
+from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.driving.target import ServerFacts
 from cadenza_loadtest.requests import LoadTestError, RequestShape
 
@@ -51,7 +51,7 @@ class FakeTarget:
     def __post_init__(self) -> None:
         self.going.set()
 
-    async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
+    async def run(self, shape: RequestShape, prompt: list[int] | str, live: RequestInFlight) -> None:
         live.sent_s = time.perf_counter()
         self.prompts[shape.index] = prompt
         self.started.append(shape.index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cadenza_simulator.executor_profiles import ProfileLimits
-from cadenza_simulator.recordings import RecordedSteps, Recording
+from cadenza_simulator.recordings import RecordedRun, RecordedSteps
 from executor_svc.simulated.costs import StepCosts, StepWork
 
 COSTS = StepCosts(
@@ -21,7 +21,7 @@ def recording(
     noise: float = 0.0,
     prefills: float = 0.15,
     moves: float = 0.1,
-) -> Recording:
+) -> RecordedRun:
     """Steps of 1 to 60 decoding sequences, some with a chunk of a prompt, some with moved blocks; log-normal noise."""
     rng = np.random.default_rng(seed)
     decodes = rng.integers(1, 60, count)
@@ -55,4 +55,4 @@ def recording(
         moves_ns=move,
         total_ns=total,
     )
-    return Recording(steps, ProfileLimits(), "toy", "cpu", 0)
+    return RecordedRun(steps, ProfileLimits(), "toy", "cpu", 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cadenza_loadtest.requests import RequestShape
 from cadenza_simulator.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
-from cadenza_simulator.run import Outcome, Simulation
+from cadenza_simulator.run import RunOutcome, Simulation
 from cadenza_simulator.traffic import Traffic
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.config import SchedulerConfig
@@ -54,7 +54,7 @@ def simulation(
 
 def simulate(
     schedule: Sequence[tuple[float, RequestShape]], fleet: ExecutorProfile | Sequence[ExecutorProfile], **keywords: Any
-) -> Outcome:
+) -> RunOutcome:
     """Let it run."""
     return simulation(schedule, fleet, **keywords).run()
 

@@ -28,7 +28,7 @@ CLIENTS_TAKE = 8192
     [
         (errors.RequestRejectedError("a.b", "is wrong"), "INVALID_ARGUMENT", "a.b: is wrong"),
         (errors.PreconditionError("a.b", "is missing"), "FAILED_PRECONDITION", "a.b: is missing"),
-        (errors.QueueFullError("full", 2.5), "RESOURCE_EXHAUSTED", "full"),
+        (errors.WaitingQueueFullError("full", 2.5), "RESOURCE_EXHAUSTED", "full"),
         (errors.RequestExistsError("taken"), "ALREADY_EXISTS", "taken"),
         (errors.DrainingError("draining"), "UNAVAILABLE", "draining"),
         (NotServingError("starting"), "UNAVAILABLE", "starting"),
@@ -51,7 +51,7 @@ def test_details():
     assert status_of(errors.RequestRejectedError("a.b", "is wrong")).details[0].Unpack(bad_request)
     (violation,) = bad_request.field_violations
     assert (violation.field, violation.description) == ("a.b", "is wrong")
-    assert status_of(errors.QueueFullError("full", 2.5)).details[0].Unpack(retry)
+    assert status_of(errors.WaitingQueueFullError("full", 2.5)).details[0].Unpack(retry)
     assert retry.retry_delay.ToTimedelta().total_seconds() == 2.5
 
 

@@ -16,7 +16,7 @@ from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
-from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import StoppedText
 from tests.helpers.models.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -25,7 +25,7 @@ LAST = Finish(FinishDetail.MAX_TOKENS)
 
 def live_request(request_id="r", *, text=False, stop=(), best_of=None, sampling=None, **spec):
     found = RequestSpec(request_id, (5, 6), sampling or SequenceSampling(), **spec)
-    make_text = (lambda: TextStream(TOKENIZER, stop=stop)) if text else None
+    make_text = (lambda: StoppedText(TOKENIZER, stop=stop)) if text else None
     return LiveRequest(EngineRequest(found, make_text, best_of=best_of), arrival_ns=1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.core.errors import LimitsError, QueueFullError
+from scheduler_svc.core.errors import LimitsError, WaitingQueueFullError
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
 from scheduler_svc.plan_loop.ports import ExecutorFencedError
@@ -321,11 +321,11 @@ async def test_the_hint_to_come_back_counts_all_executors() -> None:
             for _ in range(200):
                 world.submit(f"r{len(world.live)}", max_tokens=4)
 
-        with pytest.raises(QueueFullError) as both:
+        with pytest.raises(WaitingQueueFullError) as both:
             fill()
         world.executors[0].die()
         await world.clock.advance(0)
-        with pytest.raises(QueueFullError) as one:
+        with pytest.raises(WaitingQueueFullError) as one:
             fill()
         assert (both.value.retry_after_s, one.value.retry_after_s) == (60 / 6, 60 / 2)
         await world.run()

@@ -12,7 +12,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.errors import UnreadableMessageError
 from scheduler_svc.convert.generation import fault_counts
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.faults import Fault
+from scheduler_svc.engine.faults import FaultKind
 from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
 from scheduler_svc.front.front import Front
 from scheduler_svc.journal.journal import connect
@@ -22,7 +22,7 @@ from tests.helpers.scheduler.changing_executor import OTHER_NUMERICS, STEP_S
 from tests.helpers.scheduler.fleet_world import fleet
 
 
-def counts(engine: Engine) -> dict[Fault, int]:
+def counts(engine: Engine) -> dict[FaultKind, int]:
     """The kinds that have occurred, with their counts."""
     return {fault: each.count for fault, each in engine.faults if each.count}
 
@@ -30,13 +30,13 @@ def counts(engine: Engine) -> dict[Fault, int]:
 async def test_every_kind_is_in_the_server_info_by_its_name() -> None:
     async with fleet(1) as world:
         assert fault_counts(world.engine.faults) == []
-        for number, fault in enumerate(Fault, start=1):
+        for number, fault in enumerate(FaultKind, start=1):
             world.engine.faults.record(fault, "e:0", count=number)
         await world.clock.advance(2.0)
         info = server_info_from_proto(pb.GetServerInfoResponse(faults=fault_counts(world.engine.faults)))
-        assert [(each.kind, each.count) for each in info.faults] == [(f, n) for n, f in enumerate(Fault, start=1)]
+        assert [(each.kind, each.count) for each in info.faults] == [(f, n) for n, f in enumerate(FaultKind, start=1)]
         assert {(each.last_age_s, each.last_executor) for each in info.faults} == {(2.0, "e:0")}
-        assert len(Fault) + 1 == len(pb.FaultKind.values())
+        assert len(FaultKind) + 1 == len(pb.FaultKind.values())
         unknown = server_info_from_proto(pb.GetServerInfoResponse(faults=[pb.FaultCount(kind=99, count=1)]))
         assert unknown.faults[0].kind == "fault 99"
 
@@ -60,16 +60,16 @@ async def test_a_dead_executor_its_suspects_its_moved_requests_and_its_successor
         held = {name for name in world.live if world.holder(name) == 0}
         world.executors[0].die()
         await world.clock.advance(MOVE_AFTER_S + STEP_S)
-        assert world.engine.faults[Fault.EXECUTOR_LOST].last_executor == "e:0"
-        assert world.engine.faults.last_age_s(Fault.EXECUTOR_LOST) == round(MOVE_AFTER_S + STEP_S, 6)
+        assert world.engine.faults[FaultKind.EXECUTOR_LOST].last_executor == "e:0"
+        assert world.engine.faults.last_age_s(FaultKind.EXECUTOR_LOST) == round(MOVE_AFTER_S + STEP_S, 6)
         await world.run()
         world.executors[0].come_back()
         await world.clock.advance(1.0)
         found = counts(world.engine)
-        assert 0 < found.pop(Fault.REQUEST_SUSPECTED) <= len(held)
-        assert 0 < found.pop(Fault.REQUEST_MOVED) <= len(held)
-        assert found == {Fault.EXECUTOR_LOST: 1, Fault.EXECUTOR_RESTARTED: 1}
-        assert world.engine.faults[Fault.EXECUTOR_RESTARTED].last_executor == "e:0"
+        assert 0 < found.pop(FaultKind.REQUEST_SUSPECTED) <= len(held)
+        assert 0 < found.pop(FaultKind.REQUEST_MOVED) <= len(held)
+        assert found == {FaultKind.EXECUTOR_LOST: 1, FaultKind.EXECUTOR_RESTARTED: 1}
+        assert world.engine.faults[FaultKind.EXECUTOR_RESTARTED].last_executor == "e:0"
 
 
 async def test_a_hung_executor_is_counted_once() -> None:
@@ -78,8 +78,8 @@ async def test_a_hung_executor_is_counted_once() -> None:
         await world.clock.advance(8.5 * STEP_S)
         world.executors[0].goes_on.clear()
         await world.clock.advance(5.0)
-        assert counts(world.engine) == {Fault.EXECUTOR_STALLED: 1}
-        assert world.engine.faults[Fault.EXECUTOR_STALLED].last_executor == "e:0"
+        assert counts(world.engine) == {FaultKind.EXECUTOR_STALLED: 1}
+        assert world.engine.faults[FaultKind.EXECUTOR_STALLED].last_executor == "e:0"
 
 
 async def test_a_request_that_fails_every_step_is_counted_with_these_steps() -> None:
@@ -87,14 +87,14 @@ async def test_a_request_that_fails_every_step_is_counted_with_these_steps() -> 
         world.executors[0].poison = Poison(1, 10)
         world.executors[0].break_off()
         await world.clock.advance(1.0)
-        before = world.engine.faults[Fault.EXECUTOR_LOST].count
+        before = world.engine.faults[FaultKind.EXECUTOR_LOST].count
         live = world.submit("a")
         await world.run()
         assert live.failed
         found = counts(world.engine)
-        assert found[Fault.REQUEST_FAILED] == 1
-        assert found[Fault.STEP_FAILED] == found[Fault.EXECUTOR_LOST] - before == 4
-        assert found[Fault.REQUEST_SUSPECTED] == 1
+        assert found[FaultKind.REQUEST_FAILED] == 1
+        assert found[FaultKind.STEP_FAILED] == found[FaultKind.EXECUTOR_LOST] - before == 4
+        assert found[FaultKind.REQUEST_SUSPECTED] == 1
 
 
 async def test_executors_that_cannot_be_used_are_counted_once_for_each_reason() -> None:
@@ -102,19 +102,19 @@ async def test_executors_that_cannot_be_used_are_counted_once_for_each_reason() 
         models=[{}, {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": (("weights", "2"),)}]
     ) as world:
         await world.clock.advance(5.0)
-        assert counts(world.engine) == {Fault.EXECUTOR_REFUSED: 1}
+        assert counts(world.engine) == {FaultKind.EXECUTOR_REFUSED: 1}
     async with fleet() as world:
         world.executors[1].fences = True
         world.executors[1].break_off()
         await world.clock.advance(3.0)
-        assert counts(world.engine) == {Fault.EXECUTOR_REFUSED: 1, Fault.EXECUTOR_LOST: 1}
-        assert world.engine.faults[Fault.EXECUTOR_REFUSED].last_executor == "e:1"
+        assert counts(world.engine) == {FaultKind.EXECUTOR_REFUSED: 1, FaultKind.EXECUTOR_LOST: 1}
+        assert world.engine.faults[FaultKind.EXECUTOR_REFUSED].last_executor == "e:1"
 
 
 async def test_refused_requests_are_counted_also_when_they_are_not_logged() -> None:
     async with fleet(1) as world:
         Front(world.engine, SchedulerConfig()).log_refused("r", UnreadableMessageError("bad"))
-        assert counts(world.engine) == {Fault.REQUEST_REFUSED: 1}
+        assert counts(world.engine) == {FaultKind.REQUEST_REFUSED: 1}
 
 
 async def test_a_journal_that_cannot_be_written_is_counted_and_its_recovery_is_not(tmp_path: Path) -> None:
@@ -124,4 +124,4 @@ async def test_a_journal_that_cannot_be_written_is_counted_and_its_recovery_is_n
         writer._set_failure(RuntimeError("full"))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         writer._set_failure(None)
-        assert counts(world.engine) == {Fault.JOURNAL_FAILED: 1}
+        assert counts(world.engine) == {FaultKind.JOURNAL_FAILED: 1}

@@ -16,7 +16,7 @@ from scheduler_svc.core.types import FinishDetail, RequestSpec
 from scheduler_svc.engine.kept_requests import result_bytes
 from scheduler_svc.engine.live_request import Listener, LiveRequest
 from scheduler_svc.plan_loop.ports import EngineRequest
-from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import StoppedText
 from tests.helpers.models.toy_tokenizers import byte_level
 from tests.helpers.scheduler.virtual_engine import STEP_S, World, started
 
@@ -250,7 +250,7 @@ def test_the_size_of_a_result_is_about_what_it_takes() -> None:
 
     def make() -> LiveRequest:
         spec = RequestSpec("r", tuple(int(str(1000 + i)) for i in range(3000)), SequenceSampling(num_logprobs=5))
-        live = LiveRequest(EngineRequest(spec, lambda: TextStream(tokenizer)), 1)
+        live = LiveRequest(EngineRequest(spec, lambda: StoppedText(tokenizer)), 1)
         for index in range(2000):
             top = [int(str(300 + index + each)) for each in range(5)]
             live.samples[0].extend(

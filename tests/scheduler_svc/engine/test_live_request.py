@@ -12,7 +12,7 @@ from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
-from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import StoppedText
 from tests.helpers.executor.prompt_columns import made_up_prompt_logprobs
 from tests.helpers.models.toy_tokenizers import byte_level
 
@@ -23,7 +23,7 @@ END = Finish(FinishDetail.MAX_TOKENS)
 def make(samples, best_of=None, *, stop=(), logprobs=None, prompt_logprobs=None, beams=None):
     sampling = SequenceSampling(num_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs)
     spec = RequestSpec("r", (1, 2, 3), sampling, num_samples=samples, beams=beams)
-    request = EngineRequest(spec, lambda: TextStream(TOKENIZER, stop=stop), best_of=best_of)
+    request = EngineRequest(spec, lambda: StoppedText(TOKENIZER, stop=stop), best_of=best_of)
     return LiveRequest(request, arrival_ns=1)
 
 

@@ -12,7 +12,7 @@ from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.plan_loop.ports import EngineRequest
-from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import StoppedText
 from tests.helpers.executor.prompt_columns import made_up_prompt_logprobs
 from tests.helpers.models.toy_tokenizers import byte_level
 
@@ -23,7 +23,7 @@ END = Finish(FinishDetail.MAX_TOKENS)
 def make(*, stop=(), logprobs=None, samples=1, text=True, prompt=(1, 2), prompt_logprobs=None):
     sampling = SequenceSampling(num_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs)
     spec = RequestSpec("r", prompt, sampling, num_samples=samples)
-    make_text = (lambda: TextStream(TOKENIZER, stop=stop)) if text else None
+    make_text = (lambda: StoppedText(TOKENIZER, stop=stop)) if text else None
     return LiveRequest(EngineRequest(spec, make_text), arrival_ns=1)
 
 

@@ -12,10 +12,10 @@ from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.errors import DataLossError, RequestRejectedError
 from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.reader import Chunk, RequestReader
+from scheduler_svc.engine.reader import OutputChunk, RequestReader
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
-from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import StoppedText
 from tests.helpers.models.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -33,7 +33,7 @@ NUM_PROMPT = 9
 def make(num_samples: int = 1, *, best_of: BestOf | None = None, logprobs: bool = False) -> LiveRequest:
     sampling = SequenceSampling(num_logprobs=1 if logprobs else None, num_prompt_logprobs=1 if logprobs else None)
     spec = RequestSpec("r", tuple(range(NUM_PROMPT)), sampling, num_samples=num_samples)
-    return LiveRequest(EngineRequest(spec, lambda: TextStream(TOKENIZER, stop=STOP), best_of=best_of), arrival_ns=1)
+    return LiveRequest(EngineRequest(spec, lambda: StoppedText(TOKENIZER, stop=STOP), best_of=best_of), arrival_ns=1)
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Received:
     prompt_logprobs: list[float] = field(default_factory=list)
     is_over: bool = False
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: OutputChunk) -> None:
         assert not self.is_over
         if chunk.prompt_logprobs is not None:
             assert chunk.prompt_logprobs.start == len(self.prompt_logprobs) + 1

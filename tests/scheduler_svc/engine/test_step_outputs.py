@@ -16,7 +16,7 @@ from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
-from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import StoppedText
 from tests.helpers.models.toy_tokenizers import byte_level
 from tests.helpers.scheduler.fake_clock import FakeClock
 
@@ -31,7 +31,7 @@ class Stage:
     def __init__(self, *, best_of=None, text=False, **spec):
         self.engine = Engine(SchedulerConfig(), Scheduler(), FakeClock())
         spec = RequestSpec("r", (5, 6, 7), SequenceSampling(num_logprobs=0 if best_of else None), **spec)
-        make_text = (lambda: TextStream(TOKENIZER)) if text else None
+        make_text = (lambda: StoppedText(TOKENIZER)) if text else None
         self.live = LiveRequest(EngineRequest(spec, make_text, best_of=best_of), arrival_ns=1)
         self.engine._live[spec.key] = self.live
         self.group = SequenceGroup(spec, 0, 0.0, 64)

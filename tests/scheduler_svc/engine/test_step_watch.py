@@ -7,7 +7,7 @@ from dataclasses import fields
 from cadenza_common.plan.result import StepResult
 from scheduler_svc.engine.gauges import current_load
 from scheduler_svc.engine.lane_views import step_load
-from scheduler_svc.engine.step_watch import StepWatch
+from scheduler_svc.engine.step_watch import StepRecordWatch
 from scheduler_svc.plan_loop.ports import StepRecord
 from tests.helpers.core.core_bench import Bench
 
@@ -18,7 +18,7 @@ def record(step_id: int) -> StepRecord:
 
 async def test_a_watcher_that_is_far_behind_gets_its_records_in_small_messages() -> None:
     """Thousands in one would hold up the event loop, and pass what a client takes by default (4 MB)."""
-    async with StepWatch(set(), include_block_tables=False) as watch:
+    async with StepRecordWatch(set(), include_block_tables=False) as watch:
         assert await anext(watch) == ([], 0), "the first comes at once"
         for step_id in range(5000):
             watch.put(record(step_id))

@@ -11,7 +11,7 @@ import pytest
 from scheduler_svc.executors import kubernetes
 from scheduler_svc.executors.addresses import ServiceName, executor_entries
 from scheduler_svc.executors.discovery import RESOLVE_S, Discovery
-from scheduler_svc.executors.kubernetes import Cluster, Endpoints, ready_endpoints
+from scheduler_svc.executors.kubernetes import Endpoints, KubernetesApi, ready_endpoints
 from tests.helpers.certificates import certificates
 from tests.helpers.kubernetes_api import FakeKubernetes, endpoint_slice, kubernetes_api
 from tests.scheduler_svc.executors.test_discovery import FakeExecutors, settle
@@ -114,9 +114,9 @@ async def test_errors_say_what_is_wrong(api: FakeKubernetes, tmp_path: Path) -> 
     (of_another_ca / "ca.crt").write_bytes((certificates(tmp_path / "certs").folder / "ca" / "ca.pem").read_bytes())
     (of_another_ca / "token").write_text(api.token)
     with pytest.raises(OSError, match=r"certificate verify failed"):
-        await Cluster("localhost", api.port, of_another_ca).endpoints(SERVICE, "")
+        await KubernetesApi("localhost", api.port, of_another_ca).endpoints(SERVICE, "")
     with pytest.raises(OSError, match=r"missing/ca.crt is missing: this is no pod"):
-        await Cluster("localhost", api.port, tmp_path / "missing").endpoints(SERVICE, "")
+        await KubernetesApi("localhost", api.port, tmp_path / "missing").endpoints(SERVICE, "")
     api.token = "another"
     with pytest.raises(OSError, match=r"401 Unauthorized"):
         await api.cluster.endpoints(SERVICE, "")

@@ -7,7 +7,7 @@ import asyncio
 from cadenza_common.serving.slices import run_at_once
 from scheduler_svc.convert.kv_events import EVENTS_PER_SLICE, kv_batch
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
-from scheduler_svc.engine.kv_events.events import MAX_BATCH_TOKENS, Batch, StatePart, Stored, grouped
+from scheduler_svc.engine.kv_events.events import MAX_BATCH_TOKENS, KvEventBatch, StatePart, Stored, grouped
 from scheduler_svc.front.kv_messages import KvMessages
 
 PLAIN = ("", b"", b"")
@@ -18,10 +18,10 @@ def texts(count: int) -> list[Block]:
     return [first_block(PLAIN, bytes([index % 256, index // 256, 0, 0]) * 16) for index in range(count)]
 
 
-def batch(number: int, part: StatePart | None = None) -> Batch:
+def batch(number: int, part: StatePart | None = None) -> KvEventBatch:
     """One with as many events as one may have."""
     (events,) = grouped((block, Tier.DEVICE, True) for block in texts(1024))
-    return Batch(number, 0, events, part)
+    return KvEventBatch(number, 0, events, part)
 
 
 def test_a_batch_of_many_events_becomes_a_message_in_slices() -> None:

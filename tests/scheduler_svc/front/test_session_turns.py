@@ -17,7 +17,7 @@ from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, RequestReader
-from scheduler_svc.front.session import Session, _Entry
+from scheduler_svc.front.session import SessionStream, _Entry
 from scheduler_svc.plan_loop.ports import EngineRequest
 
 NUM_PROMPT_TOKENS = 20_000
@@ -40,11 +40,11 @@ class Quiet:
         """Nothing is logged."""
 
 
-def session() -> Session:
-    return Session(Quiet(), None, None)  # type: ignore[arg-type]
+def session() -> SessionStream:
+    return SessionStream(Quiet(), None, None)  # type: ignore[arg-type]
 
 
-def add(opened: Session, request_id: str, *, prompt_logprobs: int = 0) -> LiveRequest:
+def add(opened: SessionStream, request_id: str, *, prompt_logprobs: int = 0) -> LiveRequest:
     """A request with one output token, and with the logprobs of so many prompt tokens, in the session."""
     num_top = NUM_TOP if prompt_logprobs else None
     spec = RequestSpec(request_id, (5,) * (prompt_logprobs + 1), SequenceSampling(num_prompt_logprobs=num_top))
@@ -63,12 +63,12 @@ def add(opened: Session, request_id: str, *, prompt_logprobs: int = 0) -> LiveRe
     return live
 
 
-async def next_message(opened: Session) -> pb.SessionResponse | None:
+async def next_message(opened: SessionStream) -> pb.SessionResponse | None:
     raw = await opened._collect()
     return None if raw is None else pb.SessionResponse.FromString(raw)
 
 
-async def messages_of(opened: Session) -> list[pb.SessionResponse]:
+async def messages_of(opened: SessionStream) -> list[pb.SessionResponse]:
     messages: list[pb.SessionResponse] = []
     while (message := await next_message(opened)) is not None:
         messages.append(message)

@@ -13,8 +13,8 @@ from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.errors import (
     DataLossError,
     PreconditionError,
-    QueueFullError,
     RequestRejectedError,
+    WaitingQueueFullError,
 )
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.journal.restore import Restored
@@ -98,7 +98,7 @@ class OneAnswer(GrammarDoor):
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (QueueFullError("takes over 10 s to compile", 10.0), Restored(num_unfinished=1, num_lost=4)),
+        (WaitingQueueFullError("takes over 10 s to compile", 10.0), Restored(num_unfinished=1, num_lost=4)),
         (RequestRejectedError("grammar", "another version refuses it"), Restored(num_lost=5)),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.journal.errors import JournalError
-from scheduler_svc.journal.store import Batch, JournalStore
+from scheduler_svc.journal.store import JournalBatch, JournalStore
 from tests.helpers.scheduler.journals import (
     HeldThread,
     admission,
@@ -24,9 +24,9 @@ from tests.helpers.scheduler.journals import (
 
 def test_what_is_committed_is_there_in_order_of_arrival(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
-    store.commit(Batch(admitted=[admission(2), admission(1, stores_tokens=True)], started=[(b"", 1)])).result()
-    store.commit(Batch(tokens=[new_tokens(1, 0, [5, 6])])).result()
-    store.commit(Batch(tokens=[new_tokens(1, 2, [7])], samples=[sample(2, [8, 9])], ends=[end(2)])).result()
+    store.commit(JournalBatch(admitted=[admission(2), admission(1, stores_tokens=True)], started=[(b"", 1)])).result()
+    store.commit(JournalBatch(tokens=[new_tokens(1, 0, [5, 6])])).result()
+    store.commit(JournalBatch(tokens=[new_tokens(1, 2, [7])], samples=[sample(2, [8, 9])], ends=[end(2)])).result()
     store.close()
     first, second = stored(tmp_path)
     assert (first.admission, second.admission) == (admission(1, stores_tokens=True), admission(2))
@@ -38,12 +38,12 @@ def test_what_is_committed_is_there_in_order_of_arrival(tmp_path: Path) -> None:
 def test_a_finished_sample_replaces_its_tokens_and_a_deleted_request_leaves_nothing(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
     store.commit(
-        Batch(admitted=[admission(1), admission(2)], tokens=[new_tokens(1, 0, [5]), new_tokens(1, 0, [6], 1)])
+        JournalBatch(admitted=[admission(1), admission(2)], tokens=[new_tokens(1, 0, [5]), new_tokens(1, 0, [6], 1)])
     ).result()
-    store.commit(Batch(samples=[sample(1, [5, 7])], ends=[end(2)])).result()
+    store.commit(JournalBatch(samples=[sample(1, [5, 7])], ends=[end(2)])).result()
     (first, _) = store.load().result()[0]
     assert first.tokens == {1: [tokens(1, 0, [6], 1)]}
-    store.commit(Batch(deleted=[1, 2])).result()
+    store.commit(JournalBatch(deleted=[1, 2])).result()
     assert store.load().result()[0] == []
     store.close()
     with sqlite3.connect(tmp_path / "journal.sqlite") as database:
@@ -54,8 +54,8 @@ def test_a_finished_sample_replaces_its_tokens_and_a_deleted_request_leaves_noth
 
 def test_a_request_that_is_admitted_again_has_shown_nothing(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
-    store.commit(Batch(admitted=[admission(1)], started=[(b"", 1)])).result()
-    store.commit(Batch(admitted=[admission(1, fingerprint=b"other")])).result()
+    store.commit(JournalBatch(admitted=[admission(1)], started=[(b"", 1)])).result()
+    store.commit(JournalBatch(admitted=[admission(1, fingerprint=b"other")])).result()
     (found,) = store.load().result()[0]
     assert (found.admission.fingerprint, found.started) == (b"other", False)
     store.close()
@@ -64,10 +64,10 @@ def test_a_request_that_is_admitted_again_has_shown_nothing(tmp_path: Path) -> N
 def test_a_torn_tail_loses_only_the_batch_that_was_not_committed(tmp_path: Path) -> None:
     """As after a power failure in the middle of a write: the log is cut at every length from the last batch on."""
     store = opened_store(tmp_path)
-    store.commit(Batch(admitted=[admission(1)])).result()
+    store.commit(JournalBatch(admitted=[admission(1)])).result()
     log = tmp_path / "journal.sqlite-wal"
     whole = log.stat().st_size
-    store.commit(Batch(admitted=[admission(2)])).result()
+    store.commit(JournalBatch(admitted=[admission(2)])).result()
     lengths = [*range(whole, log.stat().st_size, 1031), log.stat().st_size - 1, log.stat().st_size]
     found = []
     for index, length in enumerate(lengths):
@@ -77,7 +77,7 @@ def test_a_torn_tail_loses_only_the_batch_that_was_not_committed(tmp_path: Path)
         (copy / log.name).write_bytes(log.read_bytes()[:length])
         found.append([each.admission.number for each in stored(copy)])
         after = opened_store(copy)
-        after.commit(Batch(admitted=[admission(3)])).result()
+        after.commit(JournalBatch(admitted=[admission(3)])).result()
         after.close()
         assert [each.admission.number for each in stored(copy)] == [*found[-1], 3]
     assert found == [[1]] * (len(lengths) - 1) + [[1, 2]]
@@ -86,10 +86,10 @@ def test_a_torn_tail_loses_only_the_batch_that_was_not_committed(tmp_path: Path)
 
 def test_a_torn_tail_with_other_bytes_behind_it_is_not_taken_for_a_batch(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
-    store.commit(Batch(admitted=[admission(1)])).result()
+    store.commit(JournalBatch(admitted=[admission(1)])).result()
     log = tmp_path / "journal.sqlite-wal"
     whole = log.stat().st_size
-    store.commit(Batch(admitted=[admission(2)])).result()
+    store.commit(JournalBatch(admitted=[admission(2)])).result()
     copy = tmp_path / "copy"
     copy.mkdir()
     shutil.copy(tmp_path / "journal.sqlite", copy)
@@ -123,7 +123,7 @@ def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_a_clear_error(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
     for number in range(1, 40):
-        store.commit(Batch(admitted=[admission(number, body=bytes(3000))])).result()
+        store.commit(JournalBatch(admitted=[admission(number, body=bytes(3000))])).result()
     store.close()
     path = tmp_path / "journal.sqlite"
     content = bytearray(path.read_bytes())
@@ -144,17 +144,17 @@ def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> 
 def test_a_full_disk_leaves_the_batch_out_and_all_before_it_in(tmp_path: Path) -> None:
     """SQLite reports a full disk by the same error when the database has its maximum number of pages."""
     store = opened_store(tmp_path, HeldThread())
-    store.commit(Batch(admitted=[admission(1)])).result()
+    store.commit(JournalBatch(admitted=[admission(1)])).result()
     assert store._database is not None
     (num_pages,) = store._database.execute("PRAGMA page_count").fetchone()
     store._database.execute(f"PRAGMA max_page_count = {num_pages + 2}")
     with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
-        store.commit(Batch(admitted=[admission(2), admission(3, body=bytes(100_000))])).result()
+        store.commit(JournalBatch(admitted=[admission(2), admission(3, body=bytes(100_000))])).result()
     assert [each.admission.number for each in store.load().result()[0]] == [1]
     with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
-        store.commit(Batch(probe=True)).result()
+        store.commit(JournalBatch(probe=True)).result()
     store._database.execute("PRAGMA max_page_count = 1000000")
-    store.commit(Batch(admitted=[admission(2)], probe=True)).result()
+    store.commit(JournalBatch(admitted=[admission(2)], probe=True)).result()
     store.close()
     assert [each.admission.number for each in stored(tmp_path)] == [1, 2]
 
@@ -164,12 +164,12 @@ def test_a_log_that_fills_the_disk_moves_into_the_database(tmp_path: Path) -> No
     store = opened_store(tmp_path)
     log = tmp_path / "journal.sqlite-wal"
     for number in range(20):
-        store.commit(Batch(admitted=[admission(number)])).result()
-        store.commit(Batch(deleted=[number])).result()
+        store.commit(JournalBatch(admitted=[admission(number)])).result()
+        store.commit(JournalBatch(deleted=[number])).result()
     grown = log.stat().st_size
-    store.commit(Batch(admitted=[admission(20)], probe=True)).result()
+    store.commit(JournalBatch(admitted=[admission(20)], probe=True)).result()
     assert log.stat().st_size < grown / 2
     for number in range(21, 1200):
-        store.commit(Batch(admitted=[admission(number)], deleted=[number - 1])).result()
+        store.commit(JournalBatch(admitted=[admission(number)], deleted=[number - 1])).result()
     assert log.stat().st_size < 1.3 * 2**20
     store.close()

@@ -18,7 +18,7 @@ from scheduler_svc.core.lanes.lane_counts import DraftCounts
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import RequestSpec
-from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
+from scheduler_svc.engine.step_watch import StepRecorder, StepRecordWatch
 from scheduler_svc.metrics.draft_gain import DraftGain
 from scheduler_svc.metrics.export import scrape
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
@@ -52,7 +52,7 @@ def measured(bench: Bench) -> tuple[LaneNumbers, Seen]:
     """Run to the end; two plans are in flight."""
     numbers, seen, stalled = LaneNumbers("e:0", bench.lane.counts), Seen(), {}
     recorder = StepRecorder(Load, 0)
-    recorder.watches.add(watch := StepWatch(set(), include_block_tables=False))
+    recorder.watches.add(watch := StepRecordWatch(set(), include_block_tables=False))
     apply = bench.core.apply_result
 
     def apply_and_measure(executor_id, result, now):

@@ -8,7 +8,7 @@ import pytest
 
 from cadenza_common.metrics.histogram import sum_of
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.errors import QueueFullError
+from scheduler_svc.core.errors import WaitingQueueFullError
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
 from scheduler_svc.engine.live_request import LiveRequest
@@ -146,7 +146,7 @@ async def test_aborts_deadlines_and_rejections_are_counted() -> None:
         lives = [world.submit(500, request_id="a")]
         await world.clock.advance(0.1)
         lives.append(world.submit(500, request_id="b", deadline=world.clock.monotonic() + 0.2))
-        with pytest.raises(QueueFullError):
+        with pytest.raises(WaitingQueueFullError):
             [world.submit(500, request_id=f"c{index}") for index in range(2)]
         await world.clock.advance(0.5)
         for live in lives:

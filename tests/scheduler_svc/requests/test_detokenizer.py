@@ -8,7 +8,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from scheduler_svc.plan_loop.ports import StopMatch
-from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import StoppedText
 from scheduler_svc.requests.tokenizer import Tokenizer
 from tests.helpers.models.toy_tokenizers import byte_fallback, byte_level, unigram
 
@@ -34,7 +34,7 @@ def byte_ids(data):
 
 
 def test_half_a_character_waits():
-    stream = TextStream(TOKENIZER)
+    stream = StoppedText(TOKENIZER)
     seen = []
     for token_id in byte_ids("é世😀".encode()):
         stream.push([token_id])
@@ -44,7 +44,7 @@ def test_half_a_character_waits():
 
 
 def test_half_a_character_comes_out_at_the_end():
-    stream = TextStream(TOKENIZER)
+    stream = StoppedText(TOKENIZER)
     stream.push(byte_ids("a世".encode()[:3]))
     assert stream.text == "a"
     stream.finish()
@@ -54,7 +54,7 @@ def test_half_a_character_comes_out_at_the_end():
 
 
 def test_bytes_that_are_no_text_come_out_in_bounded_time():
-    stream = TextStream(TOKENIZER)
+    stream = StoppedText(TOKENIZER)
     garbage = byte_ids(b"\xff" * 100)
     for index, token_id in enumerate(garbage):
         stream.push([token_id])
@@ -78,7 +78,7 @@ def test_cost_per_token_does_not_grow():
         def fixed_text(self, token_id):
             return None
 
-    stream = TextStream(Counting())
+    stream = StoppedText(Counting())
     ids = ids_of("Hello, world! 你好，世界。 " * 100)
     stream.push(ids)
     assert max(lengths) <= 16
@@ -87,10 +87,10 @@ def test_cost_per_token_does_not_grow():
 
 def test_most_tokens_need_no_decoding(monkeypatch):
     ids = ids_of("Hello, world! The quick brown fox jumps over the lazy dog. " * 20)
-    TextStream(TOKENIZER).push(ids)  # finds the texts of these tokens
+    StoppedText(TOKENIZER).push(ids)  # finds the texts of these tokens
     decoded = []
     monkeypatch.setattr(TOKENIZER, "decode", lambda ids, **options: decoded.append(ids) or "H")
-    TextStream(TOKENIZER).push(ids)
+    StoppedText(TOKENIZER).push(ids)
     assert len(decoded) == 1, "the first token's, which may lose a leading space"
 
 
@@ -110,7 +110,7 @@ def test_an_unknown_decoder_has_no_fixed_texts():
     raw.decoder = decoders.WordPiece()
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), "toy-wordpiece")
     assert [tokenizer.fixed_text(each) for each in range(3)] == [None] * 3
-    stream = TextStream(tokenizer)
+    stream = StoppedText(tokenizer)
     stream.push([0, 1, 0])
     assert stream.text == "ab a"
 
@@ -118,7 +118,7 @@ def test_an_unknown_decoder_has_no_fixed_texts():
 def test_special_tokens():
     ids = [*ids_of("a"), 1, *ids_of("b")]
     for skip, text in ((True, "ab"), (False, "a<|im_start|>b")):
-        stream = TextStream(TOKENIZER, skip_special_tokens=skip)
+        stream = StoppedText(TOKENIZER, skip_special_tokens=skip)
         stream.push(ids)
         assert stream.text == text
         assert len(stream.text_ends) == 3
@@ -130,7 +130,7 @@ def test_leading_space_goes_on_from_the_prompt():
             tokenizer.encode("one", add_special_tokens=False),
             tokenizer.encode("one", add_special_tokens=False),
         )
-        alone, after = TextStream(tokenizer), TextStream(tokenizer, context=prompt)
+        alone, after = StoppedText(tokenizer), StoppedText(tokenizer, context=prompt)
         alone.push(ids)
         after.push(ids)
         assert (alone.text, after.text) == ("one", " one")
@@ -139,7 +139,7 @@ def test_leading_space_goes_on_from_the_prompt():
 def test_byte_fallback_characters():
     tokenizer = byte_fallback()
     text = "Hi 你好世界 one 😀"
-    stream = TextStream(tokenizer)
+    stream = StoppedText(tokenizer)
     seen = []
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         stream.push([token_id])
@@ -160,7 +160,7 @@ def test_byte_fallback_characters():
     ],
 )
 def test_stop_strings(stop, include, text, match):
-    stream = TextStream(TOKENIZER, stop=stop, include_stop=include)
+    stream = StoppedText(TOKENIZER, stop=stop, include_stop=include)
     found = stream.push(ids_of("one END two"))
     stream.finish()
     assert stream.text == text
@@ -168,7 +168,7 @@ def test_stop_strings(stop, include, text, match):
 
 
 def test_the_start_of_a_stop_string_is_held_back():
-    stream = TextStream(TOKENIZER, stop=["\n\nQ:"])
+    stream = StoppedText(TOKENIZER, stop=["\n\nQ:"])
     seen = []
     for char in "a\n\nQ.\n":
         stream.push(byte_ids(char.encode()))
@@ -188,7 +188,7 @@ def test_cost_of_stop_strings_does_not_grow_with_what_is_held_back():
             return super().__getitem__(key)
 
     endless = "a" * 1000 + "!"
-    stream = TextStream(TOKENIZER, stop=[endless, Counting("ab" + "c" * 1000), Counting("a" * 300 + "b")])
+    stream = StoppedText(TOKENIZER, stop=[endless, Counting("ab" + "c" * 1000), Counting("a" * 300 + "b")])
     for token_id in byte_ids(b"a" * 600):
         assert stream.push([token_id]) is None
     assert stream.text == ""
@@ -199,7 +199,7 @@ def test_cost_of_stop_strings_does_not_grow_with_what_is_held_back():
 
 
 def test_tokens_after_the_match_are_not_taken():
-    stream = TextStream(TOKENIZER, stop=["b"])
+    stream = StoppedText(TOKENIZER, stop=["b"])
     assert stream.push(byte_ids(b"abcd")) == StopMatch("b", 2)
     stream.finish()
     assert stream.text == "a"
@@ -207,30 +207,30 @@ def test_tokens_after_the_match_are_not_taken():
 
 
 def test_where_tokens_end_counts_what_is_held_back():
-    stream = TextStream(TOKENIZER, stop=["bcd"])
+    stream = StoppedText(TOKENIZER, stop=["bcd"])
     stream.push([*byte_ids(b"ab"), 1, *byte_ids(b"c")])
     assert (stream.text, stream.text_ends) == ("a", [1, 1, 1, 1])
     assert stream.token_ends == [1, 2, 2, 3], "the special token stands behind the b"
     assert stream.push(byte_ids(b"d")) == StopMatch("bcd", 5)
     assert (stream.text, stream.token_ends) == ("a", [1] * 5)
-    plain = TextStream(TOKENIZER)
+    plain = StoppedText(TOKENIZER)
     plain.push(byte_ids("aé".encode()))
     assert plain.token_ends == plain.text_ends == [1, 1, 2]
 
 
 def test_min_tokens():
     ids = byte_ids(b"xaxaxa")
-    assert TextStream(TOKENIZER, stop=["a"], min_tokens=1).push(ids) == StopMatch("a", 2)
-    assert TextStream(TOKENIZER, stop=["a"], min_tokens=2).push(ids) == StopMatch("a", 4)
+    assert StoppedText(TOKENIZER, stop=["a"], min_tokens=1).push(ids) == StopMatch("a", 2)
+    assert StoppedText(TOKENIZER, stop=["a"], min_tokens=2).push(ids) == StopMatch("a", 4)
     # A match may begin within the first tokens, but must be completed after them.
-    assert TextStream(TOKENIZER, stop=["xa"], min_tokens=3).push(ids) == StopMatch("xa", 4)
-    assert TextStream(TOKENIZER, stop=["xa"], min_tokens=6).push(ids) is None
+    assert StoppedText(TOKENIZER, stop=["xa"], min_tokens=3).push(ids) == StopMatch("xa", 4)
+    assert StoppedText(TOKENIZER, stop=["xa"], min_tokens=6).push(ids) is None
 
 
 def test_stop_token_adds_no_text_unless_requested():
     ids = ids_of("one two")
     for include, text in ((False, TOKENIZER.decode(ids[:-1])), (True, "one two")):
-        stream = TextStream(TOKENIZER, include_stop=include)
+        stream = StoppedText(TOKENIZER, include_stop=include)
         stream.push(ids, ends_with_stop_token=True)
         stream.finish()
         assert stream.text == text
@@ -238,10 +238,10 @@ def test_stop_token_adds_no_text_unless_requested():
 
 
 def test_token_text_keeps_leading_spaces():
-    assert TextStream(TOKENIZER).token_text(1) == "<|im_start|>"
+    assert StoppedText(TOKENIZER).token_text(1) == "<|im_start|>"
     tokenizer = byte_fallback()
     (token_id,) = tokenizer.encode("one", add_special_tokens=False)
-    assert TextStream(tokenizer).token_text(token_id) == " one"
+    assert StoppedText(tokenizer).token_text(token_id) == " one"
 
 
 FAMILY = "👨‍👩‍👧"
@@ -264,7 +264,7 @@ FAMILY = "👨‍👩‍👧"
 def test_stop_strings_in_characters_of_several_tokens(before, stop, include):
     """One token per byte: a match is found with the last byte of its last character, and no half of it is shown."""
     data, rest = (before + stop).encode(), "后面".encode()
-    stream = TextStream(TOKENIZER, stop=[stop], include_stop=include)
+    stream = StoppedText(TOKENIZER, stop=[stop], include_stop=include)
     for token_id in byte_ids(data[:-1]):
         assert stream.push([token_id]) is None
         assert before.startswith(stream.text)
@@ -281,7 +281,7 @@ def test_min_tokens_within_a_character(text, tokenizer):
     ids = byte_ids(text.encode()) if tokenizer is byte_level else tokenizer().encode(text, add_special_tokens=False)
     stop = text[-1]
     for least, found in ((len(ids) - 1, True), (len(ids), False)):
-        stream = TextStream(tokenizer(), stop=[stop], min_tokens=least)
+        stream = StoppedText(tokenizer(), stop=[stop], min_tokens=least)
         match = stream.push(ids)
         stream.finish()
         assert (match is not None) == found
@@ -292,7 +292,7 @@ def test_special_tokens_and_stop_strings():
     """A special token is matched where it is shown, and joins what stands around it where it is not."""
     ids = [*ids_of("on"), 1, *ids_of("e two")]
     for skip, stop, text in ((False, "<|im_start|>", "on"), (True, "<|im_start|>", "one two"), (True, "one", "")):
-        stream = TextStream(TOKENIZER, stop=[stop], skip_special_tokens=skip)
+        stream = StoppedText(TOKENIZER, stop=[stop], skip_special_tokens=skip)
         stream.push(ids)
         stream.finish()
         assert stream.text == text
@@ -301,5 +301,5 @@ def test_special_tokens_and_stop_strings():
 def test_a_stop_token_may_complete_a_stop_string_if_its_text_counts():
     ids = ids_of("Hello")
     for include, match in ((True, StopMatch("Hello", len(ids))), (False, None)):
-        stream = TextStream(TOKENIZER, stop=["Hello"], include_stop=include)
+        stream = StoppedText(TOKENIZER, stop=["Hello"], include_stop=include)
         assert stream.push(ids, ends_with_stop_token=True) == match

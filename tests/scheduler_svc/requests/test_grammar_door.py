@@ -14,7 +14,7 @@ import pytest
 
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.grammar.table import TableSource, table_source
-from scheduler_svc.core.errors import PreconditionError, QueueFullError, RequestRejectedError
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, WaitingQueueFullError
 from scheduler_svc.requests import grammar_door
 from scheduler_svc.requests.grammar_door import GrammarDoor
 from tests.helpers.client.scripted_server import until
@@ -84,7 +84,7 @@ async def check(door: GrammarDoor, source: TableSource, spec: GrammarSpec) -> st
 
 async def exceeds(door: GrammarDoor, source: TableSource, spec: GrammarSpec) -> str:
     """Which bound of its process a constraint exceeds: an error that says when to try again."""
-    with pytest.raises(QueueFullError, match=rf"sampling_params.grammar.{spec.kind}") as caught:
+    with pytest.raises(WaitingQueueFullError, match=rf"sampling_params.grammar.{spec.kind}") as caught:
         await check(door, source, spec)
     assert caught.value.retry_after_s > 0
     return str(caught.value)
@@ -184,7 +184,7 @@ async def test_tenants_take_turns_in_a_queue_with_an_end(source: TableSource) ->
     calls = [asyncio.create_task(call(name[0], name)) for name in ("a1", "a2", "a3", "b1")]
     await until(lambda: door.num_waiting == 3)
     for tenant in "ab":
-        with pytest.raises(QueueFullError, match="3 constraints") as caught:
+        with pytest.raises(WaitingQueueFullError, match="3 constraints") as caught:
             await call(tenant, tenant + "9")
         assert caught.value.retry_after_s >= 1
     os.kill(door.child.pid, signal.SIGCONT)
@@ -231,7 +231,7 @@ async def test_requests_that_join_a_constraint_keep_to_a_limit(source: TableSour
         for tenant, share in zip(tenants, shares, strict=True):
             calls += [asyncio.create_task(door.check(GOOD[4], b"same", engine, tenant)) for _ in range(share)]
             await until(lambda: door._num_requests.total() == len(calls))  # noqa: B023
-            with pytest.raises(QueueFullError, match=f"{len(calls)} requests wait for constraints"):
+            with pytest.raises(WaitingQueueFullError, match=f"{len(calls)} requests wait for constraints"):
                 await door.check(GOOD[4], b"same", engine, tenant)
         os.kill(door.child.pid, signal.SIGCONT)
         await asyncio.gather(*calls)

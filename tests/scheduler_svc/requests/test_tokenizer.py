@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_svc.requests.chats.errors import ChatError
 from scheduler_svc.requests.chats.renderer import ChatSettings
-from scheduler_svc.requests.tokenizer import MAX_ADDED_TOKENS, AddedToken, TokenizerError, load_tokenizer
+from scheduler_svc.requests.tokenizer import MAX_ADDED_TOKENS, TokenizerAddedToken, TokenizerError, load_tokenizer
 from tests.helpers.models.chats import chat_of
 from tests.helpers.models.toy_tokenizers import SPECIAL, TEMPLATE, byte_level, hf_byte_level
 
@@ -115,8 +115,8 @@ def test_added_tokens_are_named(tmp_path):
     inner.add_tokens(["<tool_call>", *(f"<more{index}>" for index in range(5000))])
     inner.save_pretrained(tmp_path)
     tokens = load_tokenizer(str(tmp_path)).added_tokens
-    assert tokens[:3] == tuple(AddedToken(index, text, True) for index, text in enumerate(SPECIAL))
-    assert tokens[3] == AddedToken(byte_level().vocab_size, "<tool_call>", False)
+    assert tokens[:3] == tuple(TokenizerAddedToken(index, text, True) for index, text in enumerate(SPECIAL))
+    assert tokens[3] == TokenizerAddedToken(byte_level().vocab_size, "<tool_call>", False)
     assert len(tokens) == MAX_ADDED_TOKENS
     assert [each.token_id for each in tokens] == sorted(each.token_id for each in tokens)
 

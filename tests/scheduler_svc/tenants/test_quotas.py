@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.errors import QueueFullError, RequestExistsError, RequestRejectedError
+from scheduler_svc.core.errors import RequestExistsError, RequestRejectedError, WaitingQueueFullError
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder
 from scheduler_svc.tenants.errors import TenantLimitError
@@ -136,12 +136,12 @@ async def test_a_tenant_that_floods_leaves_places_in_the_queue(file: Path) -> No
         world.executor.hangs = True
         for _ in range(6):
             submit(world, tenant="other", max_tokens=100)
-        error = refused(world, QueueFullError, tenant="other")
+        error = refused(world, WaitingQueueFullError, tenant="other")
         assert "waiting requests of this tenant: 6, its share of the queue" in str(error), "as many as are free: half"
         for _ in range(3):
             submit(world)
-        assert "waiting requests of this tenant: 3" in str(refused(world, QueueFullError))
-        error = refused(world, QueueFullError, tenant="other")
+        assert "waiting requests of this tenant: 3" in str(refused(world, WaitingQueueFullError))
+        error = refused(world, WaitingQueueFullError, tenant="other")
         assert error.retry_after_s > 0
         loads = {load.name: load for load in world.engine.tenant_loads()}
         assert (loads["other"].num_waiting, loads["other"].num_rejected) == (6, 2)

@@ -11,9 +11,9 @@ import pytest
 from scheduler_svc.tenants import tokens
 from scheduler_svc.tenants.errors import (
     AdminNeededError,
+    InvalidTokenError,
     NamingForbiddenError,
     TenantsFileError,
-    UnauthenticatedError,
 )
 from scheduler_svc.tenants.registry import Metadata, Registry
 from tests.helpers.scheduler.fake_clock import FakeClock
@@ -59,7 +59,7 @@ def test_the_token_names_the_tenant(path: Path) -> None:
     ],
 )
 def test_every_wrong_token_has_the_same_error(path: Path, metadata: Metadata) -> None:
-    with pytest.raises(UnauthenticatedError) as found:
+    with pytest.raises(InvalidTokenError) as found:
         Registry(str(path)).caller(metadata)
     assert str(found.value) == "this service needs a valid token, in the call's metadata: authorization: Bearer TOKEN"
 
@@ -74,7 +74,7 @@ def test_tokens_are_compared_in_constant_time(path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tokens.hmac, "compare_digest", compare)
     registry = Registry(str(path))
     registry.caller(bearer("gold"))
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(InvalidTokenError):
         registry.caller(bearer("gold", 1))
     assert [len(one) == len(other) == 32 for one, other in compared] == [True, True]
 
@@ -97,10 +97,10 @@ async def test_a_changed_file_is_read_again_within_a_second(path: Path) -> None:
         await _pass(clock)
     finally:
         following.cancel()
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(InvalidTokenError):
         caller.tenant()
     assert caller.name == "gold", "its running requests go on under its name"
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(InvalidTokenError):
         registry.caller(bearer("gold"))
     assert registry.caller(bearer("gold", 1)).name == "gold"
 
@@ -121,7 +121,7 @@ def test_a_token_that_moves_to_another_tenant_does_not_take_its_stream_along(pat
     path.with_name("new").replace(path)
     registry.reload()
     assert registry.caller(bearer("gold")).name == "silver"
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(InvalidTokenError):
         caller.tenant()
 
 
@@ -167,11 +167,11 @@ def test_a_caller_with_the_right_names_tenants_by_their_tokens(path: Path) -> No
         with pytest.raises(NamingForbiddenError):
             free.named(digest)
     for digest in (b"unknown", bytes(32), tokens.digest_of("x")):
-        with pytest.raises(UnauthenticatedError):
+        with pytest.raises(InvalidTokenError):
             gateway.named(digest)
     write_tenants(path, {"free": {}, "gateway": {"may_name_tenants": True}})
     registry.reload()
-    with pytest.raises(UnauthenticatedError) as revoked:
+    with pytest.raises(InvalidTokenError) as revoked:
         gateway.named(gold)
     assert revoked.value.refusal == "revoked_token"
     write_tenants(path, {"free": {}, "gateway": {}})

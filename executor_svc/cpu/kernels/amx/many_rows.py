@@ -60,7 +60,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _AmxBlock:
     """The rows and panels of an item."""
 
     first_row: Int
@@ -100,7 +100,7 @@ def many_rows(code: Code, output: Output, emit: Emitter, item: Int, given: Probl
     across = _ceil(panels, wide)
     first_row, first_panel = item // across * high * ROWS_AT_ONCE, item % across * wide
     num_rows = (given.rows - first_row).least(high * ROWS_AT_ONCE)
-    block = _Block(first_row, num_rows, first_panel, (panels - first_panel).least(wide))
+    block = _AmxBlock(first_row, num_rows, first_panel, (panels - first_panel).least(wide))
     emit.when(emit.integer(0).less(num_rows), lambda: _multiply(code, output, emit, given, block))
 
 
@@ -110,7 +110,7 @@ def _ceil(count: Int, size: Int | int) -> Int:
     return (count + (size - 1)) // size
 
 
-def _multiply(code: Code, output: Output, emit: Emitter, given: Problem, block: _Block) -> None:
+def _multiply(code: Code, output: Output, emit: Emitter, given: Problem, block: _AmxBlock) -> None:
     """Emit a block: chunk by chunk, in a chunk panel by panel."""
     whole_steps, all_steps = given.inner // STEP, _ceil(given.inner, STEP)
     most = chunk_steps(all_steps)
@@ -126,7 +126,9 @@ def _multiply(code: Code, output: Output, emit: Emitter, given: Problem, block: 
     tiles.release(emit)
 
 
-def _panel(code: Code, output: Output, emit: Emitter, given: Problem, block: _Block, chunk: _Chunk, index: Int) -> None:
+def _panel(
+    code: Code, output: Output, emit: Emitter, given: Problem, block: _AmxBlock, chunk: _Chunk, index: Int
+) -> None:
     """Emit a chunk of one of the block's panels with all its groups of rows, and at the end of the last chunk y."""
     part, groups, panel = _part(code), block.groups, block.first_panel + index
     all_groups, first_group = _ceil(given.rows, GROUP), block.first_row // GROUP

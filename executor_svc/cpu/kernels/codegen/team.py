@@ -26,7 +26,7 @@ _MAX_ARGUMENTS = 14
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class KernelLaunch:
     """A kernel with its arguments. Its number of items is ceil(count / share) * groups; 0 where count < least."""
 
     kernel: str
@@ -41,10 +41,10 @@ class Launch:
     """Whether its items may run while those of the launch before still do; what follows waits for both."""
 
 
-class Program:
+class LaunchProgram:
     """Consecutive launches; each run sets their counts."""
 
-    def __init__(self, team: Team, launches: Sequence[Launch]) -> None:
+    def __init__(self, team: Team, launches: Sequence[KernelLaunch]) -> None:
         self._team = team
         self._counts = tuple(dict.fromkeys(launch.count for launch in launches))
         self._which = np.array([self._counts.index(launch.count) for launch in launches], np.int64)
@@ -97,7 +97,7 @@ class Team:
     def address(self, kernel: str) -> int:
         return self._code.address(kernel)
 
-    def check(self, launch: Launch) -> None:
+    def check(self, launch: KernelLaunch) -> None:
         """Raise AssertionError for a launch with more or fewer arguments than its kernel reads."""
         given, wanted = 1 + len(launch.arguments), self._code.num_arguments(launch.kernel)
         assert given == wanted, f"{launch.kernel} has {wanted} arguments, its launch {given}"

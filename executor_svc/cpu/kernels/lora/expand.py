@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.lora.places import PART_FIELDS, PLACE_FIELDS, UNIT_BYTES
-from executor_svc.cpu.kernels.lora.shrink import HALVES, Tile, heights
+from executor_svc.cpu.kernels.lora.shrink import HALVES, ShrinkTile, heights
 from executor_svc.cpu.kernels.matmul import split_rows
 from executor_svc.cpu.kernels.matmul_tiles import Output
 from executor_svc.cpu.kernels.panel_layout import inner_step, load_weights, widened_weights
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ExpandedPart:
     """The fields of a part of a place."""
 
     first_sum: Int
@@ -30,10 +30,10 @@ class _Part:
     """Address."""
 
     @staticmethod
-    def load(emit: Emitter, place: Int, which: Int) -> _Part:
+    def load(emit: Emitter, place: Int, which: Int) -> _ExpandedPart:
         fields = place + (which * PART_FIELDS + PLACE_FIELDS) * 8
         first_sum, units, first_column, columns, b = (emit.load_int(fields + 8 * field) for field in range(5))
-        return _Part(first_sum, units, first_column, columns, b, fields + 8 * 5)
+        return _ExpandedPart(first_sum, units, first_column, columns, b, fields + 8 * 5)
 
 
 def expand(code: Code, output: Output) -> str:
@@ -62,13 +62,13 @@ def expand(code: Code, output: Output) -> str:
     ) -> None:
         computed = {height: _rows(code, output, height) for height in heights(code)}
         last_strip = _rows(code, output, 1, whole=False)
-        tile = Tile.load(emit, tiles, item, places, place_bytes)
+        tile = ShrinkTile.load(emit, tiles, item, places, place_bytes)
         strips, parts = emit.load_int(tile.place), emit.load_int(tile.place + 16)
         whole_sums = scratch + thread * scratch_bytes
         _add_halves(emit, sums + tile.first * HALVES * half_bytes, half_bytes, strips, tile.rows, whole_sums)
 
         def part(which: Int, _: list[Vec]) -> None:
-            fields = _Part.load(emit, tile.place, which)
+            fields = _ExpandedPart.load(emit, tile.place, which)
             num_strips = (fields.columns + (LANES - 1)) // LANES
             start, stop = num_strips * tile.half // HALVES, num_strips * (tile.half + 1) // HALVES
             whole_strips = fields.columns // LANES

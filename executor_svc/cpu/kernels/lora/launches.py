@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import LANES, Dtype
-from executor_svc.cpu.kernels.codegen.team import Launch
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.lora.expand import expand
 from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces, CpuEmbeddingPlaces
 from executor_svc.cpu.kernels.lora.rows import TILE_ROWS, CpuAdapterRows
@@ -28,7 +28,7 @@ class AdapterLaunches:
 
     code: Code
     workspace: Workspace
-    launch: Callable[[Launch, int], None]
+    launch: Callable[[KernelLaunch, int], None]
     """Runs or records a launch, for so many tiles."""
     scratch: Callable[[int], Tensor]
     """Returns memory of so many bytes for each thread, which the next launch may overwrite."""
@@ -76,7 +76,7 @@ class AdapterLaunches:
 
     def _each_tile(self, kernel: str, rows: CpuAdapterRows, arguments: tuple[int, ...], joins: bool = False) -> None:
         tables = rows.tiles.ctypes.data, rows.order.ctypes.data
-        self.launch(Launch(kernel, rows.name, 1, HALVES, (*tables, *arguments), joins=joins), rows.num_tiles)
+        self.launch(KernelLaunch(kernel, rows.name, 1, HALVES, (*tables, *arguments), joins=joins), rows.num_tiles)
 
 
 def _written(y: Tensor) -> tuple[int, int]:

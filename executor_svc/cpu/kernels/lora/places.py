@@ -45,7 +45,7 @@ class CpuPackedPart:
     """What the fields have addresses of."""
 
 
-class _Table:
+class _PlaceTable:
     """A row for each place: what a kernel reads of it."""
 
     def __init__(self, num_places: int, num_parts: int) -> None:
@@ -89,7 +89,7 @@ class CpuAdapterPlaces:
         self.replaces_rows = replaces_rows
         self.max_sums = whole_strips(len(part_columns) * _even(max_rank))
         """Sums of a row at most, over all parts: a multiple of 16."""
-        self.table = _Table(num_places, len(part_columns))
+        self.table = _PlaceTable(num_places, len(part_columns))
 
     def bytes_of_rank(self, rank: int) -> int:
         """As in `AdapterPlaces`."""
@@ -152,7 +152,7 @@ class CpuEmbeddingPlaces:
         """Arguments as in `AdapterKernels.new_embedding_places`."""
         self.hidden_size, self._max_rank, self._dtype = hidden_size, max_rank, dtype
         self.max_sums = whole_strips(max_rank)
-        self.table = _Table(num_places, 1)
+        self.table = _PlaceTable(num_places, 1)
 
     def bytes_of_rank(self, vocabulary: int, rank: int) -> int:
         """As in `EmbeddingPlaces`."""

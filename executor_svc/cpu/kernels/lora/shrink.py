@@ -52,7 +52,7 @@ def shrink(code: Code, dtype: Dtype) -> str:
         half_bytes: Int,
     ) -> None:
         computed = {height: row_sums(code, dtype, height) for height in heights(code)}
-        tile = Tile.load(emit, tiles, item, places, place_bytes)
+        tile = ShrinkTile.load(emit, tiles, item, places, place_bytes)
         strips, a = emit.load_int(tile.place), emit.load_int(tile.place + 8)
         units = (inner + (step - 1)) // step
         middle = (units + 1) // 2
@@ -77,7 +77,7 @@ def shrink(code: Code, dtype: Dtype) -> str:
     return code.kernel(f"lora_shrink_{dtype}", 9, body)
 
 
-class Tile:
+class ShrinkTile:
     """A tile of rows, and the half of its work that an item does."""
 
     def __init__(self, place: Int, first: Int, rows: Int, half: Int) -> None:
@@ -85,11 +85,11 @@ class Tile:
         self.place, self.first, self.rows, self.half = place, first, rows, half
 
     @staticmethod
-    def load(emit: Emitter, tiles: Int, item: Int, places: Int, place_bytes: Int) -> Tile:
+    def load(emit: Emitter, tiles: Int, item: Int, places: Int, place_bytes: Int) -> ShrinkTile:
         """Emit: read the fields of an item's tile."""
         fields = tiles + item // HALVES * (TILE_FIELDS * 8)
         place, first, rows = (emit.load_int(fields + 8 * field) for field in range(TILE_FIELDS))
-        return Tile(places + place * place_bytes, first, rows, item % HALVES)
+        return ShrinkTile(places + place * place_bytes, first, rows, item % HALVES)
 
 
 def row_sums(code: Code, dtype: Dtype, height: int) -> Callable[..., None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.lora.rows import TILE_ROWS
-from executor_svc.cpu.kernels.lora.shrink import HALVES, STRIP_UNIT_BYTES, Tile, heights, row_sums
+from executor_svc.cpu.kernels.lora.shrink import HALVES, STRIP_UNIT_BYTES, ShrinkTile, heights, row_sums
 from executor_svc.cpu.kernels.matmul import split_rows
 from executor_svc.cpu.kernels.matmul_tiles import Output
 from executor_svc.cpu.kernels.norm import each_piece
@@ -34,7 +34,7 @@ def take_sums(code: Code, dtype: Dtype) -> str:
         sums: Int,
         half_bytes: Int,
     ) -> None:
-        tile = Tile.load(emit, tiles, item, places, place_bytes)
+        tile = ShrinkTile.load(emit, tiles, item, places, place_bytes)
         strips, a = emit.load_int(tile.place), emit.load_int(tile.place + 8)
         is_first = tile.half.equals(0)
 
@@ -75,7 +75,7 @@ def replace_rows(code: Code, dtype: Dtype, width: int) -> str:
         places: Int,
         place_bytes: Int,
     ) -> None:
-        tile = Tile.load(emit, tiles, item, places, place_bytes)
+        tile = ShrinkTile.load(emit, tiles, item, places, place_bytes)
         count, ids, replaced = (emit.load_int(tile.place + 8 * field) for field in (3, 4, 5))
 
         def row(index: Int, _: list[Vec]) -> None:
@@ -144,7 +144,7 @@ def replaced_columns(code: Code, output: Output) -> str:
         scratch: Int,
     ) -> None:
         computed = {height: row_sums(code, dtype, height) for height in heights(code)}
-        tile = Tile.load(emit, tiles, item, places, place_bytes)
+        tile = ShrinkTile.load(emit, tiles, item, places, place_bytes)
         count, ids, replaced = (emit.load_int(tile.place + 8 * field) for field in (3, 4, 5))
         strips, units = (count + (LANES - 1)) // LANES, (inner + (step - 1)) // step
         sums, stride = scratch + thread * (TILE_ROWS * LANES * 4), LANES * 4

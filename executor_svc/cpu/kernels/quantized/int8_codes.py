@@ -36,7 +36,7 @@ def byte_kind(kind: QuantFormat) -> Literal["signed", "unsigned"] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PanelStep:
     """A step of a panel and the same step of some rows of x, by their addresses."""
 
     head: Int
@@ -54,7 +54,7 @@ class PanelCodes:
         self._kind = layout.kind
         self._how = how
 
-    def words(self, place: Place, word: int, at: int) -> tuple[Any, Any | None]:
+    def words(self, place: PanelStep, word: int, at: int) -> tuple[Any, Any | None]:
         """Load a word of codes or low bits, and the word that has its high bits."""
         vectors, layout = self._vectors, self._layout
         lane = at * vectors.lanes * WORD_BYTES
@@ -81,7 +81,7 @@ class PanelCodes:
             codes = builder.or_(codes, vectors.masked(high, shift + width * part, 0x10101010 * (2**width - 1)))
         return vectors.looked_up(_E2M1_CODES, codes) if self._kind.values == "e2m1" else codes
 
-    def numbers(self, place: Place, name: str, group: int, at: int) -> Any:
+    def numbers(self, place: PanelStep, name: str, group: int, at: int) -> Any:
         """Return the scales or minimums of a group as floats."""
         vectors, kind, builder = self._vectors, self._kind, self._builder
         address = self._plane(place, name, group, at)
@@ -91,7 +91,7 @@ class PanelCodes:
         numbers = vectors.load_scales(address, kind.scale)
         return builder.fmul(numbers, vectors.every_float(0.5)) if kind.values == "e2m1" else numbers
 
-    def zero_points(self, place: Place, group: int, at: int) -> Any:
+    def zero_points(self, place: PanelStep, group: int, at: int) -> Any:
         """Return the zero points of a group as 32-bit integers."""
         return self._vectors.load_bytes(self._plane(place, "zero_points", group, at), signed=False)
 
@@ -101,7 +101,7 @@ class PanelCodes:
         shift = self._builder.bitcast(self._vectors.every(0x00080008), kind)
         return self._builder.lshr(self._builder.bitcast(word, kind), shift)
 
-    def _plane(self, place: Place, name: str, group: int, at: int) -> Int:
+    def _plane(self, place: PanelStep, name: str, group: int, at: int) -> Int:
         plane = next(each for key, each in self._layout.planes.items() if key == name)
         lane = group * plane.num_bytes // plane.groups + at * self._vectors.lanes * plane.item_bytes
         return (place.head if plane.in_head else place.step) + (plane.offset + lane)

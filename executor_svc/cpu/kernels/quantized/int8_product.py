@@ -20,9 +20,9 @@ from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.matmul_tiles import Output
 from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel, panel_item
 from executor_svc.cpu.kernels.quantized.few_rows import format_key
-from executor_svc.cpu.kernels.quantized.int8_codes import Place
+from executor_svc.cpu.kernels.quantized.int8_codes import PanelStep
 from executor_svc.cpu.kernels.quantized.int8_steps import StepEmitter, Totals
-from executor_svc.cpu.kernels.quantized.int8_tiles import Scratch, TileProduct, rows_through_tiles
+from executor_svc.cpu.kernels.quantized.int8_tiles import TileProduct, TileScratch, rows_through_tiles
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
 from executor_svc.cpu.kernels.quantized.products import finish
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps
@@ -30,7 +30,7 @@ from executor_svc.cpu.kernels.quantized.vectors import Vectors, register_lanes
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ProductTile:
     """Rows of x and vectors of columns that are computed together."""
 
     rows: int
@@ -40,11 +40,11 @@ class Tile:
     """Whether the totals are in memory between steps, for there are too few registers."""
 
 
-def tiles_of(isa: Isa) -> tuple[Tile, ...]:
+def tiles_of(isa: Isa) -> tuple[ProductTile, ...]:
     """Return the tiles of a level, most rows first."""
     if isa.has("avx512f"):
-        return Tile(6, 2, False), Tile(4, 2, False), Tile(2, 2, False), Tile(1, 2, False)
-    return Tile(4, 2, True), Tile(2, 2, True), Tile(1, 2, False)
+        return ProductTile(6, 2, False), ProductTile(4, 2, False), ProductTile(2, 2, False), ProductTile(1, 2, False)
+    return ProductTile(4, 2, True), ProductTile(2, 2, True), ProductTile(1, 2, False)
 
 
 def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Output) -> str:
@@ -102,11 +102,11 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
 
 def scratch_bytes(layout: PackedLayout, steps: RowSteps) -> int:
     """Return the bytes of scratch memory of a thread."""
-    return Scratch(layout).num_bytes if steps.tiled else 0
+    return TileScratch(layout).num_bytes if steps.tiled else 0
 
 
 def _tile(
-    code: Code, name: str, layout: PackedLayout, steps: RowSteps, output: Output, shape: Tile, whole: bool
+    code: Code, name: str, layout: PackedLayout, steps: RowSteps, output: Output, shape: ProductTile, whole: bool
 ) -> Callable[..., None]:
     """Add a helper that computes `shape.rows` rows of one panel; returns a function that emits a call.
 
@@ -150,12 +150,12 @@ class _Chain:
         layout = self._layout
         block_bytes = block_steps * layout.step_bytes + layout.head_bytes
 
-        def place(block: Int, step: Int) -> Place:
+        def place(block: Int, step: Int) -> PanelStep:
             head = weight + block * block_bytes
             at = step * layout.step_bytes + layout.head_bytes
             self._emit.prefetch(coming + block * block_bytes + at, layout.step_bytes, level=2)
             offset = (block * block_steps + step) * self._steps.step_bytes
-            return Place(head, head + at, [row + offset for row in rows])
+            return PanelStep(head, head + at, [row + offset for row in rows])
 
         totals = Totals(self._vectors, [self._vectors.every_float(0.0)] * count, self._memory)
         if self._memory is not None:
@@ -186,12 +186,14 @@ class _Chain:
         last = self._emit.loop(0, count, 1, once, carried)
         totals.values = [each.value for each in last] or totals.values
 
-    def _one_step(self, place: Place, totals: Totals) -> None:
+    def _one_step(self, place: PanelStep, totals: Totals) -> None:
         for group in range(self._layout.groups_per_step):
             dots = self._step.products(place, group, self._step.starts(place, group))
             self._step.add_to_totals(place, group, dots.sum, totals)
 
-    def _whole_block(self, place: Callable[[Int, Int], Place], block: Int, block_steps: Int, totals: Totals) -> None:
+    def _whole_block(
+        self, place: Callable[[Int, Int], PanelStep], block: Int, block_steps: Int, totals: Totals
+    ) -> None:
         """Emit a block whose integer sums become floats once."""
         first = place(block, self._emit.integer(0))
 

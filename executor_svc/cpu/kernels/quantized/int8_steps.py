@@ -8,7 +8,7 @@ from typing import Any
 
 from executor_svc.cpu.kernels.codegen.emit import Int
 from executor_svc.cpu.kernels.codegen.isa import Isa
-from executor_svc.cpu.kernels.quantized.int8_codes import PanelCodes, Place, byte_kind, most_code, zero_of
+from executor_svc.cpu.kernels.quantized.int8_codes import PanelCodes, PanelStep, byte_kind, most_code, zero_of
 from executor_svc.cpu.kernels.quantized.int8_dots import Dots, Method, method
 from executor_svc.cpu.kernels.quantized.layout import STEP, WORD_BYTES, PackedLayout
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps
@@ -91,7 +91,7 @@ class StepEmitter:
         self._how: Method = method(isa, most_code(layout.kind))
         self._codes = PanelCodes(vectors, layout, self._how)
 
-    def starts(self, place: Place, group: int) -> list[Callable[[], Any]]:
+    def starts(self, place: PanelStep, group: int) -> list[Callable[[], Any]]:
         """Return functions that emit the initial values of a group's sums: minus the zero point times the sum of x."""
         vectors, kind = self._vectors, self._kind
         if kind.offsets == "minimum" or (kind.offsets == "none" and self._steps.times == 0):
@@ -105,7 +105,7 @@ class StepEmitter:
 
         return [partial(start, row, at) for row in place.rows for at in self._which]
 
-    def products(self, place: Place, group: int, starts: Sequence[Callable[[], Any]]) -> Dots:
+    def products(self, place: PanelStep, group: int, starts: Sequence[Callable[[], Any]]) -> Dots:
         """Emit the integer products of a group's columns of the step."""
         dots = Dots(self._vectors, self._how, most_code(self._kind), starts)
         layout = self._layout
@@ -121,7 +121,7 @@ class StepEmitter:
                         dots.add(row * len(codes) + index, each, numbers)
         return dots
 
-    def add_to_totals(self, place: Place, group: int, sums: Callable[[int], Any], totals: Totals) -> None:
+    def add_to_totals(self, place: PanelStep, group: int, sums: Callable[[int], Any], totals: Totals) -> None:
         """Add a group: its scale and the row's times the sums, and its minimum times the row's sum."""
         vectors, builder, minimums = self._vectors, self._builder, self._kind.offsets == "minimum"
         scales = [self._codes.numbers(place, "scales", group, at) for at in self._which]

@@ -19,7 +19,7 @@ from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.tiles import TILE_BYTES, TILE_ROWS
 from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, PanelItem
 from executor_svc.cpu.kernels.quantized.few_rows import TOTALS_BYTES, format_key
-from executor_svc.cpu.kernels.quantized.int8_codes import PanelCodes, Place, byte_kind, zero_of
+from executor_svc.cpu.kernels.quantized.int8_codes import PanelCodes, PanelStep, byte_kind, zero_of
 from executor_svc.cpu.kernels.quantized.layout import STEP, WORD_BYTES, PackedLayout
 from executor_svc.cpu.kernels.quantized.many_rows import clear
 from executor_svc.cpu.kernels.quantized.row_steps import FACTOR_BYTES, RowSteps
@@ -39,7 +39,7 @@ _VI32, _VF32 = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class TileScratch:
     """Places of a thread's numbers in its scratch memory: totals [rows][32], and those of a chunk."""
 
     layout: PackedLayout
@@ -87,14 +87,14 @@ class TileProduct:
 
     def __init__(self, code: Code, layout: PackedLayout, steps: RowSteps) -> None:
         self._layout, self._steps = layout, steps
-        self._scratch = Scratch(layout)
+        self._scratch = TileScratch(layout)
         self._in_integers = layout.whole_row and steps.whole_row
         self._unpack = _unpack(code, layout, prefetches=self._in_integers)
         self._tile_steps = _tile_steps(layout, steps)
         if self._in_integers:
             self._one, self._two = (_sums(code, layout, steps, blocks) for blocks in (1, 2))
         else:
-            self._one = _Block(code, layout, steps).helper()
+            self._one = _SumBlock(code, layout, steps).helper()
 
     def run(
         self,
@@ -213,9 +213,9 @@ def _unpack(code: Code, layout: PackedLayout, prefetches: bool) -> Callable[...,
     """Add the function that writes a chunk's codes, scales and minimums to scratch memory.
 
     Returns a function that emits a call. Arguments: the packed panel, the packed chunk that this thread will probably
-    need next, which is prefetched here or by `_Block`, the chunk's first step, its number of steps, scratch memory.
+    need next, which is prefetched here or by `_SumBlock`, the chunk's first step, its number of steps, scratch memory.
     """
-    scratch, per_block, groups = Scratch(layout), layout.steps_per_block, layout.groups_per_step
+    scratch, per_block, groups = TileScratch(layout), layout.steps_per_block, layout.groups_per_step
     words = layout.low_words // groups
     parts = STEP // layout.low_words // WORD_BYTES
 
@@ -224,14 +224,14 @@ def _unpack(code: Code, layout: PackedLayout, prefetches: bool) -> Callable[...,
         codes = PanelCodes(vectors, layout, "vnni")
         halves = [divmod(at * vectors.lanes, LANES) for at in range(PANEL // vectors.lanes)]
 
-        def zeros(place: Place, group: int, at: int) -> Any:
+        def zeros(place: PanelStep, group: int, at: int) -> Any:
             if layout.kind.offsets == "zero_point":
                 every_byte = vectors.every(0x01010101)
                 numbers = emit.builder.mul(codes.zero_points(place, group, at), every_byte)
                 return emit.builder.bitcast(numbers, vectors.bytes)
             return ir.Constant(vectors.bytes, [zero_of(layout.kind)] * (4 * vectors.lanes))
 
-        def one_vector(place: Place, group: int, at: int, index: Int) -> None:
+        def one_vector(place: PanelStep, group: int, at: int, index: Int) -> None:
             half, lane = halves[at]
             step = count * half + index
             numbers = into + (step * groups + group) * TILE_BYTES + lane * WORD_BYTES
@@ -250,7 +250,7 @@ def _unpack(code: Code, layout: PackedLayout, prefetches: bool) -> Callable[...,
             step = first + index
             block, within = (emit.integer(0), step) if layout.whole_row else (step // per_block, step % per_block)
             head = panel if layout.whole_row else panel + block * layout.block_bytes
-            place = Place(head, head + (within * layout.step_bytes + layout.head_bytes), [])
+            place = PanelStep(head, head + (within * layout.step_bytes + layout.head_bytes), [])
             if prefetches:
                 emit.prefetch(coming + index * layout.step_bytes, layout.step_bytes, level=2)
             for group in range(groups):
@@ -262,11 +262,11 @@ def _unpack(code: Code, layout: PackedLayout, prefetches: bool) -> Callable[...,
     return code.helper(f"int8_unpack_{format_key(layout)}{'_ahead' if prefetches else ''}", 5, body)
 
 
-class _Block:
+class _SumBlock:
     """Emits the sums of 16 rows of x and a chunk as floats, added to totals that are in registers meanwhile."""
 
     def __init__(self, code: Code, layout: PackedLayout, steps: RowSteps) -> None:
-        self._code, self._steps, self._scratch = code, steps, Scratch(layout)
+        self._code, self._steps, self._scratch = code, steps, TileScratch(layout)
         self._groups = layout.groups_per_step
         self._span = layout.steps_per_block if steps.whole_row else 1
         self._tile_steps = _tile_steps(layout, steps)

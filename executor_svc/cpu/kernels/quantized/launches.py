@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
-from executor_svc.cpu.kernels.codegen.team import Launch
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
 from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
@@ -23,7 +23,7 @@ DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "b
 
 
 @dataclass(frozen=True, slots=True)
-class PackedPart:
+class PackedWeightPart:
     """Rows of a weight in few bits."""
 
     layout: PackedLayout
@@ -43,7 +43,7 @@ class DensePart:
     rows: int
 
 
-Part = PackedPart | DensePart
+Part = PackedWeightPart | DensePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class Host:
     num_threads: int
     new: Callable[[str, tuple[int, ...], torch.dtype], Tensor]
     """Returns memory for a result, by its name, shape and dtype."""
-    launch: Callable[[Launch, int], None]
+    launch: Callable[[KernelLaunch, int], None]
     """Runs or records a launch, for so many rows."""
-    launch_product: Callable[[Launch, int, int], None]
+    launch_product: Callable[[KernelLaunch, int, int], None]
     """As `launch`, for a product with the weight at this address, which the product before it prefetches."""
     scratch: Callable[[int], Tensor]
     """Returns memory of at least so many bytes for each thread, which the next launch may overwrite."""
@@ -92,15 +92,15 @@ class PartLaunches:
         """Launch all parts, which compute the columns of y in this order."""
         first = 0
         for part in parts:
-            if isinstance(part, PackedPart) and part.int8 is not None:
+            if isinstance(part, PackedWeightPart) and part.int8 is not None:
                 self._int8(part, part.int8, first)
-            elif isinstance(part, PackedPart):
+            elif isinstance(part, PackedWeightPart):
                 self._packed(part, first)
             else:
                 self._dense(part, first)
             first += part.rows
 
-    def _packed(self, part: PackedPart, first: int) -> None:
+    def _packed(self, part: PackedWeightPart, first: int) -> None:
         host, layout, y = self._host, part.layout, self._y
         code = host.code
         output = Output(self._dtype, DTYPES[y.dtype], self._bias is not None)
@@ -113,7 +113,7 @@ class PartLaunches:
         arguments = (*places, *sizes, self._bias_at(first), sums, scratch.data_ptr())
         self._product(kernel, arguments, part.packed)
 
-    def _int8(self, part: PackedPart, steps: RowSteps, first: int) -> None:
+    def _int8(self, part: PackedWeightPart, steps: RowSteps, first: int) -> None:
         host, layout, y = self._host, part.layout, self._y
         output = Output(self._dtype, DTYPES[y.dtype], self._bias is not None)
         kernel = int8_product.int8_product(host.code, layout, steps, output)
@@ -130,7 +130,9 @@ class PartLaunches:
         """Launch a product; `coming_panel` has its last arguments, the weight itself until another one follows."""
         weight, host = panels.data_ptr(), self._host
         arguments = (*arguments, host.num_threads, weight)
-        host.launch_product(Launch(kernel, "rows", ROWS_AT_ONCE, len(panels), arguments), self._x.shape[0], weight)
+        host.launch_product(
+            KernelLaunch(kernel, "rows", ROWS_AT_ONCE, len(panels), arguments), self._x.shape[0], weight
+        )
 
     def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8, and by blocks for tiles."""
@@ -146,7 +148,7 @@ class PartLaunches:
             kernel = quantize_rows(host.code, self._dtype, steps)
             arguments = (x.data_ptr(), y.data_ptr(), columns, 0 if by_blocks is None else by_blocks.data_ptr())
             items = steps.rows_of_item, row_items(steps, columns)
-            host.launch(Launch(kernel, "rows", *items, arguments), x.shape[0])
+            host.launch(KernelLaunch(kernel, "rows", *items, arguments), x.shape[0])
             self._int8_rows[key] = y, by_blocks
         return self._int8_rows[key]
 
@@ -160,7 +162,7 @@ class PartLaunches:
             target = y.data_ptr() + first * y.element_size()
             copied = (into.data_ptr(), target, part.rows, y.shape[1])
             kernel = rows_of_x.place_columns(host.code, DTYPES[y.dtype])
-            host.launch(Launch(kernel, "rows", 1, 1, copied), x.shape[0])
+            host.launch(KernelLaunch(kernel, "rows", 1, 1, copied), x.shape[0])
 
     @cached_property
     def _row_forms(self) -> RowForms:
@@ -190,7 +192,7 @@ class PartLaunches:
         y = host.new(f"arranged_{len(self._arranged)}_{wide}", (x.shape[0], wide), dtype)
         kernel = rows_of_x.arrange(host.code, self._dtype, out, order is not None)
         places = (x.data_ptr(), y.data_ptr(), 0 if order is None else order.data_ptr())
-        host.launch(Launch(kernel, "rows", 1, 1, (*places, x.shape[1], wide)), x.shape[0])
+        host.launch(KernelLaunch(kernel, "rows", 1, 1, (*places, x.shape[1], wide)), x.shape[0])
         return y
 
     def _group_sums(self, layout: PackedLayout, x: Tensor, order: Tensor | None) -> Tensor:
@@ -206,5 +208,5 @@ class PartLaunches:
         sums = self._host.new(f"group_sums_{len(self._sums)}_{groups}", (x.shape[0], groups), torch.float32)
         kernel = rows_of_x.group_sums(self._host.code, DTYPES[x.dtype])
         arguments = (x.data_ptr(), sums.data_ptr(), groups, columns)
-        self._host.launch(Launch(kernel, "rows", 1, 1, arguments), x.shape[0])
+        self._host.launch(KernelLaunch(kernel, "rows", 1, 1, arguments), x.shape[0])
         return sums

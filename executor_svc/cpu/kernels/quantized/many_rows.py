@@ -30,7 +30,7 @@ _VI32 = ir.VectorType(ir.IntType(32), LANES)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChunkScratch:
     """Places of a chunk's numbers in a thread's scratch memory, one after the other."""
 
     layout: PackedLayout
@@ -81,7 +81,7 @@ def widen(code: Code, layout: PackedLayout, dtype: Dtype) -> Callable[..., None]
     this thread will probably need next, the chunk's first step, its number of steps, the scratch memory.
     """
     pairs = has_pairs(code.isa, dtype)
-    chunk = Chunk(layout, pairs)
+    chunk = ChunkScratch(layout, pairs)
     half_bytes = chunk.steps * chunk.half_step_bytes
 
     def body(emit: Emitter, panel: Int, coming: Int, first: Int, count: Int, scratch: Int) -> None:
@@ -141,10 +141,10 @@ def tile(code: Code, dtype: Dtype, shape: Shape, whole_row: bool) -> Callable[..
     """
     pairs = has_pairs(code.isa, dtype)
     name = f"many_rows_{'pairs' if pairs else 'floats'}_{shape.rows}{'_row' if whole_row else ''}"
-    return code.helper(name, 11, _Tile(shape, pairs, whole_row).body)
+    return code.helper(name, 11, _ShapedTile(shape, pairs, whole_row).body)
 
 
-class _Tile:
+class _ShapedTile:
     """Emits the tile of one shape."""
 
     def __init__(self, shape: Shape, pairs: bool, whole_row: bool) -> None:

@@ -15,7 +15,7 @@ from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, coming_pa
 from executor_svc.cpu.kernels.quantized.code_values import CodeValues
 from executor_svc.cpu.kernels.quantized.few_rows import TOTALS_BYTES, FewRows, TileArguments, few_row_shapes, format_key
 from executor_svc.cpu.kernels.quantized.layout import STEP, PackedLayout
-from executor_svc.cpu.kernels.quantized.many_rows import Chunk, clear, many_row_shapes, tile, widen
+from executor_svc.cpu.kernels.quantized.many_rows import ChunkScratch, clear, many_row_shapes, tile, widen
 
 _MOST_FEW = 16
 _MOST_FEW_OF_TWO_PLANES = 4
@@ -33,7 +33,7 @@ def most_few_rows(code: Code, layout: PackedLayout, dtype: Dtype) -> int:
 
 def scratch_bytes(code: Code, layout: PackedLayout, dtype: Dtype) -> int:
     """Return the bytes of scratch memory of a thread."""
-    return _TOTALS + Chunk(layout, has_pairs(code.isa, dtype)).num_bytes
+    return _TOTALS + ChunkScratch(layout, has_pairs(code.isa, dtype)).num_bytes
 
 
 def product(code: Code, layout: PackedLayout, output: Output) -> str:
@@ -52,7 +52,7 @@ class _Product:
         self._code, self._layout, self._output, self._dtype = code, layout, output, output.dtype
         self._pairs = has_pairs(code.isa, output.dtype)
         self._x_bytes = ITEM_BYTES[output.dtype] if self._pairs else ITEM_BYTES["float32"]
-        self._chunk = Chunk(layout, self._pairs)
+        self._chunk = ChunkScratch(layout, self._pairs)
 
     def body(
         self,

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.codegen.team import Launch
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host
 from executor_svc.cpu.kernels.ranks import kernels
 from executor_svc.cpu.kernels.ranks.memory import LINE, ExchangeMemory
-from executor_svc.device.ranks import Embedding, RankError, Share
+from executor_svc.device.ranks import RankEmbedding, RankError, Share
 
 ALL = 1 << 40
 """More rows than there ever are: a launch has one item, and the item does all rows."""
@@ -49,7 +49,7 @@ class CpuRanks:
         self._launch(host, num_rows, take, (*given, y.data_ptr(), 0 if bias is None else bias.data_ptr()))
         return y
 
-    def embed(self, table: Embedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
+    def embed(self, table: RankEmbedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
         """As in `RankKernels`."""
         host, memory = self._own.host, self._memory
         num_rows = token_ids.shape[0]
@@ -119,4 +119,4 @@ class CpuRanks:
         self._launch(host, num_rows, kernels.arrive(host.code), (self._number_at, own), ALL)
 
     def _launch(self, host: Host, num_rows: int, kernel: str, arguments: tuple[int, ...], share: int = 1) -> None:
-        host.launch(Launch(kernel, "rows", share, 1, arguments), num_rows)
+        host.launch(KernelLaunch(kernel, "rows", share, 1, arguments), num_rows)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
-from executor_svc.cpu.kernels.codegen.team import Launch
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host
 from executor_svc.cpu.kernels.ranks import kernels
 from executor_svc.cpu.kernels.ranks.launches import ALL
 from executor_svc.cpu.kernels.ranks.memory import LINE, ExchangeSizes
-from executor_svc.device.ranks import Embedding, RankError, Share
+from executor_svc.device.ranks import RankEmbedding, RankError, Share
 from executor_svc.ranks.hosts.exchange_links import ExchangeLinks
 from executor_svc.ranks.links import Frame, LinkClosed
 
@@ -94,7 +94,7 @@ class LinkedRanks:
         self._launch(host, num_rows, take, (self._part(0), 0, self._part_bytes, *waits, *into))
         return self._send_to_all(host, y)
 
-    def embed(self, table: Embedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
+    def embed(self, table: RankEmbedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
         """As in `RankKernels`."""
         host, size = self._own.host, self.share.size
         num_rows = token_ids.shape[0]
@@ -198,7 +198,7 @@ class LinkedRanks:
         self._links.close()
 
     def _launch(self, host: Host, num_rows: int, kernel: str, arguments: tuple[int, ...], share: int = 1) -> None:
-        host.launch(Launch(kernel, "rows", share, 1, arguments), num_rows)
+        host.launch(KernelLaunch(kernel, "rows", share, 1, arguments), num_rows)
 
 
 def _memory(address: int, num_bytes: int) -> memoryview:

@@ -10,7 +10,7 @@ from torch import Tensor
 from executor_svc.device.kernels import AttentionShape, KVScales
 from executor_svc.gpu.kernels.attention.attention import attention
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.segments import Scratch, default_segments
+from executor_svc.gpu.kernels.attention.segments import SegmentScratch, default_segments
 from executor_svc.gpu.kernels.attention.split import split_attention, split_tokens
 from executor_svc.gpu.kernels.slots.slots import StepBuffers
 
@@ -43,7 +43,7 @@ class GpuAttentionPlan:
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_seqs, width, dtype=torch.int32, device=device)
-        self._scratch = Scratch.of(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms, device)
+        self._scratch = SegmentScratch.of(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms, device)
         ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
         self._unscaled = KVScales(ones, ones)
         self._num_seqs = self._max_query_len = self._max_seq_len = 0

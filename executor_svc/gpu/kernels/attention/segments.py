@@ -67,7 +67,7 @@ def default_segments(kind: AttentionKind) -> Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class SegmentScratch:
     """Memory of split attention, in use only until the next kernel of the stream."""
 
     floats: Tensor

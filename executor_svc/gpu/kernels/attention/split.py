@@ -18,7 +18,7 @@ from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS, AttentionKind
 from executor_svc.gpu.kernels.attention.keys import attend
 from executor_svc.gpu.kernels.attention.merge import write_merged
 from executor_svc.gpu.kernels.attention.records import record, segments_of
-from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, Scratch, Segments, default_segments
+from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, Segments, SegmentScratch, default_segments
 from executor_svc.gpu.kernels.attention.tile import (
     as_multiplied,
     divided,
@@ -168,7 +168,7 @@ def split_kernel(
 
 
 def split_attention(
-    call: AttentionCall, arch: int, scratch: Scratch, num_sms: int, segments: Segments | None = None
+    call: AttentionCall, arch: int, scratch: SegmentScratch, num_sms: int, segments: Segments | None = None
 ) -> None:
     """Write `call.out` for a batch of few tokens per sequence, on a GPU of this capability and number of SMs.
 

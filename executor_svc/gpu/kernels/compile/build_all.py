@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from executor_svc.gpu.kernels.compile.build import Build, CompileError, build_errors, compile_variant
-from executor_svc.gpu.kernels.compile.registry import Entry, entries
+from executor_svc.gpu.kernels.compile.registry import VariantEntry, entries
 
 _MAX_ERROR = 4000
 """Maximum length of a compiler message in characters."""
@@ -27,7 +27,7 @@ _MAX_ERROR = 4000
 class Task:
     """One compilation."""
 
-    entry: Entry
+    entry: VariantEntry
     arch: int
 
     @property
@@ -37,7 +37,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Outcome:
+class BuildOutcome:
     """The results of all tasks, in order."""
 
     builds: list[Build] = field(default_factory=list)
@@ -50,13 +50,13 @@ class Outcome:
         return "\n".join([f"{len(self.refused)} refused:", *(f"- {line}" for line in self.refused)])
 
 
-def tasks_of(chosen: Iterable[Entry], *, quick: bool = False, newest: bool = False) -> list[Task]:
+def tasks_of(chosen: Iterable[VariantEntry], *, quick: bool = False, newest: bool = False) -> list[Task]:
     """Return the compilations of these variants; quick: of those marked quick; newest: for the last arch of each."""
     taken = [entry for entry in chosen if entry.variant.quick or not quick]
     return [Task(entry, arch) for entry in taken for arch in entry.variant.archs[-1 if newest else 0 :]]
 
 
-def build_all(tasks: Sequence[Task], jobs: int) -> Outcome:
+def build_all(tasks: Sequence[Task], jobs: int) -> BuildOutcome:
     """Compile in `jobs` processes; print progress on standard error."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(tasks)):
@@ -90,8 +90,8 @@ def build_all(tasks: Sequence[Task], jobs: int) -> Outcome:
     return _outcome(tasks, [done[index] for index in range(len(tasks))])
 
 
-def _outcome(tasks: Sequence[Task], results: Sequence[Build | str]) -> Outcome:
-    outcome = Outcome()
+def _outcome(tasks: Sequence[Task], results: Sequence[Build | str]) -> BuildOutcome:
+    outcome = BuildOutcome()
     for task, result in zip(tasks, results, strict=True):
         if isinstance(result, str):
             outcome.refused.append(f"{task.entry.module}: {result}")
@@ -161,7 +161,7 @@ def _serve(connection: Connection, folder: Path, printed: Path) -> None:
     os.dup2(descriptor, 2)
     tempfile.tempdir = str(folder)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    entries_of: dict[str, dict[str, Entry]] = {}
+    entries_of: dict[str, dict[str, VariantEntry]] = {}
     while True:
         try:
             module, name, arch = connection.recv()

@@ -26,7 +26,7 @@ class RegistryError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class VariantEntry:
     """One variant and its module."""
 
     module: str
@@ -43,17 +43,17 @@ def kernel_modules(package: str = PACKAGE) -> list[str]:
     return sorted(info.name for info in found if not info.ispkg and hasattr(_imported(info.name), "variants"))
 
 
-def entries(modules: Iterable[str] | None = None) -> dict[str, Entry]:
+def entries(modules: Iterable[str] | None = None) -> dict[str, VariantEntry]:
     """Return variants by name, of these modules or of all, in the order of the modules' lists.
 
     Raises RegistryError if a module fails to list its variants, takes too long, or repeats a name.
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, VariantEntry] = {}
     for module in kernel_modules() if modules is None else modules:
         for variant in _variants_of(module):
             if variant.name in found:
                 raise RegistryError(f"two variants are named {variant.name!r}: {found[variant.name].module}, {module}")
-            found[variant.name] = Entry(module, variant)
+            found[variant.name] = VariantEntry(module, variant)
     return found
 
 

@@ -30,7 +30,7 @@ from executor_svc.gpu.kernels.variant import Variant
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class FewBitsTile:
     """Tiles of rows of x, each with a tile of 64 rows of the weight, by the number of rows."""
 
     rows: int
@@ -43,14 +43,14 @@ class Tile:
 
 
 _TILES = (
-    Tile(rows=8, num_warps=2, num_stages=3, programs_per_sm=6, scaled_sums=True),
-    Tile(rows=16, num_warps=2, num_stages=3, programs_per_sm=6, scaled_sums=True),
-    Tile(rows=32, num_warps=4, num_stages=3, programs_per_sm=4),
-    Tile(rows=64, num_warps=4, num_stages=3, programs_per_sm=4),
-    Tile(rows=128, num_warps=4, num_stages=3, programs_per_sm=2),
+    FewBitsTile(rows=8, num_warps=2, num_stages=3, programs_per_sm=6, scaled_sums=True),
+    FewBitsTile(rows=16, num_warps=2, num_stages=3, programs_per_sm=6, scaled_sums=True),
+    FewBitsTile(rows=32, num_warps=4, num_stages=3, programs_per_sm=4),
+    FewBitsTile(rows=64, num_warps=4, num_stages=3, programs_per_sm=4),
+    FewBitsTile(rows=128, num_warps=4, num_stages=3, programs_per_sm=2),
 )
 """Measured on an H200."""
-_GROUPS_OF_16 = Tile(rows=16, num_warps=4, num_stages=4, programs_per_sm=4)
+_GROUPS_OF_16 = FewBitsTile(rows=16, num_warps=4, num_stages=4, programs_per_sm=4)
 """A product of 16 columns is too small for its instruction."""
 TILE_ROWS = tuple(tile.rows for tile in _TILES)
 """Maximum rows of each kernel, ascending."""
@@ -61,13 +61,13 @@ _LEAST_STEPS = 4
 """Of a part."""
 
 
-def tile_of(rows: int, kind: QuantFormat) -> Tile:
+def tile_of(rows: int, kind: QuantFormat) -> FewBitsTile:
     """Return the tile for so many rows, up to MOST_ROWS."""
     found = next(tile for tile in _TILES if rows <= tile.rows)
     return _GROUPS_OF_16 if found.scaled_sums and kind.group == 16 else found
 
 
-def num_parts(tile: Tile, out_features: int, steps: int, num_sms: int) -> int:
+def num_parts(tile: FewBitsTile, out_features: int, steps: int, num_sms: int) -> int:
     """Return the parts of a tile's product, each a program with equally many steps, but for the last."""
     wanted = -(-tile.programs_per_sm * num_sms // -(-out_features // TILE))
     part_steps = -(-steps // max(1, min(wanted, _MOST_PARTS, steps // _LEAST_STEPS)))
@@ -157,7 +157,7 @@ def linear_few_bits(
 
 
 def launch(
-    x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, workspace: Tensor | None, tile: Tile, parts: int
+    x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, workspace: Tensor | None, tile: FewBitsTile, parts: int
 ) -> None:
     """Write the product with a given tile and number of parts; arguments as of `linear_few_bits`, not checked."""
     rows, layout = x.shape[0], weight.layout
@@ -186,7 +186,7 @@ def launch(
         sum_splits(workspace, parts, None, bias, out)
 
 
-def _constants(layout: FewBitsLayout, tile: Tile, is_bfloat16: bool, *, partial: bool) -> dict[str, Any]:
+def _constants(layout: FewBitsLayout, tile: FewBitsTile, is_bfloat16: bool, *, partial: bool) -> dict[str, Any]:
     own: dict[str, Any]
     if tile.scaled_sums:
         assembly = "" if is_interpreted() else assembly_of(layout.kind, is_bfloat16)
@@ -243,12 +243,12 @@ def variants() -> list[Variant]:
     return found
 
 
-def _tiles(kind: QuantFormat) -> list[Tile]:
+def _tiles(kind: QuantFormat) -> list[FewBitsTile]:
     return list(dict.fromkeys(tile_of(rows, kind) for rows in TILE_ROWS))
 
 
 def _variant(
-    kind: QuantFormat, tile: Tile, rows: str, out: str, *, partial: bool = False, columns: int = _COLUMNS
+    kind: QuantFormat, tile: FewBitsTile, rows: str, out: str, *, partial: bool = False, columns: int = _COLUMNS
 ) -> Variant:
     layout = FewBitsLayout(kind, columns)
     planes, known = plane_arguments(layout)

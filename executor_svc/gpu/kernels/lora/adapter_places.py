@@ -16,14 +16,14 @@ from torch import Tensor
 
 from executor_svc.device.adapters import AdapterPart, EmbeddingPair, PackedPart, ReplacedRows
 from executor_svc.gpu.kernels.lora.embedding import (
-    EmbeddingPlaces,
+    EmbeddingMatrices,
     PackedEmbedding,
     add_embedding_lora,
     embedding_workspace_size,
 )
 from executor_svc.gpu.kernels.lora.lora import add_lora, workspace_size
 from executor_svc.gpu.kernels.lora.places import LoraPlaces, LoraShape, PackedPairs, Taker
-from executor_svc.gpu.kernels.lora.replaced import PackedRows, ReplacedPlaces, replace_embeddings, replace_logits
+from executor_svc.gpu.kernels.lora.replaced import HostRows, ReplacedPlaces, replace_embeddings, replace_logits
 from executor_svc.gpu.kernels.lora.tables import RowTable
 
 
@@ -34,10 +34,10 @@ class GpuPackedPart:
     memory: Tensor
     pairs: PackedPairs | None
     embedding: PackedEmbedding | None
-    replaced: PackedRows | None
+    replaced: HostRows | None
 
 
-class _Held:
+class _HeldParts:
     """Keeps the parts whose memory steps read: those in places, and others until the steps before have run."""
 
     def __init__(self, num_places: int, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class GpuAdapterPlaces:
         shape = LoraShape(in_features, out_features, tuple(first_rows))
         self.products = LoraPlaces.empty(shape, num_places, max_rank, dtype, device)
         self.replaced = ReplacedPlaces(in_features, out_features, num_places, dtype, device) if replaces_rows else None
-        self._held = _Held(num_places, device)
+        self._held = _HeldParts(num_places, device)
 
     def bytes_of_rank(self, rank: int) -> int:
         """As in `AdapterPlaces`."""
@@ -127,12 +127,12 @@ class GpuEmbeddingPlaces:
         self, num_places: int, max_rank: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Arguments as in `AdapterKernels.new_embedding_places`. Raises ValueError naming the option."""
-        self.pairs = EmbeddingPlaces(hidden_size, num_places, max_rank, dtype, device)
+        self.pairs = EmbeddingMatrices(hidden_size, num_places, max_rank, dtype, device)
         self.replaced = ReplacedPlaces(hidden_size, None, num_places, dtype, device)
-        self._held = _Held(num_places, device)
+        self._held = _HeldParts(num_places, device)
 
     def bytes_of_rank(self, vocabulary: int, rank: int) -> int:
-        """As in `EmbeddingPlaces`."""
+        """As in `EmbeddingMatrices`."""
         return self.pairs.bytes_of_rank(vocabulary, rank)
 
     def packed_bytes(self, pair: EmbeddingPair | None, replaced: ReplacedRows | None = None) -> int:

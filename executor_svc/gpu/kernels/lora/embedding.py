@@ -18,10 +18,10 @@ from executor_svc.device.adapters import EmbeddingPair
 from executor_svc.gpu.kernels.lora.expand import expand
 from executor_svc.gpu.kernels.lora.places import (
     RANKS,
+    LoraPair,
     LoraPlaces,
     LoraShape,
     PackedPairs,
-    Pair,
     Taker,
     piece_bytes,
 )
@@ -44,7 +44,7 @@ class PackedEmbedding:
     """[1] int64: of a."""
 
 
-class EmbeddingPlaces:
+class EmbeddingMatrices:
     """The matrices of the adapters of a table of embeddings."""
 
     def __init__(self, hidden: int, max_loras: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -77,11 +77,11 @@ class EmbeddingPlaces:
             self.addresses[place : place + 1].copy_(packed.address, non_blocking=True)
 
 
-def _pair(pair: EmbeddingPair) -> Pair:
+def _pair(pair: EmbeddingPair) -> LoraPair:
     """Return a pair as one part of a linear of no inputs; raises ValueError for different ranks."""
     if pair.a.dim() != 2 or pair.a.shape[1] != pair.b.shape[1]:
         raise ValueError(f"a {list(pair.a.shape)}, b {list(pair.b.shape)}: a must be [vocabulary, r], b [hidden, r]")
-    return Pair(pair.a.new_empty(pair.a.shape[1], 0), pair.b, pair.scale, 0)
+    return LoraPair(pair.a.new_empty(pair.a.shape[1], 0), pair.b, pair.scale, 0)
 
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["token_ids"])
@@ -114,7 +114,7 @@ def embedding_workspace_size(max_rank: int, max_rows: int) -> int:
 
 
 def add_embedding_lora(
-    token_ids: Tensor, places: EmbeddingPlaces, table: RowTable, workspace: Tensor, y: Tensor
+    token_ids: Tensor, places: EmbeddingMatrices, table: RowTable, workspace: Tensor, y: Tensor
 ) -> None:
     """Add scale * (a[token] @ b.T) of each row's adapter to y, summed in float32 and rounded once.
 

@@ -28,7 +28,7 @@ _PIECE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class LoraPair:
     """Implements `AdapterPart`."""
 
     a: Tensor

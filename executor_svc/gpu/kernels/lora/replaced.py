@@ -36,7 +36,7 @@ _STAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
+class HostRows:
     """Replaced rows in the host's memory."""
 
     token_ids: Tensor
@@ -68,15 +68,15 @@ class ReplacedPlaces:
         pieces = ((torch.int64, ids.shape), (self.dtype, rows.shape), (torch.int64, (FIELDS,)))
         return sum(piece_bytes(dtype, *shape) for dtype, shape in pieces)
 
-    def pack(self, replaced: ReplacedRows, memory: Taker) -> PackedRows:
+    def pack(self, replaced: ReplacedRows, memory: Taker) -> HostRows:
         """Copy replaced rows to memory that steps read, rounded to the dtype of the places."""
         ids = memory.take(torch.int64, *replaced.token_ids.shape).copy_(replaced.token_ids)
         rows = memory.take(self.dtype, *replaced.rows.shape).copy_(replaced.rows)
         fields = memory.take(torch.int64, FIELDS)
         fields.copy_(torch.tensor([len(ids), ids.data_ptr(), rows.data_ptr()]))
-        return PackedRows(ids, rows, fields)
+        return HostRows(ids, rows, fields)
 
-    def set(self, place: int, packed: PackedRows | None) -> None:
+    def set(self, place: int, packed: HostRows | None) -> None:
         """Enqueue the change of a place; its rows must live until no step reads them."""
         if packed is None:
             self.fields[place].zero_()

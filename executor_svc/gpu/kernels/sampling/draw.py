@@ -23,7 +23,7 @@ from executor_svc.gpu.kernels.sampling.floors import row_floor
 from executor_svc.gpu.kernels.sampling.noise import row_key
 from executor_svc.gpu.kernels.sampling.search import draw_from_best
 from executor_svc.gpu.kernels.sampling.state import RECORD_WORDS, field
-from executor_svc.sampling.noise import Purpose
+from executor_svc.sampling.noise import DrawPurpose
 
 _RECORD_WORDS = tl.constexpr(RECORD_WORDS)
 _SEED = tl.constexpr(field("seed"))
@@ -31,7 +31,7 @@ _SAMPLE_INDEX = tl.constexpr(field("sample_index"))
 _TEMPERATURE = tl.constexpr(field("temperature"))
 _TOP_P = tl.constexpr(field("top_p"))
 _TOP_K = tl.constexpr(field("top_k"))
-_SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
+_SAMPLE = tl.constexpr(int(DrawPurpose.SAMPLE))
 _NON_FINITE_LOGITS = tl.constexpr(int(SlotError.NON_FINITE_LOGITS))
 _NO_ALLOWED_TOKEN = tl.constexpr(int(SlotError.NO_ALLOWED_TOKEN))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec
-from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 
 Function = Callable[[Vec], Vec]
 
@@ -18,7 +18,7 @@ def run(num_arguments: int, body: Callable[..., None], items: int, *arguments: i
     """Run body(emitter, item, thread, items, *arguments) for each item."""
     code = Code()
     name = code.kernel("tested", 1 + num_arguments, body)
-    Program(Team(code, num_threads), [Launch(name, "items", 1, 1, arguments)]).run(items=items)
+    LaunchProgram(Team(code, num_threads), [KernelLaunch(name, "items", 1, 1, arguments)]).run(items=items)
 
 
 def mapped(function: Function) -> Callable[[Tensor], Tensor]:
@@ -35,8 +35,8 @@ def mapped(function: Function) -> Callable[[Tensor], Tensor]:
     def apply(x: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % LANES))
         y = torch.empty_like(padded)
-        launch = Launch(name, "vectors", 1, 1, (padded.data_ptr(), y.data_ptr()))
-        Program(team, [launch]).run(vectors=padded.numel() // LANES)
+        launch = KernelLaunch(name, "vectors", 1, 1, (padded.data_ptr(), y.data_ptr()))
+        LaunchProgram(team, [launch]).run(vectors=padded.numel() // LANES)
         return y[: x.numel()].view(x.shape)
 
     return apply

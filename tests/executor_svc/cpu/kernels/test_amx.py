@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels import cpu_kernels
 from executor_svc.cpu.kernels.amx.row_tiles import GROUP, padded, row_tiles
-from executor_svc.cpu.kernels.codegen.team import Launch
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
@@ -116,7 +116,7 @@ def test_tiles_of_rows_end_with_zeros() -> None:
     kernels, x = CpuKernels(), randn(0, 3, 700)
     arranged = torch.full((padded(3, 700)[0] * padded(3, 700)[1],), float("nan"), dtype=BF16)
     arguments = (x.data_ptr(), 700, arranged.data_ptr())
-    kernels._launch(Launch(row_tiles(kernels.code), "rows", GROUP, 1, arguments), 3)
+    kernels._launch(KernelLaunch(row_tiles(kernels.code), "rows", GROUP, 1, arguments), 3)
     wide = torch.nn.functional.pad(x, (0, 4, 0, 29)).view(32, 22, 32).transpose(0, 1)
     assert equal_bits(arranged, wide.flatten())
 

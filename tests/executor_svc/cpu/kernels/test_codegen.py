@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import Code, symbol
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
-from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 from tests.executor_svc.cpu.kernels.emitted import mapped, run
 
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -230,7 +230,7 @@ def test_helpers_are_made_once_and_called() -> None:
             code.helper("twice", 2, twice)(emit, emit.integer(20 + at), into + 8 * at)
 
     name = code.kernel("calls", 2, body)
-    Program(Team(code, 1), [Launch(name, "items", 1, 1, (out.ctypes.data,))]).run(items=1)
+    LaunchProgram(Team(code, 1), [KernelLaunch(name, "items", 1, 1, (out.ctypes.data,))]).run(items=1)
     assert out.tolist() == [40, 42]
     assert made == ["twice"]
 

@@ -14,7 +14,7 @@ from executor_svc.cpu.kernels.codegen import tiles
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import LANES, BfloatType, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa, level
-from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 from executor_svc.cpu.kernels.quantized.vectors import Vectors
 from tests.executor_svc.cpu.kernels.instructions import (
     Bits,
@@ -61,7 +61,7 @@ def on_processor(isa: Isa, operation: Callable[..., Vec], *inputs: Any) -> Float
 
     name = code.kernel("tested", 2 + len(inputs), body)
     arguments = tuple(each.ctypes.data for each in (*inputs, result))
-    Program(Team(code, 1), [Launch(name, "items", 1, 1, arguments)]).run(items=COUNT // LANES)
+    LaunchProgram(Team(code, 1), [KernelLaunch(name, "items", 1, 1, arguments)]).run(items=COUNT // LANES)
     return result
 
 
@@ -176,7 +176,7 @@ def test_tile_product_of_bytes(kind: type[np.int8] | type[np.uint8], rows: int, 
     code = Code(ISAS["amx"])
     name = code.kernel("tested", 4, body)
     places = tuple(each.ctypes.data for each in (found, left, right))
-    Program(Team(code, 1), [Launch(name, "items", 1, 1, places)]).run(items=1)
+    LaunchProgram(Team(code, 1), [KernelLaunch(name, "items", 1, 1, places)]).run(items=1)
     assert np.array_equal(found, wanted)
 
 

@@ -14,7 +14,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.ranks.memory import ExchangeSizes
 from executor_svc.device.ranks import RankError, Share
-from executor_svc.ranks.hosts.credentials import Credentials, read_credentials
+from executor_svc.ranks.hosts.credentials import RankCredentials, read_credentials
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.helpers.certificates import certificates
 from tests.helpers.executor.rank_threads import Connections, Meeting, SharedMemory, on_ranks
@@ -29,7 +29,7 @@ def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeting]
         case "memory":
             found = SharedMemory()
         case "connections":
-            found = Connections(Credentials(b"a secret of ranks"))
+            found = Connections(RankCredentials(b"a secret of ranks"))
         case _:
             options = certificates(tmp_path / "certs").listener("executor")
             found = Connections(read_credentials(ExecutorConfig(model="any", **options)))

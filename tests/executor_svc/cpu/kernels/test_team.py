@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from executor_svc.cpu.kernels.codegen import team as teams
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
-from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 
@@ -42,7 +42,7 @@ def test_each_item_once(num_threads: int) -> None:
     kernel, counts = count_items(code), new_counts(1000)
     team = Team(code, num_threads)
     assert team.num_threads == num_threads, "OpenMP's library is there"
-    program = Program(team, [Launch(kernel, "rows", 1, 1, (counts.ctypes.data,))])
+    program = LaunchProgram(team, [KernelLaunch(kernel, "rows", 1, 1, (counts.ctypes.data,))])
     for runs, rows in enumerate((1000, 1, 999, 500, 2, 0), start=1):
         before = counts[:, 0].copy()
         program.run(rows=rows)
@@ -57,7 +57,7 @@ def test_each_item_once(num_threads: int) -> None:
 def test_items_of_a_launch(rows: int, share: int, groups: int, items: int) -> None:
     code = Code()
     kernel, counts = count_items(code), new_counts(12)
-    Program(Team(code, 2), [Launch(kernel, "rows", share, groups, (counts.ctypes.data,))]).run(rows=rows)
+    LaunchProgram(Team(code, 2), [KernelLaunch(kernel, "rows", share, groups, (counts.ctypes.data,))]).run(rows=rows)
     assert counts[:, 0].tolist() == [1] * items + [0] * (12 - items)
 
 
@@ -92,8 +92,8 @@ def test_a_launch_begins_when_the_one_before_has_ended(num_threads: int) -> None
     kernel = mix_items(code)
     buffers = [np.arange(1, width + 1), np.zeros(width, np.int64)]
     addresses = [buffer.ctypes.data for buffer in buffers]
-    launches = [Launch(kernel, "rows", 1, 1, (addresses[i % 2], addresses[(i + 1) % 2])) for i in range(300)]
-    Program(Team(code, num_threads), launches).run(rows=width)
+    launches = [KernelLaunch(kernel, "rows", 1, 1, (addresses[i % 2], addresses[(i + 1) % 2])) for i in range(300)]
+    LaunchProgram(Team(code, num_threads), launches).run(rows=width)
     expected = np.arange(1, width + 1)
     for _ in launches:
         expected = mixed(expected, width)
@@ -110,10 +110,10 @@ def test_what_follows_joined_launches_waits_for_all_of_them(num_threads: int) ->
     for turn in range(150):
         source, into = (buffers[(turn + which) % 2].ctypes.data for which in range(2))
         launches += [
-            Launch(kernel, "rows", 3, 1, (source, into + 8 * third * part), joins=part > 0) for part in range(3)
+            KernelLaunch(kernel, "rows", 3, 1, (source, into + 8 * third * part), joins=part > 0) for part in range(3)
         ]
-        launches.append(Launch(kernel, "none", 1, 1, (0, 0), joins=True))
-    program, expected = Program(Team(code, num_threads), launches), np.arange(1, width + 1)
+        launches.append(KernelLaunch(kernel, "none", 1, 1, (0, 0), joins=True))
+    program, expected = LaunchProgram(Team(code, num_threads), launches), np.arange(1, width + 1)
     for _ in range(2):
         program.run(rows=width, none=0)
         for _ in range(150):
@@ -125,9 +125,9 @@ def test_counts_of_several_names() -> None:
     code = Code()
     kernel, first, second = count_items(code), new_counts(9), new_counts(9)
     launches = [
-        Launch(kernel, name, 1, 1, (counts.ctypes.data,)) for name, counts in (("rows", first), ("tiles", second))
+        KernelLaunch(kernel, name, 1, 1, (counts.ctypes.data,)) for name, counts in (("rows", first), ("tiles", second))
     ]
-    Program(Team(code, 2), launches).run(tiles=4, rows=7, others=1)
+    LaunchProgram(Team(code, 2), launches).run(tiles=4, rows=7, others=1)
     assert first[:, 0].sum() == 7
     assert second[:, 0].sum() == 4
 
@@ -136,16 +136,16 @@ def test_counts_of_several_names() -> None:
 def test_a_launch_with_a_wrong_number_of_arguments(arguments: tuple[int, ...]) -> None:
     code = Code()
     with pytest.raises(AssertionError, match=f"count_items has 2 arguments, its launch {1 + len(arguments)}"):
-        Program(Team(code, 1), [Launch(count_items(code), "rows", 1, 1, arguments)])
+        LaunchProgram(Team(code, 1), [KernelLaunch(count_items(code), "rows", 1, 1, arguments)])
 
 
 def test_a_wrong_launch_fails_when_it_is_recorded() -> None:
     kernels = CpuKernels()
     kernel = count_items(kernels.code)
     with kernels.recording() as recording:
-        kernels._launch(Launch(kernel, "rows", 1, 1, (0,)), 1)
+        kernels._launch(KernelLaunch(kernel, "rows", 1, 1, (0,)), 1)
         with pytest.raises(AssertionError, match="count_items has 2 arguments, its launch 3"):
-            kernels._launch(Launch(kernel, "rows", 1, 1, (0, 0)), 1)
+            kernels._launch(KernelLaunch(kernel, "rows", 1, 1, (0, 0)), 1)
     assert len(recording.launches) == 1
 
 
@@ -155,7 +155,7 @@ def test_without_openmp_one_thread_does_all(monkeypatch: pytest.MonkeyPatch) -> 
     kernel, counts = count_items(code), new_counts(50)
     team = Team(code, 4)
     assert team.num_threads == 1
-    Program(team, [Launch(kernel, "rows", 1, 1, (counts.ctypes.data,))]).run(rows=50)
+    LaunchProgram(team, [KernelLaunch(kernel, "rows", 1, 1, (counts.ctypes.data,))]).run(rows=50)
     assert counts[:, 0].tolist() == [1] * 50
 
 

@@ -15,7 +15,7 @@ from executor_svc.device import reference
 from executor_svc.device.interface import DeviceError
 from executor_svc.gpu.kernels.linear_w8 import configuration, linear_w8, workspace_size
 from executor_svc.gpu.kernels.quantize import quantize_fp8, quantize_int8, quantize_rows
-from executor_svc.gpu.linear import GpuLinear, Quantization, W8Linear, Workspace, check_quantization, make_linear
+from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, W8Linear, check_quantization, make_linear
 
 SMS = 132
 FP8 = torch.float8_e4m3fn
@@ -226,7 +226,7 @@ def layer(quantization: Quantization, device: torch.device, sizes: tuple[int, in
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(sizes, generator=generator).to(torch.bfloat16).to(device)
     bias = torch.randn(sizes[0], generator=generator).to(torch.bfloat16).to(device) if biased else None
-    made: GpuLinear = make_linear(weight, bias, quantization, Workspace(device))
+    made: GpuLinear = make_linear(weight, bias, quantization, SumsWorkspace(device))
     return made, weight, bias
 
 
@@ -264,7 +264,7 @@ def test_inner_sizes_that_are_no_multiple_of_16(quantization: Quantization, devi
 
 
 def test_layers_share_a_workspace(device: torch.device) -> None:
-    workspace = Workspace(device)
+    workspace = SumsWorkspace(device)
     weights = [torch.eye(size, 2048, dtype=torch.bfloat16, device=device) for size in (64, 192, 128)]
     made = [W8Linear(weight, None, "int8", workspace) for weight in weights]
     x = torch.arange(2048, device=device).to(torch.bfloat16).expand(2, 2048).contiguous()
@@ -281,9 +281,9 @@ def test_no_rows(device: torch.device) -> None:
 def test_what_layers_refuse(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = torch.zeros(32, 24, dtype=torch.bfloat16, device=device)
     with pytest.raises(DeviceError, match=r"--quantization fp8_w8a8: .*24 to 32.*multiples of 16"):
-        make_linear(narrow, None, "fp8_w8a8", Workspace(device))
+        make_linear(narrow, None, "fp8_w8a8", SumsWorkspace(device))
     with pytest.raises(DeviceError, match="--quantization int8: needs --dtype bfloat16 or float16, not float32"):
-        make_linear(narrow.float(), None, "int8", Workspace(device))
+        make_linear(narrow.float(), None, "int8", SumsWorkspace(device))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     ampere = torch.device("cuda")
     narrowest: list[Quantization] = ["fp8", "fp8_w8a8"]

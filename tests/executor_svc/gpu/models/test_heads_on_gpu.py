@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.heads.draft import LoadedDraft
-from executor_svc.models.heads.head import Head
+from executor_svc.models.heads.head import DraftHead
 from executor_svc.models.heads.mtp_loading import load_mtp
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 OPTIONS = {"max_model_len": 64, "max_num_batched_tokens": 96, "max_num_seqs": 8, "num_gpu_blocks": 12}
 
 
-def rows_of(model: Model, draft: LoadedDraft[Head]) -> list[Tensor]:
+def rows_of(model: Model, draft: LoadedDraft[DraftHead]) -> list[Tensor]:
     """A text in two chunks, another beside the second, then a draft for both; a block is moved between."""
     driver = HeadDriver(model, draft)
     first, second = Text(random_tokens(1, 26), [4, 1]), Text(random_tokens(2, 8), [7])

@@ -17,7 +17,7 @@ from executor_svc.models.decoder import Decoder
 from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.models.heads.eagle3 import Eagle3Head
 from executor_svc.models.heads.eagle3_loading import load_eagle3
-from executor_svc.models.heads.head import Head
+from executor_svc.models.heads.head import DraftHead
 from executor_svc.plan.arrays import IntArray
 from tests.executor_svc.driver import Model, flat_batch, spoil
 
@@ -40,7 +40,7 @@ def load_head(folder: Path, target: Model, **options: Any) -> LoadedDraft[Eagle3
 class HeadDriver:
     """A target, a head, and a cache full of NaN whose blocks hold the layers of both."""
 
-    def __init__(self, target: Model, draft: LoadedDraft[Head]) -> None:
+    def __init__(self, target: Model, draft: LoadedDraft[DraftHead]) -> None:
         model = target.loaded.model
         assert isinstance(model, Decoder)
         config = ExecutorConfig(**target.options)

@@ -19,21 +19,21 @@ import pytest
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.ranks.hosts.connecting import Connector
-from executor_svc.ranks.hosts.credentials import Credentials, CredentialsError, read_credentials
-from executor_svc.ranks.hosts.handshake import Purpose
+from executor_svc.ranks.hosts.credentials import CredentialsError, RankCredentials, read_credentials
+from executor_svc.ranks.hosts.handshake import ConnectionPurpose
 from executor_svc.ranks.hosts.listener import Listener
-from executor_svc.ranks.hosts.places import Place, PlaceError
+from executor_svc.ranks.hosts.places import PlaceError, RankPlace
 from executor_svc.ranks.hosts.watching import watch
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 from tests.helpers.certificates import Certificates, certificates
 from tests.helpers.machine.loopback import new_address
 
-PORT, SECRET = 50053, Credentials(b"sixteen bytes or more")
+PORT, SECRET = 50053, RankCredentials(b"sixteen bytes or more")
 
 
 @contextmanager
-def listening(credentials: Credentials = SECRET, size: int = 2) -> Iterator[tuple[Listener, Place]]:
-    place = Place(0, size, 0, size, new_address(), PORT)
+def listening(credentials: RankCredentials = SECRET, size: int = 2) -> Iterator[tuple[Listener, RankPlace]]:
+    place = RankPlace(0, size, 0, size, new_address(), PORT)
     listener = Listener(place, credentials, time.monotonic())
     try:
         yield listener, place
@@ -45,9 +45,9 @@ OPENED: list[Link] = []
 
 
 def connect(
-    place: Place,
-    credentials: Credentials = SECRET,
-    purpose: Purpose = Purpose.STEPS,
+    place: RankPlace,
+    credentials: RankCredentials = SECRET,
+    purpose: ConnectionPurpose = ConnectionPurpose.STEPS,
     timeout_s: float = 5,
     **changes: int,
 ) -> Link:
@@ -55,14 +55,14 @@ def connect(
     return OPENED[-1]
 
 
-def take(listener: Listener, purpose: Purpose = Purpose.STEPS, rank: int = 1) -> Link:
+def take(listener: Listener, purpose: ConnectionPurpose = ConnectionPurpose.STEPS, rank: int = 1) -> Link:
     link, peer = listener.take(rank, purpose, time.monotonic() + 5)
     assert peer.startswith("127.")
     OPENED.append(link)
     return link
 
 
-def tls(certs: Certificates, party: str = "executor") -> Credentials:
+def tls(certs: Certificates, party: str = "executor") -> RankCredentials:
     return read_credentials(ExecutorConfig(model="any", **certs.listener(party)))
 
 
@@ -108,7 +108,7 @@ def test_a_rank_with_the_secret_is_let_in() -> None:
 def test_another_secret_is_refused_on_both_sides(secret: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with listening() as (listener, place):
         with pytest.raises(PlaceError, match="it does not know the secret of --rank-secret-file here"):
-            connect(place, Credentials(secret))
+            connect(place, RankCredentials(secret))
         check_link(listener, connect(place))
     assert "as rank 1 it does not accept the secret of --rank-secret-file here" in caplog.text
 
@@ -125,7 +125,7 @@ def test_a_proof_of_one_connection_is_of_no_use_in_another(caplog: pytest.LogCap
     assert "as rank 1 it does not know the secret of --rank-secret-file" in caplog.text
 
 
-def record(place: Place) -> tuple[bytes, bool]:
+def record(place: RankPlace) -> tuple[bytes, bool]:
     """What a rank sends before its first frame, as a machine in between reads it."""
     between, found = socket.create_server(("127.0.0.1", 0)), bytearray()
     connecting = replace(place, host="127.0.0.1", port=between.getsockname()[1])
@@ -210,21 +210,21 @@ def test_a_rank_that_is_there_twice_is_refused(caplog: pytest.LogCaptureFixture)
         check_link(listener, first)
         with pytest.raises(PlaceError, match=again):
             connect(place)
-        connect(place, purpose=Purpose.EXCHANGES)
-        check_newest(listener, connect(place, purpose=Purpose.EXCHANGES))
+        connect(place, purpose=ConnectionPurpose.EXCHANGES)
+        check_newest(listener, connect(place, purpose=ConnectionPurpose.EXCHANGES))
     assert "refused rank 1 at 127.0.0.1: RANK=1 is there already" in caplog.text
 
 
 def check_newest(listener: Listener, theirs: Link) -> None:
     """Connections for exchanges are made anew for each session."""
     theirs.send(Frame.PART, b"new")
-    assert take(listener, Purpose.EXCHANGES).receive() == (Frame.PART, b"new")
+    assert take(listener, ConnectionPurpose.EXCHANGES).receive() == (Frame.PART, b"new")
     with pytest.raises(TimeoutError):
-        listener.take(1, Purpose.EXCHANGES, time.monotonic())
+        listener.take(1, ConnectionPurpose.EXCHANGES, time.monotonic())
 
 
 def test_nobody_listens() -> None:
-    place = Place(1, 2, 0, 1, new_address(), PORT)
+    place = RankPlace(1, 2, 0, 1, new_address(), PORT)
     with pytest.raises(PlaceError, match=r"no connection to rank 0 at 127.* within 0.1 s \(--rank-connect-timeout-s\)"):
         connect(place, timeout_s=0.1)
     with pytest.raises(PlaceError, match=r"the address of rank 0, rank\.invalid, is not known"):
@@ -239,16 +239,16 @@ def test_ports_and_addresses_that_rank_0_cannot_have() -> None:
 
 
 def test_beyond_loopback_ranks_need_credentials(tmp_path: Path) -> None:
-    there = Place(1, 2, 0, 1, "192.0.2.1", PORT)
+    there = RankPlace(1, 2, 0, 1, "192.0.2.1", PORT)
     needed = r"MASTER_ADDR 192.0.2.1 is 192.0.2.1, beyond loopback: ranks need --rank-secret-file, or --tls-cert"
     with pytest.raises(CredentialsError, match=needed):
-        connect(there, Credentials())
+        connect(there, RankCredentials())
     with pytest.raises(CredentialsError, match=needed):
-        Listener(there, Credentials(), time.monotonic())
+        Listener(there, RankCredentials(), time.monotonic())
     SECRET.check("192.0.2.1", "")
     tls(certificates(tmp_path)).check("192.0.2.1", "")
-    Credentials().check("127.9.9.9", "")
-    Credentials().check("::1", "")
+    RankCredentials().check("127.9.9.9", "")
+    RankCredentials().check("::1", "")
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_tls_with_certificates_of_one_name(tmp_path: Path, caplog: pytest.LogCap
         client = tls(certs, "client").tls
         assert client is not None
         with pytest.raises(StartError):
-            connect(place, Credentials(tls=replace(client, name="cadenza-executor")), timeout_s=0.1)
+            connect(place, RankCredentials(tls=replace(client, name="cadenza-executor")), timeout_s=0.1)
     assert "its certificate is for cadenza-client, not for cadenza-executor" in caplog.text
 
 
@@ -296,8 +296,8 @@ def test_the_end_of_a_process_is_seen_at_once() -> None:
     """By both sides, and not before: heartbeats go both ways."""
     caught: queue.Queue[str] = queue.Queue()
     with listening() as (listener, place):
-        theirs = connect(place, purpose=Purpose.WATCH)
-        watch(take(listener, Purpose.WATCH), caught.put)
+        theirs = connect(place, purpose=ConnectionPurpose.WATCH)
+        watch(take(listener, ConnectionPurpose.WATCH), caught.put)
         theirs.end.settimeout(5)
         theirs.end.sendall(b"\0")
         assert theirs.end.recv(1) == theirs.end.recv(1) == b"\0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from executor_svc.ranks.hosts.places import Place, PlaceError, read_place
+from executor_svc.ranks.hosts.places import PlaceError, RankPlace, read_place
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node-a",
@@ -14,12 +14,12 @@ GROUP = {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "
 
 
 def test_variables_of_torchrun() -> None:
-    assert read_place(TORCHRUN, 4, None) == Place(3, 4, 1, 2, "node-a", 29501)
-    assert read_place(TORCHRUN | GROUP, None, 7000) == Place(3, 4, 1, 2, "node-a", 7000)
+    assert read_place(TORCHRUN, 4, None) == RankPlace(3, 4, 1, 2, "node-a", 29501)
+    assert read_place(TORCHRUN | GROUP, None, 7000) == RankPlace(3, 4, 1, 2, "node-a", 7000)
 
 
 def test_variables_of_a_group() -> None:
-    assert read_place(GROUP, None, None) == Place(1, 2, 0, 1, "cadenza-group-0.cadenza-group", 50053)
+    assert read_place(GROUP, None, None) == RankPlace(1, 2, 0, 1, "cadenza-group-0.cadenza-group", 50053)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.adapters.events import (
-    AdapterError,
+    AdapterFailure,
     AdapterLoaded,
     AdapterRegistered,
     AdapterRemoved,
@@ -146,7 +146,7 @@ def test_a_request_runs_where_its_adapter_is_and_is_refused_where_it_fails_every
     rig.step(0)
     rig.step(1)
     assert not rig.running
-    error = AdapterError(3, "tensor x is wrong")
+    error = AdapterFailure(3, "tensor x is wrong")
     rig.core.adapter_event(AdapterLoaded(1, error=error), 0)
     assert rig.core.adapter_refusal(1) is None
     rig.core.adapter_event(AdapterLoaded(1, b"one"), 1)
@@ -300,7 +300,7 @@ def test_what_only_executors_without_its_adapter_can_hold_is_named() -> None:
     assert rig.core.adapter_misfit(three) is None
     rig.core.add_request(three, rig.now)
     rig.core.adapter_event(AdapterLoaded(1, b"one"), 1)
-    rig.core.adapter_event(AdapterLoaded(1, error=AdapterError(3, "broken")), 0)
+    rig.core.adapter_event(AdapterLoaded(1, error=AdapterFailure(3, "broken")), 0)
     assert rig.core.adapter_refusal(1) is None
     for found in (rig.core.adapter_misfit(three), rig.core.misfit(three.key)):
         assert found is not None

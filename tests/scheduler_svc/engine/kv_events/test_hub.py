@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events import hub as module
-from scheduler_svc.engine.kv_events.events import Batch, Cleared, Removed, Stored
+from scheduler_svc.engine.kv_events.events import Cleared, KvEventBatch, Removed, Stored
 from scheduler_svc.engine.kv_events.hub import KvEvents, Subscription
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.scheduler.fake_clock import FakeClock
@@ -36,12 +36,12 @@ class Rig:
         return self.bench.lane.blocks.tiers.cache._noted is not None
 
 
-async def take(subscription: Subscription) -> Batch:
+async def take(subscription: Subscription) -> KvEventBatch:
     async with asyncio.timeout(5):
         return await anext(subscription)
 
 
-def num_stored(batch: Batch) -> int:
+def num_stored(batch: KvEventBatch) -> int:
     return sum(len(event.blocks) for event in batch.events if isinstance(event, Stored))
 
 

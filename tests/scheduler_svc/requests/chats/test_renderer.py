@@ -13,7 +13,7 @@ from scheduler_svc.requests.chats import renderer as renderer_module
 from scheduler_svc.requests.chats.door import RenderDoor
 from scheduler_svc.requests.chats.errors import ChatError
 from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatFields, MessageFields
-from scheduler_svc.requests.chats.job import Job, failed, read_answer, rendered
+from scheduler_svc.requests.chats.job import ChatJob, failed, read_answer, rendered
 from scheduler_svc.requests.chats.renderer import INLINE_CHARS, ChatRenderer, templates_of
 from scheduler_svc.requests.chats.template import compile_template, render
 from tests.helpers.models.chat_templates import CHATS, HERMES, TOOLS
@@ -37,7 +37,7 @@ def door() -> Iterator[RenderDoor]:
 
 async def refused(door: RenderDoor, template: str) -> tuple[str, str]:
     with pytest.raises(ChatError) as caught:
-        await door.render(Job(template, "template", SHORT, {}))
+        await door.render(ChatJob(template, "template", SHORT, {}))
     return caught.value.field, str(caught.value)
 
 
@@ -45,9 +45,9 @@ async def test_a_child_renders_as_this_process_does(door: RenderDoor) -> None:
     special = {"bos_token": "<s>", "names": ["é"]}
     for messages in CHATS.values():
         chat = chat_of(messages, tools=TOOLS)
-        assert await door.render(Job(HERMES, "", chat, special)) == render(compile_template(HERMES), chat, special)
+        assert await door.render(ChatJob(HERMES, "", chat, special)) == render(compile_template(HERMES), chat, special)
     whole = ChatFields((MessageFields("user", "é" * MAX_PROMPT_CHARS),))
-    assert await door.render(Job(LAST, "", whole, {})) == whole.messages[0].content
+    assert await door.render(ChatJob(LAST, "", whole, {})) == whole.messages[0].content
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ async def test_a_child_renders_as_this_process_does(door: RenderDoor) -> None:
     ],
 )
 async def test_a_child_survives_what_it_refuses(door: RenderDoor, template: str, field: str, message: str) -> None:
-    assert await door.render(Job(LAST, "", SHORT, {})) == "Hello"
+    assert await door.render(ChatJob(LAST, "", SHORT, {})) == "Hello"
     assert door.child is not None
     pid = door.child.pid
     found = await refused(door, template)
     assert found[0] in (field, "template")
     assert found[1].startswith(message)
-    assert await door.render(Job(LAST, "", SHORT, {})) == "Hello"
+    assert await door.render(ChatJob(LAST, "", SHORT, {})) == "Hello"
     assert door.child.pid == pid
 
 
@@ -76,16 +76,16 @@ async def test_a_template_without_an_end_is_ended(door: RenderDoor) -> None:
     quick = RenderDoor(0.5)
     assert await refused(quick, endless) == ("template", "the chat takes over 0.5 s to render")
     assert quick.child is None
-    assert await quick.render(Job(LAST, "", SHORT, {})) == "Hello"
+    assert await quick.render(ChatJob(LAST, "", SHORT, {})) == "Hello"
     quick.close()
 
 
 async def test_a_child_that_dies_is_replaced(door: RenderDoor) -> None:
-    assert await door.render(Job(LAST, "", SHORT, {})) == "Hello"
+    assert await door.render(ChatJob(LAST, "", SHORT, {})) == "Hello"
     assert door.child is not None
     pid = door.child.pid
     os.kill(pid, 9)
-    assert await door.render(Job(LAST, "", SHORT, {})) == "Hello"
+    assert await door.render(ChatJob(LAST, "", SHORT, {})) == "Hello"
     assert door.child.pid != pid
 
 
@@ -97,7 +97,7 @@ def environment_of(pid: int) -> bytes:
 async def test_a_child_has_no_secrets_of_its_parent(door: RenderDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CADENZA_TOKEN", "secret")
     other = RenderDoor(5.0)
-    assert await other.render(Job(LAST, "", SHORT, {})) == "Hello"
+    assert await other.render(ChatJob(LAST, "", SHORT, {})) == "Hello"
     assert other.child is not None
     assert b"secret" not in environment_of(other.child.pid)
     other.close()

@@ -8,7 +8,7 @@ import torch
 from executor_svc.cpu.kernels import cpu_kernels
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.quantized.int8_codes import byte_kind
-from executor_svc.cpu.kernels.quantized.launches import PackedPart
+from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
 from executor_svc.cpu.stored_linear import CpuStoredLinear
 from executor_svc.device import int8_reference
 from executor_svc.device.stored_linear import QuantFormat, StoredLinear
@@ -45,7 +45,7 @@ def made(kernels: CpuKernels, rows: Rows) -> CpuStoredLinear:
 
 def tiled(linear: CpuStoredLinear) -> bool:
     (part,) = linear.parts
-    return isinstance(part, PackedPart) and part.int8 is not None and part.int8.tiled
+    return isinstance(part, PackedWeightPart) and part.int8 is not None and part.int8.tiled
 
 
 def randn(rows: int, columns: int) -> torch.Tensor:

@@ -16,8 +16,8 @@ from executor_svc.gpu.kernels.attention.segments import (
     FP8_SEGMENTS,
     MAX_SEGMENTS,
     SEGMENTS,
-    Scratch,
     Segments,
+    SegmentScratch,
     default_segments,
 )
 from executor_svc.gpu.kernels.attention.split import split_attention, split_tokens, variants
@@ -27,13 +27,15 @@ SMS = 4
 """Of a GPU so small that short sequences are enough for several segments to a program."""
 
 
-def scratch_for(call: AttentionCall, num_sms: int = SMS, segments: Segments | None = None) -> Scratch:
+def scratch_for(call: AttentionCall, num_sms: int = SMS, segments: Segments | None = None) -> SegmentScratch:
     """NaN wherever nothing was written."""
     segments = segments or default_segments(call.kind)
     most = segments.max_segments(call.num_kv_heads, num_sms)
     records = call.num_seqs * call.max_query_len * call.num_heads * most
     floats = torch.full((records * (call.head_size + 2),), float("nan"), device=call.q.device)
-    return Scratch(floats, torch.zeros(call.num_seqs * call.num_kv_heads, dtype=torch.int32, device=call.q.device))
+    return SegmentScratch(
+        floats, torch.zeros(call.num_seqs * call.num_kv_heads, dtype=torch.int32, device=call.q.device)
+    )
 
 
 def compare(
@@ -189,7 +191,7 @@ def test_how_many_programs_share_a_sequence(segments: Segments, parts: dict[int,
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8, 32, 300])
 def test_scratch_is_enough_for_each_batch_that_is_split(num_kv_heads: int, device: torch.device) -> None:
-    enough = Scratch.of(num_kv_heads * 4, num_kv_heads, 128, 132, device)
+    enough = SegmentScratch.of(num_kv_heads * 4, num_kv_heads, 128, 132, device)
     for segments in (SEGMENTS, FP8_SEGMENTS):
         split = [seqs for seqs in range(1, 600) if segments.wants_split(seqs, num_kv_heads, 1, 10_000, 132)]
         most = max(split, default=0)
@@ -202,7 +204,7 @@ def test_scratch_is_enough_for_each_batch_that_is_split(num_kv_heads: int, devic
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     call = make_call([(300, 1)], Sizes(), device)
     with pytest.raises(ValueError, match=r"^scratch\.floats must"):
-        split_attention(call, ARCH, Scratch(scratch_for(call).floats[:-1], scratch_for(call).counters), SMS)
+        split_attention(call, ARCH, SegmentScratch(scratch_for(call).floats[:-1], scratch_for(call).counters), SMS)
     with pytest.raises(ValueError, match=r"^max_query_len must be at most 8"):
         split_attention(replace(call, max_query_len=9), ARCH, scratch_for(call), SMS)
 

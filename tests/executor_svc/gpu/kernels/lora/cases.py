@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.gpu.kernels.lora.lora import add_lora, workspace_size
-from executor_svc.gpu.kernels.lora.places import LoraPlaces, LoraShape, Pair, Taker
+from executor_svc.gpu.kernels.lora.places import LoraPair, LoraPlaces, LoraShape, Taker
 from executor_svc.gpu.kernels.lora.tables import RowTable, sort_rows
 
 UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -21,14 +21,14 @@ def ints(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.array(values, np.int32)).to(device)
 
 
-Adapter = tuple[Pair, ...]
+Adapter = tuple[LoraPair, ...]
 
 
 def adapter(shape: LoraShape, ranks: Sequence[int], dtype: torch.dtype, seed: int) -> Adapter:
     """Return an adapter with these ranks of the parts; 0: without the part."""
     random = torch.Generator().manual_seed(seed)
     return tuple(
-        Pair(
+        LoraPair(
             torch.randn(rank, shape.in_features, generator=random).mul(shape.in_features**-0.5).to(dtype),
             torch.randn(end - first, rank, generator=random).to(dtype),
             2 / rank + 0.1 * seed,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from executor_svc.gpu.kernels.lora.embedding import EmbeddingPlaces, add_embedding_lora
+from executor_svc.gpu.kernels.lora.embedding import EmbeddingMatrices, add_embedding_lora
 from executor_svc.gpu.kernels.lora.lora import add_lora, workspace_size
 from executor_svc.gpu.kernels.lora.places import LoraPlaces, LoraShape
 from executor_svc.gpu.kernels.lora.replaced import ReplacedPlaces, replace_embeddings, replace_logits
@@ -45,7 +45,7 @@ def run_steps(max_loras: int, max_rank: int) -> None:
     tokens, table = torch.zeros(MOST + 1, dtype=torch.int64), RowTable.empty(MOST, max_loras, CPU)
     linears = [LoraPlaces.empty(shape, max_loras, max_rank, DTYPE, CPU) for shape in SHAPES]
     workspace = torch.empty(max(workspace_size(shape, max_rank, MOST) for shape in SHAPES))
-    embedding = EmbeddingPlaces(256, max_loras, max_rank, DTYPE, CPU)
+    embedding = EmbeddingMatrices(256, max_loras, max_rank, DTYPE, CPU)
     replaced = ReplacedPlaces(256, 48, max_loras, DTYPE, CPU)
     for count in (1, 2, 16, 33, FEW_ROWS, FEW_ROWS + 1, MOST):
         for num_seqs in {1, count}:

@@ -10,35 +10,35 @@ import torch
 from torch import Tensor
 
 from executor_svc.gpu.kernels.lora.embedding import (
-    EmbeddingPlaces,
+    EmbeddingMatrices,
     PackedEmbedding,
     add_embedding_lora,
     embedding_workspace_size,
 )
-from executor_svc.gpu.kernels.lora.places import Pair, Taker
+from executor_svc.gpu.kernels.lora.places import LoraPair, Taker
 from executor_svc.gpu.kernels.lora.tables import FEW_ROWS, RowTable, sort_rows
 from tests.executor_svc.gpu.kernels.lora.cases import NAN, UNIT, bits, ints
 
 VOCABULARY, HIDDEN = 50, 150
 
 
-def matrices(rank: int, dtype: torch.dtype) -> Pair:
+def matrices(rank: int, dtype: torch.dtype) -> LoraPair:
     random = torch.Generator().manual_seed(rank)
     a, b = torch.randn(VOCABULARY, rank, generator=random), torch.randn(HIDDEN, rank, generator=random)
-    return Pair(a.to(dtype), b.to(dtype), 3 / rank, 0)
+    return LoraPair(a.to(dtype), b.to(dtype), 3 / rank, 0)
 
 
 def placed(
-    adapters: dict[int, Pair], max_loras: int, max_rank: int, dtype: torch.dtype, device: torch.device
-) -> EmbeddingPlaces:
-    places = EmbeddingPlaces(HIDDEN, max_loras, max_rank, dtype, device)
+    adapters: dict[int, LoraPair], max_loras: int, max_rank: int, dtype: torch.dtype, device: torch.device
+) -> EmbeddingMatrices:
+    places = EmbeddingMatrices(HIDDEN, max_loras, max_rank, dtype, device)
     places.products.b.fill_(NAN)
     for place, each in adapters.items():
         load(places, place, each)
     return places
 
 
-def load(places: EmbeddingPlaces, place: int, pair: Pair) -> None:
+def load(places: EmbeddingMatrices, place: int, pair: LoraPair) -> None:
     memory = torch.zeros(
         places.packed_bytes(pair), dtype=torch.uint8, pin_memory=places.addresses.device.type == "cuda"
     )
@@ -57,7 +57,7 @@ def _hold() -> Iterator[None]:
     held.clear()
 
 
-def added(tokens: Tensor, y: Tensor, places: EmbeddingPlaces, of_rows: list[int]) -> Tensor:
+def added(tokens: Tensor, y: Tensor, places: EmbeddingMatrices, of_rows: list[int]) -> Tensor:
     device, num_rows = places.addresses.device, len(y)
     table = RowTable.empty(num_rows, places.products.max_loras, device)
     sort_rows(ints(of_rows, device), torch.arange(num_rows, device=device), table)

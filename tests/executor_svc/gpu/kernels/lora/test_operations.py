@@ -10,7 +10,7 @@ from torch import Tensor
 from executor_svc.device import reference
 from executor_svc.device.adapters import AdapterKernels, AdapterRows
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
-from executor_svc.gpu.kernels.lora.places import Pair
+from executor_svc.gpu.kernels.lora.places import LoraPair
 from tests.executor_svc.gpu.kernels.lora.cases import UNIT
 from tests.executor_svc.gpu.kernels.lora.test_replaced import Rows
 
@@ -38,7 +38,7 @@ def rows_of(kernels: AdapterKernels) -> AdapterRows:
 def test_a_head_with_pairs_on_replaced_rows(kernels: AdapterKernels, device: torch.device, dtype: torch.dtype) -> None:
     """An adapter with both, one with rows alone, and one without any; in logits, which are float32."""
     places = kernels.new_adapter_places(NUM_PLACES, RANK, 48, [80], dtype, replaces_rows=True)
-    pair = Pair(randn(1, 5, 48).to(dtype), randn(2, 80, 5).to(dtype), 0.5, 0)
+    pair = LoraPair(randn(1, 5, 48).to(dtype), randn(2, 80, 5).to(dtype), 0.5, 0)
     new = {0: Rows(torch.tensor([3, 79]), randn(3, 2, 48)), 2: Rows(torch.tensor([0]), randn(4, 1, 48))}
     for place, parts in ((0, [pair]), (2, [])):
         memory = kernels.new_adapter_memory(places.packed_bytes(parts, new[place]))
@@ -70,7 +70,7 @@ def test_a_head_with_pairs_on_replaced_rows(kernels: AdapterKernels, device: tor
 
 def test_embeddings_with_a_pair_and_replaced_rows(kernels: AdapterKernels, device: torch.device) -> None:
     places = kernels.new_embedding_places(NUM_PLACES, RANK, 40, torch.float32)
-    pair, new = Pair(randn(1, 30, 18), randn(2, 40, 18), 0.3, 0), Rows(torch.tensor([4, 9]), randn(3, 2, 40))
+    pair, new = LoraPair(randn(1, 30, 18), randn(2, 40, 18), 0.3, 0), Rows(torch.tensor([4, 9]), randn(3, 2, 40))
     for place, each in ((0, (pair, new)), (1, (None, new)), (2, (pair, None))):
         memory = kernels.new_adapter_memory(places.packed_bytes(*each))
         places.set(place, places.pack(*each, memory))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.gpu.kernels.lora.places import Taker
-from executor_svc.gpu.kernels.lora.replaced import PackedRows, ReplacedPlaces, replace_embeddings, replace_logits
+from executor_svc.gpu.kernels.lora.replaced import HostRows, ReplacedPlaces, replace_embeddings, replace_logits
 from executor_svc.gpu.kernels.lora.tables import FEW_ROWS, RowTable, sort_rows
 from tests.executor_svc.gpu.kernels.lora.cases import UNIT, bits, ints
 
@@ -40,7 +40,7 @@ class Placed:
 
     def __init__(self, adapters: dict[int, Rows], max_loras: int, dtype: torch.dtype, device: torch.device) -> None:
         self.places = ReplacedPlaces(COLUMNS, VOCABULARY, max_loras, dtype, device)
-        self.held: list[PackedRows] = []
+        self.held: list[HostRows] = []
         for place, rows in adapters.items():
             size = self.places.packed_bytes(rows)
             memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -60,7 +60,7 @@ def test_noise_has_the_bits_of_the_cpus(device: torch.device) -> None:
     words = torch.from_numpy(seeds.view(np.int32).copy()).to(device)
     _noise[(len(seeds),)](words, keys, found, 7, 123456, NUMBER=4096)
     n = len(seeds)
-    wanted = philox.row_keys(seeds, np.full(n, 7), np.full(n, 123456), philox.Purpose.SAMPLE)
+    wanted = philox.row_keys(seeds, np.full(n, 7), np.full(n, 123456), philox.DrawPurpose.SAMPLE)
     assert keys.tolist() == wanted.tolist()
     z = wanted.view(np.uint64)[:, None] + np.arange(4096, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -15,7 +15,7 @@ from executor_svc.gpu.kernels.slots.commit import IDLE, commit_step
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepBuffers, StepInputs, StepSizes
 from executor_svc.gpu.kernels.slots.step_inputs import build_step
-from executor_svc.gpu.staging import Changes
+from executor_svc.gpu.staging import StagedChanges
 
 POISON = -(2**31)
 BLOCK = 8
@@ -37,7 +37,7 @@ def test_updates_at_the_edges_of_tiles(device: torch.device, extra: int) -> None
     num_singles, num_given = 256 + extra, 256 + extra
     values = np.random.default_rng(0).integers(-(2**31), 2**31, sum(lengths) + num_singles)
     place = state.extra.storage_offset()
-    changes = Changes()
+    changes = StagedChanges()
     changes.write(place, values[: lengths[0]])
     changes.write(place + lengths[0], values[lengths[0] : sum(lengths)])
     changes.write_singles(place + np.arange(sum(lengths), len(values)), values[sum(lengths) :])

@@ -15,7 +15,7 @@ from executor_svc.cpu.kernels import attention as cpu_attention
 from executor_svc.cpu.kernels import rope as rotary
 from executor_svc.cpu.kernels.amx import many_rows, product, row_tiles
 from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
-from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.compiled import Code, shared_code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
@@ -62,7 +62,7 @@ class CpuKernels:
 
     def __init__(self, num_threads: int = 1, isa: Isa | None = None) -> None:
         """isa: what kernels are compiled for; by default that of `host_isa`."""
-        self._code = Code(isa)
+        self._code = shared_code(isa)
         self._team = Team(self._code, num_threads)
         self.panel_writer = PanelWriter(self._code)
         self._recording: CpuRecording | None = None

@@ -1,4 +1,4 @@
-"""A process that has imported all of Cadenza, and forks to run a module of it, which need not import it again.
+"""A process that has imported all of Cadenza, and forks to run a module of it, which need not import or compile again.
 
     python -m tests.helpers.forks.server FD PADDING
 
@@ -21,6 +21,8 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -151,12 +153,29 @@ def _read(channel: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
+def _compile_kernels() -> None:
+    """Compile the CPU's kernels of the demo model and of most tests' models: a second of each executor's start."""
+    from executor_svc.config import ExecutorConfig
+    from executor_svc.startup.build import build_model
+    from tests.checkpoints import make_llama
+    from tests.helpers.paths import ROOT
+
+    sizes = {"device": "cpu", "num_threads": 1, "num_gpu_blocks": 8, "max_num_seqs": 2, "max_model_len": 64}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in (ROOT / "models" / "cadenza-demo", make_llama(Path(folder))):
+            build_model(ExecutorConfig(model=str(model), **sizes))
+    gc.collect()
+    for thread in set(threading.enumerate()) - {threading.main_thread()}:
+        thread.join()
+
+
 def main() -> None:
-    """Import everything, then serve."""
+    """Import everything, compile what is common, then serve."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in _IMPORTED:
         importlib.import_module(name)
+    _compile_kernels()
     gc.collect()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"

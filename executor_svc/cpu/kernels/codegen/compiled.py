@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from threading import RLock
 from typing import Any
 
 from llvmlite import binding as llvm
@@ -27,7 +28,10 @@ def _target() -> Any:
 
 
 class Code:
-    """Kernels by name. Added kernels are compiled at the first request for an address."""
+    """Kernels by name. Added kernels are compiled at the first request for an address; any thread may ask.
+
+    A name says all that its instructions depend on, so that `shared_code` serves all models of a process.
+    """
 
     def __init__(self, isa: Isa | None = None) -> None:
         """isa: what kernels are compiled for; by default that of `host_isa`."""
@@ -37,6 +41,7 @@ class Code:
         self._num_arguments: dict[str, int] = {}
         self._addresses: dict[str, int] = {}
         self._engines: list[Any] = []
+        self._lock = RLock()
 
     def kernel(self, name: str, num_arguments: int, body: Callable[..., None]) -> str:
         """Add void name(arguments*, item, thread): body(emitter, item, thread, *arguments), all 64-bit integers.
@@ -56,9 +61,10 @@ class Code:
 
     def function(self, name: str, num_arguments: int, body: Callable[..., None]) -> str:
         """Add void name(integers…): body(emitter, *integers)."""
-        if name not in self._pending and name not in self._addresses:
-            self._define(name, num_arguments, body)
-            self._pending.add(name)
+        with self._lock:
+            if name not in self._pending and name not in self._addresses:
+                self._define(name, num_arguments, body)
+                self._pending.add(name)
         return name
 
     def helper(self, name: str, num_arguments: int, body: Callable[..., None]) -> Callable[..., None]:
@@ -80,7 +86,9 @@ class Code:
     def address(self, name: str) -> int:
         """Return the address of a kernel's machine code, valid during the life of this object."""
         if name not in self._addresses:
-            self._compile()
+            with self._lock:
+                if name not in self._addresses:
+                    self._compile()
         return self._addresses[name]
 
     def assembly(self) -> str:
@@ -109,6 +117,16 @@ class Code:
 
     def _machine(self) -> Any:
         return _target().create_target_machine(cpu=self.isa.cpu, features=self.isa.flags, opt=2)
+
+
+@cache
+def _shared_code(isa: Isa) -> Code:
+    return Code(isa)
+
+
+def shared_code(isa: Isa | None = None) -> Code:
+    """Return this process's kernels for an instruction set, by default that of `host_isa`: each is compiled once."""
+    return _shared_code(isa or host_isa())
 
 
 def symbol(library: str | None, name: str) -> int | None:

@@ -63,7 +63,7 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, out: torch.dtype) -
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Tiles:
     """Replaces the tile instructions of all kernels that are made now."""
     made = Tiles()
-    monkeypatch.setattr(cpu_kernels, "Code", lambda _: EmulatedCode(made))
+    monkeypatch.setattr(cpu_kernels, "shared_code", lambda _: EmulatedCode(made))
     return made
 
 

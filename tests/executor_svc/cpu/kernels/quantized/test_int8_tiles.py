@@ -61,7 +61,7 @@ def expected(x: torch.Tensor, rows: Rows) -> torch.Tensor:
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Tiles:
     """Replaces the tile instructions of all kernels that are made now."""
     found = Tiles()
-    monkeypatch.setattr(cpu_kernels, "Code", lambda _: EmulatedCode(found))
+    monkeypatch.setattr(cpu_kernels, "shared_code", lambda _: EmulatedCode(found))
     return found
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cadenza_loadtest.caveats import load_caveats
-from cadenza_loadtest.requests import LoadTestError
+from cadenza_loadtest.requests import LoadTestError, Truncations
 from cadenza_loadtest.results.results import CTRL_C, LoadTestFile, MaxRate, Point, Run, point_of, run_of
 from cadenza_loadtest.schedule import make_schedule, planned_points, truncated_to, window_of
 from cadenza_loadtest.settings import LoadSettings
-from cadenza_loadtest.truncation import Truncations
 from cadenza_loadtest.workloads.prompts import Prompts
 from cadenza_simulator.capacity.capacity import Capacity
 from cadenza_simulator.capacity.rate_trials import RunAt

@@ -14,7 +14,6 @@ from cadenza.sampling_params import SamplingParams
 from cadenza_cli.chat.commands import HELP as HELP_COMMAND
 from cadenza_cli.chat.commands import HELP_TEXT, QUIT, RESET, command_of, unknown
 from cadenza_cli.chat.input import MessageReader, PipedMessages, TypedMessages, without_block
-from cadenza_cli.chat.interrupts import Interrupts
 from cadenza_cli.generate import EPILOG as EPILOG
 from cadenza_cli.generate import (
     NO_TOKENIZER,
@@ -30,7 +29,7 @@ from cadenza_cli.generate import (
     check_speculation,
     make_params,
 )
-from cadenza_cli.keyboard import has_keyboard
+from cadenza_cli.keyboard import Interrupts, has_keyboard
 from cadenza_cli.service_args import Config, serving
 from cadenza_cli.text import notice, printable, terminal_width, typed, write
 

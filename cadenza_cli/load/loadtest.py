@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from cadenza.errors import CadenzaError, OptionError
-from cadenza_cli.extras import require_loadtest
 from cadenza_cli.generate import Model, Target
-from cadenza_cli.load.options import Csv, Label, Output, Plots, Report, Sweep, of_results
+from cadenza_cli.load.options import Csv, Label, Output, Plots, Report, Sweep, of_results, require_loadtest
 from cadenza_cli.service_args import Config, FieldOption, serving
 
 HELP = """Send a load to a server and measure what its users would see.

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cadenza.errors import CadenzaError, OptionError
-from cadenza_cli.extras import require_loadtest
 from cadenza_cli.load.loadtest import load_fields
-from cadenza_cli.load.options import Csv, Label, Output, Plots, Report, Sweep, of_results
+from cadenza_cli.load.options import Csv, Label, Output, Plots, Report, Sweep, of_results, require_loadtest
 from cadenza_cli.service_args import Config, FieldOption, service_fields
 from cadenza_cli.text import number
 

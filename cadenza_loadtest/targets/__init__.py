@@ -40,7 +40,7 @@ def make_target(settings: LoadSettings, address: str, environment: Mapping[str, 
 
         options["tenant_tokens"] = read_tenant_tokens(settings.tenant_tokens)
     if settings.api == "generate":
-        from cadenza_loadtest.targets.generate import GenerateTarget
+        from cadenza_loadtest.targets.cadenza import GenerateTarget
 
         return GenerateTarget(address, **options)
     from cadenza_loadtest.targets.session import SessionTarget

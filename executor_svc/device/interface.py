@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.few_bits import FewBits
 from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache
-from executor_svc.device.stored_linear import StoredLinear
+from executor_svc.device.stored_linear import FewBits, StoredLinear
 from executor_svc.errors import StartError
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from executor_svc.errors import StartError
 from executor_svc.ranks.links import Frame, Link, LinkClosed
-from executor_svc.ranks.members import Exchanges
-from executor_svc.ranks.shared_memory import SharedMemory
+from executor_svc.ranks.members import Exchanges, SharedMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,19 @@
-"""The link between rank 0 and another rank: frames over a connected socket, a kind and bytes each. No pickle."""
+"""The link between rank 0 and another rank: frames over a connected socket, a kind and bytes each. No pickle.
+
+Columns of integers in a frame: their lengths, then their numbers, little endian.
+"""
 
 from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
+
+import numpy as np
+
+from executor_svc.plan.arrays import IntArray
 
 _HEAD = struct.Struct("<BQ")
 _MOST_BYTES = 1 << 24
@@ -126,3 +134,18 @@ class Link:
             if not received:
                 raise LinkClosed("the other end is closed")
             into = into[received:]
+
+
+def write_columns(*columns: IntArray) -> bytes:
+    """Return columns [n] each."""
+    lengths = np.array([len(column) for column in columns], "<i8").tobytes()
+    return lengths + b"".join(column.astype("<i8").tobytes() for column in columns)
+
+
+def read_columns(content: bytes, count: int) -> Sequence[IntArray]:
+    """Reverse `write_columns`; raises ValueError for another number of them."""
+    lengths = np.frombuffer(content[: 8 * count], "<i8")
+    numbers = np.frombuffer(content[8 * count :], "<i8").astype(np.int64)
+    if len(lengths) != count or lengths.sum() != len(numbers):
+        raise ValueError(f"{len(numbers)} numbers for columns of {lengths.tolist()}")
+    return np.split(numbers, lengths.cumsum()[:-1])

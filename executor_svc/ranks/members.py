@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import json
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from executor_svc.errors import StartError
 from executor_svc.ranks.hosts.exchange_links import ExchangeLinks
 from executor_svc.ranks.links import Frame, Link, LinkClosed
-from executor_svc.ranks.shared_memory import SharedMemory
 
 EXIT_RANK = 5
 """Exit code of a rank that has lost another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """A file in memory."""
+
+    descriptor: int
+
+    def map(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return it, once it has this size; all zeros at first. It lives as long as the array."""
+        return np.frombuffer(mmap.mmap(self.descriptor, num_bytes), np.uint8)
+
 
 Exchanges = SharedMemory | ExchangeLinks
 """What ranks exchange rows through."""

@@ -12,8 +12,8 @@ from cadenza.outputs import CompletionOutput, RequestOutput
 from gateway_svc.answering import answer_chat
 from gateway_svc.anthropic.content import ContentBlocks
 from gateway_svc.http.errors import ApiError, anthropic_body
-from gateway_svc.http.events import named_event
 from gateway_svc.http.reading import read_body
+from gateway_svc.http.sending import named_event
 from gateway_svc.models import check_model
 from gateway_svc.openai.usage import completion_tokens, prompt_tokens
 from gateway_svc.parsing.output import OutputParser, Reading

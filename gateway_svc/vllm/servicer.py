@@ -16,9 +16,8 @@ from gateway_svc.rpc.calls import Context, abort_with, counted, key_of, write
 from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.state import State
 from gateway_svc.vllm.descriptions import Loads, model_info, server_info
-from gateway_svc.vllm.generating import generate
+from gateway_svc.vllm.generating import RunningRequests, generate
 from gateway_svc.vllm.kv_events import kv_batch
-from gateway_svc.vllm.running import RunningRequests
 from gateway_svc.vllm.tokenizer_archive import archive, pieces
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name

@@ -17,7 +17,7 @@ from cadenza_loadtest.driving.watch import watch_series
 from cadenza_loadtest.failures import Failures
 from cadenza_loadtest.measures.metrics import measure
 from cadenza_loadtest.requests import LoadTestError, RequestShape
-from cadenza_loadtest.targets.generate import GenerateTarget
+from cadenza_loadtest.targets.cadenza import GenerateTarget
 from cadenza_loadtest.targets.session import SessionTarget
 from cadenza_loadtest.tenant_tokens import read_tenant_tokens
 from cadenza_loadtest.workloads.prompts import Prompts
@@ -239,7 +239,7 @@ async def test_turns_carry_the_answers_of_the_turns_before(kind, tokenizer_folde
 @BOTH
 async def test_a_message_that_is_too_large_is_not_sent(kind, monkeypatch) -> None:
     monkeypatch.setattr("cadenza.calls.session.MAX_REQUEST_BYTES", 300)
-    monkeypatch.setattr("cadenza_loadtest.targets.generate.MAX_REQUEST_BYTES", 300)
+    monkeypatch.setattr("cadenza_loadtest.targets.cadenza.MAX_REQUEST_BYTES", 300)
     async with world() as w, started(kind(w.target)) as target:
         shapes = [shape(0), shape(1, num_prompt_tokens=200), shape(2)]
         columns = await drive(burst(*shapes), target, prompts(), timeout_s=20)

@@ -15,9 +15,8 @@ from cadenza_loadtest.schedule import make_schedule, planned_points, truncated_t
 from cadenza_loadtest.settings import LoadSettings
 from cadenza_loadtest.workloads.prompts import Prompts
 from cadenza_simulator.capacity.capacity import Capacity
-from cadenza_simulator.capacity.rate_trials import RunAt
+from cadenza_simulator.capacity.rate_trials import RunAt, TimeBudget
 from cadenza_simulator.capacity.search import TOLERANCE, CapacitySearch, SearchProgress
-from cadenza_simulator.capacity.time_budget import TimeBudget
 from cadenza_simulator.executor_profiles import ExecutorProfile
 from cadenza_simulator.placement import PlacementName
 from cadenza_simulator.request_log import Watch

@@ -41,11 +41,10 @@ from scheduler_svc.front.adapter_paths import restore_adapters
 from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
+from scheduler_svc.front.interceptors import PreparedResponses, TokenGate
 from scheduler_svc.front.metrics import SchedulerMetrics
 from scheduler_svc.front.model_front import ModelFront
-from scheduler_svc.front.prepared_responses import PreparedResponses
 from scheduler_svc.front.process_memory import release_free_memory, shorten_collections
-from scheduler_svc.front.token_gate import TokenGate
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.journal.directory import JournalError
 from scheduler_svc.journal.journal import SchedulerJournal, connect

@@ -57,7 +57,7 @@ def loadtest(
     require_loadtest("the load test")
     from cadenza_cli.load.results import check_outputs, check_whole, nothing_counted, write_outputs
     from cadenza_cli.load.server import ServerPlace, reached_at, rerun_place
-    from cadenza_cli.load.view import LoadView
+    from cadenza_cli.load.views import LoadView
     from cadenza_loadtest.campaign import run_campaign
     from cadenza_loadtest.results.results import LoadTestFile, Reached, read_again
     from cadenza_loadtest.schedule import planned_points

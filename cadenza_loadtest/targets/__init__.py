@@ -36,7 +36,7 @@ def make_target(settings: LoadSettings, address: str, environment: Mapping[str, 
         "seed": settings.seed,
     }
     if settings.tenant_tokens is not None:
-        from cadenza_loadtest.tenant_tokens import read_tenant_tokens
+        from cadenza_loadtest.targets.cadenza import read_tenant_tokens
 
         options["tenant_tokens"] = read_tenant_tokens(settings.tenant_tokens)
     if settings.api == "generate":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import tomllib
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ import grpc
 
 from cadenza.async_client import AsyncClient
 from cadenza.credentials import chosen_token
+from cadenza.errors import OptionError
 from cadenza.v1 import generation_pb2, types_pb2
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
@@ -188,3 +190,24 @@ class GenerateTarget(CadenzaTarget):
         finally:
             # An abandoned aio call is never collected and its handler runs on (grpc#43462).
             call.cancel()
+
+
+def read_tenant_tokens(path: str) -> Mapping[str, str]:
+    """The token of each tenant; raises LoadTestError, which shows no token."""
+    where = f"--tenant-tokens {path}"
+    try:
+        with open(path, "rb") as file:
+            tables = tomllib.load(file)
+    except OSError as error:
+        raise LoadTestError(f"{where}: {(error.strerror or str(error)).lower()}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise LoadTestError(f"{where}: this is not TOML") from None
+    tokens = tables.get("tokens")
+    if not isinstance(tokens, dict) or len(tables) != 1:
+        raise LoadTestError(f'{where}: must have one table, [tokens], with lines NAME = "TOKEN"')
+    for name, token in tokens.items():
+        try:
+            chosen_token(token)
+        except OptionError:
+            raise LoadTestError(f"{where}: [tokens] {name}: is no token") from None
+    return tokens

@@ -18,8 +18,7 @@ from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
 from executor_svc.config import CpuIsa, ExecutorConfig
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding
-from executor_svc.cpu.kernels.probe import probe_linear, rows_with_drafts
+from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding, probe_linear, rows_with_drafts
 from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
 from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
 from executor_svc.cpu.weight_readers import WeightReaders

@@ -27,12 +27,12 @@ from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.drafts.drafting import GpuDrafting, ngrams_of
 from executor_svc.gpu.drafts.passes import DraftPasses, GpuDraftModel
 from executor_svc.gpu.enqueued_step import GpuStep
+from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling.state import SlotSamplingState
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
 from executor_svc.gpu.slot_adapters import SlotAdapters
 from executor_svc.gpu.step_ranks import GpuStepRanks
-from executor_svc.gpu.timing import StepClock
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.limits import Limits

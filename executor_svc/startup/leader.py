@@ -15,9 +15,8 @@ from executor_svc.models.loading import LoadedModel
 from executor_svc.models.parallel.split import check_split
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.ranks.adapters import LeaderAdapters
-from executor_svc.ranks.connected import ConnectedRanks
+from executor_svc.ranks.connected import ConnectedRanks, introduction
 from executor_svc.ranks.hosts.credentials import read_credentials
-from executor_svc.ranks.hosts.introduction import introduction
 from executor_svc.ranks.hosts.listener import Listener
 from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.ranks.members import EXIT_RANK, Members

@@ -18,6 +18,7 @@ from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
+from executor_svc.device.interface import is_device_lost, is_out_of_memory
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.limits import Limits
 from executor_svc.sampling.functions import RowFunctions
@@ -28,7 +29,6 @@ from executor_svc.speculation.drafting import Drafting
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.verification import accept_drafts
 from executor_svc.structured.slot_grammars import SlotGrammars
-from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.profiling import Spans
 from executor_svc.worker.step_ranks import Alone, StepRanks

@@ -17,9 +17,8 @@ from cadenza_loadtest.driving.watch import watch_series
 from cadenza_loadtest.failures import Failures
 from cadenza_loadtest.measures.metrics import measure
 from cadenza_loadtest.requests import LoadTestError, RequestShape
-from cadenza_loadtest.targets.cadenza import GenerateTarget
+from cadenza_loadtest.targets.cadenza import GenerateTarget, read_tenant_tokens
 from cadenza_loadtest.targets.session import SessionTarget
-from cadenza_loadtest.tenant_tokens import read_tenant_tokens
 from cadenza_loadtest.workloads.prompts import Prompts
 from tests.helpers.client import scripted_server
 from tests.helpers.client.scripted_server import Script, event, responses_to, text_of

@@ -20,8 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from scheduler_svc.requests.chats.errors import ChatError, quoted
-from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatFields
+from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatError, ChatFields, quoted
 from scheduler_svc.requests.chats.variables import template_variables
 
 _OPEN_END = "CADENZA_OPEN_END "

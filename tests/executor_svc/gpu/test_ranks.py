@@ -23,7 +23,7 @@ from executor_svc.gpu.kernels.rank_rows import own_ids, pick_rows, sum_parts
 from executor_svc.gpu.ranks import GpuRanks, join_group
 from executor_svc.gpu.visible import check_gpus, environment_of
 from executor_svc.ranks.processes import RankProcesses
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 from executor_svc.startup.rank_checks import RanksError, check_ranks
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.gpu.test_both_services import LIMITS

@@ -1,7 +1,7 @@
 """A chat in plain values, as received and as a child is asked to render it, and the error if it cannot be rendered.
 
-Questions to the child are pickled, since it may trust its parent; answers are texts, since a template may have taken the
-child over.
+Questions to the child are pickled, since it may trust its parent; answers are texts, since a template may have taken
+the child over.
 """
 
 from __future__ import annotations

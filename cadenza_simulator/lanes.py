@@ -24,7 +24,7 @@ TOKEN = 1
 _VOCAB_SIZE = 32_768
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_CHUNK = 4096
+_DRAWS_AT_ONCE = 4096
 StepCostFunction = Callable[[int, int, int, int, int], tuple[int, int, int]]
 
 
@@ -210,7 +210,7 @@ def factors(variation: float, seed: int, name: str) -> Iterator[float]:
     """
     rng, shape = stream(seed, name), 1 / variation**2
     while True:
-        yield from (rng.standard_gamma(shape, _CHUNK) / shape).tolist()
+        yield from (rng.standard_gamma(shape, _DRAWS_AT_ONCE) / shape).tolist()
 
 
 def varied(scale: float, seed: int, name: str) -> Callable[[float], float]:

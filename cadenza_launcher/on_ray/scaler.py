@@ -22,7 +22,7 @@ _log = logging.getLogger("cadenza.ray")
 _LOOK_S = 1.0
 _SILENT_S = 30.0
 _STOP_S = 5.0
-_TIMEOUT_S = 2.0
+_CALL_TIMEOUT_S = 2.0
 
 
 class Scaled(Protocol):
@@ -123,7 +123,7 @@ class LoadReader:
         with sync_channel(self._scheduler(), self._tls) as channel:
             stub = authorized(generation_pb2_grpc.GenerationServiceStub(channel), self._metadata)
             try:
-                info = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
+                info = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_CALL_TIMEOUT_S)
             except grpc.RpcError:
                 return None
         if not info.executors:

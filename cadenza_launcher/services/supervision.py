@@ -26,7 +26,7 @@ _logger = logging.getLogger("cadenza.local")
 _WATCH_S = 0.1
 _GIVEN_UP_GRACE_S = 2.0
 _JOIN_S = 10.0
-_TIMEOUT_S = 1.0
+_PROGRESS_TIMEOUT_S = 1.0
 
 
 def start_all(family: Family) -> None:
@@ -200,7 +200,7 @@ class ExecutorProgress:
         with sync_channel(self._target(), self._tls) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             try:
-                info = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
+                info = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_PROGRESS_TIMEOUT_S)
             except grpc.RpcError:
                 return False
         for executor in info.executors:

@@ -29,7 +29,7 @@ from cadenza_loadtest.requests import LoadTestError
 WIDTH = 7.0
 """In inches; 700 pixels at the 100 dots per inch of the layout."""
 
-# `saving` replaces these five by variables of the page, so that figures follow its light and dark modes.
+# `inline_svg` replaces these five by variables of the page, so that figures follow its light and dark modes.
 PAPER = "#ffffff"
 INK = "#24292f"
 MUTED = "#5b636c"

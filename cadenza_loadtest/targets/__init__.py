@@ -1,4 +1,4 @@
-"""Targets: `session` and `generate` for Cadenza, `openai` for any server with that API over HTTP."""
+"""Targets: `session` and `cadenza` for Cadenza, `openai` for any server with that API over HTTP."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ _MOST = 2**31 - 1
 _STANDARD = NormalDist()
 SHAREGPT_MEAN_INPUT = 161.31
 SHAREGPT_MEAN_OUTPUT = 337.99
-_SIGMA_INPUT, _SIGMA_OUTPUT = 1.6, 0.8
-_SHORTEST, _LONGEST = 4, 1024
+_SHAREGPT_SIGMA_INPUT, _SHAREGPT_SIGMA_OUTPUT = 1.6, 0.8
+_SHAREGPT_SHORTEST, _SHAREGPT_LONGEST = 4, 1024
 
 
 class Lengths(Protocol):
@@ -241,8 +241,8 @@ def positive(text: str, name: str) -> float:
 def sharegpt_lengths() -> tuple[str, str]:
     """Prompt and output lengths in the form of `parse_lengths`."""
     return (
-        lognormal_text(SHAREGPT_MEAN_INPUT, _SIGMA_INPUT, _SHORTEST, _LONGEST),
-        lognormal_text(SHAREGPT_MEAN_OUTPUT, _SIGMA_OUTPUT, _SHORTEST, _LONGEST),
+        lognormal_text(SHAREGPT_MEAN_INPUT, _SHAREGPT_SIGMA_INPUT, _SHAREGPT_SHORTEST, _SHAREGPT_LONGEST),
+        lognormal_text(SHAREGPT_MEAN_OUTPUT, _SHAREGPT_SIGMA_OUTPUT, _SHAREGPT_SHORTEST, _SHAREGPT_LONGEST),
     )
 
 

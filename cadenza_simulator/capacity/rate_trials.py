@@ -34,8 +34,8 @@ OnProgress = Callable[[float, float | None], None]
 none has been judged."""
 DEFAULT_BUDGET_S = 45.0
 """Leaves time to start and to write the results: the whole command takes about a minute."""
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
-_FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([smh]?)")
+_BUDGET_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+_BUDGET_FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([smh]?)")
 
 
 class BudgetSpentError(Exception):
@@ -210,8 +210,8 @@ def read_time_budget(text: str | None) -> float:
     """Seconds of `90`, `90s`, `5m` or `1h`; inf for `0` and `none`, the default for None. Raises LoadTestError."""
     if text is None:
         return DEFAULT_BUDGET_S
-    found = _FORM.fullmatch(text.strip())
+    found = _BUDGET_FORM.fullmatch(text.strip())
     if text.strip() != "none" and found is None:
         raise LoadTestError(f"--time-budget {text}: must be seconds, or a number with s, m or h, or none, as 90, 5m")
-    seconds = 0.0 if found is None else float(found[1]) * _UNITS[found[2]]
+    seconds = 0.0 if found is None else float(found[1]) * _BUDGET_UNITS[found[2]]
     return seconds or math.inf

@@ -1,4 +1,4 @@
-"""The interface of devices: everything device-specific is behind it, but for the meaning of a device's errors."""
+"""The interface of devices: everything device-specific is behind it. It says what a device's errors mean."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ ANSWER_HEADERS = web.RequestKey("answer_headers", dict[str, str])
 """Of a request: what every answer to it has in its head."""
 _BODY_TIMEOUT_S = 60.0
 _GZIP = 16 + zlib.MAX_WBITS
-_MAX_SHOWN = 40
-_NONE = ("", "identity")
+_MAX_SHOWN_CODING = 40
+_UNCODED = ("", "identity")
 
 
 def api_key(request: web.Request) -> str | None:
@@ -81,10 +81,10 @@ def _refuse_constant(name: str) -> NoReturn:
 def decoded(body: bytes, encoding: str, limit_bytes: int) -> bytes:
     """Undo a body's Content-Encoding; raises ApiError, also if the decoded body is over the limit."""
     encoding = encoding.strip().lower()
-    if encoding in _NONE:
+    if encoding in _UNCODED:
         return body
     if encoding.removeprefix("x-") not in ENCODINGS:
-        message = f"Content-Encoding {encoding[:_MAX_SHOWN]!a} is not supported: {' and '.join(ENCODINGS)} are"
+        message = f"Content-Encoding {encoding[:_MAX_SHOWN_CODING]!a} is not supported: {' and '.join(ENCODINGS)} are"
         raise ApiError(415, message)
     decoder = zlib.decompressobj(_GZIP if encoding.endswith("gzip") else _bits_of_deflate(body))
     try:

@@ -1,4 +1,4 @@
-"""The one model in KServe's words: its tensors, with the names that Triton's vLLM backend gives them."""
+"""The one model in KServe's words: its tensors, with the names that Triton's vLLM backend gives them, and counts."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 _MAX_FLUSH_S = 600.0
 _FLUSH_RETRY_S = 0.1
 _PIECE_BYTES = 64 * 1024
-_TIME = (1980, 1, 1, 0, 0, 0)
-"""Of each file: equal files make equal archives."""
+_ARCHIVE_TIME = (1980, 1, 1, 0, 0, 0)
+"""Of each file in an archive: equal files make equal archives."""
 
 
 class EngineServicer(pb_grpc.VllmEngineServicer):
@@ -146,7 +146,7 @@ def archive(files: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
         for name, content in sorted(files.items()):
-            zipped.writestr(zipfile.ZipInfo(name, _TIME), content, zipfile.ZIP_DEFLATED)
+            zipped.writestr(zipfile.ZipInfo(name, _ARCHIVE_TIME), content, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 

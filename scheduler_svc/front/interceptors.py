@@ -23,7 +23,7 @@ _OURS = "/cadenza.v1."
 _ADMIN = _OURS + "AdminService/"
 _OF_LOADERS = tuple(f"{_ADMIN}{name}" for name in ("LoadAdapter", "UnloadAdapter", "ListAdapters"))
 _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
-_PREFIX = "/cadenza.v1.GenerationService/"
+_OF_GENERATION = "/cadenza.v1.GenerationService/"
 
 
 class TokenGate(grpc.aio.ServerInterceptor):
@@ -70,7 +70,7 @@ class PreparedResponses(grpc.aio.ServerInterceptor):
         handler = self._prepared.get(details.method)
         if handler is None:
             handler = await continuation(details)
-            if handler is None or not details.method.startswith(_PREFIX) or not handler.response_streaming:
+            if handler is None or not details.method.startswith(_OF_GENERATION) or not handler.response_streaming:
                 return handler
             handler = self._prepared[details.method] = handler._replace(response_serializer=_as_bytes)
         return handler

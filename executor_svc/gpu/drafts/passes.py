@@ -1,7 +1,6 @@
 """The passes of a draft model that make the drafts of a step, before the step's tensors are built.
 
-A draft model on the GPU of its target: it keeps up with the target's steps, and drafts in passes before a step.
-
+The draft model is on the GPU of its target: it keeps up with the target's steps, and drafts in passes before a step.
 Its keys and values are further layers of the target's blocks. It runs over the tensors of each step as its target does,
 so that every block has both. Of decodes with drafts it does not: its own passes compute the same tokens, see
 `kernels.slots.draft_passes`. Gaps, of a token here or there, make a draft a little worse and no token wrong: one is
@@ -33,7 +32,7 @@ from executor_svc.plan.limits import Limits
 class DraftPasses:
     """Makes the drafts of steps: as one graph for decodes with usual parameters, else launch by launch.
 
-    A pass samples with the target's parameters and its noise at each position, as `worker.draft_sampling` does, and as
+    A pass samples with the target's parameters and its noise at each position, as `sampling.sample_step` does, and as
     if the drafts before were known: they count for penalties, bad words and `min_tokens`.
     """
 

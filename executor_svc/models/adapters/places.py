@@ -50,7 +50,7 @@ class PackedAdapter:
 
 
 class ModelAdapters:
-    """Owns all places of a model, which is built with `building.AdaptingBuilder`."""
+    """Owns all places of a model, which is built with `AdaptingBuilder`."""
 
     def __init__(
         self,

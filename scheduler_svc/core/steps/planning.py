@@ -1,7 +1,6 @@
 """Plans a step: preemption, decodes, beams, chunks, admissions, releases.
 
-Drafts of the decode batch: how many a step may have, and room for them in blocks.
-
+Drafts of the decode batch come last: how many a step may have, and room for them in blocks.
 Executors make drafts and check them in the same step (docs/decisions/0037). The core chooses the most for a step and
 gives members blocks ahead of their tokens, but never takes them from others: an executor with too little room in a
 block table drafts less.

@@ -15,7 +15,7 @@ MAX_PROMPT_CHARS = 1024 * 1024
 """Limit of all texts of a prompt together, and of a rendered chat."""
 _FIELD_CHARS = 32
 """What a message or a call takes beside its texts, in characters that take as long to render."""
-_MAX_CHARS = 500
+_MAX_QUOTED_CHARS = 500
 _RENDERED, _FAILED = "t", "e"
 
 
@@ -30,7 +30,7 @@ class ChatError(Exception):
 def quoted(exc: Exception) -> str:
     """The message of a template's error, which may quote the chat, or its type if there is none."""
     text = str(exc) or type(exc).__name__
-    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 1] + "…"
+    return text if len(text) <= _MAX_QUOTED_CHARS else text[: _MAX_QUOTED_CHARS - 1] + "…"
 
 
 @dataclass(frozen=True, slots=True)

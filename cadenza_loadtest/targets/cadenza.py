@@ -193,7 +193,7 @@ class GenerateTarget(CadenzaTarget):
 
 
 def read_tenant_tokens(path: str) -> Mapping[str, str]:
-    """The token of each tenant; raises LoadTestError, which shows no token."""
+    """The token of each tenant, from the table [tokens] of a TOML file; raises LoadTestError, which shows no token."""
     where = f"--tenant-tokens {path}"
     try:
         with open(path, "rb") as file:

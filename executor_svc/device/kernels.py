@@ -260,7 +260,7 @@ class Kernels(Protocol):
 
 
 class TableEmbedding:
-    """Implements `device.kernels.Embedding` by `Kernels.embed`."""
+    """Implements `Embedding` by `Kernels.embed`, with a table that is a tensor of its own."""
 
     def __init__(self, table: Tensor, kernels: Kernels) -> None:
         """table: [vocabulary, hidden], on the device."""

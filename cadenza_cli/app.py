@@ -19,8 +19,7 @@ from cadenza.errors import CadenzaError, OptionError
 from cadenza_cli import certs, gateway, generate, up
 from cadenza_cli.admin import drain, executors, lora, tenants
 from cadenza_cli.chat import chat
-from cadenza_cli.connection import with_connection
-from cadenza_cli.credentials import with_credentials
+from cadenza_cli.connection import with_connection, with_credentials
 from cadenza_cli.load import fit_costs, loadtest, report, simulate
 from cadenza_cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza_cli.top import top

@@ -35,7 +35,7 @@ _FIRST = ("target", "http", "kserve", "vllm_grpc")
 
 def gateway(config: Config = None, **options: Any) -> None:
     """Serve until a signal."""
-    from cadenza_common.settings.arguments import to_arguments
+    from cadenza_common.settings.names import to_arguments
     from gateway_svc.__main__ import main
 
     given = {name: value for name, value in {"config": config, **options}.items() if value is not None}

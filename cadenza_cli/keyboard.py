@@ -1,13 +1,15 @@
-"""Single keys from the terminal, for a view that redraws itself."""
+"""Keys at the terminal: single ones, for a view that redraws itself, and Ctrl-C that ends one operation only."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import sys
 import termios
 import tty
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 class Keyboard:
@@ -46,3 +48,34 @@ class Keyboard:
 def has_keyboard() -> bool:
     """Whether standard input is a terminal."""
     return sys.stdin is not None and sys.stdin.isatty()
+
+
+class Interrupts:
+    """While open, SIGINT raises KeyboardInterrupt only within `listening`, and at most once.
+
+    So a second Ctrl-C cannot interrupt the clean-up after the first one. For the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._listening = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Let Ctrl-C interrupt the body; catch KeyboardInterrupt around this."""
+        self._listening = True
+        try:
+            yield
+        finally:
+            self._listening = False
+
+    def _take(self, number: int, frame: object) -> None:
+        if self._listening:
+            self._listening = False
+            raise KeyboardInterrupt

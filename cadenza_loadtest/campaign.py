@@ -21,6 +21,7 @@ from cadenza_loadtest.failures import Failures, failure_sentences
 from cadenza_loadtest.measures.columns import RequestColumns
 from cadenza_loadtest.rate_search import RateSearch
 from cadenza_loadtest.rate_trial import FIRST_RATE, Judgement, at_rate, judge, limits_of
+from cadenza_loadtest.requests import Truncations
 from cadenza_loadtest.results.results import CTRL_C, LoadTestFile, MaxRate, Point, Reached, Run, point_of, run_of
 from cadenza_loadtest.schedule import (
     DEFAULT_REQUESTS,
@@ -33,7 +34,6 @@ from cadenza_loadtest.schedule import (
 )
 from cadenza_loadtest.settings import LoadSettings
 from cadenza_loadtest.targets import make_target
-from cadenza_loadtest.truncation import Truncations
 from cadenza_loadtest.workloads.prompts import Prompts
 
 _RUN_SEEDS = 2**32

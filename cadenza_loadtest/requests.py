@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -72,3 +72,26 @@ class Workload(Protocol):
     def shapes(self, num_requests: int | None, seed: int) -> Iterator[RequestShape]:
         """`num_requests` requests, which depend on the seed alone, with the turns of a session one after the other; a
         session counts as one. None: all requests of a file, or endless."""
+
+
+@dataclass(slots=True)
+class Truncations:
+    """The requests of a schedule that had a length truncated."""
+
+    prompts: set[int] = field(default_factory=set)
+    """Indices of requests with a truncated prompt; `outputs` likewise."""
+    outputs: set[int] = field(default_factory=set)
+
+    def recording(self, schedule: Iterable[tuple[float, RequestShape]]) -> Iterator[tuple[float, RequestShape]]:
+        """The same schedule, read lazily; truncations are recorded as it is read."""
+        for due_s, shape in schedule:
+            if shape.prompt_truncated:
+                self.prompts.add(shape.index)
+            if shape.output_truncated:
+                self.outputs.add(shape.index)
+            yield due_s, shape
+
+    def count_among(self, index: Ints) -> tuple[int, int]:
+        """Number of truncated prompts and of truncated outputs among the requests with these indices [n]."""
+        prompts, outputs = (int(np.isin(index, list(cut)).sum()) for cut in (self.prompts, self.outputs))
+        return prompts, outputs

@@ -9,16 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cadenza_loadtest.caveats import load_caveats
-from cadenza_loadtest.requests import LoadTestError
+from cadenza_loadtest.requests import LoadTestError, Truncations
 from cadenza_loadtest.results.results import CTRL_C, LoadTestFile, MaxRate, Point, Run, point_of, run_of
 from cadenza_loadtest.schedule import make_schedule, planned_points, truncated_to, window_of
 from cadenza_loadtest.settings import LoadSettings
-from cadenza_loadtest.truncation import Truncations
 from cadenza_loadtest.workloads.prompts import Prompts
 from cadenza_simulator.capacity.capacity import Capacity
-from cadenza_simulator.capacity.rate_trials import RunAt
+from cadenza_simulator.capacity.rate_trials import RunAt, TimeBudget
 from cadenza_simulator.capacity.search import TOLERANCE, CapacitySearch, SearchProgress
-from cadenza_simulator.capacity.time_budget import TimeBudget
 from cadenza_simulator.executor_profiles import ExecutorProfile
 from cadenza_simulator.placement import PlacementName
 from cadenza_simulator.request_log import Watch

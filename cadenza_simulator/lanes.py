@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from cadenza_common.plan.result import Candidates, StepResult, StepTimings
-from cadenza_simulator.chance import factors, varied
+from cadenza_loadtest.seeds import stream
 from cadenza_simulator.executor_profiles import ExecutorProfile
-from cadenza_simulator.step_costs import step_cost_function
+from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.tokens import rank_logprob
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
@@ -23,6 +24,8 @@ TOKEN = 1
 _VOCAB_SIZE = 32_768
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_DRAWS_AT_ONCE = 4096
+StepCostFunction = Callable[[int, int, int, int, int], tuple[int, int, int]]
 
 
 class CountingDecodeBatch(DecodeBatch):
@@ -198,3 +201,40 @@ def _mixed(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)
+
+
+def factors(variation: float, seed: int, name: str) -> Iterator[float]:
+    """Endless random numbers of mean 1 and this coefficient of variation, which must be over 0.
+
+    The numbers of different names are independent.
+    """
+    rng, shape = stream(seed, name), 1 / variation**2
+    while True:
+        yield from (rng.standard_gamma(shape, _DRAWS_AT_ONCE) / shape).tolist()
+
+
+def varied(scale: float, seed: int, name: str) -> Callable[[float], float]:
+    """A function that draws a number of a given mean, over 0; its variance is `scale` times the mean."""
+    draw: Callable[[float], float] = stream(seed, name).standard_gamma
+    return lambda mean: scale * draw(mean / scale)
+
+
+def step_cost_function(costs: StepCosts) -> StepCostFunction:
+    """Returns a function of (tokens, context_tokens, kv_tokens, samples, moved_blocks), which mean the same as in
+    `StepWork`.
+
+    The function returns nanoseconds: (forward_ns, sample_ns, move_ns), as the methods of `StepCosts` do.
+    """
+    step_us, token_us, hidden_tokens = costs.step_us, costs.token_us, costs.hidden_tokens
+    context_token_us, kv_token_us = costs.context_token_us, costs.kv_token_us
+    sample_us, moved_block_us = costs.sample_us, costs.moved_block_us
+
+    def price(
+        tokens: int, context_tokens: int, kv_tokens: int, samples: int, moved_blocks: int
+    ) -> tuple[int, int, int]:
+        us = step_us + token_us * (tokens - hidden_tokens) if tokens > hidden_tokens else step_us
+        us += context_token_us * context_tokens + kv_token_us * kv_tokens
+        moves = round(1000 * moved_block_us * moved_blocks) if moved_blocks else 0
+        return round(1000 * us), round(1000 * sample_us * samples), moves
+
+    return price

@@ -1,10 +1,13 @@
-"""Reads the work and the time of each step from a plan log, by replaying the log's calls."""
+"""Reads the work and the time of each step from a plan log, by replaying the log's calls.
+
+A load test goes with a recording if both are of the same run of a server, by the facts that both hold.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -12,10 +15,14 @@ import numpy as np
 from cadenza.v1.planlog_pb2 import ApplyResultCall, PlanLogHeader, PlanLogRecord, PlanStepCall
 from cadenza_common.serving.plan_log import PlanLogError, PlanLogReader
 from cadenza_loadtest.requests import Floats, LoadTestError
+from cadenza_loadtest.results.results import LoadTestFile
 from cadenza_simulator.executor_profiles import ProfileLimits
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.plan_loop.pacing import StepPacer
 from scheduler_svc.replay.core_replay import CoreReplay
+
+_CLOCKS_S = 60.0
+"""Allowed difference between the clocks of two machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +183,35 @@ def _limits(header: PlanLogHeader) -> ProfileLimits:
         max_model_len=executor.model.max_model_len,
         max_inflight_plans=executor.limits.max_inflight_plans,
     )
+
+
+def check_compatible(recording: RecordedRun, file: LoadTestFile, path: str) -> None:
+    """Raises LoadTestError if the first run of the result at `path` cannot be part of the recording.
+
+    That is: its model or device differs, it began before the recording, or it has requests whose prompt lengths the
+    recording lacks.
+
+    A result that passes may still be of another recording: of the same server, later, with prompts of the same lengths.
+    """
+    mismatch = _mismatch(recording, file)
+    if mismatch:
+        raise LoadTestError(f"--loadtest {path}: does not match the recording: {mismatch}")
+
+
+def _mismatch(recording: RecordedRun, file: LoadTestFile) -> str:
+    server, run = file.server or {}, file.points[0].runs[0]
+    model, devices = server.get("model"), [each.get("device") for each in server.get("executors", ())]
+    if model is not None and model != recording.model:
+        return f"its server had the model {model}, the recording has {recording.model}"
+    if devices and recording.device not in devices:
+        return f"its executors ran on {', '.join(map(str, devices))}, the recorded one on {recording.device}"
+    if run.started_unix_s < recording.started_unix_s - _CLOCKS_S:
+        return f"it began {recording.started_unix_s - run.started_unix_s:,.0f} s before the recording"
+    sent = Counter(run.requests.num_prompt_tokens[run.requests.ok].tolist())
+    missing = sent - Counter(recording.prompt_lens)
+    if missing:
+        return (
+            f"{missing.total()} of its {sent.total()} completed requests are not in the recording, such as one with a "
+            f"prompt of {next(iter(missing))} tokens"
+        )
+    return ""

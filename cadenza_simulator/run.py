@@ -17,8 +17,7 @@ from typing import Protocol
 
 from cadenza_common.plan.sampling import SequenceSampling
 from cadenza_loadtest.measures.columns import RequestColumns, StepColumns
-from cadenza_loadtest.requests import LoadTestError, RequestShape
-from cadenza_loadtest.truncation import Truncations
+from cadenza_loadtest.requests import LoadTestError, RequestShape, Truncations
 from cadenza_simulator.executor_profiles import ExecutorProfile
 from cadenza_simulator.lanes import TOKEN, SimulatedLane
 from cadenza_simulator.placement import PlacementName, placement_policy

@@ -28,7 +28,7 @@ except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing.name} is not installed: {install_command('gateway')}")
 
 if TYPE_CHECKING:
-    from gateway_svc.access import PageRights
+    from gateway_svc.page_starter import PageRights
 
 _LOG = logging.getLogger("gateway_svc")
 
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
 
 def _page_rights(environment: Mapping[str, str]) -> PageRights | None:
     """The rights that `cadenza up` gives: a token, kept over restarts of the gateway, and whether it kills if asked."""
-    from gateway_svc.access import PageRights
+    from gateway_svc.page_starter import PageRights
 
     token = environment.get(PAGE_TOKEN)
     return None if token is None else PageRights(token, ask_to_kill if environment.get(PAGE_DEMO) else None)

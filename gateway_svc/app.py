@@ -9,17 +9,16 @@ from aiohttp import web
 
 from cadenza.credentials import read_token
 from gateway_svc import system
-from gateway_svc.access import PageRights
 from gateway_svc.anthropic import messages
 from gateway_svc.config import GatewayConfig
-from gateway_svc.http.cors import Cors
 from gateway_svc.http.keys import KeyFile
-from gateway_svc.http.sites import Sites
+from gateway_svc.http.sites import Cors, Sites
 from gateway_svc.middleware import answers
 from gateway_svc.models import Names
 from gateway_svc.openai import chat, completions, models, responses, tokens
 from gateway_svc.openapi import add_openapi
 from gateway_svc.page.routes import add_page
+from gateway_svc.page_starter import PageRights
 from gateway_svc.parsing.formats import KnownFormats
 from gateway_svc.scheduler.link import SchedulerLink
 from gateway_svc.state import STATE, State

@@ -48,7 +48,7 @@ class HttpListener:
             keepalive_timeout=_KEEPALIVE_S,
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
-            auto_decompress=False,  # http/decoding.py
+            auto_decompress=False,  # http/reading.py
             shutdown_timeout=_GRACE_S,
         )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aiohttp import web
 
 from cadenza import __version__
-from gateway_svc.fields.schemas import body_schema
+from gateway_svc.fields.field import Field, Use
 from gateway_svc.fields.tables import APIS, REQUIRED
 
 _DOCUMENT = web.AppKey("openapi", bytes)
@@ -46,6 +46,22 @@ _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
+KIND_SCHEMAS: Mapping[str, Mapping[str, Any]] = {
+    "any": {},
+    "a string": _TEXT,
+    "an integer": {"type": "integer"},
+    "a number": {"type": "number"},
+    "a boolean": {"type": "boolean"},
+    "an object": {"type": "object"},
+    "an object of strings": {"type": "object", "additionalProperties": _TEXT},
+    "a list": {"type": "array"},
+    "a list of strings": {"type": "array", "items": _TEXT},
+    "a list of integers": {"type": "array", "items": {"type": "integer"}},
+    "a string or a list of strings": {"type": ["string", "array"], "items": _TEXT},
+    "a string or an object": {"type": ["string", "object"]},
+    "a string or a list": {"type": ["string", "array"]},
+}
+"""By a kind of field.KINDS."""
 
 
 def add_openapi(app: web.Application) -> None:
@@ -94,3 +110,24 @@ def _operation(path: str, description: str) -> dict[str, Any]:
         if "stream" in table:
             found["responses"]["200"]["description"] += "; with stream=true as server-sent events"
     return found
+
+
+def body_schema(table: Mapping[str, Field], required: tuple[str, ...]) -> dict[str, Any]:
+    """What a body may be, but for what is within its fields."""
+    return {
+        "type": "object",
+        "properties": {field.name: _field_schema(field, field.name in required) for field in table.values()},
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _field_schema(field: Field, is_required: bool) -> dict[str, Any]:
+    """One field; null is as if absent."""
+    if field.use is Use.REFUSED:
+        return {"enum": [*field.neutral, None], "description": f"not supported: {field.ours}"}
+    schema = dict(KIND_SCHEMAS[field.kind])
+    if "type" in schema and not is_required:
+        given = schema["type"]
+        schema["type"] = [*(given if isinstance(given, list) else [given]), "null"]
+    return {**schema, "description": field.ours}

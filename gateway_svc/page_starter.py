@@ -9,11 +9,22 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 PAGE_TOKEN = "_CADENZA_PAGE_TOKEN"
 PAGE_DEMO = "_CADENZA_PAGE_DEMO"
 """Set: the starter kills an executor when asked to."""
 _KILL = "kill executor "
+
+
+@dataclass(frozen=True, slots=True)
+class PageRights:
+    """What the live page may do for whom, as whoever started the gateway says."""
+
+    token: str = field(repr=False)
+    """Whoever shows it sees all requests, and acts."""
+    kill: Callable[[str], None] | None = None
+    """Kills the executor at an address; None: nobody here can."""
 
 
 def page_environment(*, has_page: bool, is_demo: bool) -> dict[str, str]:

@@ -12,11 +12,11 @@ from typing import Any
 from cadenza.errors import OptionError
 from cadenza_common.serving.connection_limits import allow_connections
 from cadenza_common.serving.stop_signals import StopSignals
-from gateway_svc.access import PageRights
 from gateway_svc.app import make_state
 from gateway_svc.config import GatewayConfig
 from gateway_svc.kv_events.publisher import KvPublisherError
 from gateway_svc.listeners import Listeners
+from gateway_svc.page_starter import PageRights
 from gateway_svc.state import State
 
 _LOG = logging.getLogger(__name__)

@@ -6,15 +6,14 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from gateway_svc.access import PageRights
 from gateway_svc.config import GatewayConfig
-from gateway_svc.http.cors import Cors
 from gateway_svc.http.errors import ApiError
 from gateway_svc.http.keys import KeyFile
 from gateway_svc.http.reading import api_key
-from gateway_svc.http.sites import Sites
+from gateway_svc.http.sites import Cors, Sites
 from gateway_svc.metrics import Counts
 from gateway_svc.models import Names
+from gateway_svc.page_starter import PageRights
 from gateway_svc.parsing.formats import KnownFormats
 from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.scheduler.link import SchedulerLink

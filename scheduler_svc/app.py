@@ -41,20 +41,19 @@ from scheduler_svc.front.adapter_paths import restore_adapters
 from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
+from scheduler_svc.front.interceptors import PreparedResponses, TokenGate
 from scheduler_svc.front.metrics import SchedulerMetrics
 from scheduler_svc.front.model_front import ModelFront
-from scheduler_svc.front.prepared_responses import PreparedResponses
 from scheduler_svc.front.process_memory import release_free_memory, shorten_collections
-from scheduler_svc.front.token_gate import TokenGate
 from scheduler_svc.front.unreadable import UnreadableMessages
-from scheduler_svc.journal.errors import JournalError
+from scheduler_svc.journal.directory import JournalError
 from scheduler_svc.journal.journal import SchedulerJournal, connect
 from scheduler_svc.links import executor_files, front_files
 from scheduler_svc.plan_loop.clock import SystemClock
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ExecutorPort, ModelDescription
 from scheduler_svc.recording.recording import recorded_core
 from scheduler_svc.requests.builder import RequestBuilder
-from scheduler_svc.requests.chats.option import ChatTemplateOptionError
+from scheduler_svc.requests.chats.template import ChatTemplateOptionError
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError
 from scheduler_svc.tenants.errors import TenantsFileError
 from scheduler_svc.tenants.quotas import Quotas

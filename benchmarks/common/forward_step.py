@@ -16,7 +16,7 @@ from executor_svc.cpu.runner import ModelRunner
 from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.loading import load_model
 from executor_svc.plan.description import limits_of
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 560

@@ -19,7 +19,7 @@ from benchmarks.experiments.simulated import drawn, fixed, step_through
 from cadenza.v1.admin_pb2 import StepRecord
 from cadenza_loadtest.measures.latencies import end_of
 from cadenza_loadtest.requests import Floats, RequestShape
-from cadenza_loadtest.workloads.published import lognormal_text
+from cadenza_loadtest.workloads.lengths import lognormal_text
 from cadenza_simulator.executor_profiles import ExecutorProfile
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.policies.batching import BatchingPolicy

@@ -23,8 +23,8 @@ from cadenza_loadtest.measures.columns import RequestColumns
 from cadenza_loadtest.measures.latencies import end_of
 from cadenza_loadtest.requests import RequestShape
 from cadenza_simulator.executor_profiles import ExecutorProfile
+from cadenza_simulator.lanes import step_cost_function
 from cadenza_simulator.published import OPT_13B
-from cadenza_simulator.step_costs import step_cost_function
 
 RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 PIECEWISE, WHOLE = "a copy per layer", "a copy per block"

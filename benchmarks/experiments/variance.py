@@ -29,7 +29,7 @@ from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, fixed
 from cadenza_loadtest.measures.latencies import end_of
 from cadenza_loadtest.requests import Floats, Ints, RequestShape
 from cadenza_loadtest.seeds import stream
-from cadenza_loadtest.workloads.published import lognormal_text
+from cadenza_loadtest.workloads.lengths import lognormal_text
 
 MEAN = 128
 """Mean of the outputs in `equal_means`."""

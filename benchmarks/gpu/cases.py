@@ -127,7 +127,7 @@ def run_cases(
     so that another process can run the rest, and after Unavailable.
     """
     # Imported here: the parent process lists cases and needs no executor.
-    from executor_svc.worker.device_errors import is_device_lost
+    from executor_svc.device.interface import is_device_lost
 
     cases = group.cases(bench.tiny)
     for index in range(start, len(cases), every):

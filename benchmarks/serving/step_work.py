@@ -15,11 +15,10 @@ from typing import Any
 from benchmarks.common.workload import Request
 from cadenza_common.gguf.file import read_gguf
 from executor_svc.cpu.kernels.codegen.isa import Isa
-from executor_svc.cpu.kernels.quantized.int8_choice import QuantizedActivations, int8_rows
 from executor_svc.cpu.kernels.quantized.int8_codes import most_code
 from executor_svc.cpu.kernels.quantized.int8_dots import words_in_short
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
-from executor_svc.cpu.stored_linear import has_kernel
+from executor_svc.cpu.stored_linear import QuantizedActivations, has_kernel, int8_rows
 from executor_svc.device.stored_linear import QuantFormat
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from executor_svc.models.quantized.round_to_nearest import INT4, INT8, Rounding

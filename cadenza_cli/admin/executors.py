@@ -14,8 +14,7 @@ import typer
 
 from cadenza.errors import OptionError, PermissionDeniedError
 from cadenza_cli.admin.calls import admin, check_timeout, drained, explained, requests
-from cadenza_cli.connection import with_connection
-from cadenza_cli.credentials import with_credentials
+from cadenza_cli.connection import with_connection, with_credentials
 from cadenza_cli.generate import Target
 from cadenza_cli.service_args import serving
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from cadenza.errors import OptionError
-from cadenza_cli.connection import with_connection
-from cadenza_cli.credentials import with_credentials
+from cadenza_cli.connection import with_connection, with_credentials
 from cadenza_cli.generate import Target
 from cadenza_cli.service_args import serving
 

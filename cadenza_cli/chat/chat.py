@@ -1,7 +1,8 @@
-"""`cadenza chat`: a conversation in the terminal."""
+"""`cadenza chat`: a conversation in the terminal, and the commands that a line of it may be."""
 
 from __future__ import annotations
 
+import difflib
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +12,7 @@ import typer
 from cadenza.client import Client
 from cadenza.errors import CadenzaError, FailedPreconditionError, UnavailableError
 from cadenza.sampling_params import SamplingParams
-from cadenza_cli.chat.commands import HELP as HELP_COMMAND
-from cadenza_cli.chat.commands import HELP_TEXT, QUIT, RESET, command_of, unknown
 from cadenza_cli.chat.input import MessageReader, PipedMessages, TypedMessages, without_block
-from cadenza_cli.chat.interrupts import Interrupts
 from cadenza_cli.generate import EPILOG as EPILOG
 from cadenza_cli.generate import (
     NO_TOKENIZER,
@@ -30,7 +28,7 @@ from cadenza_cli.generate import (
     check_speculation,
     make_params,
 )
-from cadenza_cli.keyboard import has_keyboard
+from cadenza_cli.keyboard import Interrupts, has_keyboard
 from cadenza_cli.service_args import Config, serving
 from cadenza_cli.text import notice, printable, terminal_width, typed, write
 
@@ -50,6 +48,19 @@ commands and keys, /quit or Ctrl-D exits. \"\"\" opens and closes a message of s
 one after the other.
 """
 _COMMANDS = "/help lists commands, Ctrl-D exits"
+RESET, HELP_COMMAND, QUIT = "/reset", "/help", "/quit"
+_ALSO = {"/?": HELP_COMMAND, "/bye": QUIT, "/exit": QUIT, "/clear": RESET}
+"""Names that users of other programs try."""
+
+HELP_TEXT = f"""{RESET}     start a new conversation
+{HELP_COMMAND}      this list
+{QUIT}      exit; so does Ctrl-D
+Enter      send the message
+Alt-Enter  begin a new line
+\"\"\"        open and close a message of many lines
+Up, Down   earlier messages
+Ctrl-C     stop an answer, or discard the line
+"""
 
 
 @dataclass(slots=True)
@@ -191,3 +202,21 @@ def _answer(conversation: _Conversation, message: str, interrupts: Interrupts) -
     finally:
         deltas.close()  # aborts the request if it is still running
     messages.append({"role": "assistant", "content": answer})
+
+
+def command_of(message: str) -> str | None:
+    """The command that a message is: one of RESET, HELP_COMMAND, QUIT, or as it is if there is no such command.
+
+    None: the message is for the model, as every block of lines is.
+    """
+    if not message.startswith("/") or "\n" in message.strip():
+        return None
+    word = message.strip()
+    return _ALSO.get(word, word)
+
+
+def unknown(command: str) -> str:
+    """What to say about a command that does not exist."""
+    near = difflib.get_close_matches(command.split()[0], (RESET, HELP_COMMAND, QUIT), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"{HELP_COMMAND} lists them"
+    return f"no command {command[:40]!r}: {hint} (a space before the / sends it to the model)"

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Protocol
 
 from cadenza.errors import CadenzaError
-from cadenza_cli.chat.interrupts import Interrupts
+from cadenza_cli.keyboard import Interrupts
 from cadenza_cli.text import typed
 
 if TYPE_CHECKING:

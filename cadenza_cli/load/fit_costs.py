@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cadenza_cli.extras import require_loadtest
+from cadenza_cli.load.options import require_loadtest
 from cadenza_cli.text import notice
 
 if TYPE_CHECKING:
@@ -57,11 +57,10 @@ def fit_costs(
     """Run the command; raises CadenzaError."""
     require_loadtest("fit-costs", "loadtest,scheduler")
     from cadenza_cli.load.results import check_outputs
-    from cadenza_simulator.compatibility_check import check_compatible
     from cadenza_simulator.executor_profiles import write_profile
     from cadenza_simulator.fit import fit_costs as fit
     from cadenza_simulator.fit import fitted_profile, with_clients
-    from cadenza_simulator.recordings import read_recording
+    from cadenza_simulator.recordings import check_compatible, read_recording
 
     outputs = check_outputs(output=output, read=[recording, loadtest])
     clients = None if loadtest is None else _clients(loadtest)

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from cadenza.errors import CadenzaError, OptionError
-from cadenza_cli.extras import require_loadtest
 from cadenza_cli.generate import Model, Target
-from cadenza_cli.load.options import Csv, Label, Output, Plots, Report, Sweep, of_results
+from cadenza_cli.load.options import Csv, Label, Output, Plots, Report, Sweep, of_results, require_loadtest
 from cadenza_cli.service_args import Config, FieldOption, serving
 
 HELP = """Send a load to a server and measure what its users would see.
@@ -58,7 +57,7 @@ def loadtest(
     require_loadtest("the load test")
     from cadenza_cli.load.results import check_outputs, check_whole, nothing_counted, write_outputs
     from cadenza_cli.load.server import ServerPlace, reached_at, rerun_place
-    from cadenza_cli.load.view import LoadView
+    from cadenza_cli.load.views import LoadView
     from cadenza_loadtest.campaign import run_campaign
     from cadenza_loadtest.results.results import LoadTestFile, Reached, read_again
     from cadenza_loadtest.schedule import planned_points

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cadenza.errors import CadenzaError, OptionError
-from cadenza_cli.extras import require_loadtest
 from cadenza_cli.load.loadtest import load_fields
-from cadenza_cli.load.options import Csv, Label, Output, Plots, Report, Sweep, of_results
+from cadenza_cli.load.options import Csv, Label, Output, Plots, Report, Sweep, of_results, require_loadtest
 from cadenza_cli.service_args import Config, FieldOption, service_fields
 from cadenza_cli.text import number
 
@@ -96,10 +95,10 @@ def simulate(
     """Run the command; raises CadenzaError."""
     require_loadtest("the simulator", "loadtest,scheduler")
     from cadenza_cli.load.results import check_outputs, check_whole, nothing_counted, write_outputs
-    from cadenza_cli.load.search_view import SearchView
+    from cadenza_cli.load.views import SearchView
     from cadenza_loadtest.settings import make_settings, merged_values
     from cadenza_simulator.campaign import run_simulation
-    from cadenza_simulator.capacity.time_budget import TimeBudget, read_time_budget
+    from cadenza_simulator.capacity.rate_trials import TimeBudget, read_time_budget
     from cadenza_simulator.options import make_simulated
 
     load_names = {option.name for option in _load_fields()}

@@ -1,4 +1,4 @@
-"""The internals of a server, for the second screen of `cadenza top`."""
+"""The internals of a server, for the second screen of `cadenza top`; its adapters also for the first."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from cadenza.info import AdapterUse, ExecutorInfo, ServerInfo
 from cadenza_cli.text import number, printable, size
-from cadenza_cli.top.adapters import loaded_adapters
 from cadenza_cli.top.figures import TIMES, ExecutorFigures, ServerFigures
 from cadenza_cli.top.lanes import share, tokens_per_step
 from cadenza_cli.top.rows import LineGroup, elide, named
@@ -17,6 +17,7 @@ _NAME_CELLS = 14
 _SERVER_KEEP = 90
 """Rows from this on are of the server as a whole, and come before executors."""
 _REASON_LINES = 3
+_NUM_SHOWN = 3
 
 
 def detail_rows(snapshot: ServerFigures, width: int, height: int, *, ascii_only: bool = False) -> list[LineGroup]:
@@ -133,3 +134,24 @@ def _drafts(figures: ExecutorFigures) -> list[str]:
 
 def _resident(num_bytes: int) -> str:
     return f"{size(num_bytes)} resident" if num_bytes else "memory not known"
+
+
+def adapter_parts(info: ServerInfo) -> list[str]:
+    """How many adapters are loaded, and the requests of those with the most; empty if none is loaded or used."""
+    uses = info.adapters
+    if not uses and not any(each.num_loaded_adapters for each in info.executors):
+        return []
+    more = len(uses) - _NUM_SHOWN
+    rest = [f"{more} more in use"] if more > 0 else []
+    return [loaded_adapters(info.executors), *map(_use, uses[:_NUM_SHOWN]), *rest]
+
+
+def loaded_adapters(executors: Sequence[ExecutorInfo]) -> str:
+    """The loaded adapters of executors and the most that they may have, all together."""
+    most = sum(each.max_loaded_adapters for each in executors)
+    return f"{sum(each.num_loaded_adapters for each in executors):,} of {most:,} loaded"
+
+
+def _use(use: AdapterUse) -> str:
+    waiting = f" + {use.num_waiting:,} waiting" if use.num_waiting else ""
+    return f"{printable(use.name)} {use.num_running:,}{waiting}"

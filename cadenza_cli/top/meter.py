@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cadenza.info import ExecutorInfo, ServerInfo, ServerLoad
-from cadenza.steps.prompt_counter import PromptCounter
 from cadenza.steps.schedule import ran
+from cadenza.steps.watch import PromptCounter
 from cadenza.v1 import admin_pb2, execution_pb2
 from cadenza_cli.top.ages import Ages
 from cadenza_cli.top.figures import TIMES, ExecutorFigures, Percentiles, ServerFigures, TenantFigures, percentiles

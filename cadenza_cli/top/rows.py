@@ -1,4 +1,4 @@
-"""Lines of a full-screen view: rows with a name and a value, chosen and shortened so that they fit a terminal."""
+"""Lines of a full-screen view: rows with a name and a value, chosen and shortened so that they fit, and bars."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
+
+_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +54,16 @@ def named(name: str, parts: Sequence[str], *, name_cells: int, width: int, ascii
     return [
         Text.assemble((f"{each:{name_cells}}", "cyan"), line) for each, line in zip(names, lines or ["-"], strict=False)
     ]
+
+
+def sparkline(values: Sequence[float | None], *, top: float, ascii_only: bool = False) -> str:
+    """One character for each of `values` [n]: the lowest bar is 0, the highest is `top` and above, None is a space.
+
+    `ascii_only` is for terminals that cannot show the bars.
+    """
+    bars = _ASCII_BARS if ascii_only else _BARS
+    return "".join(" " if value is None else bars[_place(value, top, len(bars) - 1)] for value in values)
+
+
+def _place(value: float, top: float, highest: int) -> int:
+    return max(0, min(highest, round(highest * value / top))) if top > 0 else 0

@@ -12,12 +12,10 @@ from enum import Enum, auto
 from rich.text import Text
 
 from cadenza_cli.text import number, printable
-from cadenza_cli.top.adapters import adapter_parts
-from cadenza_cli.top.details import detail_rows
+from cadenza_cli.top.details import adapter_parts, detail_rows
 from cadenza_cli.top.figures import Lost, Percentiles, ServerFigures
 from cadenza_cli.top.lanes import duration, lane_rows, share, tokens_per_step
-from cadenza_cli.top.rows import LineGroup, elide, fit, named
-from cadenza_cli.top.sparkline import sparkline
+from cadenza_cli.top.rows import LineGroup, elide, fit, named, sparkline
 from cadenza_cli.top.tenants import fault_parts, tenant_rows
 from cadenza_cli.wrapping import wrap
 

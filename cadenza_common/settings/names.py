@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 ENV_PREFIX = "CADENZA_"
 STARTER_OPTIONS = ("host", "port", "executors", "http")
 """Options of the program that starts both services. A service that is started alone ignores them."""
@@ -19,3 +22,17 @@ def variable(name: str) -> str:
 def flag(name: str) -> str:
     """The option as written on a command line."""
     return f"--{name.replace('_', '-')}"
+
+
+def to_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Command-line arguments: kebab case, `--name=value`, `--name` or `--no-name` for booleans."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, (list, tuple)):
+            arguments += [f"--{flag}={item}" for item in value]
+        else:
+            arguments.append(f"--{flag}={value}")
+    return arguments

@@ -6,6 +6,7 @@ Ray is asked for places, and for actors, which it starts again when they are los
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -16,12 +17,10 @@ from cadenza.errors import LocalServiceError
 from cadenza_common.wire.tls import TLS
 from cadenza_launcher.on_ray.certificates import make_link_certificates
 from cadenza_launcher.on_ray.cluster import RayCluster, all_on_loopback
-from cadenza_launcher.on_ray.executor_list import ExecutorList
 from cadenza_launcher.on_ray.launch import RayLaunch
-from cadenza_launcher.on_ray.load import LoadReader
 from cadenza_launcher.on_ray.places import Places
 from cadenza_launcher.on_ray.replica import Replica, ReplicaLife
-from cadenza_launcher.on_ray.scaler import Scaler
+from cadenza_launcher.on_ray.scaler import LoadReader, Scaler
 from cadenza_launcher.on_ray.scaling import Scaling
 from cadenza_launcher.on_ray.shares import placement_of, rank_share
 from cadenza_launcher.services.child_process import LogSink
@@ -189,3 +188,39 @@ class RayExecutors:
                     self._list.leave(name)
         if has_left and life.exit_code() is not None:
             self._places.release(name)
+
+
+class ExecutorList:
+    """Addresses by executor. For several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin an empty list in a file."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._addresses: dict[str, str] = {}
+        self._write()
+
+    @property
+    def entry(self) -> str:
+        """The value of --executor."""
+        return f"file:{self._path}"
+
+    def join(self, name: str, address: str) -> None:
+        """Put an executor on the list, or change its address."""
+        with self._lock:
+            if self._addresses.get(name) != address:
+                self._addresses[name] = address
+                self._write()
+
+    def leave(self, name: str) -> None:
+        """Take an executor off the list, if it is there."""
+        with self._lock:
+            if self._addresses.pop(name, None) is not None:
+                self._write()
+
+    def _write(self) -> None:
+        """Replace the file in one step: the scheduler never reads half of it."""
+        lines = (f"{address}  # {name}\n" for name, address in sorted(self._addresses.items()))
+        made = self._path.with_suffix(".new")
+        made.write_text("".join(lines))
+        os.replace(made, self._path)

@@ -14,7 +14,7 @@ from typing import Any
 
 from cadenza.credentials import is_loopback
 from cadenza.errors import OptionError
-from cadenza_common.settings.arguments import to_arguments
+from cadenza_common.settings.names import to_arguments
 from cadenza_common.wire.transport import EXECUTOR_PORT, format_address, parse_address
 from cadenza_launcher.on_ray.cluster import RayCluster
 from cadenza_launcher.on_ray.launch import RayLaunch

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from cadenza.credentials import is_loopback
 from cadenza.errors import OptionError
-from cadenza_common.settings.arguments import to_arguments
+from cadenza_common.settings.names import to_arguments
 from cadenza_common.wire.tls import TLS
 from cadenza_common.wire.transport import SCHEDULER_PORT, format_address, parse_address
 from cadenza_launcher.services.options import Setting

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import OptionError
-from cadenza_common.settings.arguments import to_arguments
+from cadenza_common.settings.names import to_arguments
 from cadenza_common.spelling import suggestion
 
 if TYPE_CHECKING:

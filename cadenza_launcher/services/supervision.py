@@ -9,10 +9,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import grpc
+
 from cadenza.calls.short_interrupts import quiet_at_exit
 from cadenza.errors import LocalServiceError
+from cadenza.v1 import generation_pb2, generation_pb2_grpc
+from cadenza_common.wire.tls import TLS
+from cadenza_common.wire.transport import sync_channel
 from cadenza_launcher.services.child_process import subject, wait_until_ready
-from cadenza_launcher.services.executor_progress import ExecutorProgress
 from cadenza_launcher.services.family import Family, spawn
 from cadenza_launcher.services.options import GATEWAY, SCHEDULER
 from cadenza_launcher.services.supervisor import SupervisedService
@@ -22,6 +26,7 @@ _logger = logging.getLogger("cadenza.local")
 _WATCH_S = 0.1
 _GIVEN_UP_GRACE_S = 2.0
 _JOIN_S = 10.0
+_PROGRESS_TIMEOUT_S = 1.0
 
 
 def start_all(family: Family) -> None:
@@ -172,3 +177,34 @@ def _stop_children(family: Family, grace_s: float) -> None:
     deadline = time.monotonic() + grace_s
     for child in children.values():
         child.stop(max(0.0, deadline - time.monotonic()))
+
+
+class ExecutorProgress:
+    """Reads the scheduler's GetServerInfo after the death of an executor.
+
+    Until the next session is open, it still describes the process that died. `target` gives the scheduler's address,
+    `executor` that of the executor.
+    """
+
+    def __init__(self, target: Callable[[], str], executor: Callable[[], str], tls: TLS | None = None) -> None:
+        self._target = target
+        self._executor = executor
+        self._tls = tls
+        self._counted = 0
+
+    def completed_step(self) -> bool:
+        """Whether the last executor at the address completed a step; True once for each incarnation.
+
+        False if the scheduler does not answer within a second: then the executor counts as one without progress.
+        """
+        with sync_channel(self._target(), self._tls) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            try:
+                info = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_PROGRESS_TIMEOUT_S)
+            except grpc.RpcError:
+                return False
+        for executor in info.executors:
+            if executor.target == self._executor() and executor.last_step_id > 0:
+                is_new, self._counted = executor.incarnation != self._counted, executor.incarnation
+                return is_new
+        return False

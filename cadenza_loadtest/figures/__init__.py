@@ -1,5 +1,5 @@
 """Figures of load tests and experiments: matplotlib's objects (no pyplot, no display), in one style.
 
-Each function takes plain sequences or the run's columns and returns a `Figure`; `saving` writes it. A panel without
+Each function takes plain sequences or the run's columns and returns a `Figure`; `style` saves it. A panel without
 data holds a sentence that says so.
 """

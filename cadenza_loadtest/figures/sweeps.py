@@ -11,8 +11,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cadenza_loadtest.figures.latency import SHORT
 from cadenza_loadtest.figures.naming import Named, put_names
-from cadenza_loadtest.figures.sample import SHORT
 from cadenza_loadtest.figures.style import INK, MUTED, Look, line_handle, look, new_figure, put_legend, say, styled
 from cadenza_loadtest.figures.ticks import seconds_unit, set_scale, wants_log
 from cadenza_loadtest.measures.uncertainty import Estimate

@@ -30,8 +30,7 @@ from cadenza_loadtest.measures.slo import kept
 from cadenza_loadtest.measures.slo import parse_slo as parse_slo
 from cadenza_loadtest.measures.windows import kept_up
 from cadenza_loadtest.measures.windows import steady_window as steady_window
-from cadenza_loadtest.requests import Floats, LoadTestError
-from cadenza_loadtest.truncation import Truncations
+from cadenza_loadtest.requests import Floats, LoadTestError, Truncations
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_9": 0.999}
 _RATES = (

@@ -13,11 +13,9 @@ from jinja2 import Environment
 from matplotlib.figure import Figure
 
 from cadenza_loadtest.figures.changes import ratios
-from cadenza_loadtest.figures.latency import latency_cdfs, latency_over_time
+from cadenza_loadtest.figures.latency import Sample, latency_cdfs, latency_over_time, sample_of
 from cadenza_loadtest.figures.occupancy import occupancy
-from cadenza_loadtest.figures.sample import Sample, sample_of
-from cadenza_loadtest.figures.saving import inline_svg, save
-from cadenza_loadtest.figures.style import MOST_NAME, Look, drawable, look, look_within
+from cadenza_loadtest.figures.style import MOST_NAME, Look, drawable, inline_svg, look, look_within, save
 from cadenza_loadtest.figures.sweeps import Curve, over_swept, rates, throughput_and_latency
 from cadenza_loadtest.measures.metric_names import STATISTICS, describe
 from cadenza_loadtest.measures.metrics import LATENCIES

@@ -20,11 +20,10 @@ from cadenza_loadtest.measures.latencies import Window, end_of
 from cadenza_loadtest.measures.metric_names import values_of
 from cadenza_loadtest.measures.metrics import Metrics, Slo, measure
 from cadenza_loadtest.measures.uncertainty import Estimate, summarise
-from cadenza_loadtest.requests import LoadTestError
+from cadenza_loadtest.requests import LoadTestError, Truncations
 from cadenza_loadtest.results.column_json import RequestLists, StepLists
 from cadenza_loadtest.results.facts import ClientFacts
 from cadenza_loadtest.results.facts import client_facts as client_facts
-from cadenza_loadtest.truncation import Truncations
 
 KIND = "cadenza.loadtest"
 SCHEMA_VERSION: Final = 1

@@ -1,4 +1,4 @@
-"""Targets: `session` and `generate` for Cadenza, `openai` for any server with that API over HTTP."""
+"""Targets: `session` and `cadenza` for Cadenza, `openai` for any server with that API over HTTP."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def make_target(settings: LoadSettings, address: str, environment: Mapping[str, 
         "seed": settings.seed,
     }
     if settings.tenant_tokens is not None:
-        from cadenza_loadtest.tenant_tokens import read_tenant_tokens
+        from cadenza_loadtest.targets.cadenza import read_tenant_tokens
 
         options["tenant_tokens"] = read_tenant_tokens(settings.tenant_tokens)
     if settings.api == "generate":
-        from cadenza_loadtest.targets.generate import GenerateTarget
+        from cadenza_loadtest.targets.cadenza import GenerateTarget
 
         return GenerateTarget(address, **options)
     from cadenza_loadtest.targets.session import SessionTarget

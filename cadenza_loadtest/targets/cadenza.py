@@ -1,18 +1,26 @@
-"""The common part of the two Cadenza targets: connecting, facts, requests and responses."""
+"""Cadenza over Generate, one call for each request; and what it has in common with a session.
+
+Connecting, facts, requests and responses are the common part.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
+import tomllib
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import grpc
+
 from cadenza.async_client import AsyncClient
 from cadenza.credentials import chosen_token
+from cadenza.errors import OptionError
 from cadenza.v1 import generation_pb2, types_pb2
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
+from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.driving.target import Clock, ExecutorFacts, ServerFacts
 from cadenza_loadtest.requests import LoadTestError, RequestShape
@@ -155,3 +163,51 @@ def take_response(live: RequestInFlight, response: generation_pb2.GenerateRespon
         live.server_first_s = stats.first_token_ns / 1e9
     live.server_total_s = stats.total_ns / 1e9
     return True
+
+
+class GenerateTarget(CadenzaTarget):
+    """One stream for each request; a connection carries any number of them."""
+
+    api = "generate"
+
+    async def run(self, shape: RequestShape, prompt: list[int] | str, live: RequestInFlight) -> None:
+        """See Target."""
+        request = self._request(shape, prompt, live)
+        if request.ByteSize() > MAX_REQUEST_BYTES:
+            live.failed(TOO_LARGE)
+            return
+        stub = self._stubs[self._place(shape)]
+        live.sent_s = self._clock()
+        call = stub.Generate(request)
+        is_last = False
+        try:
+            while (response := await call.read()) is not grpc.aio.EOF:
+                is_last = take_response(live, response, self._clock())
+            if not is_last:
+                live.failed(INCOMPLETE)
+        except grpc.aio.AioRpcError as error:
+            live.failed(error.code().name, error.details() or "")
+        finally:
+            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
+            call.cancel()
+
+
+def read_tenant_tokens(path: str) -> Mapping[str, str]:
+    """The token of each tenant, from the table [tokens] of a TOML file; raises LoadTestError, which shows no token."""
+    where = f"--tenant-tokens {path}"
+    try:
+        with open(path, "rb") as file:
+            tables = tomllib.load(file)
+    except OSError as error:
+        raise LoadTestError(f"{where}: {(error.strerror or str(error)).lower()}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise LoadTestError(f"{where}: this is not TOML") from None
+    tokens = tables.get("tokens")
+    if not isinstance(tokens, dict) or len(tables) != 1:
+        raise LoadTestError(f'{where}: must have one table, [tokens], with lines NAME = "TOKEN"')
+    for name, token in tokens.items():
+        try:
+            chosen_token(token)
+        except OptionError:
+            raise LoadTestError(f"{where}: [tokens] {name}: is no token") from None
+    return tokens

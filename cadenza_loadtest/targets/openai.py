@@ -6,8 +6,10 @@ https://platform.openai.com/docs/api-reference/completions, https://docs.vllm.ai
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -21,7 +23,6 @@ from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.driving.target import Clock, ServerFacts
 from cadenza_loadtest.requests import LoadTestError, RequestShape
 from cadenza_loadtest.targets.openai_answer import BAD_RESPONSE, StreamedAnswer, message_of
-from cadenza_loadtest.targets.sse import EventParser
 
 _CONNECTION = "CONNECTION"
 """The connection failed or broke."""
@@ -33,6 +34,7 @@ _KEEP_ALIVE_S = 4.0
 """Shorter than servers keep an idle connection (uvicorn: 5 s), so that none closes a connection just as it is
 reused."""
 _START_S = 30.0
+_LINE_END = re.compile("\r\n|\n|\r")
 
 
 class OpenAITarget:
@@ -220,3 +222,39 @@ def _base_url(url: str) -> str:
     if not good or parts.query or parts.fragment:
         raise LoadTestError(f"--url {url}: must be a base URL, such as http://127.0.0.1:8000/v1")
     return parts._replace(path=parts.path.rstrip("/") or "/v1").geturl()
+
+
+class EventParser:
+    """Turns bytes, in arbitrary chunks, into the data of events.
+
+    Names, ids and retry times of events are not needed and ignored, as are comments.
+    """
+
+    def __init__(self) -> None:
+        # A chunk may end within a character; "utf-8-sig" drops a byte order mark at the start.
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
+        self._rest = ""
+        self._data: list[str] = []
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """The data of the events that `chunk` completes."""
+        text = self._rest + self._decoder.decode(chunk)
+        # A CR at the end may be followed by the LF of the same line end.
+        held = text.endswith("\r")
+        *lines, self._rest = _LINE_END.split(text[:-1] if held else text)
+        if held:
+            self._rest += "\r"
+        events: list[str] = []
+        for line in lines:
+            self._take(line, events)
+        return events
+
+    def _take(self, line: str, events: list[str]) -> None:
+        if not line:
+            if self._data:
+                events.append("\n".join(self._data))
+                self._data = []
+            return
+        name, _, value = line.partition(":")  # a comment's name is empty
+        if name == "data":
+            self._data.append(value.removeprefix(" "))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cadenza_loadtest.parsing import positive
 from cadenza_loadtest.requests import LoadTestError
+from cadenza_loadtest.workloads.lengths import positive
 from cadenza_loadtest.workloads.mixes import Weighted, parts_of, weighted
 
 ADAPTERS_FORM = "zipf:1000, zipf:1000:1.5, uniform:16, a:3,b:1"

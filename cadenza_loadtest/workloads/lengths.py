@@ -1,4 +1,17 @@
-"""Distributions of prompt and output lengths in tokens, parsed from short texts such as `uniform:16:256`."""
+"""Distributions of prompt and output lengths in tokens, parsed from short texts such as `uniform:16:256`.
+
+Some have published parameters.
+
+ShareGPT, users' conversations with ChatGPT: the PagedAttention paper prints for its workload a mean input of 161.31
+tokens and a mean output of 337.99 (Kwon et al., SOSP 2023, figure 11 in section 6.1, https://arxiv.org/abs/2309.06180;
+its text states 8.4 and 5.8 times Alpaca's means, which are 19.31 and 58.45). vLLM's benchmark leaves out requests with
+a prompt or an output of under 4 tokens, a prompt of over 1,024, or over 2,048 tokens together
+(`benchmarks/benchmark_serving.py` in https://github.com/vllm-project/vllm).
+
+The two means and the limits are published. The following is assumed: both lengths are log-normal; the standard
+deviations of the logarithm, chosen for a long tail; outputs do not depend on inputs; an output has at most 1,024
+tokens, so that no request has over 2,048 tokens together.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +23,6 @@ from typing import Protocol
 
 import numpy as np
 
-from cadenza_loadtest.parsing import positive
 from cadenza_loadtest.requests import Floats, Ints, LoadTestError
 
 FORMS = (
@@ -20,6 +32,10 @@ FORMS = (
 _MOST = 2**31 - 1
 """Upper limit of a draw without HIGH: no server accepts more, and it fits every integer type."""
 _STANDARD = NormalDist()
+SHAREGPT_MEAN_INPUT = 161.31
+SHAREGPT_MEAN_OUTPUT = 337.99
+_SHAREGPT_SIGMA_INPUT, _SHAREGPT_SIGMA_OUTPUT = 1.6, 0.8
+_SHAREGPT_SHORTEST, _SHAREGPT_LONGEST = 4, 1024
 
 
 class Lengths(Protocol):
@@ -209,3 +225,34 @@ def _whole(text: str, name: str) -> int:
     if not 1 <= number <= _MOST:
         raise ValueError(f"{name} must be from 1 to {_MOST} tokens, not {number}")
     return number
+
+
+def positive(text: str, name: str) -> float:
+    """A finite number over 0; raises a ValueError that names `name`."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a number, not {text!r}") from None
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be over 0, not {text}")
+    return number
+
+
+def sharegpt_lengths() -> tuple[str, str]:
+    """Prompt and output lengths in the form of `parse_lengths`."""
+    return (
+        lognormal_text(SHAREGPT_MEAN_INPUT, _SHAREGPT_SIGMA_INPUT, _SHAREGPT_SHORTEST, _SHAREGPT_LONGEST),
+        lognormal_text(SHAREGPT_MEAN_OUTPUT, _SHAREGPT_SIGMA_OUTPUT, _SHAREGPT_SHORTEST, _SHAREGPT_LONGEST),
+    )
+
+
+def lognormal_text(mean: float, sigma: float, low: int, high: int) -> str:
+    """Log-normal lengths whose mean after clipping to low and high is `mean`; low < mean < high."""
+    from scipy.optimize import brentq
+
+    def too_large(center: float) -> float:
+        return LogNormal(center, low, high, sigma).mean - mean
+
+    # Clipping at 1,024 takes less than all but a small part of the mean: a center 1,000 times `high` clips all of it.
+    center = float(brentq(too_large, mean / 1000, high * 1000.0))
+    return f"lognormal:{center:.6g}:{sigma:g}:{low}:{high}"

@@ -10,9 +10,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from cadenza_loadtest.parsing import positive
 from cadenza_loadtest.requests import LoadTestError
 from cadenza_loadtest.seeds import ChunkStreams
+from cadenza_loadtest.workloads.lengths import positive
 
 MIX_FORM = "n=4:0.2,beam=4:0.1"
 TENANTS_FORM = "a:3,b:1"

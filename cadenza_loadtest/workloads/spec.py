@@ -12,9 +12,8 @@ from cadenza_common.settings.help import about
 from cadenza_common.settings.names import flag
 from cadenza_loadtest.requests import LoadTestError
 from cadenza_loadtest.workloads.adapters import ADAPTERS_FORM, PREFIX, adapters_of
-from cadenza_loadtest.workloads.lengths import FORMS, lengths_of
+from cadenza_loadtest.workloads.lengths import FORMS, lengths_of, sharegpt_lengths
 from cadenza_loadtest.workloads.mixes import MIX_FORM, TENANTS_FORM, mix_of, tenants_of
-from cadenza_loadtest.workloads.published import sharegpt_lengths
 
 GROUP = "Workload"
 _INPUT, _OUTPUT = "uniform:16:256", "exponential:64:8:256"

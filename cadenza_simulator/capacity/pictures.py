@@ -7,8 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from cadenza_loadtest.figures.saving import save
-from cadenza_loadtest.figures.style import MUTED, line_handle, look, new_figure, put_legend, say, styled
+from cadenza_loadtest.figures.style import MUTED, line_handle, look, new_figure, put_legend, save, say, styled
 from cadenza_loadtest.figures.ticks import plain, set_scale
 from cadenza_simulator.capacity.capacity import Capacity, as_plot
 

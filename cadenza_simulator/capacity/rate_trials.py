@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,7 +18,6 @@ from cadenza_loadtest.requests import LoadTestError, RequestShape
 from cadenza_loadtest.schedule import make_schedule
 from cadenza_loadtest.settings import LoadSettings
 from cadenza_simulator.capacity.capacity import RateTrial
-from cadenza_simulator.capacity.time_budget import TimeBudget
 from cadenza_simulator.request_log import Watch
 from cadenza_simulator.run import RunOutcome
 
@@ -31,6 +32,10 @@ RunAt = Callable[[LoadSettings, int, Watch | None], RunOutcome]
 OnProgress = Callable[[float, float | None], None]
 """Receives the share of the trial that has run, and the share of the judged requests that kept the SLO so far; None:
 none has been judged."""
+DEFAULT_BUDGET_S = 45.0
+"""Leaves time to start and to write the results: the whole command takes about a minute."""
+_BUDGET_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+_BUDGET_FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([smh]?)")
 
 
 class BudgetSpentError(Exception):
@@ -175,3 +180,38 @@ class TrialRunner:
         if watch.out_of_time:
             raise BudgetSpentError
         return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBudget:
+    """Seconds of real time, from when this object is made; inf: no limit."""
+
+    seconds: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+    """The present time, in seconds."""
+    started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start the clock."""
+        object.__setattr__(self, "started", self.clock())
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self.clock() - self.started
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, 0 at least."""
+        return max(0.0, self.seconds - self.elapsed_s)
+
+
+def read_time_budget(text: str | None) -> float:
+    """Seconds of `90`, `90s`, `5m` or `1h`; inf for `0` and `none`, the default for None. Raises LoadTestError."""
+    if text is None:
+        return DEFAULT_BUDGET_S
+    found = _BUDGET_FORM.fullmatch(text.strip())
+    if text.strip() != "none" and found is None:
+        raise LoadTestError(f"--time-budget {text}: must be seconds, or a number with s, m or h, or none, as 90, 5m")
+    seconds = 0.0 if found is None else float(found[1]) * _BUDGET_UNITS[found[2]]
+    return seconds or math.inf

@@ -16,8 +16,7 @@ from cadenza_loadtest.rate_search import RateSearch
 from cadenza_loadtest.rate_trial import at_rate, limits_of
 from cadenza_loadtest.settings import LoadSettings
 from cadenza_simulator.capacity.capacity import Capacity, RateTrial
-from cadenza_simulator.capacity.rate_trials import FEWEST_REQUESTS, BudgetSpentError, RunAt, TrialRunner
-from cadenza_simulator.capacity.time_budget import TimeBudget
+from cadenza_simulator.capacity.rate_trials import FEWEST_REQUESTS, BudgetSpentError, RunAt, TimeBudget, TrialRunner
 
 TOLERANCE = 0.02
 TRIAL_S = 300.0

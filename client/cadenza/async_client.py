@@ -14,7 +14,7 @@ import grpc
 from cadenza.adapters import Adapter, AdapterInfo, Adapters, adapter_from_proto, adapter_name
 from cadenza.calls import convert
 from cadenza.calls.batch import BatchItem, OnOutput, SessionBatch, batch_results
-from cadenza.calls.forks import claim_grpc
+from cadenza.calls.loop_thread import claim_grpc
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.calls.reconnect import RECONNECT_TIMEOUT_S, Attempts, checked_timeout, grace_s
 from cadenza.calls.request_stream import RequestStream

@@ -9,8 +9,7 @@ import numpy as np
 
 from cadenza_common.plan.plan import AdmittedSequence
 from cadenza_common.plan.sampling import COLUMNS, Need
-from executor_svc.batch.ragged import SlotLists
-from executor_svc.batch.token_counts import TokenCounts
+from executor_svc.batch.ragged import SlotLists, spans
 from executor_svc.plan.arrays import BoolArray, IntArray, ints
 from executor_svc.plan.limits import Limits
 from executor_svc.plan.sampling import column_names, needs_of, stored
@@ -113,3 +112,44 @@ def _joined(words: tuple[Sequence[int], ...]) -> tuple[IntArray, IntArray]:
     if not words:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     return np.concatenate(words), np.concatenate([np.arange(len(word))[::-1] for word in words])
+
+
+class TokenCounts:
+    """The distinct tokens of each slot's history, and the occurrences of each in its output.
+
+    A function of the sequence's token ids only: a readmitted sequence is counted again from them. Only slots that are
+    counted write to pages of the tables.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        n, width = limits.num_slots, min(limits.vocab_size, limits.max_model_len + 1)
+        # 0: not in the history; else 1 + occurrences in the output.
+        self._table = np.zeros((n, limits.vocab_size), np.int32)
+        # The ids whose entry in the table is not 0, so that neither a step nor an admission scans the vocabulary.
+        self._ids = np.zeros((n, width), np.int32)
+        self._num_ids = np.zeros(n, np.int64)
+
+    def restart(self, slot: int, prompt: IntArray, output: IntArray) -> None:
+        """Set a slot's history to these tokens; prompt may be empty where only the output counts."""
+        table = self._table[slot]
+        table[self._ids[slot, : self._num_ids[slot]]] = 0
+        ids = np.unique(np.concatenate((prompt, output)))
+        table[ids] = 1
+        np.add.at(table, output, 1)
+        self._ids[slot, : len(ids)] = ids
+        self._num_ids[slot] = len(ids)
+
+    def add(self, slots: IntArray, token_ids: IntArray) -> None:
+        """Add an output token to each of these slots, no slot twice; [n] each."""
+        before = self._table[slots, token_ids]
+        self._table[slots, token_ids] = np.maximum(before, 1) + 1
+        fresh = before == 0
+        slots, token_ids = slots[fresh], token_ids[fresh]
+        self._ids[slots, self._num_ids[slots]] = token_ids
+        self._num_ids[slots] += 1
+
+    def read(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Return (index into slots, token id, occurrences in the output) of every distinct token, slot by slot."""
+        owner, places = spans(slots * self._ids.shape[1], self._num_ids[slots])
+        ids = self._ids.reshape(-1)[places].astype(np.int64)
+        return owner, ids, self._table[slots[owner], ids].astype(np.int64) - 1

@@ -14,13 +14,12 @@ import numpy as np
 
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import AdmittedSequence, StepPlan
-from executor_svc.batch.column_checks import check_range, check_unique
 from executor_svc.batch.plan_checks import check_admission, check_block_moves, check_supported
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import NamedSlots, Scheduled, named_slots
 from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.batch.writes import Writes
-from executor_svc.plan.arrays import BoolArray, IntArray, column, ints
+from executor_svc.plan.arrays import BoolArray, IntArray, check_range, check_unique, column, ints
 from executor_svc.plan.limits import Limits
 
 

@@ -18,18 +18,15 @@ from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
 from executor_svc.config import CpuIsa, ExecutorConfig
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding
-from executor_svc.cpu.kernels.probe import probe_linear, rows_with_drafts
+from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding, probe_linear, rows_with_drafts
 from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
 from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
 from executor_svc.cpu.weight_readers import WeightReaders
 from executor_svc.device.dense_rows import DenseRows
-from executor_svc.device.embedding import TableEmbedding
-from executor_svc.device.few_bits import FewBits, Form
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
-from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
+from executor_svc.device.kernels import Embedding, Kernels, Linear, TableEmbedding, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, KVGroup
-from executor_svc.device.stored_linear import QuantFormat, QuantRows, StoredLinear
+from executor_svc.device.stored_linear import FewBits, Form, QuantFormat, QuantRows, StoredLinear
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,16 +13,18 @@ from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import BLOCK_BYTES
 from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.panels import new_panels
-from executor_svc.cpu.kernels.quantized.int8_choice import QuantizedActivations, int8_rows
+from executor_svc.cpu.kernels.quantized.int8_steps import has_int8, row_steps
 from executor_svc.cpu.kernels.quantized.launches import DensePart, PackedWeightPart, Part
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout, is_supported
 from executor_svc.cpu.kernels.quantized.many_rows import MOST_STEPS
 from executor_svc.cpu.kernels.quantized.packing import QuantPanelWriter, new_packed
+from executor_svc.cpu.kernels.quantized.row_steps import RowSteps
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.kernels import WeightRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows, StoredLinear
 
 _log = logging.getLogger(__name__)
+QuantizedActivations = Literal["auto", "off", "int8"]
 
 
 def has_kernel(kind: QuantFormat, columns: int, isa: Isa) -> bool:
@@ -108,3 +111,15 @@ class StoredEmbedding:
         if isinstance(self._part, DensePart):
             return self._kernels.embed_from_panels(self._part.panels, self._hidden, token_ids, scale)
         return self._kernels.embed_from_packed(self._part, token_ids, scale, self._dtype)
+
+
+def int8_rows(
+    isa: Isa, layout: PackedLayout, whole_row: bool, option: QuantizedActivations = "auto"
+) -> RowSteps | None:
+    """Return the int8 form of the rows of x that a packed weight multiplies; None: it multiplies rows as they are.
+
+    auto and int8: every format that has integer products, on every level of x86-64.
+    """
+    if option == "off" or not isa.has("avx2") or not has_int8(layout.kind, whole_row):
+        return None
+    return row_steps(isa, layout, whole_row)

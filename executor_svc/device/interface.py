@@ -1,4 +1,4 @@
-"""The interface of devices: everything device-specific is behind it."""
+"""The interface of devices: everything device-specific is behind it. It says what a device's errors mean."""
 
 from __future__ import annotations
 
@@ -10,15 +10,28 @@ import torch
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.few_bits import FewBits
 from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache
-from executor_svc.device.stored_linear import StoredLinear
+from executor_svc.device.stored_linear import FewBits, StoredLinear
 from executor_svc.errors import StartError
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions
 
 Numerics = Literal["exact", "fast"]
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
+_DEVICE_LOST = (
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "unspecified launch failure",
+    "device-side assert",
+    "launch timed out",
+)
 
 
 class DeviceError(StartError):
@@ -129,3 +142,20 @@ def is_interpreted() -> bool:
 def cores() -> int:
     """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_out_of_memory(exc: Exception) -> bool:
+    """Return whether a step failed for lack of memory. Only one allocator has an error class of its own for this."""
+    return isinstance(exc, MemoryError | torch.OutOfMemoryError) or _mentions(exc, _OUT_OF_MEMORY)
+
+
+def is_device_lost(exc: Exception) -> bool:
+    """Return whether this process has lost the device, as after an illegal access on a GPU.
+
+    Triton has no error class for this.
+    """
+    return isinstance(exc, torch.AcceleratorError) or _mentions(exc, _DEVICE_LOST)
+
+
+def _mentions(exc: Exception, phrases: tuple[str, ...]) -> bool:
+    return any(phrase in str(exc) for phrase in phrases)

@@ -257,3 +257,15 @@ class Kernels(Protocol):
         Rounds to dtype after each operation. Divisor 1 and cap None leave out these operations.
         """
         ...
+
+
+class TableEmbedding:
+    """Implements `Embedding` by `Kernels.embed`, with a table that is a tensor of its own."""
+
+    def __init__(self, table: Tensor, kernels: Kernels) -> None:
+        """table: [vocabulary, hidden], on the device."""
+        self._table = table
+        self._kernels = kernels
+
+    def __call__(self, token_ids: Tensor, scale: float) -> Tensor:
+        return self._kernels.embed(self._table, token_ids, scale)

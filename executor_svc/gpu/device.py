@@ -12,12 +12,10 @@ from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.dense_rows import DenseRows
-from executor_svc.device.embedding import TableEmbedding
-from executor_svc.device.few_bits import FewBits
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores, is_interpreted
-from executor_svc.device.kernels import Embedding, Linear, WeightRows
+from executor_svc.device.kernels import Embedding, Linear, TableEmbedding, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, KVGroup
-from executor_svc.device.stored_linear import QuantRows, StoredLinear
+from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear

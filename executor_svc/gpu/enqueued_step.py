@@ -13,8 +13,8 @@ from cadenza_common.plan.result import StepResult, StepTimings
 from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import Computed, SampledTokens, make_result
+from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
-from executor_svc.gpu.timing import StepClock
 from executor_svc.plan.arrays import IntArray
 
 

@@ -25,23 +25,22 @@ from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.drafts.drafting import GpuDrafting, ngrams_of
-from executor_svc.gpu.drafts.model import GpuDraftModel
-from executor_svc.gpu.drafts.passes import DraftPasses
+from executor_svc.gpu.drafts.passes import DraftPasses, GpuDraftModel
 from executor_svc.gpu.enqueued_step import GpuStep
+from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling.state import SlotSamplingState
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
 from executor_svc.gpu.slot_adapters import SlotAdapters
 from executor_svc.gpu.step_ranks import GpuStepRanks
-from executor_svc.gpu.timing import StepClock
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.structured.slot_grammars import SlotGrammars
-from executor_svc.worker.block_moves import move_blocks
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.profiling import Spans
+from executor_svc.worker.step import move_blocks
 
 
 class GpuStepExecutor:

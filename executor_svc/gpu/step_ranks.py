@@ -10,9 +10,9 @@ from torch import Tensor
 from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
+from executor_svc.device.interface import is_device_lost, is_out_of_memory
 from executor_svc.device.ranks import RankKernels
 from executor_svc.gpu.ranks import GpuRanks
-from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
 from executor_svc.worker.step_ranks import Alone, StepRanks
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.dense_rows import DequantizedRows
-from executor_svc.device.few_bits import FewBits
 from executor_svc.device.kernels import WeightRows
-from executor_svc.device.stored_linear import QuantFormat, QuantRows, StoredLinear
+from executor_svc.device.stored_linear import FewBits, QuantFormat, QuantRows, StoredLinear
 from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsWeight, is_supported
 from executor_svc.gpu.kernels.few_bits.linear import MOST_ROWS, linear_few_bits, workspace_size
 from executor_svc.gpu.kernels.few_bits.widening import widen

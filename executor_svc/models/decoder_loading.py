@@ -14,15 +14,13 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import Embedding, KVScales, Linear
 from executor_svc.device.ranks import RankKernels
-from executor_svc.models.adapters.building import AdaptingBuilder
-from executor_svc.models.adapters.places import ModelAdapters
+from executor_svc.models.adapters.places import AdaptingBuilder, ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 from executor_svc.models.gguf.config_content import config_content
-from executor_svc.models.gguf.linear_shapes import linear_shapes
 from executor_svc.models.gguf.tensor_names import TensorNames
 from executor_svc.models.gguf.weights import GgufWeights, read_vector
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
@@ -33,7 +31,7 @@ from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, own_architecture
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.spec import DecoderSpec, linear_shapes
 
 _log = logging.getLogger(__name__)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.kernels import AttentionShape, WeightRows
-from executor_svc.device.stored_linear import QuantRows, StoredLinear
+from executor_svc.device.stored_linear import QuantBlock, QuantRows, StoredLinear
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.layers.attention import pad_heads, pad_output
-from executor_svc.models.padded_heads import PaddedHeads
 
 StoredPart = StoredWeight | QuantRows
 """What a source opens as the weight of a linear."""
@@ -114,3 +115,28 @@ def output_weight(
     if isinstance(part, QuantRows):
         return StoredLinear([DequantizedRows(part, dtype, device, shape=size, widen=widen)], dtype)
     return LinearWeight([part], dtype, shape=size, widen=widen)
+
+
+class PaddedHeads:
+    """Implements `QuantRows`: rows of zeros after those of each head.
+
+    All their numbers are 0: with a scale of 0 every code is zero, and where scales are powers of 2 the code 0 is.
+    """
+
+    def __init__(self, rows: QuantRows, head_size: int, padded_head_size: int) -> None:
+        """rows: [heads * head_size, in_features]."""
+        self._rows = rows
+        self._sizes = head_size, padded_head_size
+        self.shape = rows.shape[0] // head_size * padded_head_size, rows.shape[1]
+        self.format = rows.format
+        self.column_order = rows.column_order
+        self.whole_row_activations = rows.whole_row_activations
+
+    def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
+        """As in `QuantRows`; whole heads at a time."""
+        for block in self._rows.blocks(num_bytes, self._sizes[0]):
+            planes: dict[str, Any] = {each.name: self._padded(getattr(block, each.name)) for each in fields(block)}
+            yield QuantBlock(**planes)
+
+    def _padded(self, plane: Tensor | None) -> Tensor | None:
+        return None if plane is None else pad_heads(plane, *self._sizes)

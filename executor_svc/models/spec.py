@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from executor_svc.models.layers.mlp import Activation
@@ -97,3 +98,21 @@ class DecoderSpec:
         scalings = [layer.rope.scaling for layer in self.layers]
         lists = [scaling.is_long(max_model_len) for scaling in scalings if isinstance(scaling, LongScaling)]
         return hashlib.sha256(repr((self, lists)).encode()).digest()
+
+
+def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the name and shape [rows, columns] of each weight with two dimensions."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+    if spec.fused_tensors:
+        into, mlp = {"qkv_proj": q + 2 * kv}, {"gate_up_proj": 2 * inner}
+    else:
+        into, mlp = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": inner, "up_proj": inner}
+    layer = {f"self_attn.{name}": (rows, hidden) for name, rows in into.items()} | {"self_attn.o_proj": (hidden, q)}
+    layer |= {f"mlp.{name}": (rows, hidden) for name, rows in mlp.items()} | {"mlp.down_proj": (hidden, inner)}
+    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
+    if not spec.tied:
+        yield "lm_head.weight", (spec.vocab_size, hidden)
+    for index in range(spec.num_layers):
+        for name, shape in layer.items():
+            yield f"model.layers.{index}.{name}.weight", shape

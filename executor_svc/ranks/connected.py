@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.ranks.hosts.exchange_links import LeaderExchanges
 from executor_svc.ranks.hosts.handshake import ConnectionPurpose
-from executor_svc.ranks.hosts.introduction import difference
 from executor_svc.ranks.hosts.listener import Listener
 from executor_svc.ranks.hosts.places import PlaceError
-from executor_svc.ranks.hosts.watching import watch
-from executor_svc.ranks.links import Frame, Link, LinkClosed
+from executor_svc.ranks.links import Frame, Link, LinkClosed, watch
 from executor_svc.ranks.members import Members
 
 _END_S = 2.0
 """For which `how_ended` waits for the watch, which may come after the end of another connection."""
+_OWN = {
+    "config", "listen", "insecure", "log_level", "log_format", "otlp_traces_endpoint", "metrics_port", "metrics_host",
+    "metrics_insecure", "metrics_token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_scheduler_name",
+    "max_connections", "max_connections_per_peer", "drain_timeout_s", "step_timeout_s", "rank_port", "rank_secret_file",
+    "rank_connect_timeout_s", "save_quantized",
+}  # fmt: skip
+"""Options that may differ between ranks: most are for rank 0 alone, or name a file of this machine."""
 
 
 class ConnectedRanks(Members):
@@ -74,7 +81,7 @@ class ConnectedRanks(Members):
             kind, content = link.receive()
             if kind != Frame.CONFIG:
                 raise StartError(f"rank {rank} at {peer} sent {kind.name}")
-            wrong = _difference(own, content)
+            wrong = _wrong_in(own, content)
             if wrong is not None:
                 link.send(Frame.REFUSED, wrong.encode())
                 raise StartError(f"rank {rank} at {peer}: {wrong}")
@@ -109,8 +116,28 @@ class ConnectedRanks(Members):
             on_death(rank, how)
 
 
-def _difference(own: dict[str, Any], introduced: bytes) -> str | None:
+def _wrong_in(own: dict[str, Any], introduced: bytes) -> str | None:
     try:
         return difference(own, json.loads(introduced))
     except (ValueError, KeyError, TypeError, AttributeError):
         return "it does not introduce itself as a rank of this version of Cadenza does"
+
+
+def introduction(config: ExecutorConfig, num_threads: int) -> dict[str, Any]:
+    """Return what a rank says about itself; num_threads: how many threads it will use."""
+    options = config.model_dump(mode="json", exclude=_OWN)
+    options["num_threads"] = num_threads
+    return {"version": importlib.metadata.version("cadenza"), "options": options}
+
+
+def difference(first: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """Return what of another rank does not fit rank 0; None: nothing."""
+    if first["version"] != other["version"]:
+        return f"it is Cadenza {other['version']}, and rank 0 is {first['version']}"
+    ours, theirs = first["options"], other["options"]
+    for name in sorted(ours.keys() | theirs.keys()):
+        here, there = ours.get(name), theirs.get(name)
+        if here != there:
+            flag = f"--{name.replace('_', '-')}"
+            return f"{flag} is {there} there and {here} at rank 0: all ranks need the same options"
+    return None

@@ -6,7 +6,7 @@ from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
-from executor_svc.ranks.arrays import read_columns, write_columns
+from executor_svc.ranks.links import read_columns, write_columns
 from executor_svc.ranks.steps import LeaderRanks, MemberRanks
 from executor_svc.speculation.drafts import Drafts, DraftSource
 

@@ -1,17 +1,39 @@
-"""The link between rank 0 and another rank: frames over a connected socket, a kind and bytes each. No pickle."""
+"""The link between rank 0 and another rank: frames over a connected socket, a kind and bytes each. No pickle.
+
+Columns of integers in a frame: their lengths, then their numbers, little endian.
+
+`watch` notices within 2 s that the process or the machine at the other end of a connection is gone.
+
+The end of a process closes its connections. A machine that vanishes, or a network that is cut, does not: so both sides
+send a byte every HEARTBEAT_S, and the system ends the connection when the other machine has not confirmed one for
+UNCONFIRMED_S, in which it sends it again several times. A process that is merely busy, or stopped, is not gone: its
+system confirms what it gets. The other connections have no such limit: there, a side that is busy takes nothing.
+"""
 
 from __future__ import annotations
 
 import socket
 import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
+
+import numpy as np
+
+from executor_svc.plan.arrays import IntArray
 
 _HEAD = struct.Struct("<BQ")
 _MOST_BYTES = 1 << 24
 """Of a frame that is not a part of an exchange: plans have 2 MiB at most."""
 _COPIED_BYTES = 1 << 16
 """Contents up to this length are sent together with their head."""
+HEARTBEAT_S = 0.4
+UNCONFIRMED_S = 1.5
+"""On Linux; elsewhere a machine that vanishes is noticed when the system gives up."""
+_BEAT = b"\0"
 
 
 class Frame(IntEnum):
@@ -126,3 +148,48 @@ class Link:
             if not received:
                 raise LinkClosed("the other end is closed")
             into = into[received:]
+
+
+def write_columns(*columns: IntArray) -> bytes:
+    """Return columns [n] each."""
+    lengths = np.array([len(column) for column in columns], "<i8").tobytes()
+    return lengths + b"".join(column.astype("<i8").tobytes() for column in columns)
+
+
+def read_columns(content: bytes, count: int) -> Sequence[IntArray]:
+    """Reverse `write_columns`; raises ValueError for another number of them."""
+    lengths = np.frombuffer(content[: 8 * count], "<i8")
+    numbers = np.frombuffer(content[8 * count :], "<i8").astype(np.int64)
+    if len(lengths) != count or lengths.sum() != len(numbers):
+        raise ValueError(f"{len(numbers)} numbers for columns of {lengths.tolist()}")
+    return np.split(numbers, lengths.cumsum()[:-1])
+
+
+def watch(link: Link, on_end: Callable[[str], None]) -> None:
+    """Call on_end with how the connection ended, once it does, in a thread of its own."""
+
+    def run() -> None:
+        try:
+            _beat(link)
+        except (OSError, ValueError) as error:  # ValueError: a TLS socket that was closed meanwhile
+            on_end(str(getattr(error, "strerror", None) or error).lower())
+
+    link.end.settimeout(HEARTBEAT_S)
+    if sys.platform == "linux":
+        link.end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNCONFIRMED_S * 1000))
+    threading.Thread(target=run, name="watch of a rank", daemon=True).start()
+
+
+def _beat(link: Link) -> None:
+    """Send and receive until the end; raises OSError or ValueError. One thread does both, as TLS needs it."""
+    sent = 0.0
+    while True:
+        if time.monotonic() - sent >= HEARTBEAT_S:
+            link.end.sendall(_BEAT)
+            sent = time.monotonic()
+        try:
+            if not link.end.recv(64):
+                raise ConnectionResetError("its process ended")
+        except TimeoutError as error:
+            if error.errno is not None:  # of the connection, not of this wait
+                raise

@@ -1,20 +1,39 @@
-"""The other ranks as rank 0 sees them, whatever has started them: what they agree on at the start, and their end."""
+"""The ranks of a replica: the others as rank 0 sees them, whatever has started them, and what another one knows.
+
+They agree on what they hold at the start, and end together.
+"""
 
 from __future__ import annotations
 
 import json
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from executor_svc.errors import StartError
 from executor_svc.ranks.hosts.exchange_links import ExchangeLinks
 from executor_svc.ranks.links import Frame, Link, LinkClosed
-from executor_svc.ranks.shared_memory import SharedMemory
 
 EXIT_RANK = 5
 """Exit code of a rank that has lost another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """A file in memory."""
+
+    descriptor: int
+
+    def map(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return it, once it has this size; all zeros at first. It lives as long as the array."""
+        return np.frombuffer(mmap.mmap(self.descriptor, num_bytes), np.uint8)
+
 
 Exchanges = SharedMemory | ExchangeLinks
 """What ranks exchange rows through."""
@@ -95,3 +114,33 @@ class Members(ABC):
 
     def _ended(self, rank: int) -> StartError:
         return StartError(f"rank {rank} ended while it started: {self.how_ended(rank)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A rank's connections to rank 0."""
+
+    rank: int
+    on_host: int
+    """Ranks of this machine."""
+    link: Link
+    """Of steps, and of all before the first."""
+    exchanges: Exchanges
+    adapter_link: Link | None = None
+    """None: not yet."""
+
+    def meet(self, _num_bytes: int) -> None:
+        """Wait until exchanges can begin; raises StartError."""
+        if isinstance(self.exchanges, SharedMemory):
+            self.expect(Frame.MEMORY)
+
+    def expect(self, wanted: Frame) -> bytes:
+        """Wait for a frame of this kind from rank 0, at the start; raises StartError."""
+        try:
+            kind, content = self.link.receive()
+        except LinkClosed as error:
+            raise StartError(f"rank 0 ended while this rank started: {error}") from None
+        if kind == Frame.REFUSED:
+            raise StartError(f"rank 0: {content.decode(errors='replace')}")
+        assert kind == wanted, f"rank 0 sent {kind.name}"
+        return content

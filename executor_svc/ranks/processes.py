@@ -15,8 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from executor_svc.ranks.links import Frame, Link
-from executor_svc.ranks.members import Members
-from executor_svc.ranks.shared_memory import SharedMemory
+from executor_svc.ranks.members import Members, SharedMemory
 
 MODULE = "executor_svc.startup.member"
 """What a child runs; its arguments: its rank, the descriptors of its links and of the memory, and rank 0's process."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import xxhash
+
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
+from executor_svc.batch.writes import Writes
 from executor_svc.device.ranks import RankError, RankKernels
-from executor_svc.ranks.arrays import read_columns, write_columns
-from executor_svc.ranks.digest import difference, digest_of
-from executor_svc.ranks.links import Frame, Link, LinkClosed
+from executor_svc.ranks.links import Frame, Link, LinkClosed, read_columns, write_columns
 
 _OK, _INVALID, _ERROR = b"k", b"i", b"e"
+_PARTS = "another plan", "other work", "other slots"
+_PART_BYTES = 8
 
 
 class LeaderRanks:
@@ -201,3 +204,26 @@ def _judged(scheduled: Scheduled | None, error: Exception | None, verdict: bytes
 
 def _gone(rank: int, error: LinkClosed) -> RankError:
     return RankError(f"rank {rank} is gone: {error}")
+
+
+def digest_of(wire: bytes, scheduled: Scheduled, slots: Slots) -> bytes:
+    """Return 8 bytes for each part: the plan's message, what it schedules, and the slots once it is applied.
+
+    Of the slots it has their counts and flags, and all that was written to them in this session: tokens, block tables
+    and admissions. Memory that changes by itself is not found.
+    """
+    work, state = Writes(), Writes()
+    work.add(scheduled.slots, scheduled.num_tokens, scheduled.samples, scheduled.idle_slots, scheduled.sampling_slots)
+    if scheduled.sources is not None:
+        work.add(scheduled.sources)
+    columns = slots.num_tokens, slots.num_computed_tokens, slots.num_blocks, slots.stopped, slots.held
+    (admitted,) = slots.admitted.nonzero()
+    state.add(admitted, *(column[admitted] for column in columns))
+    written = xxhash.xxh3_64(state.digest() + slots.writes.digest()).digest()
+    return xxhash.xxh3_64(wire).digest() + work.digest() + written
+
+
+def difference(own: bytes, other: bytes) -> str:
+    """Return the first part in which two digests differ."""
+    ends = range(_PART_BYTES, len(own) + 1, _PART_BYTES)
+    return next(part for part, end in zip(_PARTS, ends, strict=True) if own[:end] != other[:end])

@@ -16,8 +16,8 @@ from torch import Tensor
 from cadenza_common.plan.result import SlotError
 from executor_svc.batch.step_result import RowCandidates
 from executor_svc.plan.arrays import IntArray
-from executor_svc.sampling.edits import LogitsEdits
 from executor_svc.sampling.functions import RowFunctions
+from executor_svc.sampling.logits_edits import LogitsEdits
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.row_math import chunks, log_sum_exp, take_rows, top_ids
 

@@ -13,8 +13,7 @@ from executor_svc.batch.scheduled import SampledRows, Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.sampling.candidates import CandidateColumns
-from executor_svc.sampling.edits import LogitsEdits
-from executor_svc.sampling.logits_edits import logits_edits
+from executor_svc.sampling.logits_edits import LogitsEdits, logits_edits
 from executor_svc.sampling.masks import RowMasks
 
 SAMPLER_NEEDS = (Need.DRAW, Need.FLOOR, Need.SEARCH, Need.REPORT)

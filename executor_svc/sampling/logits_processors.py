@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
-from executor_svc.sampling.edits import LogitsEdits, RowTokens
+from executor_svc.sampling.logits_edits import LogitsEdits, RowTokens
 from executor_svc.sampling.masks import Words
 from executor_svc.sampling.row_math import source_rows
 

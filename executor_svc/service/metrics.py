@@ -11,13 +11,13 @@ from prometheus_client import Metric
 from cadenza_common.metrics.common import (
     LISTENER_DEFINITIONS,
     LOOP_DEFINITIONS,
+    LoopLag,
     add_expiries,
     add_listener,
     add_loop_lag,
 )
 from cadenza_common.metrics.families import Definition, Scrape
 from cadenza_common.metrics.listener_counts import ListenerCounts
-from cadenza_common.metrics.loop_lag import LoopLag
 from cadenza_common.metrics.server import LoopCollector, MetricsServer
 from cadenza_common.wire.tls.files import ExpiringFiles
 from executor_svc.plan.description import Description

@@ -13,10 +13,9 @@ from executor_svc.simulated.clock import sharpen_sleep
 from executor_svc.simulated.costs import read_costs
 from executor_svc.simulated.drafts import AcceptanceSource
 from executor_svc.simulated.executor import SimulatedStepExecutor
-from executor_svc.simulated.injection import read_injection
+from executor_svc.simulated.injection import read_injection, split_poison
 from executor_svc.simulated.memory import PoolSizes
 from executor_svc.simulated.model import fingerprint, simulated_model
-from executor_svc.simulated.poison import split_poison
 from executor_svc.speculation.drafts import DraftSource
 
 _log = logging.getLogger(__name__)

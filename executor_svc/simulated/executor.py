@@ -22,9 +22,8 @@ from executor_svc.simulated.attention import SimulatedAttention
 from executor_svc.simulated.clock import sleep_until
 from executor_svc.simulated.costs import StepCosts, StepWork
 from executor_svc.simulated.hashing import U64, draw_hashes, logits_hashes
-from executor_svc.simulated.injection import InjectedDeviceError, Injection
+from executor_svc.simulated.injection import InjectedDeviceError, Injection, Poison
 from executor_svc.simulated.memory import DigestPools
-from executor_svc.simulated.poison import Poison
 from executor_svc.simulated.ranking import Ranking
 from executor_svc.simulated.token_choice import best_candidates, choose, prompt_columns, row_logprobs
 from executor_svc.speculation.drafting import Drafting

@@ -13,7 +13,7 @@ from executor_svc.batch.prompt_rows import PromptColumns, PromptRows
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.step_result import RowCandidates, RowLogprobs
 from executor_svc.plan.arrays import FloatArray, IntArray
-from executor_svc.sampling.edits import LogitsEdits, RowTokens
+from executor_svc.sampling.logits_edits import LogitsEdits, RowTokens
 from executor_svc.simulated.ranking import Ranking
 
 

@@ -1,9 +1,14 @@
-"""Drafts of a step, and the interface of what makes them."""
+"""Drafts of a step, and the interface of what makes them.
+
+Sources that index tokens take a long prompt over several steps.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
@@ -53,3 +58,22 @@ class DraftSource(Protocol):
     def clear(self) -> None:
         """Note that every slot is free."""
         ...
+
+
+def tokens_to_index(waiting: IntArray, always: int, budget: int) -> IntArray:
+    """Return [n] how many of the waiting [n] tokens of n slots this step indexes.
+
+    always: up to this number is indexed for every slot, so that none falls further behind as it grows; budget: the
+    number of tokens beyond that, for all slots together; it goes to those with the fewest waiting, then the first ones.
+    """
+    beyond = waiting - always
+    if not len(waiting) or beyond.max() <= 0:
+        return waiting
+    beyond = np.maximum(beyond, 0)
+    order = np.argsort(beyond, kind="stable")
+    sorted_beyond = beyond[order]
+    before = sorted_beyond.cumsum() - sorted_beyond
+    taken = np.empty_like(waiting)
+    taken[order] = np.clip(budget - before, 0, sorted_beyond)
+    result: IntArray = np.minimum(waiting, always) + taken
+    return result

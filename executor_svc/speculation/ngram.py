@@ -9,8 +9,7 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.limits import Limits
-from executor_svc.speculation.backlog import tokens_to_index
-from executor_svc.speculation.drafts import Drafts
+from executor_svc.speculation.drafts import Drafts, tokens_to_index
 from executor_svc.speculation.ngram_table import NgramTable
 
 

@@ -14,8 +14,7 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.limits import Limits
-from executor_svc.speculation.backlog import tokens_to_index
-from executor_svc.speculation.drafts import Drafts
+from executor_svc.speculation.drafts import Drafts, tokens_to_index
 from executor_svc.speculation.shared_automata import SharedAutomata, SharedSequence
 from executor_svc.speculation.suffix_automaton import ROOT, SuffixAutomaton
 

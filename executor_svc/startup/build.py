@@ -17,8 +17,7 @@ from executor_svc.plan.limits import Limits
 from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, with_adapters
-from executor_svc.startup.device import make_device
-from executor_svc.startup.executors import make_executor, run_trial
+from executor_svc.startup.executors import make_device, make_executor, run_trial
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.grammars import find_grammars, with_grammars
 from executor_svc.startup.speculation import (
@@ -105,7 +104,7 @@ def _step_bytes(
     if device.torch_device.type != "cuda":
         return held_on_cpu(adapters, device)
     from executor_svc.gpu.device import BYTES_FOR_GRAPHS
-    from executor_svc.gpu.memory import peak_bytes_of
+    from executor_svc.gpu.measuring import peak_bytes_of
 
     step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config, draft), device.torch_device)
     if adapters is not None:

@@ -1,12 +1,14 @@
-"""Makes the executor of a loaded model, and runs its largest steps on trial."""
+"""Chooses the device, makes the executor of a loaded model, and runs its largest steps on trial."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
-from executor_svc.device.interface import Device, DeviceError
+from executor_svc.device.interface import Device, DeviceError, is_interpreted, is_out_of_memory
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
@@ -17,11 +19,32 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.injected import InjectedStepExecutor
 from executor_svc.startup.speculation import Draft, model_on_gpu
 from executor_svc.structured.slot_grammars import SlotGrammars
-from executor_svc.worker.device_errors import is_out_of_memory
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import Runner, StepExecutor
 from executor_svc.worker.worker import Executor
+
+
+def make_device(config: ExecutorConfig) -> Device:
+    """Return the device of the options; `auto`: a GPU if there is one, else the CPU.
+
+    Loading a model sets its dtype. Raises DeviceError for a device, dtype or instruction set that is not available.
+    """
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    if on_gpu and config.cpu_isa != "auto":
+        raise DeviceError(f"--cpu-isa {config.cpu_isa} is not possible on a GPU: it needs --device cpu")
+    if on_gpu and not (torch.cuda.is_available() or is_interpreted()):
+        raise DeviceError("--device cuda: PyTorch sees no GPU here; use --device cpu")
+    # Imported here: each device has libraries of its own.
+    if on_gpu:
+        try:
+            from executor_svc.gpu.device import GpuDevice
+        except ImportError as error:
+            raise DeviceError(f"--device cuda: {error}; PyTorch for CUDA brings Triton with it") from error
+        return GpuDevice(config)
+    from executor_svc.cpu.device import CpuDevice
+
+    return CpuDevice(config)
 
 
 def make_executor(

@@ -13,16 +13,14 @@ from types import FrameType
 
 from cadenza_common.telemetry.logs import report_error
 from executor_svc.config import ExecutorConfig
+from executor_svc.ranks.connected import introduction
 from executor_svc.ranks.hosts.connecting import Connector
 from executor_svc.ranks.hosts.credentials import read_credentials
 from executor_svc.ranks.hosts.exchange_links import MemberExchanges
 from executor_svc.ranks.hosts.handshake import ConnectionPurpose
-from executor_svc.ranks.hosts.introduction import introduction
 from executor_svc.ranks.hosts.places import RankPlace
-from executor_svc.ranks.hosts.watching import watch
-from executor_svc.ranks.joined import Joined
-from executor_svc.ranks.links import Frame, Link
-from executor_svc.ranks.members import EXIT_RANK
+from executor_svc.ranks.links import Frame, Link, watch
+from executor_svc.ranks.members import EXIT_RANK, Joined
 
 _log = logging.getLogger("executor_svc.rank")
 

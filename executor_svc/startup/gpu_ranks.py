@@ -25,8 +25,8 @@ from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.models.parallel.split import check_split
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import Description, describe, limits_of
-from executor_svc.ranks.joined import Joined
 from executor_svc.ranks.links import Frame
+from executor_svc.ranks.members import Joined
 from executor_svc.ranks.steps import MemberRanks
 from executor_svc.startup.adapters import adapter_sizes, make_adapters, with_adapters
 from executor_svc.startup.executors import run_trial
@@ -58,7 +58,7 @@ class _RankPart:
         step_bytes = 0
         if self.device.torch_device.type == "cuda":
             from executor_svc.gpu.device import BYTES_FOR_GRAPHS
-            from executor_svc.gpu.memory import peak_bytes_of
+            from executor_svc.gpu.measuring import peak_bytes_of
 
             trial = partial(run_trial, self.loaded, self.device, self.config)
             step_bytes = peak_bytes_of(trial, self.device.torch_device)

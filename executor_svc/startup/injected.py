@@ -17,9 +17,8 @@ from executor_svc.plan.limits import Limits
 from executor_svc.simulated.injection import Injection
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.structured.slot_grammars import SlotGrammars
-from executor_svc.worker.block_moves import BlockPools
 from executor_svc.worker.model_adapters import ModelAdapterLoader
-from executor_svc.worker.step import Runner, StepExecutor
+from executor_svc.worker.step import BlockPools, Runner, StepExecutor
 
 
 class InjectedStepExecutor(StepExecutor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 from cadenza_common.telemetry.logs import report_error
 from executor_svc.config import ExecutorConfig
@@ -14,12 +15,15 @@ from executor_svc.models.loading import LoadedModel
 from executor_svc.models.parallel.split import check_split
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.ranks.adapters import LeaderAdapters
+from executor_svc.ranks.connected import ConnectedRanks, introduction
+from executor_svc.ranks.hosts.credentials import read_credentials
+from executor_svc.ranks.hosts.listener import Listener
 from executor_svc.ranks.hosts.places import RankPlace
-from executor_svc.ranks.members import EXIT_RANK
+from executor_svc.ranks.members import EXIT_RANK, Members
+from executor_svc.ranks.processes import RankProcesses
 from executor_svc.ranks.steps import LeaderRanks
 from executor_svc.startup.adapters import max_loaded
 from executor_svc.startup.held import Held, held_by, least, own_memory, read_held
-from executor_svc.startup.members import start_members
 from executor_svc.startup.rank_checks import check_ranks, ranks_on_host
 from executor_svc.startup.rank_kernels import make_ranks
 from executor_svc.worker.model_adapters import ModelAdapterLoader
@@ -76,3 +80,24 @@ def _end(rank: int, how: str) -> None:
     report_error(f"rank {rank} ended: {how}; this executor ends", "executor_svc")
     sys.stderr.flush()
     os._exit(EXIT_RANK)
+
+
+def start_members(config: ExecutorConfig, device: Device, place: RankPlace | None) -> Members:
+    """Start the other ranks, or wait for those that something else starts. place: rank 0's, in that case.
+
+    Raises StartError.
+    """
+    if place is None:
+        options = {**config.model_dump(exclude_unset=True, mode="json"), "num_threads": device.num_threads}
+        if device.name == "cpu":
+            return RankProcesses(config.tensor_parallel_size, options)
+        from executor_svc.gpu.visible import environment_of
+
+        return RankProcesses(config.tensor_parallel_size, options, environment_of)
+    listener = Listener(place, read_credentials(config), time.monotonic() + config.rank_connect_timeout_s)
+    try:
+        own = introduction(config, device.num_threads)
+        return ConnectedRanks(listener, place.size, own, config.rank_connect_timeout_s)
+    except BaseException:
+        listener.close()
+        raise

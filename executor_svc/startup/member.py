@@ -17,10 +17,9 @@ from cadenza_common.telemetry import logs
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.ranks.adapters import serve_adapters
-from executor_svc.ranks.joined import Joined
 from executor_svc.ranks.links import Frame, Link, LinkClosed
+from executor_svc.ranks.members import Joined, SharedMemory
 from executor_svc.ranks.processes import end_with
-from executor_svc.ranks.shared_memory import SharedMemory
 from executor_svc.ranks.steps import MemberRanks
 from executor_svc.worker.worker import Launched
 

@@ -12,8 +12,7 @@ from executor_svc.cpu.kernels.ranks.memory import ExchangeMemory, ExchangeSizes
 from executor_svc.device.interface import Device
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.spec import DecoderSpec
-from executor_svc.ranks.members import Exchanges
-from executor_svc.ranks.shared_memory import SharedMemory
+from executor_svc.ranks.members import Exchanges, SharedMemory
 
 
 def sizes_of(config: ExecutorConfig, spec: DecoderSpec) -> ExchangeSizes:

@@ -18,12 +18,12 @@ from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.ranks.drafts import LeaderDrafts, MemberDrafts
 from executor_svc.ranks.hosts.places import RankPlace
-from executor_svc.ranks.joined import Joined
 from executor_svc.ranks.links import Frame
+from executor_svc.ranks.members import Joined
 from executor_svc.ranks.steps import MemberRanks
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, make_adapters, with_adapters
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.gpu_ranks import build_first_on_gpus, build_member_on_gpus
 from executor_svc.startup.grammars import find_grammars, with_grammars

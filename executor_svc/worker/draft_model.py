@@ -1,6 +1,6 @@
 """Drafts of a smaller model with the target's vocabulary.
 
-The model computes the tokens that it lacks, then drafts token by token, sampled as `draft_sampling` does.
+The model computes the tokens that it lacks, then drafts token by token, sampled as `sampling.sample_step` does.
 
 Its keys and values are further layers of the target's blocks. They are computed only when a slot is about to have
 drafts, so a model whose drafts do not pay costs nothing. How much of a block is there moves with the block: prefix
@@ -18,9 +18,9 @@ from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.limits import Limits
+from executor_svc.sampling.sample_step import sample_drafts
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.worker.draft_kv import DraftKV
-from executor_svc.worker.draft_sampling import sample_drafts
 from executor_svc.worker.step import Runner
 
 

@@ -28,9 +28,9 @@ from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.limits import Limits
 from executor_svc.sampling.functions import RowFunctions
+from executor_svc.sampling.sample_step import sample_drafts
 from executor_svc.speculation.drafts import Drafts
 from executor_svc.worker.draft_kv import DraftKV
-from executor_svc.worker.draft_sampling import sample_drafts
 
 _NEVER = -1
 

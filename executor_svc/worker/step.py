@@ -18,18 +18,17 @@ from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
+from executor_svc.device.interface import is_device_lost, is_out_of_memory
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.limits import Limits
 from executor_svc.sampling.functions import RowFunctions
+from executor_svc.sampling.logprobs import prompt_logprobs
 from executor_svc.sampling.masks import RowMasks
-from executor_svc.sampling.prompt_logprobs import prompt_logprobs
 from executor_svc.sampling.sample_step import choose
 from executor_svc.speculation.drafting import Drafting
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.verification import accept_drafts
 from executor_svc.structured.slot_grammars import SlotGrammars
-from executor_svc.worker.block_moves import BlockPools, move_blocks
-from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.profiling import Spans
 from executor_svc.worker.step_ranks import Alone, StepRanks
@@ -210,3 +209,22 @@ class StepExecutor:
         failed = self.slots.prompt_failed[scheduled.rows.slots] & sampled.valid
         errors = np.where(failed, int(SlotError.NON_FINITE_LOGITS), sampled.errors)
         return replace(sampled, errors=errors)
+
+
+class BlockPools(Protocol):
+    """Moves blocks, as `device.kv_cache.KVCache` does. Ids are lists or int64 tensors."""
+
+    def copy(self, sources: list[int], destinations: list[int]) -> None: ...
+    def swap_out(self, device_ids: list[int], host_ids: list[int]) -> None: ...
+    def swap_in(self, host_ids: list[int], device_ids: list[int]) -> None: ...
+
+
+def move_blocks(pools: BlockPools, plan: StepPlan) -> int:
+    """Swap out, copy, swap in, in this order; return the nanoseconds that this took, 0 without moves."""
+    moves_ns = 0
+    for moves, move in ((plan.swap_out, pools.swap_out), (plan.copies, pools.copy), (plan.swap_in, pools.swap_in)):
+        if moves:
+            began = time.monotonic_ns()
+            move(list(moves.sources), list(moves.destinations))
+            moves_ns += time.monotonic_ns() - began
+    return moves_ns

@@ -23,7 +23,7 @@ from cadenza.errors import (
 )
 
 ENCODINGS = ("gzip", "deflate")
-"""Of bodies (http/decoding.py)."""
+"""Of bodies (http/reading.py)."""
 _DEFAULT_RETRY_S = 1.0
 _ADAPTER = "adapter: "
 _TOO_LONG = re.compile(r"prompt: has (\d+) tokens; with one for the output that exceeds max_model_len = (\d+)")

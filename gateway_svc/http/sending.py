@@ -1,9 +1,14 @@
-"""Sends answers, whole and as events, to clients that may read slowly, or not at all."""
+"""Sends answers, whole and as events, to clients that may read slowly, or not at all.
+
+Server-sent events as text (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 
@@ -18,6 +23,11 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would collect events
 }
+_NO_TEXT = "replace"
+"""What a client repeats, such as metadata, may hold halves of surrogate pairs."""
+DONE = b"data: [DONE]\n\n"
+dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""JSON in its shortest form."""
 
 
 class SlowReaderError(ConnectionError):
@@ -92,3 +102,13 @@ class EventStream:
         assert self._response is not None
         await taken(self._request, self._response.write_eof(), self._timeout_s)
         return self._response
+
+
+def data_event(value: Any) -> bytes:
+    """An event of OpenAI's older APIs, which has data alone."""
+    return f"data: {dumps(value)}\n\n".encode(errors=_NO_TEXT)
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """An event with the name that its data have as type."""
+    return f"event: {value['type']}\ndata: {dumps(value)}\n\n".encode(errors=_NO_TEXT)

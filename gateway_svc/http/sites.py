@@ -9,17 +9,60 @@ which a request asks must be one of ours, and a page that makes one must be of a
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 
 from aiohttp import web
 
 from cadenza.credentials import is_loopback
 from gateway_svc.config import GatewayConfig
-from gateway_svc.http.cors import Cors
 from gateway_svc.http.errors import ApiError
 
 _RESERVED = (".localhost", ".internal")
 """Nobody can have such a name in the public DNS (RFC 6761, ICANN's resolution of 2024-07-29): containers call the
 machine host.docker.internal."""
+_MAX_AGE_S = 600
+_ANY = "*"
+
+
+class Cors:
+    """Which origins' pages may call: cross-origin calls of browsers, off without an option.
+
+    https://fetch.spec.whatwg.org/#http-cors-protocol
+    """
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._origins = frozenset(origins)
+
+    def allows(self, origin: str) -> bool:
+        """Whether pages of an origin may call."""
+        return bool({origin, _ANY} & self._origins)
+
+    def headers(self, request: web.Request) -> dict[str, str]:
+        """What an answer says of cross-origin calls; nothing for an origin that may not call."""
+        origin = request.headers.get("Origin")
+        if origin is None or not self.allows(origin):
+            return {}
+        allowed = _ANY if _ANY in self._origins else origin
+        return {
+            "Access-Control-Allow-Origin": allowed,
+            "Access-Control-Expose-Headers": "X-Request-ID, request-id, Retry-After",
+            "Vary": "Origin",
+        }
+
+    def preflight(self, request: web.Request) -> web.Response:
+        """The answer to a browser's question whether its page may call."""
+        headers = self.headers(request)
+        if not headers:
+            raise ApiError(403, "pages of this origin may not call (--http-cors-origin)")
+        asked = request.headers.get("Access-Control-Request-Headers", "")
+        return web.Response(
+            status=204,
+            headers={
+                "Access-Control-Allow-Methods": "GET, HEAD, POST, OPTIONS",
+                "Access-Control-Allow-Headers": asked if asked.isprintable() else "",
+                "Access-Control-Max-Age": str(_MAX_AGE_S),
+            },
+        )
 
 
 class Sites:

@@ -14,8 +14,7 @@ from cadenza.errors import CadenzaError
 from gateway_svc.dialects import inference_pb2 as pb
 from gateway_svc.dialects import inference_pb2_grpc as pb_grpc
 from gateway_svc.http.errors import ApiError
-from gateway_svc.kserve.model import VERSION, model_config, model_metadata, server_metadata
-from gateway_svc.kserve.statistics import Statistics
+from gateway_svc.kserve.model import VERSION, Statistics, model_config, model_metadata, server_metadata
 from gateway_svc.kserve.stream import InferStream
 from gateway_svc.rpc.calls import Context, abort_with, key_of
 from gateway_svc.scheduler.caller import SchedulerCaller

@@ -10,8 +10,8 @@ from cadenza.outputs import RequestMetrics
 from cadenza.prompts import Prompt
 from gateway_svc.dialects import inference_pb2 as pb
 from gateway_svc.kserve.answers import KServeAnswers, failed
+from gateway_svc.kserve.model import Statistics
 from gateway_svc.kserve.requests import read_request
-from gateway_svc.kserve.statistics import Statistics
 from gateway_svc.off_loop import off_loop
 from gateway_svc.rpc.calls import Context, SlowClientError, counted, explained, key_of, write
 from gateway_svc.scheduler.generation import Generation, GenerationJob

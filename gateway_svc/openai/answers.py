@@ -9,7 +9,7 @@ from typing import Any
 
 from cadenza.outputs import CompletionOutput, RequestOutput
 from gateway_svc.http.errors import ApiError, openai_body
-from gateway_svc.http.events import DONE, data_event, dumps
+from gateway_svc.http.sending import DONE, data_event, dumps
 from gateway_svc.openai.usage import final_usage, prompt_tokens, usage_of
 from gateway_svc.requests.request import GatewayRequest
 from gateway_svc.scheduler.generation import Generation

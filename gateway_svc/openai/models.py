@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
 from cadenza.errors import FailedPreconditionError, PermissionDeniedError, UnsupportedError
+from gateway_svc.fields.field import read_fields
+from gateway_svc.fields.sampling import require, utf8
+from gateway_svc.fields.tables import LOAD_ADAPTER, UNLOAD_ADAPTER
 from gateway_svc.http.errors import ApiError
 from gateway_svc.http.reading import api_key, read_body
 from gateway_svc.models import unknown_model
-from gateway_svc.requests.adapters import read_load, read_unload
 from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.state import STATE, State
 
@@ -84,3 +87,15 @@ def _admin(request: web.Request) -> SchedulerCaller:
         raise ApiError(404, message, code="unknown_path")
     state.admin_keys.check(api_key(request))
     return state.link.own
+
+
+def read_load(body: Mapping[str, Any]) -> tuple[str, str]:
+    """The name that an adapter is to have, and its folder; raises ApiError."""
+    values = read_fields(LOAD_ADAPTER, body)
+    name = utf8(require(values, "lora_name"), "lora_name")
+    return name, utf8(require(values, "lora_path"), "lora_path")
+
+
+def read_unload(body: Mapping[str, Any]) -> str:
+    """The name of the adapter that is to go; raises ApiError."""
+    return utf8(require(read_fields(UNLOAD_ADAPTER, body), "lora_name"), "lora_name")

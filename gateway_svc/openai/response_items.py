@@ -9,7 +9,7 @@ from typing import Any
 from gateway_svc.openai.chat_message import call_id
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Part, Thought
-from gateway_svc.requests.carried_thoughts import carried
+from gateway_svc.requests.response_input import carried
 
 Event = dict[str, Any]
 """Its type, and its fields but for the number."""

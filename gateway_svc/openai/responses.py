@@ -12,7 +12,7 @@ from aiohttp import web
 from cadenza.outputs import CompletionOutput, RequestOutput
 from gateway_svc.answering import answer_chat
 from gateway_svc.http.errors import ApiError, openai_body
-from gateway_svc.http.events import named_event
+from gateway_svc.http.sending import named_event
 from gateway_svc.openai.logprobs import TokenNames, chat_logprobs
 from gateway_svc.openai.response_items import ResponseItems
 from gateway_svc.openai.usage import completion_tokens, prompt_tokens

@@ -12,9 +12,8 @@ from cadenza.outputs import RequestOutput
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
 from gateway_svc.http.errors import ApiError, api_error, bad_request, openai_body
-from gateway_svc.http.events import data_event
 from gateway_svc.http.reading import read_body
-from gateway_svc.http.sending import EventStream
+from gateway_svc.http.sending import EventStream, data_event
 from gateway_svc.page.feed import Feed
 from gateway_svc.page.journey import Journey
 from gateway_svc.requests.prompts import chat_prompt

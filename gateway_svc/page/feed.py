@@ -11,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from cadenza.errors import CadenzaError, PermissionDeniedError, UnauthenticatedError, UnsupportedError
-from gateway_svc.http.events import data_event
+from gateway_svc.http.sending import data_event
 from gateway_svc.page.board import Board
 from gateway_svc.scheduler.watching import Watching
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cadenza.info import ServerInfo
-from cadenza.steps.prompt_counter import PromptCounter
+from cadenza.steps.watch import PromptCounter
 from cadenza.v1 import admin_pb2
 
 MAX_POINTS = 180

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
 
 from aiohttp import web
 
@@ -13,10 +16,28 @@ from gateway_svc.http.sending import EventStream
 from gateway_svc.page.chat import chat
 from gateway_svc.page.doors import Doors
 from gateway_svc.page.feed import MAX_PAGES, Feed
-from gateway_svc.page.files import HEADERS, PageFile, page_files
 from gateway_svc.state import STATE, State
 
 _INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""The browser loads nothing from elsewhere."""
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +143,29 @@ async def _closed(app: web.Application) -> AsyncIterator[None]:
 
 async def _end_views(app: web.Application) -> None:
     app[PAGE].feed.end_views()
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One file."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def page_files() -> dict[str, PageFile]:
+    """All files by their path in the page, such as "index.html" and "vendor/uPlot.iife.min.js"."""
+    return dict(_files(resources.files("gateway_svc.page") / "static", ""))
+
+
+def _files(folder: Traversable, prefix: str) -> list[tuple[str, PageFile]]:
+    found = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _files(entry, f"{prefix}{entry.name}/")
+        elif (suffix := entry.name[entry.name.rfind(".") :]) in _TYPES:
+            body = entry.read_bytes()
+            etag = hashlib.sha256(body).hexdigest()[:20]
+            found.append((f"{prefix}{entry.name}", PageFile(body, _TYPES[suffix], etag)))
+    return found

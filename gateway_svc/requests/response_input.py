@@ -1,7 +1,15 @@
-"""Input of /v1/responses as a chat."""
+"""Input of /v1/responses as a chat.
+
+`encrypted_content` of reasoning items: the thought itself, for clients that send back nothing else of it.
+
+Nothing is kept here between requests, so what a client is to bring back must be in its hands. OpenAI's is encrypted, as
+its thoughts are hidden; here they stand beside it in clear, and the string is only opaque.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +17,6 @@ from cadenza.chats import kind_of_part
 from cadenza.prompts import Prompt
 from gateway_svc.fields.field import check_keys, shown
 from gateway_svc.http.errors import ApiError, bad_request
-from gateway_svc.requests.carried_thoughts import brought_back
 from gateway_svc.requests.prompts import chat_prompt, template_arguments
 from gateway_svc.requests.tools import ToolUse
 
@@ -21,6 +28,7 @@ _KEYS = {
     "reasoning": ("type", "id", "summary", "content", "status", "encrypted_content"),
 }
 """By the type of an item: its fields."""
+_MARK = "cadenza:"
 
 
 def response_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
@@ -119,3 +127,18 @@ def _part(part: Any, where: str) -> Any:
     if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     raise bad_request(f"{where}: only text parts are supported, not {kind_of_part(part) or shown(part)}", "input")
+
+
+def carried(thought: str) -> str:
+    """The string that carries a thought."""
+    return _MARK + base64.b64encode(thought.encode()).decode()
+
+
+def brought_back(given: object) -> str | None:
+    """The thought in such a string; None for any other value."""
+    if not isinstance(given, str) or not given.startswith(_MARK):
+        return None
+    try:
+        return base64.b64decode(given.removeprefix(_MARK), validate=True).decode()
+    except (binascii.Error, UnicodeError, ValueError):
+        return None

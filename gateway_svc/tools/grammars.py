@@ -18,9 +18,8 @@ from gateway_svc.parsing.python_call import KEY
 from gateway_svc.parsing.qwen_coder import FUNCTION, FUNCTION_END
 from gateway_svc.parsing.reasoning import Opening
 from gateway_svc.requests.tools import Tool, ToolUse
-from gateway_svc.tools.argument_schemas import argument_schema
 from gateway_svc.tools.lark import ANY_TEXT, compact_json, literal
-from gateway_svc.tools.xml_arguments import XML_KEY, any_arguments, argument_rules
+from gateway_svc.tools.xml_arguments import XML_KEY, any_arguments, argument_rules, argument_schema
 
 _SPACE = r"SPACE: /\n{0,2}/"
 """Behind a thought, where models break the line."""

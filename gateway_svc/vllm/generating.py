@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
+from cadenza.errors import CadenzaError
 from cadenza.prompts import Prompt
+from cadenza.sampling_params import SamplingParams
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 from gateway_svc.dialects import vllm_engine_pb2 as pb
+from gateway_svc.fields.sampling import check_number_of_choices
 from gateway_svc.http.errors import ApiError, bad_request
 from gateway_svc.off_loop import off_loop
 from gateway_svc.rpc.calls import Context, key_of, write
 from gateway_svc.scheduler.generation import Generation, GenerationJob
 from gateway_svc.state import State
 from gateway_svc.vllm.answers import VllmAnswers
-from gateway_svc.vllm.params import sampling_params
-from gateway_svc.vllm.running import AbortedError, RunningRequests
 
 _REFUSED = {
     "kv_transfer_params": "prefill and decode are not split",
@@ -22,6 +25,18 @@ _REFUSED = {
     "extra_mm_inputs": "the model reads text alone",
     "media_refs": "the model reads text alone",
 }
+_PLAIN = ("frequency_penalty", "presence_penalty", "min_p", "top_k", "min_tokens", "ignore_eos", "skip_special_tokens")
+_FLAGS = ("include_stop_str_in_output",)
+_OPTIONAL: tuple[Literal["temperature", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens"], ...] = (
+    "temperature",
+    "logprobs",
+    "prompt_logprobs",
+    "seed",
+    "truncate_prompt_tokens",
+)
+_LISTS = ("stop", "stop_token_ids")
+_POSITIVE = ("top_p", "repetition_penalty", "n")
+"""0 is no value of theirs, and so as absent."""
 
 
 async def generate(state: State, running: RunningRequests, request: pb.GenerateRequest, context: Context) -> None:
@@ -78,3 +93,65 @@ def _check_refused(request: pb.GenerateRequest) -> None:
         raise ApiError(501, f"{name} is not supported: {_REFUSED[name]}")
     if request.kv_transfer_params_json.strip() not in ("", "{}", "null"):
         raise ApiError(501, f"kv_transfer_params_json is not supported: {_REFUSED['kv_transfer_params']}")
+
+
+def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+    """The parameters; texts are made only where stop strings are looked for. Raises ApiError."""
+    values: dict[str, Any] = {name: getattr(message, name) for name in (*_PLAIN, *_FLAGS)}
+    values |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    values |= {name: getattr(message, name) for name in _POSITIVE if getattr(message, name)}
+    values |= {name: list(getattr(message, name)) for name in _LISTS}
+    values["max_tokens"] = message.max_tokens if message.HasField("max_tokens") else None
+    values["detokenize"] = bool(message.stop)
+    if values.get("seed", 0) < 0:
+        values["seed"] %= 2**64  # a seed of 64 bits is any number; -1 here is a number too
+    if message.logit_bias:
+        values["logit_bias"] = dict(message.logit_bias)
+    constraint = message.WhichOneof("constraint")
+    if constraint is not None:
+        values["structured_outputs"] = _constraint(message, constraint)
+    try:
+        params = SamplingParams(**values)
+    except ValueError as error:
+        raise bad_request(f"sampling_params.{error}"[:500]) from None
+    check_number_of_choices(params.n, "sampling_params.n")
+    return params
+
+
+def _constraint(message: pb.SamplingParams, name: str) -> dict[str, Any]:
+    if name == "choice":
+        return {"choice": list(message.choice.choices)}
+    return {"json" if name == "json_schema" else name: getattr(message, name)}
+
+
+class AbortedError(CadenzaError):
+    """Another call has aborted the request."""
+
+
+class RunningRequests:
+    """Those of all callers. A caller sees its own alone."""
+
+    def __init__(self) -> None:
+        self._generations: dict[tuple[str | None, str], Generation] = {}
+
+    @contextlib.contextmanager
+    def kept(self, key: str | None, request_id: str, generation: Generation) -> Iterator[None]:
+        """Keep a request while the body runs; one without an id cannot be aborted. Raises ApiError for one of two."""
+        if not request_id:
+            yield
+            return
+        name = key, request_id
+        if name in self._generations:
+            raise ApiError(409, f"request {request_id[:128]!a} runs already")
+        self._generations[name] = generation
+        try:
+            yield
+        finally:
+            del self._generations[name]
+
+    def abort(self, key: str | None, request_ids: Iterable[str]) -> None:
+        """Abort these requests, as far as they run: their streams end with the output so far."""
+        for request_id in request_ids:
+            generation = self._generations.get((key, request_id))
+            if generation is not None:
+                generation.end(AbortedError("the request was aborted"))

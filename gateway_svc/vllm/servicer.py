@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import io
 import time
+import zipfile
+from collections.abc import Iterator, Mapping
 
 import grpc
 
@@ -16,14 +20,15 @@ from gateway_svc.rpc.calls import Context, abort_with, counted, key_of, write
 from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.state import State
 from gateway_svc.vllm.descriptions import Loads, model_info, server_info
-from gateway_svc.vllm.generating import generate
+from gateway_svc.vllm.generating import RunningRequests, generate
 from gateway_svc.vllm.kv_events import kv_batch
-from gateway_svc.vllm.running import RunningRequests
-from gateway_svc.vllm.tokenizer_archive import archive, pieces
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 _MAX_FLUSH_S = 600.0
 _FLUSH_RETRY_S = 0.1
+_PIECE_BYTES = 64 * 1024
+_ARCHIVE_TIME = (1980, 1, 1, 0, 0, 0)
+"""Of each file in an archive: equal files make equal archives."""
 
 
 class EngineServicer(pb_grpc.VllmEngineServicer):
@@ -134,3 +139,20 @@ async def _flush(caller: SchedulerCaller, timeout_s: float) -> None:
             if time.monotonic() >= until:
                 raise
         await asyncio.sleep(_FLUSH_RETRY_S)
+
+
+def archive(files: Mapping[str, bytes]) -> bytes:
+    """The archive; a second for large ones, so for a thread."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
+        for name, content in sorted(files.items()):
+            zipped.writestr(zipfile.ZipInfo(name, _ARCHIVE_TIME), content, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def pieces(content: bytes) -> Iterator[common.GetTokenizerChunk]:
+    """The archive in pieces; the last has its hash."""
+    last = max(0, len(content) - 1) // _PIECE_BYTES
+    for index in range(last + 1):
+        piece = content[index * _PIECE_BYTES : (index + 1) * _PIECE_BYTES]
+        yield common.GetTokenizerChunk(data=piece, sha256=hashlib.sha256(content).hexdigest() if index == last else "")

@@ -11,8 +11,7 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
 from cadenza_common.serving.slices import Work, run_at_once, to_list
-from scheduler_svc.convert.chats import chat_fields
-from scheduler_svc.convert.grammars import grammar_fields, grammar_without_eos
+from scheduler_svc.convert.request_parts import chat_fields, grammar_fields, grammar_without_eos
 from scheduler_svc.core.types import Finish, FinishDetail
 from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.live_request import LiveRequest

@@ -1,17 +1,20 @@
-"""KV events as messages."""
+"""KV events as messages, each made once for all subscribers that are about as far."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 
 from cadenza.v1 import admin_pb2 as pb
-from cadenza_common.serving.slices import Work
+from cadenza_common.serving.slices import Work, run_in_slices
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, block_hashes, owner_of, token_ids_of
 from scheduler_svc.engine.kv_events.events import Event, KvEventBatch, Removed, Stored
 
 EVENTS_PER_SLICE = 64
 """Events that are made before the event loop runs other callbacks. An event costs as much as tens of blocks."""
 _TIERS = {Tier.DEVICE: pb.KV_TIER_DEVICE, Tier.HOST: pb.KV_TIER_HOST}
+_MAX_KEPT = 16
+"""Messages that are kept for other subscribers: with MAX_BATCH_TOKENS in each, a few MB."""
 
 
 def kv_batch(batch: KvEventBatch, adapters: Mapping[bytes, str]) -> Work[pb.SubscribeKvEventsResponse]:
@@ -54,3 +57,29 @@ def _stored(event: Stored, adapters: Mapping[bytes, str]) -> pb.KvBlocksStored:
         cache_salt=first.root[1],
         owner=owner_of(first.root),
     )
+
+
+class KvMessages:
+    """Makes messages in slices, one at a time."""
+
+    def __init__(self, adapter_names: Callable[[], Mapping[bytes, str]]) -> None:
+        """adapter_names: by the hash of their content."""
+        self._adapter_names = adapter_names
+        self._making = asyncio.Lock()
+        self._kept: dict[int, pb.SubscribeKvEventsResponse] = {}
+        """By the number of the batch, the latest last."""
+
+    async def message(self, batch: KvEventBatch) -> pb.SubscribeKvEventsResponse:
+        """The message of a batch, not to be changed. Parts of a state are one subscriber's alone, and not kept."""
+        if batch.part is not None:
+            return await self._made(batch)
+        async with self._making:
+            message = self._kept.get(batch.number)
+            if message is None:
+                message = self._kept[batch.number] = await self._made(batch)
+                if len(self._kept) > _MAX_KEPT:
+                    del self._kept[next(iter(self._kept))]
+        return message
+
+    async def _made(self, batch: KvEventBatch) -> pb.SubscribeKvEventsResponse:
+        return await run_in_slices(kv_batch(batch, self._adapter_names()))

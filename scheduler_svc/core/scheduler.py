@@ -30,7 +30,7 @@ from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps import adapter_changes, lane_changes
-from scheduler_svc.core.steps.arrivals import check_fits
+from scheduler_svc.core.steps.admission import check_fits
 from scheduler_svc.core.steps.beam_scheduling import finish_early, start_beam_search
 from scheduler_svc.core.steps.drafted_results import observe_drafts
 from scheduler_svc.core.steps.kept_kv import forget_kv

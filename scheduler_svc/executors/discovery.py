@@ -18,8 +18,7 @@ from typing import Protocol
 from cadenza_common.wire.transport import format_address
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.executors.addresses import ExecutorEntries, ServiceName, addresses_in
-from scheduler_svc.executors.daemon_thread import in_daemon_thread
-from scheduler_svc.executors.kubernetes import Endpoints, KubernetesApi
+from scheduler_svc.executors.kubernetes import Endpoints, KubernetesApi, in_daemon_thread
 
 _LOG = logging.getLogger(__name__)
 RESOLVE_S = 5.0

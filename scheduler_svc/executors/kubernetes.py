@@ -8,19 +8,21 @@ differ from the server's.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import ssl
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from cadenza_common.wire.transport import format_address
 from scheduler_svc.executors.addresses import ServiceName
-from scheduler_svc.executors.daemon_thread import in_daemon_thread
 
 WATCH_S = 60
 """The longest watch; then the slices are listed again, whether or not they have changed."""
@@ -29,6 +31,7 @@ _SETTLE_S = 0.2
 """Between an event and the list that follows it: a rollout changes slices in bursts."""
 _MAX_ANSWER_BYTES = 32 * 2**20
 _PORT_NAME = "grpc"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +166,18 @@ def _reason_in(text: bytes) -> str:
     except (ValueError, AttributeError):
         return ""
     return f": {message}" if isinstance(message, str) else ""
+
+
+async def in_daemon_thread(work: Callable[[], _T], name: str) -> _T:
+    """What `work` returns or raises. A cancelled caller leaves the thread alone, which ends by itself."""
+    found: Future[_T] = Future()
+
+    def run() -> None:
+        found.set_running_or_notify_cancel()
+        try:
+            found.set_result(work())
+        except BaseException as exc:
+            found.set_exception(exc)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(found)

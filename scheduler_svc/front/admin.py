@@ -12,13 +12,13 @@ from cadenza.v1 import admin_pb2_grpc as pb_grpc
 from cadenza_common.serving.slices import run_in_slices
 from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError
+from scheduler_svc.convert.kv_events import KvMessages
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
 from scheduler_svc.engine.adapters.adapters import NamedAdapter
 from scheduler_svc.executors.addresses import executor_address, is_same_listener
 from scheduler_svc.front.adapter_paths import adapter_name, adapter_path
 from scheduler_svc.front.front import Front, abort_with
-from scheduler_svc.front.kv_messages import KvMessages
 from scheduler_svc.front.metrics import SchedulerMetrics
 from scheduler_svc.tenants.errors import AdapterForbiddenError
 from scheduler_svc.tenants.registry import Caller

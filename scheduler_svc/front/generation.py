@@ -11,13 +11,13 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
 from cadenza_common.serving.slices import run_in_slices, slices_of, to_list
 from scheduler_svc.convert import generation as convert
-from scheduler_svc.convert import models as convert_models
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.convert.plain_output import PlainOutput
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.front import server_info as convert_models
 from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced, within
 from scheduler_svc.front.server_info import server_info
 from scheduler_svc.front.session import TURN_BYTES, SessionStream

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from cadenza_common.metrics.common import LoopLag
 from cadenza_common.metrics.histogram import Histogram
 from cadenza_common.metrics.listener_counts import ListenerCounts
-from cadenza_common.metrics.loop_lag import LoopLag
 from cadenza_common.wire.tls.files import ExpiringFiles
 from scheduler_svc.front.front import Front
 from scheduler_svc.metrics.snapshot import ScrapeSnapshot, ServiceFigures, take_snapshot

@@ -1,14 +1,17 @@
-"""The response of GetServerInfo: all to an admin, to another tenant what concerns its own requests."""
+"""The responses of GetModelInfo and GetServerInfo: all to an admin, to a tenant what concerns its own requests."""
 
 from __future__ import annotations
 
 from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import types_pb2
 from cadenza_common.wire.transport import PROTOCOL_VERSION
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.engine.adapters.adapters import AdapterRequests
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.process_memory import resident_bytes
+from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.requests.tokenizer import Tokenizer
 from scheduler_svc.tenants.quotas import TenantLoad
 from scheduler_svc.tenants.tenant import Tenant
 
@@ -18,6 +21,8 @@ _OPTIONS_OF_TENANTS = (
 )  # fmt: skip
 """What a tenant without admin may know of the options: the limits of its requests."""
 _MOST_ADAPTERS = 64
+MAX_TEMPLATE_CHARS = 262_144
+"""A longer chat template is not shown."""
 
 
 def server_info(front: Front, builder: RequestBuilder, tenant: Tenant) -> pb.GetServerInfoResponse:
@@ -76,3 +81,27 @@ def _options(front: Front, builder: RequestBuilder) -> dict[str, str]:
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         options[name] = min(options.get(name, getattr(model, name)), getattr(model, name))
     return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+
+
+def model_info(model: ModelDescription, tokenizer: Tokenizer | None, *, max_model_len: int) -> pb.GetModelInfoResponse:
+    """Return the model's description for clients."""
+    message = pb.GetModelInfoResponse(
+        model=model.name,
+        architecture=model.architecture,
+        model_type=model.model_type,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        dtype=model.dtype,
+        eos_token_ids=model.eos_token_ids,
+        bos_token_id=model.bos_token_id,
+        num_parameters=model.num_parameters,
+        fingerprint=types_pb2.NumericsFingerprint.FromString(model.fingerprint),
+    )
+    if tokenizer is not None:
+        template = tokenizer.chats.shown_template
+        message.has_tokenizer = True
+        message.has_chat_template = bool(tokenizer.chats.templates)
+        message.chat_template = template if len(template) <= MAX_TEMPLATE_CHARS else ""
+        for token in tokenizer.added_tokens:
+            message.added_tokens.add(id=token.token_id, text=token.text, special=token.special)
+    return message

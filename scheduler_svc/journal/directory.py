@@ -9,10 +9,12 @@ import re
 import uuid
 from pathlib import Path
 
-from scheduler_svc.journal.errors import JournalError
-
 _LOCK, _ID, DATABASE = "lock", "scheduler-id", "journal.sqlite"
 _ID_FORMAT = re.compile(r"[0-9a-f]{32}")
+
+
+class JournalError(Exception):
+    """A journal cannot be used; the message names its directory and the reason."""
 
 
 class JournalDirectory:

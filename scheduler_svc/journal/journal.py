@@ -9,8 +9,7 @@ import sqlite3
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.faults import FaultKind
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.journal.directory import JournalDirectory
-from scheduler_svc.journal.errors import JournalError
+from scheduler_svc.journal.directory import JournalDirectory, JournalError
 from scheduler_svc.journal.restore import Restorer
 from scheduler_svc.journal.store import JournalStore
 from scheduler_svc.journal.writer import JournalWriter

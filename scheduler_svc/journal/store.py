@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scheduler_svc.journal.errors import JournalError
+from scheduler_svc.journal.directory import JournalError
 from scheduler_svc.journal.records import (
     EndRecord,
     NewTokens,

@@ -18,8 +18,8 @@ from scheduler_svc.core.adapters.lane_adapters import NO_ADAPTERS
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
-from scheduler_svc.requests.chats.checks import check_chat, rejected
-from scheduler_svc.requests.chats.errors import ChatError
+from scheduler_svc.requests.chats.fields import ChatError
+from scheduler_svc.requests.chats.renderer import check_chat, rejected
 from scheduler_svc.requests.detokenizer import StoppedText
 from scheduler_svc.requests.field_rules import PATH, finite
 from scheduler_svc.requests.fields import PromptFields, RequestFields

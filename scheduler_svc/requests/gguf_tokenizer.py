@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cadenza_common.gguf.file import read_gguf
-from cadenza_common.gguf.metadata import GgufMetadata
-from cadenza_common.gguf.tokens import type_of
+from cadenza_common.gguf.metadata import GgufMetadata, type_of
 from scheduler_svc.requests.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _T = TypeVar("_T")

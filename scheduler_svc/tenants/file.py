@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails
 
 from scheduler_svc.tenants.errors import TenantsFileError
-from scheduler_svc.tenants.tenant import Tenant
-from scheduler_svc.tenants.tokens import HASH_PREFIX
+from scheduler_svc.tenants.tenant import HASH_PREFIX, Tenant
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _HASH = re.compile(HASH_PREFIX + "[0-9a-f]{64}")

@@ -21,8 +21,7 @@ from scheduler_svc.tenants.errors import (
     TenantsFileError,
 )
 from scheduler_svc.tenants.file import Tenants, parse_tenants
-from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
-from scheduler_svc.tenants.tokens import known_digest, token_in
+from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant, known_digest, token_in
 
 _LOG = logging.getLogger(__name__)
 _LOOK_S = 1.0

@@ -9,7 +9,7 @@ import pytest
 from cadenza.calls.loop_thread import LoopThread
 from cadenza.v1 import generation_pb2 as pb
 from cadenza_cli.app import run
-from cadenza_cli.chat.commands import HELP_TEXT, command_of, unknown
+from cadenza_cli.chat.chat import HELP_TEXT, command_of, unknown
 from cadenza_cli.chat.input import is_open_block, without_block
 from tests.helpers.client.scripted_server import Script, start
 

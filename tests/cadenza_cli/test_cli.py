@@ -14,7 +14,7 @@ from cadenza.calls.loop_thread import LoopThread
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from cadenza_cli.app import run
-from cadenza_cli.chat.interrupts import Interrupts
+from cadenza_cli.keyboard import Interrupts
 from tests.helpers.client.scripted_server import Script, interrupt_when, start
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from cadenza_cli.app import run
 from scheduler_svc.tenants.file import read_tenants
-from scheduler_svc.tenants.tenant import Tenant
-from scheduler_svc.tenants.tokens import digest_of
+from scheduler_svc.tenants.tenant import Tenant, digest_of
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza_launcher.services.stopped_process import process_state
+from cadenza_launcher.services.supervisor import process_state
 from tests.helpers.service_scripts import SERVICE, Fakes, alive, children, until
 
 pytestmark = pytest.mark.slow

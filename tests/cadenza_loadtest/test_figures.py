@@ -9,11 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.path import Path
 
 from cadenza_loadtest.figures.changes import ratios
-from cadenza_loadtest.figures.latency import latency_cdfs, latency_over_time
+from cadenza_loadtest.figures.latency import Sample, latency_cdfs, latency_over_time
 from cadenza_loadtest.figures.occupancy import occupancy
-from cadenza_loadtest.figures.sample import Sample
-from cadenza_loadtest.figures.saving import inline_svg
-from cadenza_loadtest.figures.style import drawable, look, look_within, new_figure, styled
+from cadenza_loadtest.figures.style import drawable, inline_svg, look, look_within, new_figure, styled
 from cadenza_loadtest.figures.sweeps import Curve, over_swept, throughput_and_latency
 from cadenza_loadtest.figures.thinning import binned, cdf_points, running
 from cadenza_loadtest.measures.columns import StepColumns

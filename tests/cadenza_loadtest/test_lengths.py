@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from cadenza_loadtest.requests import LoadTestError
-from cadenza_loadtest.workloads.lengths import FORMS, lengths_of, parse_lengths
-from cadenza_loadtest.workloads.published import (
+from cadenza_loadtest.workloads.lengths import (
+    FORMS,
     SHAREGPT_MEAN_INPUT,
     SHAREGPT_MEAN_OUTPUT,
+    lengths_of,
     lognormal_text,
+    parse_lengths,
     sharegpt_lengths,
 )
 

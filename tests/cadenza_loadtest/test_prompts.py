@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from cadenza_loadtest.requests import LoadTestError, RequestShape
-from cadenza_loadtest.workloads.prompts import Prompts, id_range
-from cadenza_loadtest.workloads.vocabulary import VOCABULARY
+from cadenza_loadtest.workloads.prompts import VOCABULARY, Prompts, id_range
 
 
 def shape(index: int, length: int, **fields: object) -> RequestShape:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from cadenza_loadtest.figures.saving import inline_svg
-from cadenza_loadtest.figures.style import look
+from cadenza_loadtest.figures.style import inline_svg, look
 from cadenza_loadtest.figures.sweeps import throughput_and_latency
 from cadenza_loadtest.measures.columns import RequestColumns, StepColumns
 from cadenza_loadtest.measures.slo import parse_slo

@@ -11,10 +11,10 @@ import pytest
 from cadenza_cli.app import run
 from cadenza_loadtest.measures.metrics import measure
 from cadenza_loadtest.reports.summary import notices
+from cadenza_loadtest.requests import Truncations
 from cadenza_loadtest.results.results import read
 from cadenza_loadtest.schedule import make_schedule
 from cadenza_loadtest.settings import make_settings
-from cadenza_loadtest.truncation import Truncations
 from tests.helpers.loadtest.loadtest_runs import columns
 
 

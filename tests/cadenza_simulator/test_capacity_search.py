@@ -12,14 +12,13 @@ from rich.console import Console
 
 from cadenza_cli.app import run
 from cadenza_cli.load import simulate as command
-from cadenza_cli.load.search_view import SearchView
+from cadenza_cli.load.views import SearchView
 from cadenza_loadtest.requests import LoadTestError
 from cadenza_loadtest.schedule import make_schedule
 from cadenza_loadtest.settings import LoadSettings, make_settings
 from cadenza_simulator.capacity.capacity import Capacity
-from cadenza_simulator.capacity.rate_trials import RunAt, TrialRunner
+from cadenza_simulator.capacity.rate_trials import DEFAULT_BUDGET_S, RunAt, TimeBudget, TrialRunner, read_time_budget
 from cadenza_simulator.capacity.search import TRIAL_S, CapacitySearch, TrialProgress
-from cadenza_simulator.capacity.time_budget import DEFAULT_S, TimeBudget, read_time_budget
 from cadenza_simulator.request_log import Watch
 from cadenza_simulator.run import RunOutcome
 from tests.helpers.loadtest.load_views import SilentView
@@ -162,7 +161,15 @@ def test_what_is_tried_is_reported() -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [(None, DEFAULT_S), ("90", 90), ("90s", 90), ("1.5m", 90), ("1h", 3600), ("0", math.inf), ("none", math.inf)],
+    [
+        (None, DEFAULT_BUDGET_S),
+        ("90", 90),
+        ("90s", 90),
+        ("1.5m", 90),
+        ("1h", 3600),
+        ("0", math.inf),
+        ("none", math.inf),
+    ],
 )
 def test_time_budgets(text: str | None, seconds: float) -> None:
     assert read_time_budget(text) == seconds

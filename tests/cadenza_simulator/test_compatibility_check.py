@@ -9,8 +9,7 @@ import pytest
 
 from cadenza_loadtest.requests import LoadTestError
 from cadenza_loadtest.results.results import LoadTestFile
-from cadenza_simulator.compatibility_check import check_compatible
-from cadenza_simulator.recordings import RecordedRun
+from cadenza_simulator.recordings import RecordedRun, check_compatible
 from tests.helpers.loadtest.loadtest_runs import made_up_file
 from tests.helpers.loadtest.made_recordings import COSTS, recording
 

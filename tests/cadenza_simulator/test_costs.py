@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from cadenza_loadtest.requests import LoadTestError
 from cadenza_simulator import lanes
 from cadenza_simulator.executor_profiles import ExecutorProfile, Overheads, ProfileLimits, read_profile, write_profile
+from cadenza_simulator.lanes import step_cost_function
 from cadenza_simulator.published import A100_40GB, LLAMA_3_1_8B, OPT_13B, PUBLISHED
-from cadenza_simulator.step_costs import step_cost_function
 from executor_svc.simulated.costs import StepCosts, StepWork, read_costs
 from tests.helpers.core.core_executor import CoreExecutor
 from tests.helpers.loadtest.simulations import options, profile, random_schedule, simulation

@@ -23,7 +23,7 @@ from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.plan.description import limits_of
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 
 # One thread: beside other processes, two that wait for each other are slower than one. What threads change has tests of
 # its own.

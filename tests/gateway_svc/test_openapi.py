@@ -6,9 +6,9 @@ import jsonschema
 import pytest
 
 from gateway_svc.fields.field import KINDS, Use, read_fields
-from gateway_svc.fields.schemas import KIND_SCHEMAS, body_schema
 from gateway_svc.fields.tables import APIS, REQUIRED
 from gateway_svc.http.errors import ApiError
+from gateway_svc.openapi import KIND_SCHEMAS, body_schema
 
 VALUES = [
     None,

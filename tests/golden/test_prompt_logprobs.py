@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from cadenza_common.plan.result import LogprobColumns, SlotError
 from cadenza_common.plan.sampling import SequenceSampling
-from executor_svc.sampling import prompt_logprobs
+from executor_svc.sampling import logprobs
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
 from tests.helpers.executor.plans import ints, scheduled, sequence
@@ -118,14 +118,14 @@ def test_bfloat16_chunks_change_no_bit(checkpoint: Path) -> None:
 def test_pieces_change_no_bit(model: Model, monkeypatch: pytest.MonkeyPatch, rows_at_once: int) -> None:
     whole = joined(compute(model, [30, 20], company=True))
     widths: list[int] = []
-    row_logprobs = prompt_logprobs.row_logprobs
+    row_logprobs = logprobs.row_logprobs
 
     def watched(logits: Tensor, *rest: Any) -> Any:
         widths.append(len(logits))
         return row_logprobs(logits, *rest)
 
-    monkeypatch.setattr(prompt_logprobs, "_PIECE_BYTES", rows_at_once * 4 * VOCAB)
-    monkeypatch.setattr(prompt_logprobs, "row_logprobs", watched)
+    monkeypatch.setattr(logprobs, "_PIECE_BYTES", rows_at_once * 4 * VOCAB)
+    monkeypatch.setattr(logprobs, "row_logprobs", watched)
     assert joined(compute(model, [30, 20], company=True)) == whole
     assert max(widths) == rows_at_once
 

@@ -23,8 +23,7 @@ from executor_svc.models.through_transformers.hosted import HostedModel
 from executor_svc.models.through_transformers.self_check import paged_logits
 from executor_svc.plan.description import limits_of
 from executor_svc.startup.build import build_model
-from executor_svc.startup.device import make_device
-from executor_svc.startup.executors import make_executor
+from executor_svc.startup.executors import make_device, make_executor
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import HOSTED, edit_config, make_checkpoint

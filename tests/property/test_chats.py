@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 
 from cadenza.v1 import types_pb2
-from scheduler_svc.convert.chats import chat_fields
+from scheduler_svc.convert.request_parts import chat_fields
 from scheduler_svc.requests.chats.variables import template_variables
 from tests.helpers.models.chats import chat_of, with_text_arguments
 

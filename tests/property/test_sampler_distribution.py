@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from executor_svc.batch.step_result import RowLogprobs, SampledTokens
-from executor_svc.sampling.edits import LogitsEdits
+from executor_svc.sampling.logits_edits import LogitsEdits
 from executor_svc.sampling.reference import probabilities
 from tests.helpers.executor.cpu_sampling import sample
 from tests.helpers.executor.sampling import columns, edited_exactly, edits

@@ -14,7 +14,7 @@ import yaml
 
 from cadenza_common.settings.service import ServiceSettings, read_config
 from executor_svc.config import ExecutorConfig
-from executor_svc.ranks.hosts.introduction import difference, introduction
+from executor_svc.ranks.connected import difference, introduction
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.executors.addresses import ExecutorEntries, executor_entries
 from scheduler_svc.metrics.definitions import DEFINITIONS

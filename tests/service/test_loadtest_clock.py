@@ -16,7 +16,7 @@ from cadenza_loadtest.driving.driver import drive
 from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.measures.columns import RequestColumns
 from cadenza_loadtest.requests import RequestShape
-from cadenza_loadtest.targets.generate import GenerateTarget
+from cadenza_loadtest.targets.cadenza import GenerateTarget
 from cadenza_loadtest.targets.openai import OpenAITarget
 from cadenza_loadtest.targets.session import SessionTarget
 from cadenza_loadtest.workloads.prompts import Prompts

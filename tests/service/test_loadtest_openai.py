@@ -16,10 +16,9 @@ from cadenza_loadtest.driving.live import RequestInFlight
 from cadenza_loadtest.requests import LoadTestError
 from cadenza_loadtest.settings import make_settings
 from cadenza_loadtest.targets import make_target
-from cadenza_loadtest.targets.generate import GenerateTarget
-from cadenza_loadtest.targets.openai import OpenAITarget
+from cadenza_loadtest.targets.cadenza import GenerateTarget
+from cadenza_loadtest.targets.openai import EventParser, OpenAITarget
 from cadenza_loadtest.targets.session import SessionTarget
-from cadenza_loadtest.targets.sse import EventParser
 from tests.helpers.gateway.openai_server import DONE, Server, ask, burst, chunk, prompts, served, shape, until, usage
 
 

@@ -17,9 +17,8 @@ from cadenza_loadtest.driving.watch import watch_series
 from cadenza_loadtest.failures import Failures
 from cadenza_loadtest.measures.metrics import measure
 from cadenza_loadtest.requests import LoadTestError, RequestShape
-from cadenza_loadtest.targets.generate import GenerateTarget
+from cadenza_loadtest.targets.cadenza import GenerateTarget, read_tenant_tokens
 from cadenza_loadtest.targets.session import SessionTarget
-from cadenza_loadtest.tenant_tokens import read_tenant_tokens
 from cadenza_loadtest.workloads.prompts import Prompts
 from tests.helpers.client import scripted_server
 from tests.helpers.client.scripted_server import Script, event, responses_to, text_of
@@ -239,7 +238,7 @@ async def test_turns_carry_the_answers_of_the_turns_before(kind, tokenizer_folde
 @BOTH
 async def test_a_message_that_is_too_large_is_not_sent(kind, monkeypatch) -> None:
     monkeypatch.setattr("cadenza.calls.session.MAX_REQUEST_BYTES", 300)
-    monkeypatch.setattr("cadenza_loadtest.targets.generate.MAX_REQUEST_BYTES", 300)
+    monkeypatch.setattr("cadenza_loadtest.targets.cadenza.MAX_REQUEST_BYTES", 300)
     async with world() as w, started(kind(w.target)) as target:
         shapes = [shape(0), shape(1, num_prompt_tokens=200), shape(2)]
         columns = await drive(burst(*shapes), target, prompts(), timeout_s=20)

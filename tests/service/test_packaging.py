@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import cadenza
-from cadenza_cli.extras import LOADTEST_MODULES
+from cadenza_cli.load.options import LOADTEST_MODULES
 from tests.helpers.machine.wheel_environment import build_wheel, install_wheel, run, share_packages
 from tests.helpers.paths import PACKAGES, ROOT
 

@@ -28,7 +28,7 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             super().__init__(*arguments)
             started.append(self)
 
-    monkeypatch.setattr("executor_svc.startup.members.RankProcesses", Noted)
+    monkeypatch.setattr("executor_svc.startup.leader.RankProcesses", Noted)
     yield
     for each in started:
         each.stop()

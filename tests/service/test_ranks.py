@@ -12,7 +12,7 @@ import torch
 
 from cadenza import LLM, SamplingParams
 from executor_svc.config import ExecutorConfig
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 from executor_svc.startup.rank_checks import RanksError, check_ranks, threads_of
 from tests.checkpoints import make_checkpoint
 from tests.helpers.marks import short_and_long

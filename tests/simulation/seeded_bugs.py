@@ -112,13 +112,13 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "drafts get rows of logits that the step does not have",
-        "scheduler_svc.core.steps.drafts", "plan_drafts",
+        "scheduler_svc.core.steps.planning", "plan_drafts",
         ", budget.num_sequences // num_drafting)", ")",
         found_in=26,
     ),
     SeededBug(
         "a fork gets blocks for drafts before its copy",
-        "scheduler_svc.core.steps.drafts", "_make_room",
+        "scheduler_svc.core.steps.planning", "_make_room",
         "if sequence not in lane.pending_copy_on_write", "if True",
         found_in=297,
     ),
@@ -186,7 +186,7 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "a lost executor is waited for although others serve",
-        "scheduler_svc.engine.fleet.request_moves", "RequestMoves.move",
+        "scheduler_svc.engine.fleet.executor_member", "RequestMoves.move",
         "self._give_up(member)", "pass",
         found_in=40,
     ),

@@ -160,7 +160,7 @@ def _sampling(
     from cadenza_common.plan.sampling import SequenceSampling
     from executor_svc.gpu.kernels.sampling.sampling import sample
     from executor_svc.gpu.kernels.sampling.state import SamplingState, SamplingWorkspace
-    from executor_svc.gpu.sampling.records import pack_record
+    from executor_svc.gpu.sampling.state import pack_record
 
     device, vocab = bench.device, widths.vocab
     logits = _logits(bench, rows, vocab)

@@ -1,4 +1,9 @@
-"""One background event loop for all blocking clients of a process (grpc.aio wants one loop, grpc#42357)."""
+"""One background event loop for all blocking clients of a process (grpc.aio wants one loop, grpc#42357).
+
+gRPC and fork: if a process has used gRPC and its forked child uses it, too, both processes abort.
+
+They share the kernel's poll set, and gRPC aborts on events that it does not know (observed with grpcio 1.76).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,10 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
 
-from cadenza.calls.forks import forked
-
 T = TypeVar("T")
 
 _CANCEL_TIMEOUT_S = 5.0
+_user: int | None = None  # the process that began to use gRPC: this one, or the parent that it was forked from
 
 
 class _PollerNoise(logging.Filter):
@@ -140,3 +144,20 @@ def _outcome(task: asyncio.Task[T]) -> Callable[[], T]:
         raise error
 
     return fail
+
+
+def claim_grpc() -> None:
+    """Record that this process uses gRPC; raises RuntimeError if it was forked from a process that used it."""
+    global _user
+    if _user is None:
+        _user = os.getpid()
+    elif _user != os.getpid():
+        raise forked(_user)
+
+
+def forked(parent: int) -> RuntimeError:
+    """The error for a forked child that uses its parent's gRPC."""
+    return RuntimeError(
+        f"this process was forked from process {parent} after that had begun to use Cadenza's client, and gRPC does "
+        'not outlive a fork: make clients after the fork only, or start processes with the method "spawn"'
+    )

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels import activation, argmax, matmul, norm, panel_rows, rows
+from executor_svc.cpu.kernels import activation, argmax, matmul, norm, rows
 from executor_svc.cpu.kernels import attention as cpu_attention
 from executor_svc.cpu.kernels import rope as rotary
 from executor_svc.cpu.kernels.amx import many_rows, product, row_tiles
@@ -24,7 +24,7 @@ from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces, CpuEmbeddingP
 from executor_svc.cpu.kernels.lora.rows import CpuAdapterRows
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_rows
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
-from executor_svc.cpu.kernels.panels import PanelWriter, new_memory
+from executor_svc.cpu.kernels.panels import PanelWriter, new_memory, take_panel_rows
 from executor_svc.cpu.kernels.quantized import embedding_rows
 from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host, PackedWeightPart, Part, PartLaunches, RowForms
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
@@ -124,7 +124,7 @@ class CpuKernels:
     def embed_from_panels(self, panels: Tensor, hidden: int, token_ids: Tensor, scale: float) -> Tensor:
         """As `embed`, for the panels of a table [vocabulary, hidden]."""
         y = self._new("embedded", (token_ids.shape[0], hidden), panels.dtype)
-        kernel = panel_rows.take_rows(self._code, _dtype(panels), hidden, scale)
+        kernel = take_panel_rows(self._code, _dtype(panels), hidden, scale)
         self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(panels, token_ids, y)), token_ids.shape[0])
         return y
 

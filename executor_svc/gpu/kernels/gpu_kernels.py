@@ -18,8 +18,7 @@ from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.few_bits.embedding import embed_few_bits
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
 from executor_svc.gpu.kernels.lora.adapter_places import GpuAdapterPlaces, GpuEmbeddingPlaces
-from executor_svc.gpu.kernels.lora.adapter_rows import GpuAdapterRows
-from executor_svc.gpu.kernels.lora.tables import MAX_PLACES
+from executor_svc.gpu.kernels.lora.tables import MAX_PLACES, GpuAdapterRows
 from executor_svc.gpu.kernels.rope import rope_write_kv
 from executor_svc.gpu.kernels.sampling import logits
 

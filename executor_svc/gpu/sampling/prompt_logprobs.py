@@ -1,6 +1,6 @@
 """Logprobs of prompt tokens on the device: computed in pieces after the forward pass, reported with the step's tokens.
 
-Computes the same as `sampling.prompt_logprobs`. Prompt logits that are not finite mark their slot, which fails when it
+Computes the same as `sampling.logprobs`. Prompt logits that are not finite mark their slot, which fails when it
 samples.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,15 @@ from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.sampling import Need, SequenceSampling
 from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.sampling.penalties import add_tokens, restart_counts
-from executor_svc.gpu.kernels.sampling.state import RECORD_WORDS, SamplingLists, SamplingState, num_words
+from executor_svc.gpu.kernels.sampling.state import (
+    MAX_INT32,
+    RECORD,
+    RECORD_WORDS,
+    SamplingLists,
+    SamplingState,
+    num_words,
+)
 from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
-from executor_svc.gpu.sampling.records import following, pack_bits, pack_record
 from executor_svc.gpu.slot_changes import Applied
 from executor_svc.plan.arrays import BoolArray, IntArray, ints
 from executor_svc.plan.limits import Limits
@@ -153,3 +160,34 @@ def _lists(sampling: SequenceSampling) -> tuple[NDArray[Any], ...]:
 def _extra_sizes(limits: Limits) -> list[int]:
     n, vocab = limits.num_slots, limits.vocab_size
     return [n * RECORD_WORDS, padded(n * num_words(vocab)), *[LIST_CAPACITY] * 5]
+
+
+def pack_bits(token_ids: Sequence[int], vocab: int) -> NDArray[np.int32]:
+    """Return a slot's row of `SamplingState.allowed_bits`."""
+    bits = np.zeros(num_words(vocab) * 32, np.bool_)
+    bits[ints(token_ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def pack_record(
+    sampling: SequenceSampling, bias_start: int = 0, word_start: int = 0, stop_start: int = 0
+) -> np.ndarray:
+    """Return a [1] array of RECORD for a slot with lists that begin at these places of the columns."""
+    record, numbers = np.zeros(1, RECORD), stored(sampling)
+    needs = needs_of(numbers)
+    for name, value in numbers.items():
+        if name in (RECORD.names or ()):
+            record[name] = min(value, MAX_INT32) if RECORD[name] == np.int32 else value
+    record["has_floor"] = Need.FLOOR in needs
+    record["penalised"] = Need.COUNTS in needs
+    record["has_allowed"] = len(sampling.allowed_token_ids) > 0
+    record["bias_start"], record["bias_length"] = bias_start, len(sampling.bias_token_ids)
+    record["word_start"], record["word_length"] = word_start, sum(len(word) for word in sampling.bad_words)
+    record["stop_start"], record["stop_length"] = stop_start, len(sampling.stop_token_ids)
+    return record
+
+
+def following(words: tuple[Sequence[int], ...]) -> NDArray[np.int32]:
+    """Return a slot's part of `SamplingLists.word_following`."""
+    parts = [np.arange(len(word), dtype=np.int32)[::-1] for word in words]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)

@@ -17,6 +17,7 @@ from executor_svc.batch.step_result import RowCandidates
 from executor_svc.device.interface import Device
 from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
+from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling.prompt_logprobs import GpuPromptLogprobs, PendingPrompts
 from executor_svc.gpu.sampling.rounds import SamplingRounds
@@ -24,7 +25,6 @@ from executor_svc.gpu.sampling.sampler import GpuSampler, PendingLogprobs, Sampl
 from executor_svc.gpu.sampling.state import SlotSamplingState
 from executor_svc.gpu.staging import sent
 from executor_svc.gpu.step_ranks import GpuStepRanks
-from executor_svc.gpu.timing import StepClock
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.limits import Limits
 from executor_svc.sampling.row_math import argmax

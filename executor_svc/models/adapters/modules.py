@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from executor_svc.models.gguf.linear_shapes import linear_shapes
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.spec import DecoderSpec, linear_shapes
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
+from torch import Tensor
 
 from executor_svc.device.adapters import AdapterKernels, AdapterRows, PackedPart
-from executor_svc.device.kernels import AttentionShape, Embedding, Linear
+from executor_svc.device.kernels import AttentionShape, Embedding, Kernels, Linear, WeightRows
 from executor_svc.device.ranks import Share
+from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.adapters.adapter import Adapter, LoraPart, TokenRows
 from executor_svc.models.adapters.linears import AdaptedEmbedding, AdaptedLinear, AdapterSwitch
 from executor_svc.models.adapters.modules import LinearName, decoder_modules
-from executor_svc.models.adapters.padded import pad_part
 from executor_svc.models.adapters.shares import own_adapter, own_columns
+from executor_svc.models.base import Builder
+from executor_svc.models.layers.attention import pad_heads, pad_output
 from executor_svc.models.parallel.split import spec_of
 from executor_svc.models.spec import DecoderSpec
 
@@ -47,7 +50,7 @@ class PackedAdapter:
 
 
 class ModelAdapters:
-    """Owns all places of a model, which is built with `building.AdaptingBuilder`."""
+    """Owns all places of a model, which is built with `AdaptingBuilder`."""
 
     def __init__(
         self,
@@ -175,3 +178,43 @@ def _part_columns(spec: DecoderSpec, shape: AttentionShape, share: Share) -> Map
                 columns = [each // shape.head_size * shape.padded_head_size for each in columns]
             found.setdefault((module.layer, module.linear), []).extend(columns)
     return found
+
+
+class AdaptingBuilder:
+    """Implements `models.base.Builder` for one decoder, which asks for its linears layer by layer."""
+
+    def __init__(self, device: Builder, adapters: ModelAdapters) -> None:
+        self.torch_device, self.dtype = device.torch_device, device.dtype
+        self._device, self._adapters = device, adapters
+
+    @property
+    def kernels(self) -> Kernels:
+        return self._device.kernels
+
+    def prepare_linear(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> Linear:
+        return self._adapters.adapt_linear(name, self._device.prepare_linear(name, weight, bias))
+
+    def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
+        return self._adapters.adapt_embedding(self._device.prepare_embedding(name, weight))
+
+    def prepare_tied(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> tuple[Embedding, Linear]:
+        embedding, linear = self._device.prepare_tied(name, weight, bias)
+        return self._adapters.adapt_embedding(embedding), self._adapters.adapt_linear(name, linear)
+
+
+def pad_part(part: LoraPart, linear: LinearName, shape: AttentionShape) -> LoraPart:
+    """Return a part for linears as `layers.attention` pads them: added rows and columns are zero.
+
+    Of attention.qkv the rows of b are widened, with the first row among padded ones; of attention.output the columns
+    of a. Others are returned as they are.
+    """
+    size, padded = shape.head_size, shape.padded_head_size
+    if size == padded:
+        return part
+    if linear == "attention.qkv":
+        return replace(part, b=pad_heads(part.b, size, padded), first_row=part.first_row // size * padded)
+    return replace(part, a=pad_output(part.a, shape)) if linear == "attention.output" else part

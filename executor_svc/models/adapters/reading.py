@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,11 @@ from torch import Tensor
 from executor_svc.models.adapters.adapter import Adapter, EmbeddingPart, LoraPart, TokenRows
 from executor_svc.models.adapters.config import parse_config
 from executor_svc.models.adapters.contents import AdapterLimits, Contents, FilePair, find_contents
-from executor_svc.models.adapters.digest import content_hash
-from executor_svc.models.adapters.errors import naming
 from executor_svc.models.adapters.modules import EMBEDDING, HEAD, LinearName, decoder_modules
 from executor_svc.models.adapters.paths import CONFIG_FILE, allowed_file
 from executor_svc.models.adapters.targets import Targets, find_targets
-from executor_svc.models.base import StoredWeight
+from executor_svc.models.base import ModelConfigError, StoredWeight
+from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.safetensors_file import StoredTensor, tensors_of
 from executor_svc.models.spec import DecoderSpec
@@ -32,6 +33,19 @@ BaseTable = Callable[[str], StoredWeight]
 _MOST_CONFIG_BYTES = 4 << 20
 _MOST_HEADER_BYTES = 16 << 20
 _BLOCK_BYTES = 4 << 20
+
+
+class AdapterError(LoaderError):
+    """An adapter cannot be used; the message names its folder, and the tensor or the field of adapter_config.json."""
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Turn errors about files, fields and tensors into AdapterError with the adapter's folder."""
+    try:
+        yield
+    except (ModelConfigError, LoaderError) as error:
+        raise AdapterError(f"adapter {folder}: {error}") from error
 
 
 def read_adapter(
@@ -210,3 +224,32 @@ def _whole(tensor: StoredTensor) -> Tensor:
 def _check_finite(tensor: StoredTensor, values: Tensor) -> None:
     if not bool(values.isfinite().all()):
         raise LoaderError(f"tensor {tensor.name} holds numbers that are not finite")
+
+
+def content_hash(
+    parts: Iterable[LoraPart],
+    embedding: EmbeddingPart | None,
+    embedding_rows: TokenRows | None,
+    head_rows: TokenRows | None,
+) -> bytes:
+    """Return 32 bytes over modules, shapes, values and scales, as the weights' digest is made (docs/decisions/0032).
+
+    Equal for the same values in another folder, under other names of tensors, in another order, or in another dtype
+    that holds them exactly; other for another alpha or rank, even where some product would be the same.
+    """
+    found = []
+    for part in parts:
+        found.append(_digest(part.module, [part.a, part.b], part.scale))
+    if embedding is not None:
+        found.append(_digest("embedding", [embedding.a, embedding.b], embedding.scale))
+    for name, rows in (("embedding rows", embedding_rows), ("head rows", head_rows)):
+        if rows is not None:
+            found.append(_digest(name, [rows.token_ids, rows.rows], 1.0))
+    return hashlib.sha256(b"".join(sorted(found))).digest()
+
+
+def _digest(name: str, tensors: list[torch.Tensor], scale: float) -> bytes:
+    content = ContentDigest(f"{name} {[list(tensor.shape) for tensor in tensors]} {scale.hex()}")
+    for tensor in tensors:
+        content.update(tensor.float() if tensor.dtype.is_floating_point else tensor)
+    return content.digest()

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from cadenza_common.gguf.file import GgufFile
-from cadenza_common.gguf.tokens import END_KEYS, END_TEXTS
+from cadenza_common.gguf.metadata import END_KEYS, END_TEXTS
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.rope_content import VectorReader, rope_content, shortest
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.few_bits import FewBits
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import AttentionShape
 from executor_svc.device.kv_cache import DraftLayers, KVGroup
+from executor_svc.device.stored_linear import FewBits
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.decoder_loading import load_decoder, open_checkpoint

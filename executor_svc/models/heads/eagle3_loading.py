@@ -17,7 +17,6 @@ from executor_svc.models.decoder import Decoder
 from executor_svc.models.decoder_loading import check_memory, folder_weights, open_checkpoint
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.folder import LoaderError
-from executor_svc.models.gguf.linear_shapes import linear_shapes
 from executor_svc.models.heads.draft import (
     LoadedDraft,
     check_vocabulary_size,
@@ -35,6 +34,7 @@ from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, rounded_bytes, rounding_of
+from executor_svc.models.spec import linear_shapes
 
 _UNUSED = ("t2d", "rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that checkpoints may hold and the head does not need: t2d says what d2t says."""

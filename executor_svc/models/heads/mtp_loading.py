@@ -14,7 +14,6 @@ from executor_svc.models.decoder import Decoder, attention_shape, mtp_prefix
 from executor_svc.models.decoder_loading import Checkpoint, check_memory, folder_weights, open_checkpoint
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.folder import LoaderError, find_weights
-from executor_svc.models.gguf.linear_shapes import linear_shapes
 from executor_svc.models.heads.draft import LoadedDraft, draft_config, layers_of, naming, own_few_bits, probe
 from executor_svc.models.heads.mtp import MtpHead, MtpWeights
 from executor_svc.models.heads.named_tensors import NamedTensors
@@ -23,7 +22,7 @@ from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, rounded_bytes, rounding_of
 from executor_svc.models.safetensors_file import tensors_of
-from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec
+from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec, linear_shapes
 
 _ARCHITECTURE = "MiMoForCausalLM"
 _LAYER = mtp_prefix(0)

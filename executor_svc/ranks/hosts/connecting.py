@@ -7,9 +7,17 @@ import ssl
 import time
 
 from executor_svc.ranks.hosts.credentials import RankCredentials
-from executor_svc.ranks.hosts.handshake import ConnectionPurpose, HandshakeError, Hello, Timed, offer
+from executor_svc.ranks.hosts.handshake import (
+    ConnectionPurpose,
+    HandshakeError,
+    Hello,
+    Timed,
+    find_address,
+    offer,
+    pause,
+    settle,
+)
 from executor_svc.ranks.hosts.places import PlaceError, RankPlace
-from executor_svc.ranks.hosts.sockets import find_address, pause, settle
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 
 _TRY_S = 10.0

@@ -19,6 +19,9 @@ import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
+
+from executor_svc.ranks.hosts.places import PlaceError
 
 PROTOCOL = 1
 """Of frames between ranks."""
@@ -30,6 +33,9 @@ _ANSWER = struct.Struct("<32s32s")
 _NONCE_BYTES = _PROOF_BYTES = 32
 _TLS_HANDSHAKE, _TLS_ALERT = 0x16, 0x15
 """First bytes of TLS records."""
+_RETRY_S = 0.2
+_Address = tuple[int, Any]
+"""A family, and what `connect` and `bind` take."""
 
 
 class ConnectionPurpose(IntEnum):
@@ -129,3 +135,26 @@ def offer(stream: Timed, secret: bytes, hello: Hello) -> None:
 
 def _proof(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, side + b"\0" + hello + nonce, hashlib.sha256)
+
+
+def find_address(host: str, port: int, deadline: float) -> _Address:
+    """Return the first address of a name, which may become known only later; raises PlaceError at the deadline."""
+    while True:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return int(found[0][0]), found[0][4]
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PlaceError(f"the address of rank 0, {host}, is not known: {error.strerror or error}") from None
+        pause()
+
+
+def pause() -> None:
+    """Wait before the next try."""
+    time.sleep(_RETRY_S)
+
+
+def settle(end: socket.socket) -> None:
+    """Let a connection wait as long as it takes, and send at once."""
+    end.settimeout(None)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

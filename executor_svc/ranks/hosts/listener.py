@@ -11,9 +11,16 @@ from collections import OrderedDict
 from contextlib import suppress
 
 from executor_svc.ranks.hosts.credentials import RankCredentials
-from executor_svc.ranks.hosts.handshake import ConnectionPurpose, HandshakeError, Hello, Timed, answer
+from executor_svc.ranks.hosts.handshake import (
+    ConnectionPurpose,
+    HandshakeError,
+    Hello,
+    Timed,
+    answer,
+    find_address,
+    settle,
+)
 from executor_svc.ranks.hosts.places import PlaceError, RankPlace
-from executor_svc.ranks.hosts.sockets import find_address, settle
 from executor_svc.ranks.links import Frame, Link, LinkClosed
 
 _log = logging.getLogger(__name__)

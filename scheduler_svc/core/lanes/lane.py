@@ -8,7 +8,6 @@ from collections.abc import Collection, KeysView
 from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.adapters.lane_adapters import LaneAdapters
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.lanes.batching_state import BatchingState
 from scheduler_svc.core.lanes.draft_control import DraftControl
 from scheduler_svc.core.lanes.draft_limits import allow_drafts
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
@@ -16,7 +15,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.lanes.slot_pool import SlotPool
 from scheduler_svc.core.lanes.stop_ids import StopIds
 from scheduler_svc.core.lanes.stored_tokens import num_filled, num_reserved_blocks, num_stored_tokens
-from scheduler_svc.core.lanes.turnover import Turnover
+from scheduler_svc.core.lanes.turnover import BatchingState, Turnover
 from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.queues.orders import OrderPolicy

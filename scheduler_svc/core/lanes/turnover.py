@@ -1,6 +1,8 @@
-"""How often sequences finish on one executor: each finish frees a slot and blocks for a waiting group."""
+"""What policies remember of one executor: counters of batching, and how often sequences finish."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 _DECAY = 0.9
 """Weight of earlier finishes after each new one."""
@@ -31,3 +33,15 @@ class Turnover:
     def interval_s(self) -> float | None:
         """Mean seconds between two finishes; None before the second."""
         return self._interval_s
+
+
+@dataclass(slots=True)
+class BatchingState:
+    """Counters of the batching policies; each uses its own."""
+
+    num_held_back: int = 0
+    """Continuous batching: steps since waiting groups were last admitted."""
+    num_unfilled: int = 0
+    """Static batching: groups of the running batch not admitted yet, as its prompts may need several steps."""
+    closed_by_memory: bool = False
+    """Static batching: the last batch was closed because memory was full."""

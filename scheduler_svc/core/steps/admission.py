@@ -7,17 +7,25 @@ of them computes the full blocks that they have in common.
 
 from __future__ import annotations
 
+from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.placement.candidates import check_fits_one, count_field
 from scheduler_svc.core.queues.passed import PassedOver
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.allocation import Allocation, allocations_of, have_blocks
 from scheduler_svc.core.steps.beam_scheduling import finish_early
-from scheduler_svc.core.steps.budget import SINGLE_WEIGHT, AdmissionBudget, StepBudget
+from scheduler_svc.core.steps.budget import (
+    MAX_ADMITTED_VALUES,
+    MAX_GROUP_TOKENS,
+    SINGLE_WEIGHT,
+    AdmissionBudget,
+    StepBudget,
+)
 from scheduler_svc.core.steps.chunks import plan_chunk
 from scheduler_svc.core.steps.plain_admission import admit_new
-from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
+from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec, SequenceState
 
 
 def admit(
@@ -211,3 +219,25 @@ def _allocate(lane: Lane, step: PlannedStep, allocations: list[Allocation]) -> N
             lane.blocks.allocate(sequence, allocation.num_tokens, source=source, num_shared=allocation.num_shared)
             sequence.mark_computed(allocation.num_shared * lane.spec.block_size)
             sequence.kv_source = source
+
+
+def check_fits(spec: RequestSpec, executors: list[ExecutorSpec], count: int) -> None:
+    """Reject a request of `count` sequences that no executor can hold; the message has the numbers."""
+    num_prompt = len(spec.prompt_token_ids)
+    if not num_prompt:
+        raise RequestRejectedError("prompt", "the prompt has no tokens")
+    check_fits_one(spec, executors, count)
+    if count == 1:
+        return
+    if count * num_prompt > MAX_GROUP_TOKENS:
+        raise RequestRejectedError(
+            count_field(spec),
+            f"{count} sequences of {num_prompt} prompt tokens have over {MAX_GROUP_TOKENS} tokens in all",
+        )
+    # Sequences after the first take the prompt from its slot.
+    if num_prompt + count * spec.sampling.num_listed > MAX_ADMITTED_VALUES:
+        raise RequestRejectedError(
+            count_field(spec),
+            f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_listed} numbers each in "
+            f"their sampling parameters exceed {MAX_ADMITTED_VALUES} numbers in a plan",
+        )

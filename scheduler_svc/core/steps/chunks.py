@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from hashlib import blake2b
 
 from cadenza_common.plan.plan import AdmittedSequence, PrefixSource
 from cadenza_common.plan.sampling import SequenceSampling
-from scheduler_svc.core.grammar import turn_of
 from scheduler_svc.core.lanes.draft_limits import draft_scope, max_drafts_of
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
@@ -192,3 +192,8 @@ def described(
         admitted.grammar_turn = turn_of(spec.tenant)
     admitted.adapter_index = spec.adapter_index
     return admitted
+
+
+def turn_of(tenant: str) -> int:
+    """Return a tenant's number, in whose turn executors compile its grammars; 0: there are no tenants."""
+    return int.from_bytes(blake2b(tenant.encode(), digest_size=8).digest(), "little") if tenant else 0

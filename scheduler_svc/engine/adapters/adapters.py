@@ -16,7 +16,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import RequestKey, SequenceState
 from scheduler_svc.engine.adapters.names import AdapterNames
-from scheduler_svc.engine.fleet.changes import ChangeSignal
+from scheduler_svc.engine.fleet.listener import ChangeSignal
 from scheduler_svc.engine.journal import Journal
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.clock import Clock, ScheduledCall

@@ -13,16 +13,15 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.faults import Faults
-from scheduler_svc.engine.fleet.changes import ChangeSignal
 from scheduler_svc.engine.fleet.executor_member import (
     ExecutorExistsError,
     ExecutorMember,
     LastExecutorError,
+    RequestMoves,
     UnknownExecutorError,
 )
 from scheduler_svc.engine.fleet.fault_report import FaultReport
-from scheduler_svc.engine.fleet.listener import ExecutorSetListener
-from scheduler_svc.engine.fleet.request_moves import RequestMoves
+from scheduler_svc.engine.fleet.listener import ChangeSignal, ExecutorSetListener
 from scheduler_svc.engine.fleet.served_executors import ModelListener, ServedExecutors
 from scheduler_svc.engine.lane_views import num_held
 from scheduler_svc.engine.request_trace import ExecutorIdentity

@@ -1,7 +1,8 @@
-"""What the executor set reports: the events of all executors."""
+"""How others learn of the executor set: events of all executors, and a condition that is checked after changes."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -35,3 +36,26 @@ class ExecutorSetListener(Protocol):
 
     def report_health(self) -> None:
         """`can_serve` may have changed."""
+
+
+class ChangeSignal:
+    """Wakes those that wait for a condition; a change costs nothing while nobody waits."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Event] = set()
+
+    def notify(self) -> None:
+        """Something has changed."""
+        for changed in self._waiting:
+            changed.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until a condition holds."""
+        changed = asyncio.Event()
+        self._waiting.add(changed)
+        try:
+            while not holds():
+                await changed.wait()
+                changed.clear()
+        finally:
+            self._waiting.discard(changed)

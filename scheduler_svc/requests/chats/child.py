@@ -16,8 +16,7 @@ from typing import BinaryIO
 
 import jinja2
 
-from scheduler_svc.requests.chats.errors import ChatError
-from scheduler_svc.requests.chats.job import ChatJob, failed, rendered
+from scheduler_svc.requests.chats.fields import ChatError, ChatJob, failed, rendered
 from scheduler_svc.requests.chats.template import compile_template, render
 
 _LONGEST_S = 60

@@ -12,8 +12,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 from scheduler_svc.requests.answering_child import AnsweringChild, ChildDiedError
-from scheduler_svc.requests.chats.errors import ChatError
-from scheduler_svc.requests.chats.job import ChatJob, read_answer
+from scheduler_svc.requests.chats.fields import ChatError, ChatJob, read_answer
 
 START_S = 30.0
 """Longest time in which a child loads Jinja."""

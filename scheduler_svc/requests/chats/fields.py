@@ -1,13 +1,36 @@
-"""A chat as received, in plain values."""
+"""A chat in plain values, as received and as a child is asked to render it, and the error if it cannot be rendered.
+
+Questions to the child are pickled, since it may trust its parent; answers are texts, since a template may have taken
+the child over.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MAX_PROMPT_CHARS = 1024 * 1024
 """Limit of all texts of a prompt together, and of a rendered chat."""
 _FIELD_CHARS = 32
 """What a message or a call takes beside its texts, in characters that take as long to render."""
+_MAX_QUOTED_CHARS = 500
+_RENDERED, _FAILED = "t", "e"
+
+
+class ChatError(Exception):
+    """A chat cannot be rendered; `field` is the path of the wrong field within the chat, empty for the whole of it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def quoted(exc: Exception) -> str:
+    """The message of a template's error, which may quote the chat, or its type if there is none."""
+    text = str(exc) or type(exc).__name__
+    return text if len(text) <= _MAX_QUOTED_CHARS else text[: _MAX_QUOTED_CHARS - 1] + "…"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +87,36 @@ class ChatFields:
         """Characters to render, and a number for each field."""
         objects = sum(len(each) + _FIELD_CHARS for each in (*self.tools, *self.documents))
         return sum(each.num_chars for each in self.messages) + objects + len(self.template_kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatJob:
+    """A chat and the template to render it with."""
+
+    template: str
+    field: str
+    """The field that has the template; empty: it is the model's."""
+    chat: ChatFields
+    special_tokens: Mapping[str, Any]
+
+
+def rendered(text: str) -> bytes:
+    """Return the answer with a text."""
+    return (_RENDERED + text).encode()
+
+
+def failed(error: ChatError) -> bytes:
+    """Return the answer with an error; what cannot be encoded of its message is replaced."""
+    return (_FAILED + json.dumps([error.field, str(error)])).encode()
+
+
+def read_answer(answer: str) -> str:
+    """Return the text of an answer; raises ChatError, and ValueError for what is no answer."""
+    kind, content = answer[:1], answer[1:]
+    if kind == _RENDERED:
+        return content
+    if kind == _FAILED:
+        match json.loads(content):
+            case [str(field), str(message)]:
+                raise ChatError(field, message)
+    raise ValueError("it is no answer")

@@ -9,6 +9,7 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -19,8 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from scheduler_svc.requests.chats.errors import ChatError, quoted
-from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatFields
+from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatError, ChatFields, quoted
 from scheduler_svc.requests.chats.variables import template_variables
 
 _OPEN_END = "CADENZA_OPEN_END "
@@ -124,3 +124,25 @@ def _raise_exception(message: object) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
+
+
+class ChatTemplateOptionError(Exception):
+    """--chat-template is no template; the message says why."""
+
+
+def read_template(value: str) -> str:
+    """Return the template that a file holds, or that the value is; raises ChatTemplateOptionError."""
+    try:
+        text = Path(value).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ChatTemplateOptionError(f"the file {value!r} is no text") from None
+    except (OSError, ValueError) as error:
+        if not any(sign in value for sign in ("{{", "{%", "\n")):
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ChatTemplateOptionError(f"{value!r} is no template, and no file: {reason}") from None
+        text = value
+    try:
+        compile_template(text)
+    except ChatError as error:
+        raise ChatTemplateOptionError(str(error)) from None
+    return text

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from scheduler_svc.requests.chats.errors import ChatError
-from scheduler_svc.requests.chats.fields import ChatFields, MessageFields, ToolCallFields
+from scheduler_svc.requests.chats.fields import ChatError, ChatFields, MessageFields, ToolCallFields
 
 MAX_DEPTH = 64
 """Of JSON: a template that indents writes a line as long as its depth for each value."""

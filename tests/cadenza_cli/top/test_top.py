@@ -11,7 +11,7 @@ from cadenza_cli.app import run
 from cadenza_cli.text import number, size
 from cadenza_cli.top.figures import Lost, Percentiles, json_line, percentiles
 from cadenza_cli.top.meter import Meter
-from cadenza_cli.top.sparkline import sparkline
+from cadenza_cli.top.rows import sparkline
 from tests.helpers.client.top_figures import busy_interval, drafting, info, record
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza_common.gguf.tokens import END_TEXTS, type_of
+from cadenza_common.gguf.metadata import END_TEXTS, type_of
 from tests.helpers.models.gguf_vocabularies import recorded
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from cadenza_common.metrics import server as server_module
+from cadenza_common.metrics.common import LoopLag
 from cadenza_common.metrics.families import Definition, Scrape
 from cadenza_common.metrics.histogram import Histogram, sum_of
-from cadenza_common.metrics.loop_lag import LoopLag
 from cadenza_common.metrics.server import LoopCollector, MetricsServer
 
 DEFINITIONS = (

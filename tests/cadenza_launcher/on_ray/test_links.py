@@ -11,7 +11,7 @@ from cadenza.errors import OptionError
 from cadenza_common.settings.service import read_config
 from cadenza_launcher.on_ray.certificates import make_link_certificates
 from cadenza_launcher.on_ray.cluster import RayCluster, _check_address
-from cadenza_launcher.on_ray.executor_list import ExecutorList
+from cadenza_launcher.on_ray.executors import ExecutorList
 from cadenza_launcher.services.checks import check_scaling
 from cadenza_launcher.services.options import Setting
 from executor_svc.config import ExecutorConfig

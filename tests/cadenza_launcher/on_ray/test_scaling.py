@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cadenza_launcher.on_ray.load import Report
-from cadenza_launcher.on_ray.scaler import Scaler
+from cadenza_launcher.on_ray.scaler import Report, Scaler
 from cadenza_launcher.on_ray.scaling import ReportedLoad, Scaling
 
 

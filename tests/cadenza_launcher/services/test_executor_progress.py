@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from cadenza.v1 import generation_pb2, generation_pb2_grpc
-from cadenza_launcher.services.executor_progress import ExecutorProgress
+from cadenza_launcher.services.supervision import ExecutorProgress
 
 EXECUTOR = "host:1"
 

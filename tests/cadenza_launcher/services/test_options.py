@@ -14,8 +14,8 @@ from pydantic import ValidationError
 import cadenza
 from cadenza.errors import OptionError
 from cadenza_cli.app import run
-from cadenza_common.settings.arguments import to_arguments
 from cadenza_common.settings.help import choices_of
+from cadenza_common.settings.names import to_arguments
 from cadenza_common.settings.service import read_config
 from cadenza_launcher.services.options import (
     GATEWAY,

@@ -25,7 +25,7 @@ from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.device.interface import DeviceError
 from executor_svc.portable_math import cos_and_sin, exp_each, log, log_each, power
 from executor_svc.sampling.noise import uniform
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from tests.checkpoints import make_llama
 from tests.executor_svc.cpu.kernels.processors import ISAS

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu import device as gpu_device
-from executor_svc.startup import device as startup_device
+from executor_svc.startup import executors as startup_device
 from tests.helpers.executor.plans import ints, scheduled, sequence
 
 LIBRARY = "libcuda.so.1"

@@ -20,7 +20,7 @@ from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.startup.adapters import adapter_sizes
 from executor_svc.startup.build import build_model
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 from executor_svc.worker.adapters import AdapterRefused
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from tests.checkpoints import make_checkpoint

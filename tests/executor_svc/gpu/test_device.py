@@ -11,10 +11,10 @@ import torch
 from cadenza_common.plan.result import StepStatus
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
+from executor_svc.device.interface import is_out_of_memory
 from executor_svc.errors import StartError
 from executor_svc.gpu import device as gpu_device
 from executor_svc.gpu.sampling.sampler import GpuSampler
-from executor_svc.worker.device_errors import is_out_of_memory
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.executor.plans import scheduled, sequence

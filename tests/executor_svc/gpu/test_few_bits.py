@@ -11,9 +11,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from executor_svc.device.dequantize import dequantize
-from executor_svc.device.few_bits import FewBits
 from executor_svc.device.interface import DeviceError
-from executor_svc.device.stored_linear import StoredLinear
+from executor_svc.device.stored_linear import FewBits, StoredLinear
 from executor_svc.gpu import stored_linear
 from executor_svc.gpu.linear import SumsWorkspace
 from executor_svc.gpu.stored_linear import GpuStoredLinear

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executor_svc.gpu.memory import peak_bytes_of
+from executor_svc.gpu.measuring import peak_bytes_of
 
 GPU = torch.device("cuda")
 

@@ -23,7 +23,7 @@ from executor_svc.gpu.kernels.rank_rows import own_ids, pick_rows, sum_parts
 from executor_svc.gpu.ranks import GpuRanks, join_group
 from executor_svc.gpu.visible import check_gpus, environment_of
 from executor_svc.ranks.processes import RankProcesses
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 from executor_svc.startup.rank_checks import RanksError, check_ranks
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.gpu.test_both_services import LIMITS
@@ -55,7 +55,7 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             started.append(self)
 
     monkeypatch.setattr("executor_svc.ranks.processes.MODULE", "tests.executor_svc.gpu.mended_member")
-    monkeypatch.setattr("executor_svc.startup.members.RankProcesses", Noted)
+    monkeypatch.setattr("executor_svc.startup.leader.RankProcesses", Noted)
     # Not the end of this process: operations that wait for the rank fail.
     monkeypatch.setattr("executor_svc.startup.leader._end", lambda rank, how: print(f"rank {rank}: {how}"))
     yield

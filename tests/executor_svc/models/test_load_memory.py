@@ -25,7 +25,7 @@ import json, sys
 from pathlib import Path
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.loading import load_model
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 
 def resident(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024

@@ -17,7 +17,7 @@ from executor_svc.cpu import device as cpu_device
 from executor_svc.device.interface import DeviceError, NumericsError
 from executor_svc.models.loading import LoadedModel, LoaderError, load_model
 from executor_svc.models.registry import ARCHITECTURES
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from tests.checkpoints import FAMILIES, edit_config, make_checkpoint, make_llama
 from tests.executor_svc.driver import Model

@@ -16,7 +16,7 @@ from executor_svc.device.dequantize import dequantize
 from executor_svc.device.interface import DeviceError
 from executor_svc.models.loading import LoadedModel, LoaderError, load_model
 from executor_svc.models.quantized.round_to_nearest import INT4, INT8, round_to_nearest
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from tests.checkpoints import make_checkpoint, make_llama
 from tests.executor_svc.driver import Model

@@ -16,7 +16,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.loading import LoaderError, load_model
 from executor_svc.models.quantized import saving
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 from tests.checkpoints import edit_config, make_llama
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
 

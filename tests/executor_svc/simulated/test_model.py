@@ -9,7 +9,7 @@ import pytest
 
 from cadenza_common.plan.result import SlotError
 from cadenza_common.plan.sampling import SequenceSampling
-from executor_svc.sampling.edits import LogitsEdits, RowTokens
+from executor_svc.sampling.logits_edits import LogitsEdits, RowTokens
 from executor_svc.simulated import hashing, tokens
 from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from executor_svc.simulated.model import fingerprint

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza_common.plan.plan import StepPlan
-from executor_svc.speculation.backlog import tokens_to_index
 from executor_svc.speculation.chained import ChainedSource
-from executor_svc.speculation.drafts import Drafts
+from executor_svc.speculation.drafts import Drafts, tokens_to_index
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.speculation.suffix import SuffixSource
 from tests.executor_svc.speculation.draft_model import Driver, limits

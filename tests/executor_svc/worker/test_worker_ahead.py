@@ -14,7 +14,7 @@ import torch
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepStatus
-from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
+from executor_svc.device.interface import is_device_lost, is_out_of_memory
 from executor_svc.worker.session import PlanSession
 from executor_svc.worker.worker import Worker
 from tests.helpers.scheduler.fake_executor import LIMITS

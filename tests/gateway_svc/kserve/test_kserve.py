@@ -11,8 +11,8 @@ import pytest
 
 from gateway_svc.dialects import inference_pb2 as pb
 from gateway_svc.http.errors import ApiError
+from gateway_svc.kserve.model import Statistics
 from gateway_svc.kserve.requests import read_request
-from gateway_svc.kserve.statistics import Statistics
 from gateway_svc.kserve.stream import MAX_BYTES, InferStream
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.gateway.kserve import kserve, outputs, request, texts

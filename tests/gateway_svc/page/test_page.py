@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gateway_svc.access import PageRights
 from gateway_svc.page import feed as feeds
 from gateway_svc.page.feed import MAX_EVENTS, OpenPage
-from gateway_svc.page.files import page_files
+from gateway_svc.page.routes import page_files
+from gateway_svc.page_starter import PageRights
 from tests.helpers.gateway.gateway import gateway, read_events
 from tests.helpers.scheduler.scheduler_world import script, world
 from tests.helpers.tenants import token, write_tenants

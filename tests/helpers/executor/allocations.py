@@ -19,7 +19,7 @@ class Taken:
 
     @property
     def given_back(self) -> int:
-        """What it had at its height beside what is kept: as `gpu.memory.peak_bytes_of` measures on a GPU."""
+        """What it had at its height beside what is kept: as `gpu.measuring.peak_bytes_of` measures on a GPU."""
         return self.most - self.kept
 
 

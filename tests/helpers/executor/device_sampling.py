@@ -16,7 +16,7 @@ from executor_svc.batch.step_result import SampledTokens
 from executor_svc.gpu.kernels.sampling.penalties import restart_counts
 from executor_svc.gpu.kernels.sampling.sampling import sample
 from executor_svc.gpu.kernels.sampling.state import SamplingState, SamplingWorkspace
-from executor_svc.gpu.sampling.records import following, pack_bits, pack_record
+from executor_svc.gpu.sampling.state import following, pack_bits, pack_record
 from executor_svc.plan.limits import Limits
 from executor_svc.sampling import sampler
 from executor_svc.sampling.columns import SAMPLER_NEEDS, SamplingColumns

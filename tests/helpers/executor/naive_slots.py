@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cadenza_common.plan.sampling import SequenceSampling
-from executor_svc.sampling.edits import LogitsEdits
+from executor_svc.sampling.logits_edits import LogitsEdits
 from tests.helpers.scheduler.fake_executor import LIMITS
 
 BLOCK = LIMITS.block_size

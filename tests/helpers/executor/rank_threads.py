@@ -37,7 +37,7 @@ from executor_svc.ranks.hosts.listener import Listener
 from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.ranks.links import Link, LinkClosed
 from executor_svc.ranks.steps import LeaderRanks, MemberRanks
-from executor_svc.startup.device import make_device
+from executor_svc.startup.executors import make_device
 from executor_svc.startup.member import follow
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor

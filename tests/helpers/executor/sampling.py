@@ -10,7 +10,7 @@ import numpy as np
 from cadenza_common.plan.sampling import COLUMNS
 from executor_svc.plan.sampling import stored_value
 from executor_svc.sampling.columns import SAMPLER_NEEDS, SamplingColumns
-from executor_svc.sampling.edits import LogitsEdits, RowTokens
+from executor_svc.sampling.logits_edits import LogitsEdits, RowTokens
 
 
 def columns(n: int, edits: LogitsEdits | None = None, **given: Any) -> SamplingColumns:

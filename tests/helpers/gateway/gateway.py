@@ -11,10 +11,10 @@ from typing import Any
 
 from aiohttp import ClientSession
 
-from gateway_svc.access import PageRights
 from gateway_svc.app import make_state
 from gateway_svc.config import GatewayConfig
 from gateway_svc.listeners import Listeners
+from gateway_svc.page_starter import PageRights
 from gateway_svc.state import State
 
 

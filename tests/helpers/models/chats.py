@@ -9,7 +9,7 @@ from typing import Any
 from cadenza.calls.convert import prompt_to_proto
 from cadenza.chats import chat_options
 from cadenza.prompts import parse_chat
-from scheduler_svc.convert.chats import chat_fields
+from scheduler_svc.convert.request_parts import chat_fields
 from scheduler_svc.requests.chats.fields import ChatFields
 
 

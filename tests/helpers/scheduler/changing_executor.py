@@ -17,7 +17,7 @@ from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepStatus
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
-from executor_svc.simulated.poison import Poison
+from executor_svc.simulated.injection import Poison
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec
 from scheduler_svc.engine.engine import Engine

@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.core.errors import LimitsError, WaitingQueueFullError
-from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
-from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
+from scheduler_svc.engine.fleet.executor_member import (
+    MOVE_AFTER_S,
+    ExecutorExistsError,
+    LastExecutorError,
+    UnknownExecutorError,
+)
 from scheduler_svc.plan_loop.ports import ExecutorFencedError
 from scheduler_svc.replay.__main__ import main as replay
 from tests.helpers.scheduler.changing_executor import OTHER_NUMERICS, STEP_S

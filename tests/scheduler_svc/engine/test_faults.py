@@ -7,13 +7,13 @@ from pathlib import Path
 
 from cadenza.calls.convert import server_info_from_proto
 from cadenza.v1 import generation_pb2 as pb
-from executor_svc.simulated.poison import Poison
+from executor_svc.simulated.injection import Poison
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.errors import UnreadableMessageError
 from scheduler_svc.convert.generation import fault_counts
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.faults import FaultKind
-from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
+from scheduler_svc.engine.fleet.executor_member import MOVE_AFTER_S
 from scheduler_svc.front.front import Front
 from scheduler_svc.journal.journal import connect
 from scheduler_svc.journal.store import JournalStore

@@ -9,7 +9,7 @@ import pytest
 
 from cadenza_common.telemetry.spans import Span
 from cadenza_common.telemetry.trace_context import TraceContext, parse_traceparent
-from executor_svc.simulated.poison import Poison
+from executor_svc.simulated.injection import Poison
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.request_trace import MAX_STEPS

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from cadenza_common.serving.slices import run_at_once
-from scheduler_svc.convert.kv_events import EVENTS_PER_SLICE, kv_batch
+from scheduler_svc.convert.kv_events import EVENTS_PER_SLICE, KvMessages, kv_batch
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
 from scheduler_svc.engine.kv_events.events import MAX_BATCH_TOKENS, KvEventBatch, StatePart, Stored, grouped
-from scheduler_svc.front.kv_messages import KvMessages
 
 PLAIN = ("", b"", b"")
 

@@ -15,8 +15,8 @@ from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.front.front import AT_ONCE, StreamTurns
 from scheduler_svc.front.generation import GenerationServicer
-from scheduler_svc.front.stream_turns import AT_ONCE, StreamTurns
 from scheduler_svc.plan_loop.ports import EngineRequest
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.journal.directory import JournalDirectory
-from scheduler_svc.journal.errors import JournalError
+from scheduler_svc.journal.directory import JournalDirectory, JournalError
 from tests.helpers.paths import ROOT
 
 _HOLD = "import sys, time; from scheduler_svc.journal.directory import JournalDirectory as D; d = D(sys.argv[1]); " + (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.journal.errors import JournalError
+from scheduler_svc.journal.directory import JournalError
 from scheduler_svc.journal.store import JournalBatch, JournalStore
 from tests.helpers.scheduler.journals import (
     HeldThread,

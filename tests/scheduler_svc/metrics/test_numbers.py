@@ -10,7 +10,7 @@ from cadenza_common.metrics.histogram import sum_of
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import WaitingQueueFullError
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.engine.fleet.request_moves import MOVE_AFTER_S
+from scheduler_svc.engine.fleet.executor_member import MOVE_AFTER_S
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.metrics import buckets
 from scheduler_svc.metrics.lane_numbers import LaneNumbers

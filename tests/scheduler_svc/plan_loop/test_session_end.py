@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from executor_svc.simulated.poison import Poison
+from executor_svc.simulated.injection import Poison
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.replay.__main__ import main as replay
 from tests.helpers.core.core_sampling import core_sampling

@@ -10,7 +10,7 @@ import pytest
 from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.errors import PreconditionError
 from scheduler_svc.core.types import BeamSpec, RequestSpec
-from scheduler_svc.requests.executor_features import check_features
+from scheduler_svc.front.model_front import check_features
 from tests.helpers.scheduler.changing_executor import MODEL
 
 

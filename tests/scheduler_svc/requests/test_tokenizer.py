@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from scheduler_svc.requests.chats.errors import ChatError
+from scheduler_svc.requests.chats.fields import ChatError
 from scheduler_svc.requests.chats.renderer import ChatSettings
 from scheduler_svc.requests.tokenizer import MAX_ADDED_TOKENS, TokenizerAddedToken, TokenizerError, load_tokenizer
 from tests.helpers.models.chats import chat_of

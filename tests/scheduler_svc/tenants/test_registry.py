@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.tenants import tokens
+from scheduler_svc.tenants import tenant
 from scheduler_svc.tenants.errors import (
     AdminNeededError,
     InvalidTokenError,
@@ -71,7 +71,7 @@ def test_tokens_are_compared_in_constant_time(path: Path, monkeypatch: pytest.Mo
         compared.append((one, other))
         return one == other
 
-    monkeypatch.setattr(tokens.hmac, "compare_digest", compare)
+    monkeypatch.setattr(tenant.hmac, "compare_digest", compare)
     registry = Registry(str(path))
     registry.caller(bearer("gold"))
     with pytest.raises(InvalidTokenError):
@@ -159,14 +159,14 @@ def test_a_caller_with_the_right_names_tenants_by_their_tokens(path: Path) -> No
     write_tenants(path, {"gold": {}, "free": {"tokens": [0, 1]}, "gateway": {"may_name_tenants": True}})
     registry = Registry(str(path))
     gateway, free = registry.caller(bearer("gateway")), registry.caller(bearer("free"))
-    gold = tokens.digest_of(token("gold"))
+    gold = tenant.digest_of(token("gold"))
     assert gateway.named(gold).name == "gold"
-    assert gateway.named(b"").name == gateway.named(tokens.digest_of(token("gateway"))).name == "gateway"
-    assert free.named(tokens.digest_of(token("free"))).name == "free"
-    for digest in (gold, b"unknown", tokens.digest_of(token("free", 1))):
+    assert gateway.named(b"").name == gateway.named(tenant.digest_of(token("gateway"))).name == "gateway"
+    assert free.named(tenant.digest_of(token("free"))).name == "free"
+    for digest in (gold, b"unknown", tenant.digest_of(token("free", 1))):
         with pytest.raises(NamingForbiddenError):
             free.named(digest)
-    for digest in (b"unknown", bytes(32), tokens.digest_of("x")):
+    for digest in (b"unknown", bytes(32), tenant.digest_of("x")):
         with pytest.raises(InvalidTokenError):
             gateway.named(digest)
     write_tenants(path, {"free": {}, "gateway": {"may_name_tenants": True}})
@@ -177,7 +177,7 @@ def test_a_caller_with_the_right_names_tenants_by_their_tokens(path: Path) -> No
     write_tenants(path, {"free": {}, "gateway": {}})
     registry.reload()
     with pytest.raises(NamingForbiddenError):
-        gateway.named(tokens.digest_of(token("free")))
+        gateway.named(tenant.digest_of(token("free")))
 
 
 def test_without_a_file_everybody_is_the_one_tenant_whatever_is_named() -> None:

@@ -7,9 +7,11 @@ that are not needed have no rows, and rows without an adapter are in no tile.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from torch import Tensor
 from executor_svc.gpu.kernels.rows import check
 from executor_svc.gpu.kernels.slots.slots import QUERY_START_LOC, SEQ_LENS, SEQ_SLOTS, StepBuffers, StepSizes
 from executor_svc.gpu.kernels.variant import Variant
+from executor_svc.plan.arrays import IntArray
 
 MAX_PLACES = 256
 """Of adapters, on a device: one program counts the rows of them all."""
@@ -34,6 +37,7 @@ _ELEMENTS = 2048
 """Numbers of the largest matrix in the program that lists the tiles."""
 _WARPS = 4
 _INTEGERS = ("by_seq_stride", "num_groups", "num_rows", "num_tiles", "tile_rows")
+_names = itertools.count()
 
 
 def tile_rows(num_rows: int) -> int:
@@ -251,3 +255,22 @@ def _variant(places: int, sequences: bool) -> Variant:
         no_spills=True,
         quick=sequences and places == 16,
     )
+
+
+class GpuAdapterRows:
+    """Implements `device.adapters.AdapterRows`; for steps of slots, `slot_adapters.StepAdapters` writes the table."""
+
+    def __init__(self, max_rows: int, num_places: int, device: torch.device) -> None:
+        """Take the memory of the table. Raises ValueError naming the option."""
+        self.name = f"adapter tiles{next(_names)}"
+        self.num_tiles = 0
+        self.table = RowTable.empty(max_rows, num_places, device)
+        self._device = device
+
+    def fill(self, places: IntArray) -> None:
+        """As in `AdapterRows`; enqueues the sort, and a copy."""
+        self.num_tiles = 0
+        if (places >= 0).any():
+            self.num_tiles = num_tiles(len(places), self.table.max_loras)
+            there = torch.from_numpy(places.astype(np.int32)).to(self._device)
+            sort_rows(there, torch.arange(len(places), device=self._device), self.table)

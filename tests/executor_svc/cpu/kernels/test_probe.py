@@ -11,8 +11,7 @@ from torch import Tensor
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.device import CpuDevice
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.linear import CpuLinear
-from executor_svc.cpu.kernels.probe import probe_linear
+from executor_svc.cpu.kernels.linear import CpuLinear, probe_linear
 from executor_svc.device.interface import NumericsError
 
 

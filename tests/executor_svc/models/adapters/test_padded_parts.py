@@ -9,7 +9,7 @@ import torch
 
 from executor_svc.device.kernels import AttentionShape
 from executor_svc.models.adapters.adapter import LoraPart
-from executor_svc.models.adapters.padded import pad_part
+from executor_svc.models.adapters.places import pad_part
 from executor_svc.models.layers.attention import fuse_qkv, pad_output
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=12, padded_head_size=16, scale=1.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.models.adapters.errors import AdapterError
+from executor_svc.models.adapters.reading import AdapterError
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.helpers.models.peft_adapters import (
     adapted_head,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from executor_svc.models.adapters.adapter import Adapter
 from executor_svc.models.adapters.config import parse_config
-from executor_svc.models.adapters.errors import AdapterError, naming
 from executor_svc.models.adapters.modules import decoder_modules
+from executor_svc.models.adapters.reading import AdapterError, naming
 from executor_svc.models.adapters.targets import find_targets
 from tests.checkpoints import make_checkpoint
 from tests.helpers.models.peft_adapters import read, save_peft_adapter, spec_of

@@ -23,8 +23,7 @@ from executor_svc.ranks.hosts.credentials import CredentialsError, RankCredentia
 from executor_svc.ranks.hosts.handshake import ConnectionPurpose
 from executor_svc.ranks.hosts.listener import Listener
 from executor_svc.ranks.hosts.places import PlaceError, RankPlace
-from executor_svc.ranks.hosts.watching import watch
-from executor_svc.ranks.links import Frame, Link, LinkClosed
+from executor_svc.ranks.links import Frame, Link, LinkClosed, watch
 from tests.helpers.certificates import Certificates, certificates
 from tests.helpers.machine.loopback import new_address
 

@@ -11,9 +11,16 @@ import pytest
 
 from scheduler_svc.requests.chats import renderer as renderer_module
 from scheduler_svc.requests.chats.door import RenderDoor
-from scheduler_svc.requests.chats.errors import ChatError
-from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatFields, MessageFields
-from scheduler_svc.requests.chats.job import ChatJob, failed, read_answer, rendered
+from scheduler_svc.requests.chats.fields import (
+    MAX_PROMPT_CHARS,
+    ChatError,
+    ChatFields,
+    ChatJob,
+    MessageFields,
+    failed,
+    read_answer,
+    rendered,
+)
 from scheduler_svc.requests.chats.renderer import INLINE_CHARS, ChatRenderer, templates_of
 from scheduler_svc.requests.chats.template import compile_template, render
 from tests.helpers.models.chat_templates import CHATS, HERMES, TOOLS

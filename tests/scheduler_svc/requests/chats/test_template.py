@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.requests.chats.errors import ChatError
-from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatFields, MessageFields, ToolCallFields
+from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatError, ChatFields, MessageFields, ToolCallFields
 from scheduler_svc.requests.chats.template import compile_template, render
 from tests.helpers.models.chat_templates import (
     ANSWER,

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.isa import Isa, level
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.quantized.int8_choice import QuantizedActivations, int8_rows
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
-from executor_svc.cpu.stored_linear import CpuStoredLinear
+from executor_svc.cpu.stored_linear import CpuStoredLinear, QuantizedActivations, int8_rows
 from executor_svc.device import int8_reference
 from executor_svc.device.dequantize import dequantize
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows, StoredLinear

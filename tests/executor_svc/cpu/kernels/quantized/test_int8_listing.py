@@ -8,9 +8,9 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, IsaName, level
 from executor_svc.cpu.kernels.listing import Loop, inner_loops
 from executor_svc.cpu.kernels.matmul_tiles import Output
-from executor_svc.cpu.kernels.quantized.int8_choice import int8_rows
 from executor_svc.cpu.kernels.quantized.int8_product import int8_product
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
+from executor_svc.cpu.stored_linear import int8_rows
 from executor_svc.device.stored_linear import QuantFormat
 from tests.executor_svc.cpu.kernels.quantized.formats import INT8_ROWS, Q4_0, Q4_K, Q8_0, format_of
 

@@ -1,4 +1,8 @@
-"""The view of a running search: a progress bar on stderr, or a line at intervals where stderr is no terminal."""
+"""The views of a running load test and of a running search: a progress bar on stderr.
+
+That of a load test has a line for each run that has ended; that of a search lines at intervals where stderr is no
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+
+from cadenza_loadtest.driving.driver import Progress
 
 if TYPE_CHECKING:
     from cadenza_simulator.capacity.search import TrialProgress
@@ -18,6 +24,46 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 10.0
 _WIDE = 100
 """Columns from which a terminal has room for a long bar."""
+
+
+class LoadView:
+    """The view of one load test; with `quiet` only the lines."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._console = Console(stderr=True, highlight=False, emoji=False, markup=False)
+        self._quiet = quiet or not self._console.is_terminal
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+
+    @contextlib.contextmanager
+    def running(self, what: str, total: int | None) -> Iterator[None]:
+        """Show a progress bar for a run of `total` requests (None: not known); it is removed at the end."""
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+        )
+        with Bar(*columns, console=self._console, transient=True, disable=self._quiet, refresh_per_second=5) as bar:
+            self._bar = bar
+            self._task = bar.add_task(what, total=total, facts="")
+            try:
+                yield
+            finally:
+                self._bar = None
+
+    def on_progress(self, now: Progress) -> None:
+        """Update the bar."""
+        if self._bar is None:
+            return
+        failed = f", {now.num_failed} failed" if now.num_failed else ""
+        facts = f"{now.num_started - now.num_ended} in flight{failed}, {now.num_output_tokens} tokens"
+        self._bar.update(self._task, completed=now.num_ended, facts=facts)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text)
 
 
 class SearchView:

@@ -1,7 +1,8 @@
-"""Refuses calls without a valid token, before their messages are read.
+"""What stands before the handlers of calls: the check of tokens, and responses that handlers have serialized.
 
-Health and reflection need none. Of our services every call needs one if there is a tenants file, and those of
-AdminService one of a tenant with admin, or with may_load_adapters for calls about adapters.
+Calls without a valid token are refused before their messages are read. Health and reflection need none. Of our services
+every call needs one if there is a tenants file, and those of AdminService one of a tenant with admin, or with
+may_load_adapters for calls about adapters.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from cadenza_common.metrics.listener_counts import ListenerCounts
 from scheduler_svc.front.front import abort_with
@@ -21,6 +23,7 @@ _OURS = "/cadenza.v1."
 _ADMIN = _OURS + "AdminService/"
 _OF_LOADERS = tuple(f"{_ADMIN}{name}" for name in ("LoadAdapter", "UnloadAdapter", "ListAdapters"))
 _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
+_OF_GENERATION = "/cadenza.v1.GenerationService/"
 
 
 class TokenGate(grpc.aio.ServerInterceptor):
@@ -52,3 +55,26 @@ class TokenGate(grpc.aio.ServerInterceptor):
     ) -> None:
         self._counts.refuse(exc.refusal, context)
         await abort_with(context, exc)
+
+
+class PreparedResponses(grpc.aio.ServerInterceptor):
+    """Replaces the response serializers of streams by one that leaves bytes as they are."""
+
+    def __init__(self) -> None:
+        self._prepared: dict[str, _Handler] = {}
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
+    ) -> _Handler:
+        """The method's handler, cached."""
+        handler = self._prepared.get(details.method)
+        if handler is None:
+            handler = await continuation(details)
+            if handler is None or not details.method.startswith(_OF_GENERATION) or not handler.response_streaming:
+                return handler
+            handler = self._prepared[details.method] = handler._replace(response_serializer=_as_bytes)
+        return handler
+
+
+def _as_bytes(message: Message | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()

@@ -1,8 +1,10 @@
-"""Times the parts of a step on the device, with events in its queue."""
+"""Measures work on the GPU: the time of a step's parts, with events in its queue, and the peak memory of any work."""
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -45,3 +47,22 @@ class StepClock:
             pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
             return [int(1e6 * before.elapsed_time(after)) for before, after in pairs]
         return [after - before for before, after in zip(self._stamps[:-1], self._stamps[1:], strict=True)]
+
+
+def peak_bytes_of(work: Callable[[], None], device: torch.device) -> int:
+    """Do the work; return the peak of PyTorch's bytes during it, minus its bytes afterwards.
+
+    Unreferenced objects of the work, garbage too, and PyTorch's cached free memory are released first.
+    """
+    _free_unused(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    most = torch.cuda.max_memory_reserved(device)
+    _free_unused(device)
+    return int(most - torch.cuda.memory_reserved(device))
+
+
+def _free_unused(device: torch.device) -> None:
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()

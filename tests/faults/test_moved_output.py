@@ -52,7 +52,9 @@ async def test_streams_of_a_killed_executor_go_on_with_transformers_tokens(model
         expected = await ClientLoad(client.target, MAX_TOKENS, NUM_REQUESTS).finished()
         load = ClientLoad(client.target, MAX_TOKENS, NUM_REQUESTS)
         await load.more(200)
-        assert all(each.num_running for each in (await client.server_info()).executors)
+        async with asyncio.timeout(20):
+            while not all(each.num_running for each in (await client.server_info()).executors):
+                pass
         await executors[0].kill()
         seen = await load.finished()
         assert [each.connected for each in (await client.server_info()).executors] == [False, True]

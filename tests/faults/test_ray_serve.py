@@ -20,7 +20,7 @@ from tests.helpers.ray_serve import Served, serve_config, served
 from tests.helpers.service_scripts import until
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("starlette") is None, reason="Ray Serve is not installed: the extra ray-serve"

@@ -49,7 +49,7 @@ class Naive:
         """What is done to the logits of the next token, by the definitions."""
         sampling, output = self.sampling, self.tokens[self.prompt :]
         forbidden = set(self.stop) if len(output) < self.min_tokens else set()
-        for word in (word.tolist() for word in sampling.bad_words):
+        for word in map(list, sampling.bad_words):
             if len(word) == 1 or output[-len(word) + 1 :] == word[:-1]:
                 forbidden.add(word[-1])
         penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
@@ -57,9 +57,9 @@ class Naive:
         if penalties != (1, 0, 0):
             counted = set(output) | (set(self.tokens) if penalties[0] != 1 else set())
         return (
-            set(sampling.allowed_token_ids.tolist()),
+            set(sampling.allowed_token_ids),
             forbidden,
-            dict(zip(sampling.bias_token_ids.tolist(), sampling.biases.tolist(), strict=True)),
+            dict(zip(sampling.bias_token_ids, sampling.biases, strict=True)),
             {token: (output.count(token), *penalties) for token in counted},
         )
 

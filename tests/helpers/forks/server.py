@@ -21,7 +21,6 @@ import runpy
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -154,19 +153,17 @@ def _read(channel: socket.socket, size: int) -> bytes:
 
 
 def _compile_kernels() -> None:
-    """Compile the CPU's kernels of the demo model and of most tests' models: a second of each executor's start."""
+    """Compile the CPU's kernels of a model with either dtype: most of a second of each executor's start."""
     from executor_svc.config import ExecutorConfig
     from executor_svc.startup.build import build_model
-    from tests.checkpoints import make_llama
     from tests.helpers.paths import ROOT
 
-    sizes = {"device": "cpu", "num_threads": 1, "num_gpu_blocks": 8, "max_num_seqs": 2, "max_model_len": 64}
-    with tempfile.TemporaryDirectory() as folder:
-        for model in (ROOT / "models" / "cadenza-demo", make_llama(Path(folder))):
-            build_model(ExecutorConfig(model=str(model), **sizes))
+    model, sizes = ROOT / "models" / "cadenza-demo", {"num_gpu_blocks": 8, "max_num_seqs": 2, "max_model_len": 64}
+    for dtype in ("float32", "bfloat16"):
+        build_model(ExecutorConfig(model=str(model), device="cpu", dtype=dtype, num_threads=1, **sizes))
     gc.collect()
     for thread in set(threading.enumerate()) - {threading.main_thread()}:
-        thread.join()
+        thread.join(10)
 
 
 def main() -> None:

@@ -1,0 +1,47 @@
+"""Models of a process share their kernels by name: a name says all that its instructions depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from executor_svc.cpu.kernels import cpu_kernels
+from executor_svc.cpu.kernels.codegen.compiled import Code, shared_code
+from tests.checkpoints import make_checkpoint
+from tests.executor_svc.driver import Model
+
+_FAMILIES = ("llama", "gemma2", "gemma3_text", "qwen3")
+_OTHER_SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24, "hidden_size": 56, "vocab_size": 90}
+
+
+class Noted(Code):
+    """Compiles for one model alone, and notes what each function was written as."""
+
+    texts: ClassVar[dict[str, str]] = {}
+
+    def _define(self, name: str, num_arguments: int, body: Callable[..., None]) -> Any:
+        function = super()._define(name, num_arguments, body)
+        text = str(function)
+        assert self.texts.setdefault(name, text) == text, f"{name} has other instructions in another model"
+        return function
+
+
+def test_a_name_has_the_same_instructions_in_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "shared_code", lambda isa: Noted(isa))
+    monkeypatch.setattr(Noted, "texts", {})
+    counts = []
+    for number, (family, shape) in enumerate([*((each, {}) for each in _FAMILIES), ("llama", _OTHER_SHAPE)]):
+        folder = make_checkpoint(tmp_path / str(number), family, **shape)
+        for dtype in ("float32", "bfloat16"):
+            Model(folder, dtype=dtype).whole(list(range(3, 40)))
+            counts.append(len(Noted.texts))
+    assert counts[0] > 10
+    assert counts[-1] > counts[0] + 30, "models differ, and so do their kernels"
+
+
+def test_all_models_of_a_process_have_one_code() -> None:
+    assert shared_code() is shared_code()
+    assert cpu_kernels.CpuKernels().code is cpu_kernels.CpuKernels().code

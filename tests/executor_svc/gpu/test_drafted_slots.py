@@ -21,7 +21,7 @@ from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafting import Drafting, draft_room
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.speculation.verification import accept_drafts
-from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.executor.plans import columns, flat, ints, plan, scheduled, sequence
 from tests.helpers.marks import short_and_long
 
 VOCAB = 50
@@ -80,7 +80,7 @@ class History:
             released_slots=released, admitted=admitted, appends=columns(*appends), decode_ready=self.below(9) > 0,
             max_drafts=max(0, self.below(9) - 2),
         )  # fmt: skip
-        return replace(step, scheduled=scheduled(*rows)) if rows else step
+        return replace(step, **flat(scheduled=scheduled(*rows))) if rows else step
 
     def step(self) -> None:
         step = self.next_plan()

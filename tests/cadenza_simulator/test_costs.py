@@ -60,7 +60,7 @@ def test_a_step_costs_what_the_simulated_executor_says(seed: int, monkeypatch: p
         assert ours.candidates.keys() == theirs.candidates.keys()
         compared[0] += 1
         compared[1] += len(ours.candidates)
-        compared[2] += ours.moves_ns > 0
+        compared[2] += ours.timings.moves_ns > 0
         return inflight_step
 
     monkeypatch.setattr(lanes.SimulatedLane, "launch", both)

@@ -144,8 +144,9 @@ async def test_plans_and_results():
         one, two = await anext(results), await anext(results)
         assert (one.step_id, one.status, one.slots, one.num_tokens, one.token_ids) == (1, StepStatus.OK, [0], [1], [7])
         # Arrays, not tuples: they are kept as long as the request lives, and may hold a vocabulary for each token.
-        assert one.logprobs == {0: (TokenLogprobs(-0.5, 1, array("I", [0, 1]), array("f", [-0.5, -1.5])),)}
-        assert (one.total_ns, one.device_ns) == (1000, 900)
+        (logprobs,) = one.logprobs[0].tokens()
+        assert logprobs == TokenLogprobs(-0.5, 1, array("I", [0, 1]), array("f", [-0.5, -1.5]))
+        assert (one.timings.total_ns, one.timings.device_ns) == (1000, 900)
         assert (two.step_id, two.token_ids) == (2, [8])
         admitted = executor.slots[0].admitted
         assert admitted.sampling.seed == 3

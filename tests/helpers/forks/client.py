@@ -21,7 +21,8 @@ _READ_AT_START = (
     "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH", "TRITON_", "GRPC_", "HF_",
     "CUDA_", "TRANSFORMERS_", "TOKENIZERS_",
 )  # fmt: skip
-_NO_MODULES = ("executor_svc.startup.member",)
+_NO_MODULES = ("executor_svc.startup.member", "cadenza_common.grammar.child", "scheduler_svc.requests.chats.child")
+"""Ranks, and those that limit their own memory: a fork has this process's, which is more."""
 _PADDING = "x" * 8192
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -33,7 +33,7 @@ _IMPORTED = (
     "gateway_svc.kserve.servicer", "gateway_svc.vllm.servicer", "scheduler_svc.app", "executor_svc.app",
     "scheduler_svc.executors.addresses", "executor_svc.startup.build", "executor_svc.simulated.executor",
     "transformers", "uvloop",
-    "transformers.models.auto.tokenization_auto", "cadenza_common.grammar.child",
+    "transformers.models.auto.tokenization_auto",
 )  # fmt: skip
 _LENGTH_BYTES = 4
 _CMDLINE_START = 48 - 3

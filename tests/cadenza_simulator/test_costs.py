@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_a_step_costs_what_the_simulated_executor_says(seed: int, monkeypatch: p
     def both(lane, step, planned_at, *, beams):
         inflight_step = launch(lane, step, planned_at, beams=beams)
         ours, theirs = inflight_step.result, model.run(step.plan)
-        assert ours.timings == theirs.timings
+        assert replace(ours.timings, queue_ns=0) == replace(theirs.timings, queue_ns=0)
         assert {*ours.slots, *ours.candidates} == set(theirs.slots)
         assert ours.candidates.keys() == theirs.candidates.keys()
         compared[0] += 1

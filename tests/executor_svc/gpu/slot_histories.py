@@ -112,8 +112,10 @@ class History:
             step,
             held_slots=ints(*held),
             resumed_slots=ints(*resumed),
-            given=columns(*given),
-            appends=columns(*(appends[i] for i in self._mixed([slot for slot, _ in appends]))),
+            **flat(
+                given=columns(*given),
+                appends=columns(*(appends[i] for i in self._mixed([slot for slot, _ in appends]))),
+            ),
         )
         draft = copy.deepcopy(self.host)
         draft.apply(step)
@@ -184,13 +186,13 @@ class History:
                 fork = self._sequence(free[0], slots.token_ids[source, :num_tokens].astype(np.int64))
                 admitted.append(self._with_source(fork, step, slots, source) if self.chance(0.7) else fork)
                 pairs.append((free.pop(0), source))
-        return replace(step, admitted=tuple(admitted), forks=columns(*pairs))
+        return replace(step, **flat(admitted=admitted, forks=columns(*pairs)))
 
     def _with_source(self, fork: AdmittedSequence, step: StepPlan, slots: Slots, source: int) -> AdmittedSequence:
         """The same tokens: some of the prompt, and perhaps blocks, from the source's slot."""
         num_tokens = self.below(1 + int(slots.num_prompt_tokens[source]))
         # Blocks that the plan appends come after its admissions.
-        num_known = int(slots.num_blocks[source]) - int(np.count_nonzero(step.appends.slots == source))
+        num_known = int(slots.num_blocks[source]) - list(step.append_slots).count(source)
         num_blocks = self.below(1 + min(num_known, LIMITS.max_blocks_per_seq - len(fork.block_ids)))
         return replace(fork, token_ids=fork.token_ids[num_tokens:], source=PrefixSource(source, num_tokens, num_blocks))
 

@@ -24,7 +24,7 @@ def main() -> None:
 
     discovery.RESOLVE_S = RESOLVE_S
     host, port, account = cluster["api"]
-    discovery.Cluster = lambda: KubernetesApi(host, port, Path(account))  # type: ignore[assignment,misc]
+    discovery.KubernetesApi = lambda: KubernetesApi(host, port, Path(account))  # type: ignore[assignment,misc]
     resolve = socket.getaddrinfo
 
     def in_cluster(name: Any, port: Any, *args: Any, **named: Any) -> Any:

@@ -79,6 +79,15 @@ class Stream:
             self.begun.set()
 
 
+@asynccontextmanager
+async def drained(client: AsyncClient, executor: RollingService) -> AsyncIterator[None]:
+    """Requests that come meanwhile start at the other one; a drain moves nothing where numerics differ."""
+    admin = AdminServiceStub(client.channel)
+    await admin.DrainExecutor(pb.DrainExecutorRequest(target=executor.address, timeout_s=0))
+    yield
+    await admin.ResumeExecutor(pb.ResumeExecutorRequest(target=executor.address))
+
+
 async def output(client: AsyncClient) -> list[int]:
     """The tokens of the same request without a fault."""
     (result,) = await client.generate([PROMPT], LONG)
@@ -88,21 +97,17 @@ async def output(client: AsyncClient) -> list[int]:
 async def test_output_waits_for_an_executor_of_its_numerics(model: Path) -> None:
     """The number of threads is a part of the fingerprint, so neither stream can go on at the other executor."""
     async with asyncio.timeout(100), services(model, ONE, TWO) as (executors, client):
-        admin = AdminServiceStub(client.channel)
-        undisturbed, streams = [], []
-        for starts_stream in (False, True):
-            for other in reversed(executors):
-                # A drain moves nothing here: no other executor can go on with the first stream.
-                await admin.DrainExecutor(pb.DrainExecutorRequest(target=other.address, timeout_s=0))
-                if starts_stream:
-                    streams.append(Stream(client))
-                    await streams[-1].begun.wait()
-                else:
-                    undisturbed.append(await output(client))
-                await admin.ResumeExecutor(pb.ResumeExecutorRequest(target=other.address))
-        assert [each.num_running for each in (await client.server_info()).executors] == [1, 1]
-        await executors[0].kill()
-        waiting, other_stream = streams
+        undisturbed = []
+        for other in reversed(executors):
+            async with drained(client, other):
+                undisturbed.append(await output(client))
+        async with drained(client, executors[0]):
+            other_stream = Stream(client)
+            await other_stream.begun.wait()
+        async with drained(client, executors[1]):
+            waiting = Stream(client)
+            await waiting.begun.wait()
+            await executors[0].kill()  # at once, before the stream has ended
         await other_stream.done
         assert other_stream.token_ids == undisturbed[1] == await output(client), "new requests are served meanwhile"
         assert 0 < len(waiting.token_ids) < LONG_TOKENS

@@ -179,9 +179,12 @@ async def test_logprobs_and_final_output_are_resumed(w, fields):
 
 async def test_a_session_resumes_what_another_one_lost(w):
     script(w, TEXT, seed=9)
+    w.executor.going.clear()
     first = w.stub.Session()
     for index in range(20):
         await first.write(pb.SessionRequest(generate=kept(str(index), seed=9, max_tokens=100)))
+    await w.until(lambda: w.engine.find("", "19") is not None)  # a cancel loses what has not arrived
+    w.executor.going.set()
     outs = {}
     for event in (await first.read()).events:
         outs.setdefault(event.request_id, Output()).add(event.response)

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import re
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ from tests.helpers.kept import begin_run, end_run
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Ray reads these once, when whatever test imports it first.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 
 # The same examples on every machine and run, and no deadline, since CI's cores are shared.
 # To look for new ones: make test PYTEST_ARGS='--hypothesis-profile=explore'

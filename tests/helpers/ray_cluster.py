@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -18,8 +17,6 @@ from tests.helpers.service_scripts import until
 
 _STORE_BYTES = 80 << 20
 """The least that Ray takes."""
-_TOKEN = secrets.token_hex(16)
-"""One for all clusters of this process: Ray reads it once."""
 _FAST = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
 """How Ray notices a lost machine; by default it takes a quarter of a minute."""
 _PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
@@ -50,11 +47,11 @@ class RayMachines:
 
 @contextlib.contextmanager
 def ray_machines(num_cpus: int, *, of_head: int | None = None) -> Iterator[RayMachines]:
-    """Two machines with this many processors each, by their own account. Strangers cannot use them.
+    """Two machines with this many processors each, by their own account. Strangers cannot use them (tests/conftest.py).
 
     of_head: the head's processors, if it has others.
     """
-    with _variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **_PATIENT}):
+    with _variables(_PATIENT):
         yield from _machines(num_cpus, num_cpus if of_head is None else of_head)
 
 

@@ -19,6 +19,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps import admission
 from tests.helpers.core.fleet_bench import FleetBench, spec
+from tests.helpers.marks import short_and_long
 
 SPECS = (
     spec(),
@@ -71,7 +72,7 @@ class Watched:
         return chosen
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", short_and_long(range(2), [0]))
 def test_each_choice_is_that_of_a_look_at_all_lanes(seed: int) -> None:
     rng, policy = random.Random(seed), Watched()
     bench = policy.bench = FleetBench(*SPECS, *SPECS[:2], policies=Policies(prefix_caching=True, placement=policy))

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -24,9 +23,6 @@ from tests.helpers.service_scripts import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-LEASE_S = 2.0
-START_S = 6.0
-"""A process starts in 0.4 s, or in some seconds on a busy machine."""
 IDS_ONLY = ("--skip-tokenizer-init",)
 PARAMS = SamplingParams(max_tokens=300, temperature=0.8, seed=5, ignore_eos=True)
 
@@ -88,9 +84,7 @@ async def test_a_scheduler_that_was_cut_off_and_one_with_another_id(costs: Path)
         expected = await tokens_of(former.address)
         path.silent = True
         former.process.kill()
-        began = time.monotonic()
         async with scheduler(executor.address) as restarted:
-            assert time.monotonic() - began < LEASE_S + START_S
             assert "is silent for 2." in await executor.logged("is silent for")
             assert await tokens_of(restarted.address) == expected
 
@@ -126,9 +120,7 @@ async def test_a_second_live_scheduler_stops_and_names_the_first(costs: Path) ->
         assert found is not None, line
         expected = await tokens_of(first.address)
         streaming = asyncio.create_task(tokens_of(first.address))
-        began = time.monotonic()
         code, errors = await ended(executor.address)
-        assert time.monotonic() - began < 1.5 + START_S
         assert code == 3
         error = errors.splitlines()[-1]
         assert error.startswith(f"error: executor {executor.address}: ")

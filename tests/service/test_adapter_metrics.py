@@ -95,7 +95,7 @@ async def test_loads_unloads_and_refusals_are_counted(served: tuple[Service, Asy
     assert figures(service, lane + "adapters") == {("loaded",): 2, ("loading",): 0}
     assert figures(service, lane + "max_adapters") == {(): 2}
     assert figures(service, lane + "adapter_load_seconds_count") == {(): 3}
-    assert 3 * 0.003 <= figures(service, lane + "adapter_load_seconds_sum")[()] < 3
+    assert 3 * 0.003 <= figures(service, lane + "adapter_load_seconds_sum")[()] < 60
     assert figures(service, "cadenza_adapters") == {(): 3}
     assert figures(service, "cadenza_adapter_requests_refused_total") == {("unknown",): 3}
     make_adapter(tmp_path / "folder" / "a", b"broken", rank=0)

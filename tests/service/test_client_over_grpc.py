@@ -257,7 +257,7 @@ async def test_watch_of_steps(client, script):
         assert watch.num_dropped == 2
         started = time.monotonic()
         await watch.wait_left(2, 0.05)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 30
     await until(lambda: script.cancelled == ["watch"])
 
 

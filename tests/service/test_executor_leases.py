@@ -51,11 +51,14 @@ async def cut_off(scheduler_id: str) -> AsyncIterator[tuple[str, Relay, GrpcExec
         yield address, path, client, stream
 
 
-async def opened(client: GrpcExecutor) -> tuple[float, PlanStream, int]:
-    """Open a session as a plan loop that has just started; returns the seconds it took, the session, its epoch."""
-    began = time.monotonic()
-    stream, epoch = await open_session(client, SystemClock(), 1)
-    return time.monotonic() - began, stream, epoch
+async def opened(client: GrpcExecutor) -> tuple[PlanStream, int]:
+    """Open a session as a plan loop that has just started; returns the session and its epoch."""
+    return await open_session(client, SystemClock(), 1)
+
+
+def lease_has_ended(caplog: pytest.LogCaptureFixture) -> bool:
+    """Whether the executor has waited for a holder's lease to end, which takes 2 s."""
+    return any("is silent for" in message for message in caplog.messages)
 
 
 async def broken_by(stream: PlanStream) -> ExecutorLostError:
@@ -77,10 +80,12 @@ async def fenced(client: GrpcExecutor, epoch: int) -> ExecutorFencedError:
                 await asyncio.sleep(0.02)
 
 
-async def test_a_restarted_scheduler_with_its_id_takes_a_half_open_session_over_at_once() -> None:
+async def test_a_restarted_scheduler_with_its_id_takes_a_half_open_session_over_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with cut_off("A") as (address, path, former, stream), scheduler(address, "A") as restarted:
-        took_s, new, epoch = await opened(restarted)
-        assert took_s < 1.0
+        new, epoch = await opened(restarted)
+        assert not lease_has_ended(caplog)
         assert epoch == 2
         assert "no message for" in str(await broken_by(stream)), "the former process learns nothing of it"
         path.silent = False
@@ -90,23 +95,25 @@ async def test_a_restarted_scheduler_with_its_id_takes_a_half_open_session_over_
         await new.close()
 
 
-async def test_a_restarted_scheduler_with_another_id_gets_a_half_open_executor_after_the_lease() -> None:
+async def test_a_restarted_scheduler_with_another_id_gets_a_half_open_executor_after_the_lease(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with cut_off("A") as (address, _, _, stream), scheduler(address, "B") as other:
-        took_s, new, epoch = await opened(other)
-        assert 1.5 < took_s < 3.0
+        new, epoch = await opened(other)
+        assert lease_has_ended(caplog)
         assert epoch == 2
         await asyncio.gather(new.close(), stream.close())
 
 
-async def test_a_live_scheduler_that_is_replaced_by_its_restarted_self_stops() -> None:
+async def test_a_live_scheduler_that_is_replaced_by_its_restarted_self_stops(caplog: pytest.LogCaptureFixture) -> None:
     async with (
         executor_service("simulated", simulate="instant") as address,
         scheduler(address, "A") as former,
         scheduler(address, "A") as restarted,
     ):
         stream = await former.open(1)
-        took_s, new, _ = await opened(restarted)
-        assert took_s < 1.0
+        new, _ = await opened(restarted)
+        assert not lease_has_ended(caplog)
         error = await broken_by(stream)
         assert type(error) is ExecutorFencedError
         assert "another process of scheduler A, at ipv4:127.0.0.1:" in str(error)
@@ -128,20 +135,20 @@ async def test_a_second_live_scheduler_stops_and_says_by_whom() -> None:
         began = time.monotonic()
         with pytest.raises(ExecutorFencedError, match=r"scheduler A at ipv4:127\.0\.0\.1:\d+ holds this executor"):
             await opened(second)
-        assert 1.0 < time.monotonic() - began < 3.0
+        assert time.monotonic() - began > 1.0
         with pytest.raises(StaleEpochError):  # the first one has lost nothing
             await first.open(1)
         await stream.close()
 
 
-async def test_a_session_that_was_closed_leaves_the_executor_free_at_once() -> None:
+async def test_a_session_that_was_closed_leaves_the_executor_free_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async with (
         executor_service("simulated", simulate="instant") as address,
         scheduler(address, "A") as first,
         scheduler(address, "B") as second,
     ):
         await (await first.open(7)).close()
-        took_s, stream, epoch = await opened(second)
-        assert took_s < 1.0
+        stream, epoch = await opened(second)
+        assert not lease_has_ended(caplog)
         assert epoch == 8
         await stream.close()

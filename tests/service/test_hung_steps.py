@@ -27,14 +27,14 @@ async def test_a_hung_step_is_not_serving_and_its_end_is(tokenizer_folder):
         began = time.monotonic()
         running = asyncio.create_task(collect(w.stub.Generate(request(request_id="a"))))
         assert (await watch.read()).status == NOT_SERVING
-        assert MIN_ALLOWED_S <= time.monotonic() - began < MIN_ALLOWED_S + 1.5
+        assert time.monotonic() - began >= MIN_ALLOWED_S
         late = asyncio.create_task(collect(w.stub.Generate(request(request_id="b"))))
         await w.until(lambda: len(w.engine._live) == 2)
         info = await w.stub.GetServerInfo(pb.GetServerInfoRequest())
         (executor,) = info.executors
         assert executor.connected
         assert executor.stalled_step_id == executor.last_step_id + 1
-        assert executor.stalled_s == pytest.approx(time.monotonic() - began, abs=1.0)
+        assert MIN_ALLOWED_S <= executor.stalled_s <= time.monotonic() - began
         assert not running.done()
         w.executor.going.set()
         assert (await watch.read()).status == SERVING
@@ -54,7 +54,7 @@ async def test_a_silent_executor_is_not_serving_and_its_return_is(tokenizer_fold
         w.executor.silent = True
         began = time.monotonic()
         assert (await watch.read()).status == NOT_SERVING
-        assert 1.5 < time.monotonic() - began < 3.5
+        assert time.monotonic() - began > 1.5
         w.executor.silent = False
         assert (await watch.read()).status == SERVING
         while (response := await call.read()) is not grpc.aio.EOF:

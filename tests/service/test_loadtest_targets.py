@@ -353,8 +353,9 @@ async def test_steps_are_watched_on_the_runs_clock() -> None:
     assert (np.diff(steps.applied_s) >= 0).all()
     assert steps.applied_s[0] >= 0
     # A step is known here after it was applied there, so none can seem later than what it brought.
-    assert steps.applied_s[-1] <= columns.last_s.max() + 0.05
-    assert columns.first_s.min() >= steps.planned_s[0] - 0.05
+    # How long a call takes is how far its clock may be off.
+    assert steps.applied_s[-1] <= columns.last_s.max() + 1
+    assert columns.first_s.min() >= steps.planned_s[0] - 1
     assert steps.num_running.max() >= 1
     assert set(steps.num_blocks) == {256}
     assert set(steps.executor) == {0}

@@ -114,7 +114,7 @@ def _errors_as_lines() -> Iterator[None]:
 def _run(places: Any, config: Any, options: Mapping[str, Any]) -> None:
     from cadenza_launcher.local import LocalServices
     from cadenza_launcher.services.options import Setting
-    from cadenza_launcher.services.supervisor import RestartPolicy
+    from cadenza_launcher.services.supervised_service import RestartPolicy
 
     def value(name: str, default: Any) -> Any:
         return places.get(name, Setting(default)).value

@@ -38,7 +38,7 @@ from cadenza_launcher.services.options import (
 )
 from cadenza_launcher.services.ports import metrics_ports, scheduler_address
 from cadenza_launcher.services.supervision import end_supervision, start_all, start_watching, stop
-from cadenza_launcher.services.supervisor import RestartPolicy
+from cadenza_launcher.services.supervised_service import RestartPolicy
 from gateway_svc.page_starter import PAGE_TOKEN, page_environment
 
 _logger = logging.getLogger("cadenza.local")

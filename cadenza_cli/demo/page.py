@@ -15,7 +15,7 @@ from cadenza.errors import CadenzaError
 from cadenza.sampling_params import SamplingParams
 from cadenza_cli.demo.demo import PROMPTS, demo_options
 from cadenza_launcher.local import LocalServices
-from cadenza_launcher.services.supervisor import RestartPolicy
+from cadenza_launcher.services.supervised_service import RestartPolicy
 
 _EXECUTORS = 2
 """Of which one can be killed while the other goes on."""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from cadenza_launcher.local import LocalServices
 from cadenza_launcher.ray_serve.forwarding import Forwarder
-from cadenza_launcher.services.supervisor import RestartPolicy
+from cadenza_launcher.services.supervised_service import RestartPolicy
 
 _log = logging.getLogger("ray.serve")
 _ANY_PORT = "127.0.0.1:0"

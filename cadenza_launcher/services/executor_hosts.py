@@ -12,7 +12,7 @@ from cadenza_common.wire.tls import TLS
 from cadenza_launcher.services.child_process import ChildService, LogSink, StartedService
 from cadenza_launcher.services.executor_shares import ExecutorShare
 from cadenza_launcher.services.ports import reserve_port
-from cadenza_launcher.services.supervisor import SupervisedChild
+from cadenza_launcher.services.supervised_service import SupervisedChild
 
 
 class ExecutorChild(SupervisedChild, StartedService, Protocol):

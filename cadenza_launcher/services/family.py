@@ -15,7 +15,7 @@ from cadenza_launcher.services.child_process import ChildService, LogSink
 from cadenza_launcher.services.executor_hosts import ExecutorChild, ExecutorHost, spawn_child
 from cadenza_launcher.services.gateway import gateway_arguments, gateway_environment
 from cadenza_launcher.services.options import GATEWAY, SCHEDULER, ServiceArguments
-from cadenza_launcher.services.supervisor import RestartPolicy
+from cadenza_launcher.services.supervised_service import RestartPolicy
 from gateway_svc.page_starter import PAGE_DEMO, kill_when_asked
 
 

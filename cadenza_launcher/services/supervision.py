@@ -19,7 +19,7 @@ from cadenza_common.wire.transport import sync_channel
 from cadenza_launcher.services.child_process import subject, wait_until_ready
 from cadenza_launcher.services.family import Family, spawn
 from cadenza_launcher.services.options import GATEWAY, SCHEDULER
-from cadenza_launcher.services.supervisor import SupervisedService
+from cadenza_launcher.services.supervised_service import SupervisedService
 
 _logger = logging.getLogger("cadenza.local")
 

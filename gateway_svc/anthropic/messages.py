@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,6 @@ from aiohttp import web
 from cadenza.outputs import CompletionOutput, RequestOutput
 from gateway_svc.answering import answer_chat
 from gateway_svc.anthropic.content import ContentBlocks
-from gateway_svc.fields.constraints import output_constraint
-from gateway_svc.fields.field import read_fields
-from gateway_svc.fields.sampling import require, sampling_params
-from gateway_svc.fields.tables import COUNT_TOKENS, MESSAGES
 from gateway_svc.http.errors import ApiError, anthropic_body
 from gateway_svc.http.reading import read_body
 from gateway_svc.http.sending import named_event
@@ -23,14 +18,11 @@ from gateway_svc.models import check_model
 from gateway_svc.openai.usage import completion_tokens, prompt_tokens
 from gateway_svc.parsing.output import OutputParser, Reading
 from gateway_svc.parsing.parts import Content, Part
-from gateway_svc.requests.message_blocks import messages_prompt, thinking
-from gateway_svc.requests.request import GatewayRequest, PromptQuery
-from gateway_svc.requests.tools import message_tools
+from gateway_svc.requests.messages import read_count, read_messages
+from gateway_svc.requests.request import GatewayRequest
 from gateway_svc.scheduler.generation import Generation
 from gateway_svc.scheduler.inbox import Taken
 from gateway_svc.state import STATE
-
-_RENAMED = {"stop": "stop_sequences"}
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -165,31 +157,3 @@ class _MessageEvents:
 
 def _events(events: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(map(named_event, events))
-
-
-def read_messages(body: Mapping[str, Any]) -> GatewayRequest:
-    """Read a request; raises ApiError."""
-    values = read_fields(MESSAGES, body)
-    require(values, "messages")
-    max_tokens, stop = require(values, "max_tokens"), values.get("stop_sequences", [])
-    use = message_tools(values)
-    prompt = messages_prompt(values, use)
-    constraint = output_constraint(values)
-    return GatewayRequest(
-        id=f"msg_{uuid.uuid4().hex}",
-        model=values.get("model"),
-        prompts=[prompt],
-        params=sampling_params(values, _RENAMED, constraint, max_tokens=max_tokens, stop=stop),
-        constrained_by=constraint.field,
-        use=use,
-        is_streamed=values.get("stream", False),
-        shows_thought=bool(thinking(values)),
-    )
-
-
-def read_count(body: Mapping[str, Any]) -> PromptQuery:
-    """Read a request for the number of a conversation's tokens; raises ApiError."""
-    values = read_fields(COUNT_TOKENS, body)
-    require(values, "messages")
-    prompt = messages_prompt(values, message_tools(values))
-    return PromptQuery(model=values.get("model"), prompt=prompt)

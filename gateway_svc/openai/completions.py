@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,24 +11,19 @@ from aiohttp import web
 
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.prompts import Prompt
-from gateway_svc.fields.constraints import errors_of_constraint, output_constraint
-from gateway_svc.fields.field import read_fields, wrong_value
-from gateway_svc.fields.sampling import answer_id, number_of_choices, require, sampling_params, stream_options
-from gateway_svc.fields.tables import COMPLETIONS
+from gateway_svc.fields.constraints import errors_of_constraint
 from gateway_svc.http.errors import bad_request
 from gateway_svc.http.reading import read_body
 from gateway_svc.openai.answers import AnswerHead, ChunkEvents, Chunks, prompt_size
 from gateway_svc.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from gateway_svc.openai.usage import final_usage, finish_of
-from gateway_svc.requests.prompts import completion_prompts
+from gateway_svc.requests.completions import read_completion
 from gateway_svc.requests.request import GatewayRequest
 from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.scheduler.generation import Generation, GenerationJob
 from gateway_svc.scheduler.inbox import Taken
 from gateway_svc.state import STATE
 from gateway_svc.streaming import answer_with
-
-_DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,38 +194,3 @@ class _CompletionChunks(ChunkEvents):
                 chunk["prompt_token_ids"] = self._generation.prompt_token_ids(prompt)
         size = prompt_size(self._generation, prompt, delta)
         return self._chunks.choice(chunk, size, len(sample.token_ids))
-
-
-def read_completion(body: Mapping[str, Any]) -> GatewayRequest:
-    """Read a request; raises ApiError."""
-    values = read_fields(COMPLETIONS, body)
-    prompts = completion_prompts(require(values, "prompt"), values.get("cache_salt"))
-    with_usage, with_running_usage = stream_options(values)
-    n, is_streamed, echoes = number_of_choices(values), values.get("stream", False), values.get("echo", False)
-    best_of, prompt_logprobs = values.get("best_of"), values.get("prompt_logprobs")
-    if is_streamed and best_of is not None and best_of > n:
-        raise wrong_value("best_of", f"must be n={n} with stream: the best are known at the end", best_of)
-    if is_streamed and prompt_logprobs is not None:
-        raise bad_request("prompt_logprobs is not for stream=true", "prompt_logprobs")
-    max_tokens, num_top = values.get("max_tokens", _DEFAULT_MAX_TOKENS), values.get("logprobs")
-    is_prompt_alone = echoes and max_tokens == 0
-    own: dict[str, Any] = {"n": n, "max_tokens": 1 if is_prompt_alone else max_tokens, "logprobs": num_top}
-    if num_top is not None and echoes:
-        own["prompt_logprobs"] = max(num_top, prompt_logprobs or 0)
-    constraint = output_constraint(values)
-    return GatewayRequest(
-        params=sampling_params(values, constraint=constraint, **own),
-        id=answer_id(values, "cmpl", uuid.uuid4().hex),
-        model=values.get("model"),
-        prompts=prompts,
-        constrained_by=constraint.field,
-        is_streamed=is_streamed,
-        with_usage=with_usage,
-        with_running_usage=with_running_usage,
-        add_special_tokens=values.get("add_special_tokens", True),
-        echoes=echoes,
-        is_prompt_alone=is_prompt_alone,
-        shows_prompt_logprobs=prompt_logprobs is not None,
-        shows_token_ids=values.get("return_token_ids", False),
-        names_tokens_by_id=values.get("return_tokens_as_token_ids", False),
-    )

@@ -1,4 +1,4 @@
-"""Prompts of completions and chats, in all the forms that clients send them."""
+"""The prompt of a chat, in all the forms that clients send it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza.chats import chat_options
-from cadenza.prompts import Prompt, parse_chat, parse_prompts
+from cadenza.prompts import Prompt, parse_chat
 from gateway_svc.fields.field import check_keys, shown
 from gateway_svc.fields.sampling import utf8
 from gateway_svc.http.errors import bad_request
 from gateway_svc.requests.tools import ToolUse
 
-MAX_PROMPTS = 1024
-"""Prompts of one request."""
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 """Of a message."""
 _WITHOUT_EFFECT = ("refusal", "annotations", "provider_specific_fields", "thinking_blocks", "cache_control")
@@ -22,19 +20,6 @@ _WITHOUT_EFFECT = ("refusal", "annotations", "provider_specific_fields", "thinki
 _REFUSED = {"function_call": "it is an old name of tool_calls", "audio": "the model reads text alone"}
 _ROLES = {"developer": "system"}
 """Roles that stand for another one: templates know system."""
-
-
-def completion_prompts(value: Any, cache_salt: str | None) -> list[Prompt]:
-    """The prompts of a completion: a text, texts, token ids, or lists of token ids. Raises ApiError."""
-    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
-        raise bad_request(f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
-    if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
-        raise bad_request("prompt must hold texts, or lists of token ids", "prompt")
-    try:
-        prompts = parse_prompts(value)
-    except ValueError as error:
-        raise bad_request(f"prompt: {error}"[:500], "prompt") from None
-    return [_with_salt(each, cache_salt) for each in prompts]
 
 
 def chat_prompt(
@@ -69,7 +54,7 @@ def chat_prompt(
         prompt = parse_chat([_message(each, index) for index, each in enumerate(messages)], options)
     except ValueError as error:
         raise bad_request(f"messages: {error}"[:500], "messages") from None
-    return _with_salt(prompt, cache_salt)
+    return with_salt(prompt, cache_salt)
 
 
 def rendered_prompt(messages: Sequence[Any], values: Mapping[str, Any], use: ToolUse) -> Prompt:
@@ -97,7 +82,7 @@ def template_arguments(given: Mapping[str, Any], effort: str | None) -> dict[str
     return arguments
 
 
-def _with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
+def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
     """The prompt with a salt of its blocks' hashes; raises ApiError."""
     return prompt if cache_salt is None else replace(prompt, cache_salt=utf8(cache_salt, "cache_salt"))
 

@@ -18,7 +18,7 @@ import pytest
 from cadenza.errors import LocalServiceError, OptionError, UnavailableError
 from cadenza_launcher.local import log_line
 from cadenza_launcher.services.ports import reserve_port
-from cadenza_launcher.services.supervisor import RestartPolicy
+from cadenza_launcher.services.supervised_service import RestartPolicy
 from tests.helpers.service_scripts import SERVICE, Fakes, alive, children, until
 
 pytestmark = pytest.mark.slow

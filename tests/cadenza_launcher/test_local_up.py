@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza_launcher.services.supervisor import process_state
+from cadenza_launcher.services.supervised_service import process_state
 from tests.helpers.service_scripts import SERVICE, Fakes, alive, children, until
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ import sys
 from cadenza_cli import up
 from cadenza_cli.app import run
 up._print_settings = lambda services, places: None  # the scripts speak no gRPC
-from cadenza_launcher.services.supervisor import RestartPolicy
+from cadenza_launcher.services.supervised_service import RestartPolicy
 RestartPolicy.__init__.__defaults__ = (0.02, *RestartPolicy.__init__.__defaults__[1:])  # first_delay_s
 sys.exit(run(sys.argv[1:]))
 """

@@ -20,7 +20,7 @@ import psutil
 from cadenza_launcher.local import LocalServices
 from cadenza_launcher.services.child_process import subject
 from cadenza_launcher.services.family import Programs
-from cadenza_launcher.services.supervisor import RestartPolicy
+from cadenza_launcher.services.supervised_service import RestartPolicy
 from tests.chaos.health import Truth
 from tests.chaos.history import History
 from tests.chaos.requests import POISON_POSITION, POISON_TOKEN

@@ -18,7 +18,7 @@ from cadenza import LLM, Client, SamplingParams
 from cadenza.errors import LocalServiceError
 from cadenza.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from cadenza_launcher.local import LocalServices
-from cadenza_launcher.services.supervisor import RestartPolicy
+from cadenza_launcher.services.supervised_service import RestartPolicy
 from tests.faults.test_killed_processes import Up
 from tests.helpers.paths import ROOT
 from tests.helpers.service_scripts import until

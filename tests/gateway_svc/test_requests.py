@@ -7,11 +7,11 @@ from dataclasses import fields
 import pytest
 
 from cadenza.prompts import Prompt
-from gateway_svc.anthropic.messages import read_count, read_messages
 from gateway_svc.http.errors import ApiError
-from gateway_svc.openai.completions import read_completion
 from gateway_svc.openai.tokens import read_tokenize
 from gateway_svc.requests.chat import read_chat
+from gateway_svc.requests.completions import read_completion
+from gateway_svc.requests.messages import read_count, read_messages
 from gateway_svc.requests.request import GatewayRequest
 from gateway_svc.requests.responses import read_response
 

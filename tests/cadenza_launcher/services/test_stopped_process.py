@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza_launcher.services.supervisor import StoppedTimer, process_state
+from cadenza_launcher.services.supervised_service import StoppedTimer, process_state
 from tests.helpers.service_scripts import until
 
 

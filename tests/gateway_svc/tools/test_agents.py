@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from gateway_svc.requests.message_blocks import messages_prompt
+from gateway_svc.requests.messages import messages_prompt
 from gateway_svc.requests.response_input import brought_back, carried, response_prompt
 from gateway_svc.requests.tools import ToolUse
 from tests.helpers.models.tool_models import call_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway_svc.http.errors import ApiError
-from gateway_svc.requests.message_blocks import messages_prompt
+from gateway_svc.requests.messages import messages_prompt
 from gateway_svc.requests.tools import ToolUse, chat_tools, message_tools, response_tools
 
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cadenza.errors import LocalServiceError
-from cadenza_launcher.services.supervisor import RestartPolicy, SupervisedService
+from cadenza_launcher.services.supervised_service import RestartPolicy, SupervisedService
 
 TICK_S = 0.1
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gateway_svc.anthropic import messages
+from gateway_svc.requests import messages
 from gateway_svc.openai import tokens
 from gateway_svc.requests import responses
 from tests.helpers.gateway.gateway import gateway

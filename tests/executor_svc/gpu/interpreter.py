@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-INT32 = range(-(2**31), 2**31)
-WIDE_INTS = {"int32", "int64"}
+from tests.executor_svc.gpu.interpreted_operators import INT32, WIDE_INTS, FastOperators
+
 FP8_LARGEST = 448.0
 """Of e4m3: what a GPU makes of all that is larger, where PyTorch makes NaN."""
 
@@ -26,7 +26,7 @@ def mended_interpreter() -> Iterator[None]:
 
     Such loops fail since numpy 2.4, products of bfloat16 always. Rounding to these types cuts digits off, and fp8 has
     neither NaN nor what is below its normal numbers. And the language's own functions are prepared once, not at every
-    launch and every call of every helper; types, shapes and constants are built once; operands of one type are taken
+    launch and every call of every helper; types, shapes and constants are built once; operands of one type go to numpy
     as they are; integers are not checked for overflow. Together these took most of the time.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -36,7 +36,8 @@ def mended_interpreter() -> Iterator[None]:
     from triton.runtime import interpreter
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", _with_index(interpreter._patch_lang_tensor))
+        operators = FastOperators(interpreter)
+        patch.setattr(interpreter, "_patch_lang_tensor", _with_index(interpreter._patch_lang_tensor, operators))
         patch.setattr(interpreter, "_convert_float", _with_rounding(interpreter._convert_float))
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _with_floats(interpreter))
         # Tensors lie on the CPU as it is: none is copied there and back.
@@ -49,7 +50,8 @@ def mended_interpreter() -> Iterator[None]:
         patch.setattr(interpreter.InterpretedFunction, "__call__", _called_at_once(interpreter))
         # Its finding is dropped unless options.debug is set, which the interpreter never does.
         patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
-        patch.setattr(TritonSemantic, "broadcast_impl_value", _broadcast_if_needed(TritonSemantic))
+        patch.setattr(TritonSemantic, "broadcast_impl_value", lambda *tensors: operators.broadcast(*tensors))
+        patch.setattr(TritonSemantic, "_load_legacy", operators.load(TritonSemantic._load_legacy))
         patch.setattr(TritonSemantic, "scalar_constant", _constants_once(TritonSemantic))
         patch.setattr(TritonSemantic, "binary_op_type_checking_impl", _operands(TritonSemantic))
         _build_types_once(patch, interpreter)
@@ -83,9 +85,10 @@ def _scaled_mm(
     return out.copy_(product if bias is None else product + bias)
 
 
-def _with_index(patch_tensor: Any) -> Any:
+def _with_index(patch_tensor: Any, operators: FastOperators) -> Any:
     def patched(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
+        operators.install(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     return patched
@@ -202,24 +205,12 @@ def _operands(semantic: Any) -> Any:
     return operands
 
 
-def _broadcast_if_needed(semantic: Any) -> Any:
-    broadcast = semantic.broadcast_impl_value
-
-    def broadcast_if_needed(self: Any, lhs: Any, rhs: Any) -> Any:
-        left, right = lhs.type, rhs.type
-        if left.is_block() == right.is_block() and (not left.is_block() or left.shape.values == right.shape.values):
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
-
-    return broadcast_if_needed
-
-
 def _build_types_once(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
     """Types of blocks, shapes of tensors and numpy's types, which every operation builds again, are kept."""
     from triton.language import core
 
     blocks: dict[Any, dict[str, Any]] = {}
-    shapes: dict[Any, tuple[Any, Any]] = {}
+    shapes: dict[str, tuple[Any, Any]] = {}
     dtypes: dict[str, np.dtype[Any]] = {}
     build_block, build_tensor = core.block_type.__init__, core.tensor.__init__
     get_dtype = interpreter._get_np_dtype
@@ -232,12 +223,12 @@ def _build_types_once(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
         self.__dict__.update(blocks[key])
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        key = tuple(type.shape) if type.is_block() else ()
-        if key not in shapes:
+        name = type.name
+        if name not in shapes:
             build_tensor(self, handle, type)
-            shapes[key] = (self.shape, self.numel)
+            shapes[name] = (self.shape, self.numel)
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shapes[key]
+        self.shape, self.numel = shapes[name]
 
     def numpy_dtype(dtype: Any) -> Any:
         name = dtype.scalar.name  # a block's elements are numpy's as well

@@ -71,7 +71,9 @@ def load() -> list[Chat]:
             "drawn, cut down", text(7),
             with_fields(scored, top_p=0.9, top_k=40, min_p=0.02, stop_token_ids=STOPS[:4]),
         ),
-        chat("ends by itself", text(17), with_fields(DRAWN, stop_token_ids=STOPS)),
+        chat(
+            "ends by itself", text(17), with_fields(DRAWN, stop_token_ids=STOPS), eos_token_ids=frozenset(STOPS)
+        ),
         chat("penalties", text(31), punished),
         chat(
             "bad words, late stops", text(16), with_fields(scored, bad_words=words, stop_token_ids=STOPS, min_tokens=9)

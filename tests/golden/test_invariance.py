@@ -38,10 +38,11 @@ from tests.helpers.models.eagle3_heads import Format, HeadShape, make_head
 SHORT = (
     "other order, three plans", "small chunks, few at once", "long prompts in pieces, blocks of 64",
     "static, few blocks", "dynamic", "newcomers held back", "recompute, no cache, four plans",
-    "swap, no cache, one plan", "swap, a small host pool", "auto", "auto, more blocks", "the urgent first", "the short first",
-    "cached in the host pool", "kept sessions, recompute, small chunks", "aborts", "drafts, few rows of logits",
+    "swap, no cache, one plan", "swap, a small host pool", "auto", "auto, more blocks", "the urgent first",
+    "the short first", "cached in the host pool", "kept sessions, recompute, small chunks", "aborts",
+    "drafts, few rows of logits",
 )  # fmt: skip
-"""Each policy, order, arrival, number of plans in flight, cause of a preemption and kind of block move, once or more."""
+"""Each policy, order, arrival, depth, cause of a preemption and kind of block move, once at least."""
 
 
 @pytest.fixture(scope="module", params=DTYPES)

@@ -17,7 +17,7 @@ from tests.helpers.models.gguf_files import Kinds, all_of, dequantized, write_gg
 from tests.helpers.models.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
 from tests.helpers.services import cadenza_services
 
-NEW_TOKENS = 10
+NEW_TOKENS = 16
 CLOSE = 5e-5
 LENGTHS = (3, 17, 60)
 SHAPE: dict[str, Any] = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96}

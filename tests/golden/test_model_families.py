@@ -28,7 +28,7 @@ from tests.helpers.models.golden import (
 )
 from tests.helpers.services import cadenza_services
 
-NEW_TOKENS = 10
+NEW_TOKENS = 16
 CLOSE = 2e-5
 LENGTHS = (1, 3, 17, 64, 90)
 

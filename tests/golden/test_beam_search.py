@@ -25,6 +25,7 @@ from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.helpers.executor.cpu_sampling import best_candidates
+from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import transformers_model
 
 # Peaked enough that beams meet their stop ids, flat enough that they wander; never fewer ids than beams and stop ids.
@@ -171,7 +172,7 @@ def reference(checkpoint: Path) -> Any:
     return transformers_model(checkpoint)
 
 
-@pytest.mark.parametrize("seed", range(NUM_CASES))
+@pytest.mark.parametrize("seed", short_and_long(range(NUM_CASES), range(NUM_CASES // 2)))
 def test_tokens_and_scores_are_those_of_transformers(reference: Any, seed: int) -> None:
     case = random_case(seed, reference.config.vocab_size)
     theirs, logits = recorded(reference, case)
@@ -204,6 +205,8 @@ def test_each_early_stopping_is_that_of_transformers(reference: Any) -> None:
             assert outputs[early_stopping] == theirs.outputs, one
         for pair in parted:
             parted[pair] += outputs[pair[0]] != outputs[pair[1]]
+        if all(parted.values()):
+            break
     assert all(parted.values()), parted
 
 

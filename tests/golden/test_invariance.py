@@ -35,6 +35,15 @@ from tests.helpers.core.random_loads import draw_setting
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.eagle3_heads import Format, HeadShape, make_head
 
+SHORT = (
+    "other order, three plans", "small chunks, few at once", "long prompts in pieces, blocks of 64",
+    "static, few blocks", "dynamic", "newcomers held back", "recompute, no cache, four plans",
+    "swap, no cache, one plan", "swap, a small host pool", "auto", "auto, more blocks", "the urgent first",
+    "the short first", "cached in the host pool", "kept sessions, recompute, small chunks", "aborts",
+    "drafts, few rows of logits",
+)  # fmt: skip
+"""Each policy, order, arrival, depth, cause of a preemption and kind of block move, once at least."""
+
 
 @pytest.fixture(scope="module", params=DTYPES)
 def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Golden]:
@@ -61,7 +70,13 @@ def test_the_load_has_something_of_everything(golden: Golden) -> None:
 
 @pytest.mark.parametrize(
     ("golden", "name"),
-    [*(("float32", name) for name in SETTINGS), *(("bfloat16", name) for name in IN_BFLOAT16)],
+    short_and_long(
+        [*(("float32", name) for name in SETTINGS), *(("bfloat16", name) for name in IN_BFLOAT16)],
+        [
+            *(("float32", name) for name in SHORT),
+            *(("bfloat16", name) for name in ("small chunks, few at once", "swap", "drafts, swap")),
+        ],
+    ),
     indirect=["golden"],
     scope="module",  # or what each request gets alone would be computed again for each of them
 )
@@ -74,7 +89,7 @@ def test_same_request_same_bits(golden: Golden, name: str) -> None:
     short_and_long(
         [(dtype, name, share) for dtype in DTYPES for name in MODEL_DRAFTS for share in (0.06, 0.0)],
         [
-            *(("float32", name, 0.06) for name in MODEL_DRAFTS),
+            *(("float32", name, 0.06) for name in ("drafts, recompute", "drafts, broken sessions")),
             ("float32", "drafts, swap", 0.0),
             ("float32", "drafts, kept sessions", 0.0),
             ("bfloat16", "drafts, swap", 0.06),
@@ -105,7 +120,8 @@ def test_same_bits_with_a_draft_model(golden: Golden, name: str, share: float, t
     short_and_long(
         [(dtype, name, layout) for dtype in DTYPES for name in MODEL_DRAFTS for layout in ("old", "new")],
         [
-            *(("float32", name, ("old", "new")[index % 2]) for index, name in enumerate(MODEL_DRAFTS)),
+            ("float32", "drafts, recompute", "new"),
+            ("float32", "drafts, kept sessions", "old"),
             ("bfloat16", "drafts, swap", "old"),
         ],
     ),
@@ -125,6 +141,11 @@ def test_same_bits_with_a_head(golden: Golden, name: str, layout: Format, tmp_pa
     assert 0 < sum(counts.accepted) < sum(counts.drafted)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("golden", "seed"),
+    short_and_long([(dtype, seed) for dtype in DTYPES for seed in range(2)], [("float32", 0), ("bfloat16", 1)]),
+    indirect=["golden"],
+    scope="module",
+)
 def test_everything_at_once(golden: Golden, seed: int) -> None:
     check(golden, draw_setting(random.Random(seed)))

@@ -17,6 +17,7 @@ import torch
 from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import FAMILIES, edit_config, make_checkpoint
 from tests.executor_svc.driver import Model, Tokens
+from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import (
     check_bfloat16,
     compare,
@@ -139,10 +140,16 @@ def test_bfloat16_is_close(folders: dict[str, Path], name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *((name, "float32") for name in CASES if name not in BFLOAT16 or name in BITS_IN_BOTH),
-        *((name, "bfloat16") for name in BFLOAT16),
-    ],
+    short_and_long(
+        [
+            *((name, "float32") for name in CASES if name not in BFLOAT16 or name in BITS_IN_BOTH),
+            *((name, "bfloat16") for name in BFLOAT16),
+        ],
+        [
+            *((name, "float32") for name in (*BITS_IN_BOTH, "dynamic, with window")),
+            *((name, "bfloat16") for name in BFLOAT16),
+        ],
+    ),
 )
 def test_bits_do_not_depend_on_chunks(folders: dict[str, Path], name: str, dtype: str) -> None:
     """A prompt of 70 and 40 tokens after it: at once, as after a preemption; in random chunks; and one by one."""

@@ -10,6 +10,7 @@ from executor_svc.models.heads.mtp_loading import load_mtp
 from tests.executor_svc.driver import Model
 from tests.golden.invariance import ALONE, MODEL_DRAFTS, SETTINGS, Golden, load, run
 from tests.helpers.core.core_model import Rig
+from tests.helpers.marks import short_and_long
 from tests.helpers.models.mtp_heads import make_mimo
 
 
@@ -23,7 +24,10 @@ def predicting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize(
     ("predicting", "name"),
-    [*(("float32", name) for name in MODEL_DRAFTS), ("bfloat16", "drafts, swap")],
+    short_and_long(
+        [*(("float32", name) for name in MODEL_DRAFTS), ("bfloat16", "drafts, swap")],
+        [("float32", "drafts, recompute"), ("float32", "drafts, kept sessions"), ("bfloat16", "drafts, swap")],
+    ),
     indirect=["predicting"],
     scope="module",
 )

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.executor_svc.driver import Model
+from tests.helpers.marks import short_and_long
 from tests.helpers.paths import ROOT
 
 MODELS = ROOT / "models"
@@ -66,7 +67,7 @@ def dense(texts: list[Text]) -> float:
     return perplexity(texts)
 
 
-@pytest.mark.parametrize(("weights", "activations"), BOUNDS)
+@pytest.mark.parametrize(("weights", "activations"), short_and_long(BOUNDS, [("int8", "off"), ("int4", "int8")]))
 def test_perplexity_stays_near_that_of_the_dense_model(
     texts: list[Text], dense: float, weights: str, activations: str
 ) -> None:

@@ -18,14 +18,13 @@ from scheduler_svc.core.lanes.lane_counts import DraftCounts
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS
 from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
-from tests.golden.test_adapter_invariance import KINDS, RANKS, SIZES, adapted_load
+from tests.golden.test_adapter_invariance import SIZES, adapted_load, make_adapters
 from tests.helpers.core.core_model import Outcome, Rig
 from tests.helpers.executor.known_drafts import KnownDrafts
 from tests.helpers.executor.rank_threads import Connections, RankThreads
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.eagle3_heads import HeadShape, make_head
 from tests.helpers.models.mtp_heads import make_mimo
-from tests.helpers.models.peft_adapters import save_peft_adapter
 
 NAMES = (
     "all at once", "small chunks, few at once", "recompute, no cache, four plans", "swap", "cached in the host pool",
@@ -57,11 +56,7 @@ def divided(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     short_and_long(
         [*(("float32", name) for name in NAMES), *(("bfloat16", name) for name in ("swap", "drafts"))],
         [
-            *(
-                ("float32", name)
-                for name in NAMES
-                if name not in ("all at once", "swap", "kept sessions, swap", "drafts")
-            ),
+            *(("float32", name) for name in ("cached in the host pool", "broken sessions", "drafts, swap")),
             ("bfloat16", "swap"),
         ],
     ),
@@ -159,10 +154,7 @@ def test_same_bits_with_adapters(adapted: Divided, name: str) -> None:
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Divided]:
     torch.set_num_threads(NUM_THREADS)
     folder = make_llama(tmp_path_factory.mktemp("model"))
-    folders = {index: tmp_path_factory.mktemp("adapter") for index in range(1, 17)}
-    for index, path in folders.items():
-        rank = RANKS[index % len(RANKS)]
-        save_peft_adapter(folder, path, seed=index, r=rank, lora_alpha=rank // 4 + 1, **KINDS[index % len(KINDS)])
+    folders = make_adapters(folder, "float32")
     ranks = RankThreads(folder, 2, {"dtype": "float32"}, adapter_sizes=SIZES)
     alone = Rig(ranks.first, replace(ALONE, max_loras=1, max_cpu_loras=1), adapters=folders, ranks=ranks)
     yield Divided(folder, ranks, alone.run(adapted_load()), folders)

@@ -143,7 +143,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=short_and_long(CHECKPOINTS, ["llama", "qwen3"]))
+@pytest.fixture(scope="module", params=short_and_long(CHECKPOINTS, ["llama"]))
 def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
     folder = make_checkpoint(tmp_path_factory.mktemp("beams"), **CHECKPOINTS[request.param])
     model = transformers_model(folder)

@@ -104,7 +104,7 @@ class World:
         raise AssertionError(f"{len(self.core.groups)} requests never end, or keep their slots")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(answers(), max_size=12))
 def test_any_answers_leave_the_core_whole(sent: list[tuple[str, bytes]]) -> None:
     world = World()

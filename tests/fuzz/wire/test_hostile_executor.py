@@ -103,7 +103,7 @@ BASES = [
     for num_steps in range(NUM_STEPS)
 ]
 COUNTS = ("num_tokens", "num_drafts", "num_accepted")
-few = settings(max_examples=80)
+few = settings(max_examples=40)
 
 
 def miscounted(base: bytes, changes: list[tuple[str, int, int]]) -> bytes:

@@ -9,7 +9,6 @@ import pytest
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from tests.checkpoints import make_checkpoint
-from tests.helpers.marks import short_and_long
 from tests.helpers.scheduler.gate import Gate
 from tests.helpers.services import cadenza_services
 
@@ -69,7 +68,8 @@ DRAFTED = (
 )
 
 
-@pytest.mark.parametrize("speculative", short_and_long(["ngram", "suffix", "draft"], ["draft"]))
+@pytest.mark.long
+@pytest.mark.parametrize("speculative", ["ngram", "suffix", "draft"])
 async def test_drafts_change_no_token(tmp_path: Path, speculative: str) -> None:
     """With few blocks: sequences with drafts are swapped out and come back, and some have no room for drafts."""
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)

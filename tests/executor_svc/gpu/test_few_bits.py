@@ -49,7 +49,7 @@ def test_tokens_of_a_gguf_file_are_those_of_its_numbers(tmp_path: Path, tied: bo
     assert tokens_of(model) == tokens_of(Model(dequantized(folder, tmp_path / "dense", mixed), **GPU))
 
 
-@pytest.mark.parametrize("layout", ["gptq with desc_act", "fp8 in blocks"])
+@pytest.mark.parametrize("layout", short_and_long(["gptq with desc_act", "fp8 in blocks"], ["gptq with desc_act"]))
 def test_tokens_of_a_checkpoint_are_those_of_its_numbers(tmp_path: Path, layout: str) -> None:
     folder = make_checkpoint(tmp_path / "made", "llama", **SHAPE)
     quantize_checkpoint(folder, layout, tmp_path / "few bits", tmp_path / "dense")

@@ -23,7 +23,7 @@ from tests.helpers.paths import ROOT
 COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 """As Triton looks for it."""
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are launched for good here"),
     pytest.mark.skipif(

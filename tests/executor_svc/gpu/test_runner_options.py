@@ -102,7 +102,7 @@ def check(scored: Scored, folder: Path, dtype: torch.dtype, others: dict[str, An
     assert rows.nan_to_num(-torch.inf).argmax(1).tolist() == scored.tokens[len(PROMPT) :]
 
 
-@pytest.mark.parametrize("quantization", short_and_long(["int8", "fp8", "fp8_w8a8"], ["int8", "fp8_w8a8"]))
+@pytest.mark.parametrize("quantization", short_and_long(["int8", "fp8", "fp8_w8a8"], ["fp8_w8a8"]))
 def test_quantization(quantization: Quantization, folder: Path) -> None:
     others: dict[str, Any] = {"quantization": "fp8"} if quantization == "fp8_w8a8" else {}
     check(run(folder, quantization=quantization), folder, F16, others, quantization=quantization)
@@ -148,7 +148,10 @@ def test_scales_of_one_layer(folder: Path, tmp_path: Path, caplog: pytest.LogCap
     assert warnings(caplog) == ["1 of 2 layers"]
 
 
-@pytest.mark.parametrize(("family", "layers", "quantization"), [("falcon", 1, "int8"), ("gpt_neox", 2, "fp8")])
+@pytest.mark.parametrize(
+    ("family", "layers", "quantization"),
+    short_and_long([("falcon", 1, "int8"), ("gpt_neox", 2, "fp8")], [("falcon", 1, "int8")]),
+)
 def test_models_of_transformers_are_quantized_too(
     family: str, layers: int, quantization: Quantization, tmp_path: Path
 ) -> None:
@@ -159,6 +162,7 @@ def test_models_of_transformers_are_quantized_too(
     assert len(prepared) == 4 * layers + 1
 
 
+@pytest.mark.long
 def test_models_of_transformers_have_an_fp8_cache_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where the checkpoint says so, with its scales; their queries stay in the model's dtype."""
     original = make_checkpoint(tmp_path / "original", "gpt_neox", dtype=F16, num_key_value_heads=4)

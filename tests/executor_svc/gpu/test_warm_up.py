@@ -137,7 +137,7 @@ def run(executor: GpuStepExecutor, steps: Sequence[dict[str, Any]]) -> list[Step
     ("speculative", "enforce_eager"),
     short_and_long(
         [(speculative, eager) for speculative in ("off", "ngram", "draft") for eager in (False, True)],
-        [("off", False), ("ngram", True), ("draft", False)],
+        [("draft", False)],
     ),
 )
 def test_no_step_waits_for_a_compiler(
@@ -169,7 +169,8 @@ def test_no_step_waits_for_a_compiler(
     assert compiled == known
 
 
-@pytest.mark.parametrize("enforce_eager", short_and_long([False, True], [False]))
+@pytest.mark.long
+@pytest.mark.parametrize("enforce_eager", [False, True])
 def test_no_step_with_adapters_waits_for_a_compiler(
     enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
@@ -226,6 +227,7 @@ def test_the_largest_steps_have_logits_for_every_tile_of_rows() -> None:
     assert sampled == {1, *rows}
 
 
+@pytest.mark.long
 def test_kernels_of_long_decodes_are_compiled_without_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
@@ -258,7 +260,7 @@ def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches are seen under Triton's interpreter")
-@pytest.mark.parametrize("quantization", short_and_long(["int8", "fp8_w8a8", "gptq", "none"], ["fp8_w8a8", "none"]))
+@pytest.mark.parametrize("quantization", short_and_long(["int8", "fp8_w8a8", "gptq", "none"], ["fp8_w8a8"]))
 def test_launches_are_as_kernels_were_compiled_ahead_of_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: Launches, quantization: str
 ) -> None:

@@ -148,7 +148,7 @@ def test_products(name: str, rows: int, dtype: torch.dtype, device: torch.device
     assert torch.equal(rounded, found.to(dtype))
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "gptq 4"])
+@pytest.mark.parametrize("name", short_and_long(["Q4_K", "Q6_K", "Q8_0", "gptq 4"], ["Q4_K", "gptq 4"]))
 def test_few_rows_do_not_depend_on_those_beside_them(name: str, device: torch.device) -> None:
     """In one tile of rows, and with another number of parts but for rounding."""
     kind, _, weight = made(name, 67, 1280, device)

@@ -23,6 +23,7 @@ from executor_svc.gpu.kernels.attention.config import (
     padded,
 )
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH, F8, Chunks, Sizes, check, make_call
+from tests.helpers.marks import short_and_long
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 MIXED: Chunks = [(70, 1), (0, 0), (0, 33), (0, 1), (-1, 3), (40, 21), (129, 1)]
@@ -37,7 +38,7 @@ def compare(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0) -
 
 
 @pytest.mark.parametrize(("block_size", "dtype"), [(16, F16), (16, F32), (COPIED_BLOCK, BF16)])
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("head_size", short_and_long(HEAD_SIZES, HEAD_SIZES[::2]))
 def test_head_sizes_and_dtypes(head_size: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
     sizes = Sizes(2, 2, head_size, block_size, dtype)
     compare([(70, 1), (20, 9)], sizes, device)
@@ -45,7 +46,7 @@ def test_head_sizes_and_dtypes(head_size: int, block_size: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize(("dtype", "block_size"), [(F32, 16), (BF16, COPIED_BLOCK)])
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", short_and_long(range(1, 9), (1, 3, 4, 8)))
 def test_groups(group: int, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
     compare([(30, 5), (0, 70 // group)], Sizes(2, group, 64, block_size, dtype), device)
     compare([(30, 1), (65, 1)], Sizes(2, group, 64, block_size), device)
@@ -103,7 +104,7 @@ def test_fp8_cache_with_queries_that_fp16_does_not_hold(device: torch.device) ->
     check(replace(call, scale=1e-6))
 
 
-@pytest.mark.parametrize("length", [1, 64, 65, 129])
+@pytest.mark.parametrize("length", short_and_long([1, 64, 65, 129], [1, 65]))
 @pytest.mark.parametrize(("head_size", "kv_dtype"), [(96, None), (80, F8), (256, F8)])
 def test_the_copy_engine_fetches_what_threads_load(
     length: int, head_size: int, kv_dtype: torch.dtype | None, device: torch.device

@@ -22,6 +22,7 @@ from executor_svc.gpu.kernels.attention.segments import (
 )
 from executor_svc.gpu.kernels.attention.split import split_attention, split_tokens, variants
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH, F8, Chunks, Sizes, check, make_call
+from tests.helpers.marks import short_and_long
 
 SMS = 4
 """Of a GPU so small that short sequences are enough for several segments to a program."""
@@ -65,7 +66,7 @@ def test_groups_and_dtypes(group: int, dtype: torch.dtype, device: torch.device)
 
 
 @pytest.mark.parametrize("block_size", [16, COPIED_BLOCK])
-@pytest.mark.parametrize("length", [1, 127, 128, 129, 255, 256, 257])
+@pytest.mark.parametrize("length", short_and_long([1, 127, 128, 129, 255, 256, 257], [1, 128, 257]))
 def test_edges_of_segments(length: int, block_size: int, device: torch.device) -> None:
     compare([(length - 1, 1)], Sizes(block_size=block_size), device)
 

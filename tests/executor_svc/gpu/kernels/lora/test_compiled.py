@@ -17,6 +17,7 @@ stub, pytestmark = test_launches.stub, test_launches.pytestmark
 _PRODUCT = re.compile(r"(?:wg)?mma\.[\w.]*?m\d+n\d+k\d+")
 
 
+@pytest.mark.long
 def test_steps_of_all_sizes_take_two_builds_that_multiply_alike(stub: Path) -> None:
     """Builds for few rows and for many, so a start can compile them all; of tables, for tokens and for logits.
 

@@ -25,6 +25,7 @@ from tests.executor_svc.gpu.kernels.lora.cases import (
     placed,
     rows_of,
 )
+from tests.helpers.marks import short_and_long
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 QKV = LoraShape(576, 320, (0, 192, 256))
@@ -69,7 +70,9 @@ def test_a_mixed_batch(shape: LoraShape, dtype: torch.dtype, device: torch.devic
 
 @pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_rows", "max_loras", "max_rank"), [(45, 8, 64), (FEW_ROWS + 9, 4, 40)])
+@pytest.mark.parametrize(
+    ("num_rows", "max_loras", "max_rank"), short_and_long([(45, 8, 64), (FEW_ROWS + 9, 4, 40)], [(45, 8, 64)])
+)
 def test_a_row_has_the_bits_that_it_has_alone(
     num_rows: int, max_loras: int, max_rank: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from gateway_svc.requests import messages
 from gateway_svc.openai import tokens
-from gateway_svc.requests import responses
+from gateway_svc.requests import messages, responses
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.models.chat_templates import TIME
 from tests.helpers.models.tool_models import call_text, hermes_tokenizer, scripts

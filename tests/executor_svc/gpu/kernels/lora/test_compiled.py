@@ -10,6 +10,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.executor_svc.gpu import test_launches
 from tests.helpers.paths import ROOT
 

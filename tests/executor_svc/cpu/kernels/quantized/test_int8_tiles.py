@@ -57,12 +57,18 @@ def expected(x: torch.Tensor, rows: Rows) -> torch.Tensor:
     return torch.from_numpy(int8_reference.product(numbers, rows.block, rows.format))
 
 
+@pytest.fixture(scope="module")
+def code() -> EmulatedCode:
+    """Kernels of all tests here, each compiled once."""
+    return EmulatedCode(Tiles())
+
+
 @pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> Tiles:
+def tiles(code: EmulatedCode, monkeypatch: pytest.MonkeyPatch) -> Tiles:
     """Replaces the tile instructions of all kernels that are made now."""
-    found = Tiles()
-    monkeypatch.setattr(cpu_kernels, "shared_code", lambda _: EmulatedCode(found))
-    return found
+    code.tiles.begin()
+    monkeypatch.setattr(cpu_kernels, "shared_code", lambda _: code)
+    return code.tiles
 
 
 @pytest.mark.parametrize(("name", "whole_row"), CASES)

@@ -31,12 +31,15 @@ class Noted(Code):
         assert self.texts.setdefault(name, text) == text, f"{name} has other instructions in another model"
         return function
 
+    def function(self, name: str, num_arguments: int, body: Callable[..., None]) -> str:
+        if name in self.compiled and name not in self._addresses:
+            own, self._module = self._module, ir.Module("compared")
+            self._define(name, num_arguments, body)
+            self._module = own
+            self._addresses[name] = self.compiled[name]
+        return super().function(name, num_arguments, body)
+
     def _compile(self) -> None:
-        if self._pending <= self.compiled.keys():
-            self._addresses |= {name: self.compiled[name] for name in self._pending}
-            self._pending.clear()
-            self._module = ir.Module("kernels")
-            return
         super()._compile()
         self.compiled |= self._addresses
         self.owners.append(self)

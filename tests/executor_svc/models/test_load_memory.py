@@ -21,6 +21,7 @@ pytestmark = [
 
 _HIDDEN, _INNER, _VOCABULARY, _LAYERS = 1024, 4096, 40000, 3
 
+
 def _save_llama(folder: Path, *, with_weights: bool = True) -> None:
     """Save a tied Llama of 187 MB in bf16."""
     sizes = {"model.embed_tokens.weight": (_VOCABULARY, _HIDDEN), "model.norm.weight": (_HIDDEN,)}
